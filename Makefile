@@ -1,0 +1,51 @@
+# The first command on a fresh machine may be any of these: .venv is made when it is missing.
+
+PYTHON ?= python3
+# torch goes in first and by version: a CPU build of exactly this one may lie on disk, where "any torch" would be a large download.
+# `make TORCH=torch` takes the newest.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+PIP := -m pip --quiet --quiet --disable-pip-version-check
+MAKEFLAGS += --no-print-directory
+
+.PHONY: demo test lint format wheel wheel-test clean
+
+demo: .venv/installed
+	@$(BIN)/python -m elastic_mbs demo
+
+test: .venv/installed
+	@$(BIN)/python -m pytest --quiet --cov --cov-report=term
+
+lint: .venv/installed
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+
+format: .venv/installed
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+wheel: .venv/installed
+	@rm -rf dist
+	@$(BIN)/python $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+# A clean environment, an empty folder, and nothing of the working tree on the path.
+wheel-test: wheel
+	@set -eu; here=$$(mktemp -d); trap 'rm -rf "$$here"' EXIT; \
+	$(PYTHON) -m venv "$$here/venv"; \
+	"$$here/venv/bin/python" $(PIP) install "$(TORCH)"; \
+	"$$here/venv/bin/python" $(PIP) install dist/*.whl; \
+	mkdir "$$here/cwd"; cp tools/wheel_smoke.py "$$here/cwd"; \
+	cd "$$here/cwd"; "$$here/venv/bin/python" wheel_smoke.py; \
+	"$$here/venv/bin/elastic-mbs" --help > help.txt
+
+clean:
+	@rm -rf .venv build dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+.venv/installed: pyproject.toml
+	@echo "making .venv (about a minute)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python $(PIP) install "$(TORCH)"
+	@$(BIN)/python $(PIP) install --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,88 @@
+"""elastic_step: the step function sees a micro-batch, its caller the whole batch."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.result import StepResult
+from elastic_mbs.runtime import ElasticMBS
+
+
+class ElasticStep(Protocol):
+    """A decorated step function.
+
+    Attributes:
+        mbs: the runtime behind it; on a method, a function from the instance to its runtime.
+    """
+
+    mbs: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
+        """Runs the step on the whole batch; gradients are ready when it returns."""
+
+
+def elastic_step(model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], **options: Any) -> Callable[[Callable[..., Any]], ElasticStep]:
+    """Decorates a step function: it gets a micro-batch and returns its loss, its caller passes the whole batch.
+
+    ```python
+    @elastic_step(model)
+    def train_step(batch): return loss_fn(model(batch["x"]), batch["y"])
+
+    result = train_step(batch)                     # gradients are ready
+    ```
+
+    On a method, `model` is a function of `self`, and each instance gets its own runtime:
+
+    ```python
+    class Trainer:
+        @elastic_step(lambda self: self.model)
+        def train_step(self, batch): ...
+    ```
+
+    Args:
+        model: as for `ElasticMBS`, or a function from `self` to that.
+        **options: as for `ElasticMBS`.
+
+    Raises:
+        UsageError: `model` is none of these, or an option is wrong.
+    """
+    if isinstance(model, nn.Module) or not callable(model):
+        return lambda fn: _on_function(fn, ElasticMBS(model, **options))
+    if isinstance(model, type):
+        raise UsageError(f"elastic_step({model.__name__}) got a class: give the module itself, or `lambda self: self.model` on a method")
+    return lambda fn: _on_method(fn, model, options)
+
+
+def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:
+    @functools.wraps(fn)
+    def step(batch: Any, *args: Any, **kwargs: Any) -> StepResult:
+        return mbs.backward(fn, batch, *args, **kwargs)
+
+    step.mbs = mbs  # type: ignore[attr-defined]  # functions take attributes; typing has no word for it
+    return step  # type: ignore[return-value]  # for the same reason
+
+
+def _on_method(fn: Callable[..., Any], model: Callable[[Any], Any], options: dict[str, Any]) -> ElasticStep:
+    runtimes: weakref.WeakKeyDictionary[Any, ElasticMBS] = weakref.WeakKeyDictionary()
+
+    def runtime_of(owner: Any) -> ElasticMBS:
+        if owner not in runtimes:
+            runtimes[owner] = ElasticMBS(model(owner), **options)
+        return runtimes[owner]
+
+    @functools.wraps(fn)
+    def step(self: Any, batch: Any, *args: Any, **kwargs: Any) -> StepResult:
+        def piece_step(piece: Any, *rest: Any, **named: Any) -> Any:
+            return fn(self, piece, *rest, **named)
+
+        piece_step.__qualname__ = fn.__qualname__
+        return runtime_of(self).backward(piece_step, batch, *args, **kwargs)
+
+    step.mbs = runtime_of  # type: ignore[attr-defined]  # functions take attributes; typing has no word for it
+    return step  # type: ignore[return-value]  # for the same reason

@@ -1,0 +1,429 @@
+"""The one impure loop: pieces → forward → backward → commit, or recover → replay.
+
+A `Call` is the work on one batch. It is an iterator over `MicroBatch`es, each a context manager around one attempt at one piece:
+
+    for micro in call:                    # __next__: recover from the last failure, split, snapshot, load
+        with micro:                       # __exit__: commit; or note the failure as strings, and swallow it
+            micro.backward(loss_fn(micro.data))
+
+All doors run exactly this loop. What happens after a failure stands in `elastic_mbs.recovery`. It runs in `__next__`, when the exception and its
+traceback are gone: they would keep the failed attempt's tensors alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from elastic_mbs.accumulate import Counts
+from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.commits import walk
+from elastic_mbs.controller import Key, Observation, shape_class
+from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
+from elastic_mbs.events import Resized
+from elastic_mbs.guards import GradientSentinels, StepGuard, check_gradients_stayed, enter_call, leave_call, running_call
+from elastic_mbs.isolation import Isolation
+from elastic_mbs.losses import read_losses, weighted_sum
+from elastic_mbs.micro_batch import MicroBatch, Range, Totals
+from elastic_mbs.partition import partition
+from elastic_mbs.parts import Parts
+from elastic_mbs.recovery import Failure, History, note_failure, recover, retrying, unwind
+from elastic_mbs.result import OutputPlace, StepResult, StoredOutput
+from elastic_mbs.rollback import StreamState
+from elastic_mbs.saved_tensors import SavedTensorTable
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A piece whose contribution is in every leaf."""
+
+    start: int
+    stop: int
+    loss: torch.Tensor | None
+    stored: StoredOutput | None
+    callbacks: list[Callable[[], object]]
+
+
+class Call:
+    """The work on one batch, from its split to its `result`.
+
+    Args:
+        parts: the runtime's parts.
+        view: the batch.
+        counts: its counts.
+        name: what the loss function is called; limits and traits are kept by it.
+        training: whether pieces run backward.
+        outputs: where outputs go.
+        own_graph: whether autograd saves its tensors in a table that can be emptied (door 3).
+    """
+
+    def __init__(
+        self, parts: Parts, view: BatchView, counts: Counts, *, name: str, training: bool = True, outputs: OutputPlace = "cpu", own_graph: bool = False
+    ) -> None:
+        self.parts = parts
+        self.view = view
+        self.counts = counts
+        self.training = training
+        self.outputs = outputs
+        self.key = Key(name, "train" if training else "eval", shape_class(view.elements))
+        self.result: StepResult | None = None
+        self.finished = False
+        self.pending = [Range(0, view.length)]
+        self.isolation: Isolation | None = None
+        self.stream_start: StreamState | None = None
+        self.table = SavedTensorTable() if own_graph else None
+        self.failure: Failure | None = None
+        self.history = History(parts.settings.wait_for_memory)
+        self.running: MicroBatch | None = None
+        self._done: list[_Done] = []
+        self._skipped: list[tuple[int, int]] = []
+        self._walked = False
+        self._sentinels = GradientSentinels()
+        self._guard = StepGuard(self._refuse_step)
+        self._enter()
+        try:
+            self._begin(name)
+        except BaseException:
+            leave_call(self)
+            raise
+
+    @property
+    def totals(self) -> Totals:
+        """The batch's counts."""
+        return self.counts.total
+
+    # ------------------------------------------------------------------ the path without a failure, in the order of a step
+
+    def _enter(self) -> None:
+        outer = running_call()
+        if outer is None:
+            enter_call(self)
+        elif outer.running is None:
+            raise IncompleteBatchError(f"another loop over micro-batches on this thread was left early: {outer.open_samples()} were not run")
+        elif self.training or outer.parts is self.parts:
+            raise NestedCallError(
+                "a call was started inside the step function of another one, and could not be undone when that one is replayed: "
+                "take it out of the step function (an eval by another runtime may stay)"
+            )
+
+    def _begin(self, name: str) -> None:
+        parts = self.parts
+        if parts.inventory.refresh():
+            parts.commits.watch(parts.inventory.leaves)
+        self.traits = parts.traits_of(name)
+        self.filled = {id(leaf) for leaf in parts.inventory.leaves if leaf.grad is not None}
+        self.versions = self.view.versions()
+        self.plan = parts.controller.begin(self.key, self.view.length, self.view.elements)
+        self.size = self.plan.size
+        if self.plan.learning:
+            parts.meter.reset_peak()
+        self._resets = parts.meter.resets
+        self._guard.up()
+        parts.stopwatch.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        if not self.finished:
+            try:
+                micro = self.running = self._advance()
+                if micro is not None:
+                    return micro
+                self._finish()
+            except BaseException as error:
+                self.abort(error)
+                raise
+        raise StopIteration
+
+    def _advance(self) -> MicroBatch | None:
+        if self.running is not None:
+            raise IncompleteBatchError(f"samples {self.running.start}:{self.running.stop} were not run: enter every micro-batch with `with micro:`")
+        while True:
+            if self.failure is not None:
+                recover(self)
+            piece = self._pop()
+            if piece is None:
+                return None
+            micro = self._prepare(piece)
+            if micro is not None:
+                return micro
+
+    def _pop(self) -> Range | None:
+        """The next piece. The rest of the batch is kept as ranges and split at the last moment, at the size of that moment."""
+        settings = self.parts.settings
+        while self.pending:
+            rest = self.pending.pop()
+            start, stop = partition(rest.start, rest.stop, self.size, minimum=settings.min_micro_batch_size, align=settings.align)[0]
+            if stop < rest.stop:
+                self.pending.append(Range(stop, rest.stop, rest.committed))
+            if not self.counts.is_zero(start, stop):
+                return Range(start, stop, rest.committed)
+            self._skipped.append((start, stop))  # its loss would be 0/0, and NaN × 0 is NaN
+        return None
+
+    def _prepare(self, piece: Range) -> MicroBatch | None:
+        """Snapshots what the attempt may change and brings the piece to the device; None when that itself ran out of memory."""
+        parts = self.parts
+        streams = parts.streams.read(slow=self.stream_start is None or parts.streams.draws_on_host)
+        micro = MicroBatch(self, piece, None, streams)
+        try:
+            if self.stream_start is None:
+                parts.buffers.begin_call(parts.inventory.modules)
+                self.stream_start = streams
+            else:
+                parts.buffers.begin_piece()
+            data = self.view.piece(piece.start, piece.stop)
+            if self.traits.edits_batch:
+                data = map_tensors(data, torch.Tensor.clone)
+            micro.data = parts.streamer.load(data)
+        except Exception as error:
+            if not note_failure(self, micro, error):
+                raise
+            return None
+        return micro
+
+    def enter(self, micro: MicroBatch) -> None:
+        """Starts the attempt."""
+        if micro is not self.running or micro._phase != "load":
+            raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
+        micro._phase = "forward"
+        self.parts.commits.clear()
+        if self.table is not None:
+            self.table.__enter__()
+
+    def backward(self, micro: MicroBatch, value: Any) -> None:
+        """Weighs the loss and runs backward; see `MicroBatch.backward`."""
+        if micro is not self.running or micro._phase != "forward" or not self.training:
+            raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
+        self._sentinels.check()
+        self.refuse_own_backward()
+        terms, outputs = read_losses(value, self.counts.names)
+        # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
+        self.store(micro, outputs)
+        loss = weighted_sum(terms, self._weights(micro))
+        micro._loss, micro._root = loss.detach(), loss.grad_fn
+        if self.table is not None:
+            micro._losses = tuple(terms.values())
+        self._take_census(micro)
+        self._set_gradients_aside()
+        micro._phase = "backward"
+        self._run_backward(micro, loss)
+        micro._phase = "commit"
+
+    def store(self, micro: MicroBatch, outputs: Any) -> None:
+        """Keeps the outputs of the piece where the user wants them."""
+        if outputs is not None and self.outputs is not None:
+            micro._stored = StoredOutput(outputs, self.outputs)
+
+    def _weights(self, micro: MicroBatch) -> dict[str | None, float]:
+        """c_i / C by name. Under "sum" a term only has to be left out where it has no counts."""
+        shares = {name: self.counts.weight(micro.start, micro.stop, name) for name in self.counts.names or (None,)}
+        if self.parts.settings.reduction == "sum":
+            return {name: float(share > 0) for name, share in shares.items()}
+        return shares
+
+    def _take_census(self, micro: MicroBatch) -> None:
+        """Walks the graph: once per loss function, once a call where it reaches leaves outside the model, and always after a failure."""
+        traits = self.traits
+        if traits.walked and (self._walked or not traits.guests) and not self.history.failures:
+            return
+        assert micro._root is not None
+        census = walk(micro._root)
+        guests = self.parts.commits.watch_guests(census.leaves)
+        self.history.check_guests(guests)
+        self.filled.update(id(leaf) for leaf in guests if leaf.grad is not None)
+        traits.guests = traits.guests or bool(guests)
+        traits.normalises_batch = traits.normalises_batch or census.normalises_batch or self.parts.inventory.normalises_batch()
+        traits.walked = self._walked = True
+        micro._leaves = census.leaves
+
+    def _set_gradients_aside(self) -> None:
+        """Isolates, where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
+        settings, traits = self.parts.settings, self.traits
+        unsure = bool(self.filled) and (traits.mixes or not traits.clean)
+        if self.isolation is None and (unsure or traits.hidden or settings.replay == "isolate" or settings.accumulate_dtype is not None):
+            self.isolation = Isolation(settings.accumulate_dtype)
+        if self.isolation is not None:
+            self.isolation.set_aside(self.parts.commits.leaves())
+
+    def _run_backward(self, micro: MicroBatch, loss: torch.Tensor) -> None:
+        settings = self.parts.settings
+        self.history.touched = self.history.touched or self.isolation is None
+        if settings.scaler is not None:
+            loss = settings.scaler.scale(loss)
+        if micro._piece.committed:
+            missing = [leaf for leaf in micro._leaves or () if id(leaf) not in micro._piece.committed]
+            if missing:
+                torch.autograd.backward(loss, inputs=missing)
+        elif settings.backward is not None:
+            settings.backward(loss)
+        else:
+            loss.backward()
+
+    def leave(self, micro: MicroBatch, error: BaseException | None) -> bool:
+        """Ends the attempt: commits, or notes the failure; returns whether the error is swallowed."""
+        self.running = None
+        if self.table is not None:
+            self.table.__exit__(None, None, None)
+        try:
+            if error is None:
+                self._commit(micro)
+                return False
+            if isinstance(error, Exception) and note_failure(self, micro, error):
+                return True
+        except BaseException as refusal:
+            self.abort(refusal)
+            raise
+        self.abort(error)
+        return False
+
+    def _commit(self, micro: MicroBatch) -> None:
+        parts, traits = self.parts, self.traits
+        if self.training:
+            if micro._phase != "commit":
+                self.refuse_own_backward()
+                raise LossError("the `with micro:` block ended without micro.backward(loss)")
+            if len(parts.commits) != traits.commits and not micro._piece.committed:
+                self._learn(micro)
+            if self.isolation is not None:
+                retrying(parts, "add a piece's gradient to the batch's", self.isolation.fold)
+                self.history.touched = True
+            self.remember_gradients()
+        traits.changes_buffers = parts.buffers.end_clean_piece()
+        if not traits.edits_batch and self.view.versions() != self.versions:
+            traits.edits_batch = self.history.edited = True
+        self._done.append(_Done(micro.start, micro.stop, micro._loss, micro._stored, micro._callbacks))
+        micro._let_go()
+        self.history.progress()
+        if self.plan.probing:
+            usage = parts.meter.usage()
+            self.size = parts.controller.piece_done(self.key, len(micro), usage.peak_allocated if usage else None, parts.capacity())
+
+    def _learn(self, micro: MicroBatch) -> None:
+        """Compares a clean backward with the census: the first one, and whenever the number of commits differs from the last."""
+        parts, traits = self.parts, self.traits
+        assert micro._root is not None and self.stream_start is not None
+        committed = parts.commits.committed()
+        check_gradients_stayed(committed, parts.inventory.name_of)
+        reached = {id(leaf) for leaf in micro._leaves or walk(micro._root).leaves}
+        marks = [id(leaf) for leaf in committed]
+        traits.hidden = traits.hidden or len(set(marks)) < len(marks) or not reached.issuperset(marks)
+        traits.draws = traits.draws or parts.streams.moved(self.stream_start)
+        parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(self.stream_start)
+        traits.commits = len(marks)
+        for leaf in committed:
+            if leaf._backward_hooks:
+                parts.log.warn_once(
+                    parts.settings.name,
+                    "tensor-hook",
+                    f"{parts.inventory.name_of(leaf)} has a tensor hook, which runs once per micro-batch: it must be linear (no clamp, no norm) "
+                    "for the gradient to be the whole batch's",
+                )
+
+    def _finish(self) -> None:
+        parts = self.parts
+        if self.training:
+            self._sentinels.check()
+            if self.isolation is not None:
+                retrying(parts, "write the gradient in its own type", self.isolation.finish)
+        done = sorted(self._done, key=lambda piece: piece.start)
+        for piece in done:
+            for callback in piece.callbacks:
+                callback()
+        self.result = StepResult(
+            partition=tuple((piece.start, piece.stop) for piece in done),
+            micro_batch_size=self.size,
+            ooms=self.history.failures,
+            replayed_samples=self.history.replayed_samples,
+            skipped=tuple(sorted(self._skipped)),
+            _losses=tuple(piece.loss for piece in done if piece.loss is not None),
+            _outputs=[piece.stored for piece in done if piece.stored is not None],
+        )
+        self._close()
+        self._observe(len(done))
+
+    def _observe(self, pieces: int) -> None:
+        """Tells the controller how the call went, and says when it moved."""
+        parts = self.parts
+        usage = parts.meter.usage()
+        # A peak counts when it belongs to this call alone: somebody else may have reset the process's statistics meanwhile.
+        peak = usage.peak_allocated if usage and self.plan.learning and parts.meter.resets == self._resets else None
+        seen = Observation(
+            size=self.size,
+            epoch=self.plan.epoch,
+            samples=self.view.length,
+            elements=self.view.elements,
+            pieces=pieces,
+            peak=peak,
+            fragmentation=usage.fragmentation if usage else 1.0,
+            seconds=None,
+            retries=usage.retries if usage else 0,
+            ooms=self.history.failures,
+        )
+        parts.stopwatch.stop((self.key, seen))
+        for (key, observation), seconds in parts.stopwatch.finished():
+            move = parts.controller.end(key, replace(observation, seconds=seconds), parts.capacity())
+            if move is not None:
+                parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(key)))
+
+    def _close(self) -> None:
+        self.finished = True
+        self._guard.down()
+        self._sentinels.forget()
+        self.parts.commits.forget_guests()
+        self.parts.commits.clear()
+        leave_call(self)
+
+    # ------------------------------------------------------------------ what ends a call early
+
+    def restart(self) -> None:
+        """Forgets every piece: the batch will be replayed from its start."""
+        self.pending = [Range(0, self.view.length)]
+        self._done.clear()
+        self._skipped.clear()
+        self._sentinels.forget()
+
+    def remember_gradients(self) -> None:
+        """Notes the gradients as the engine left them."""
+        self._sentinels.remember(self.parts.inventory.leaves)
+
+    def abort(self, error: BaseException) -> None:
+        """Ends the call by `error`: state goes back to the call's start, and what could not is noted on the error."""
+        if not self.finished:
+            self.running = None
+            unwind(self, error)
+            self.parts.controller.abandon(self.key)
+            self._close()
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+        kind = type(optimizer).__name__
+        if self.running is not None:
+            raise StepInsideError(f"{kind}.step() ran inside the step function, on a part of the gradient: step once, after the batch")
+        error = IncompleteBatchError(f"{kind}.step() ran before the whole batch was accumulated: {self.open_samples()} were not run")
+        self.abort(error)
+        raise error
+
+    def refuse_own_backward(self) -> None:
+        """Refuses commits that the engine did not make."""
+        if len(self.parts.commits):
+            raise BackwardInsideError(
+                "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
+            )
+
+    @property
+    def committed_pieces(self) -> int:
+        """Pieces of this call that are in the gradients."""
+        return len(self._done)
+
+    @property
+    def committed_samples(self) -> int:
+        """Samples of this call that are in the gradients."""
+        return sum(piece.stop - piece.start for piece in self._done)
+
+    def open_samples(self) -> str:
+        """The samples that have not been accumulated, in words."""
+        return "samples " + ", ".join(f"{rest.start}:{rest.stop}" for rest in sorted(self.pending, key=lambda rest: rest.start))

@@ -1,0 +1,97 @@
+"""The tree of errors: one base for each decision that a caller makes.
+
+```
+ElasticMBSError                      everything that this package raises by itself
+├── UsageError (ValueError)          an argument is wrong: fix the call
+│   ├── BatchError                   the batch cannot be cut into pieces
+│   ├── CountError                   the counts of the loss terms make no sense
+│   └── LossError                    what `loss_fn` returned is not a loss
+├── MisuseError (RuntimeError)       the training loop does something that a replay could not undo
+│   ├── NestedCallError              a call inside a call
+│   ├── StepInsideError              `optimizer.step()` while a batch is incomplete
+│   ├── BackwardInsideError          `loss.backward()` inside the step function
+│   ├── GradientsChangedError        `zero_grad()` or an edit of `.grad` in the middle of a batch
+│   ├── OptimizerInBackwardError     an optimizer that steps inside backward
+│   └── IncompleteBatchError         the loop over micro-batches was left early
+├── UnsupportedError (RuntimeError)  a mode of torch that cannot be made exact
+└── RecoveryError (RuntimeError)     memory ran out, and the batch could not be finished
+    ├── MicroBatchFloorError         the smallest micro-batch does not fit (also a torch.OutOfMemoryError)
+    ├── ReplayUnsafeError            a replay would not give the exact gradient
+    └── PoisonedDeviceError          the device cannot be trusted any more: save and restart
+```
+
+After any of them the gradients that were empty at the start of the call are empty again, and buffers and random streams are as they were at its
+start. Where a gradient was not empty, the error carries a note that `zero_grad()` is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class ElasticMBSError(Exception):
+    """Base of every error that this package raises by itself."""
+
+
+class UsageError(ElasticMBSError, ValueError):
+    """An argument is wrong; the message names the value and the way out."""
+
+
+class BatchError(UsageError):
+    """The batch cannot be cut into pieces: unknown container, lengths that disagree, or no samples."""
+
+
+class CountError(UsageError):
+    """Counts are negative, not finite, of the wrong length, or all zero."""
+
+
+class LossError(UsageError):
+    """What `loss_fn` returned is no scalar, has no graph, or is missing."""
+
+
+class MisuseError(ElasticMBSError, RuntimeError):
+    """The training loop does something inside a batch that a replay could not undo."""
+
+
+class NestedCallError(MisuseError):
+    """A call was started while another one on the same thread was still running."""
+
+
+class StepInsideError(MisuseError):
+    """`optimizer.step()` ran before every piece of the batch had been accumulated."""
+
+
+class BackwardInsideError(MisuseError):
+    """The step function called `backward()` by itself; the engine owns it."""
+
+
+class GradientsChangedError(MisuseError):
+    """`.grad` was cleared or edited between two pieces of one batch."""
+
+
+class OptimizerInBackwardError(MisuseError):
+    """A leaf lost its gradient during backward: an optimizer steps inside backward."""
+
+
+class IncompleteBatchError(MisuseError):
+    """The loop over `micro_batches` ended before every piece had run."""
+
+
+class UnsupportedError(ElasticMBSError, RuntimeError):
+    """A mode of torch in which a replay cannot be made exact (CUDA graph capture, nn.DataParallel)."""
+
+
+class RecoveryError(ElasticMBSError, RuntimeError):
+    """Memory ran out and the batch could not be finished."""
+
+
+class MicroBatchFloorError(RecoveryError, torch.OutOfMemoryError):
+    """The smallest micro-batch allowed does not fit. Also a `torch.OutOfMemoryError`, so that existing handlers see it."""
+
+
+class ReplayUnsafeError(RecoveryError):
+    """A replay would not give the exact gradient; the message says why and what to change."""
+
+
+class PoisonedDeviceError(RecoveryError):
+    """The device or its allocator cannot be trusted any more; save what you can and restart the process."""

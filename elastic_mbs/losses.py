@@ -1,0 +1,98 @@
+"""What `loss_fn` returned: which of it is the loss, and which are outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elastic_mbs.errors import LossError
+
+Terms = dict[str | None, torch.Tensor]
+"""Loss terms by the names of their counts; a single loss goes by None."""
+
+_WAYS = "return the loss, (loss, outputs), an object with .loss, or a dict with 'loss'"
+
+
+def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
+    """Splits what `loss_fn` returned into loss terms and outputs.
+
+    Args:
+        value: a scalar tensor; `(loss, outputs…)`; a mapping with "loss"; an object with `.loss`; or, where counts have names, a mapping of losses
+            with the same names, alone or in place of the loss in one of the above.
+        names: the names of the counts, or None for a single loss.
+
+    Returns:
+        The terms, and the outputs (None when there are none; the mapping or object itself when the loss was a part of it).
+
+    Raises:
+        LossError: no loss is there, it is no scalar, or it has no graph.
+    """
+    if value is None:
+        raise LossError(f"loss_fn returned None; is a `return` missing? {_WAYS}")
+    loss, outputs = _separate(value, names)
+    if names is None:
+        terms: Terms = {None: _scalar(loss, "the loss")}
+    else:
+        if not isinstance(loss, Mapping):
+            raise LossError(f"count= is a dict with the names {list(names)}, so loss_fn must return a dict of losses with them, not {_kind(loss)}")
+        missing, extra = [n for n in names if n not in loss], [n for n in loss if n not in names]
+        if missing or extra:
+            raise LossError(f"the losses and count= must have the same names: missing {missing}, without a count {extra}")
+        terms = {name: _scalar(loss[name], f"the loss {name!r}") for name in names}
+    if not any(term.requires_grad for term in terms.values()):
+        raise LossError(
+            "the loss has no graph, so there is nothing to differentiate: was it computed under torch.no_grad() or from detached tensors, "
+            "or are all parameters frozen?"
+        )
+    return terms, outputs
+
+
+def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
+    if isinstance(value, torch.Tensor):
+        return value, None
+    if isinstance(value, Mapping):
+        if "loss" in value and (names is None or "loss" not in names):
+            return value["loss"], value
+        if names is not None:
+            return value, None
+        raise LossError(f"loss_fn returned a dict without 'loss' (it has {list(value)}); {_WAYS}; for several losses give count= as a dict")
+    loss = getattr(value, "loss", None)
+    if loss is not None:
+        return loss, value
+    if isinstance(value, tuple | list) and value:
+        return value[0], (None if len(value) == 1 else value[1] if len(value) == 2 else tuple(value[1:]))
+    raise LossError(f"loss_fn returned {_kind(value)}, which has no loss in it; {_WAYS}")
+
+
+def _scalar(loss: Any, what: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(f"{what} is {_kind(loss)}, not a tensor; {_WAYS}")
+    if loss.numel() != 1:
+        raise LossError(f"{what} has shape {tuple(loss.shape)}; it must be a scalar: reduce it with .mean() (or .sum() and reduction='sum')")
+    if not loss.is_floating_point():
+        raise LossError(f"{what} has dtype {loss.dtype}; it must be a real floating-point scalar")
+    return loss.reshape(())
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:
+    """Σ weight · term over the terms whose weight is not zero, as a scalar with a graph.
+
+    A term of weight zero is left out, not multiplied: a mean over no terms is NaN, and NaN · 0 is NaN. Half-precision losses are weighed in float32,
+    because a small weight would cost them bits.
+    """
+    total: torch.Tensor | None = None
+    for name, term in terms.items():
+        weight = weights[name]
+        if weight != 0:
+            wide = term.float() if term.dtype in (torch.float16, torch.bfloat16) else term
+            part = wide * weight
+            total = part if total is None else total + part
+    if total is None:
+        raise LossError("every loss term of this piece has count 0")
+    return total

@@ -1,0 +1,52 @@
+"""How much memory there is, how much of it we use, and a virtual device for tests."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_mbs.memory.budget import MemoryBudget
+from elastic_mbs.memory.cuda import CudaMeter, CudaSensor
+from elastic_mbs.memory.host import HostMeter, HostSensor
+from elastic_mbs.memory.monitor import Monitor
+from elastic_mbs.memory.sensor import Headroom, MemorySensor, NoMeter, NoSensor, Reading, Unavailable, Usage, UsageMeter
+from elastic_mbs.memory.size import parse_bytes
+
+__all__ = [
+    "CudaMeter",
+    "CudaSensor",
+    "Headroom",
+    "HostMeter",
+    "HostSensor",
+    "MemoryBudget",
+    "MemorySensor",
+    "Monitor",
+    "NoMeter",
+    "NoSensor",
+    "Reading",
+    "Unavailable",
+    "Usage",
+    "UsageMeter",
+    "parse_bytes",
+    "sensor_for",
+]
+
+
+def sensor_for(device: torch.device | str) -> tuple[MemorySensor, UsageMeter]:
+    """The sensor and the meter of a device, the most specific first.
+
+    Args:
+        device: where the micro-batches run.
+
+    Returns:
+        The active `MemoryBudget` if it counts that device (twice: it is both), NVML and the allocator's statistics for CUDA, the machine's available
+        memory for the CPU, and for any other device a sensor that always answers `Unavailable`, with which training goes on but never grows.
+    """
+    device = torch.device(device)
+    budget = MemoryBudget.current()
+    if budget is not None and budget.covers(device):
+        return budget, budget
+    if device.type == "cuda":
+        return CudaSensor(device), CudaMeter(device)
+    if device.type == "cpu":
+        return HostSensor(), HostMeter()
+    return NoSensor(f"no memory sensor for device {str(device)!r}: pass sensor=..."), NoMeter()

@@ -1,0 +1,158 @@
+"""The thread that reads the memory sensor, so that a training step never waits for one."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import logger
+from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailable
+
+OnChange = Callable[[Reading], None]
+
+_JOIN_SECONDS = 2.0
+
+
+class Monitor:
+    """Reads a sensor once per interval in a daemon thread and keeps the latest reading.
+
+    The thread holds the sensor and nothing else of the caller's: a monitor that is garbage-collected ends its thread. A forked child has no thread;
+    the first `latest` or `poll` there starts one again.
+
+    Args:
+        sensor: what to read. One that raises, or returns something else than a reading, counts as unavailable.
+        interval: seconds between readings. 0 means no thread: every `latest` reads in the caller's thread, which is what tests and simulated
+            sensors want.
+        clock: gives the time stamps, in seconds. Every reading is stamped with the time just before the sensor was asked, whatever stamp it brought.
+        on_change: called with the reading when the sensor is lost, and when it is back; a sensor that answers from the first reading on causes no
+            call. Called in the thread that read; an error in it is logged in the monitor's thread and passes through in the caller's. A bound
+            method is held weakly.
+
+    Raises:
+        UsageError: the interval is negative or not a number.
+    """
+
+    def __init__(
+        self,
+        sensor: MemorySensor,
+        *,
+        interval: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: OnChange | None = None,
+    ) -> None:
+        if not (interval >= 0 and math.isfinite(interval)):
+            raise UsageError(f"interval must be a number of seconds >= 0, got {interval!r}")
+        self._interval = interval
+        self._latest = _Latest(sensor, clock, on_change)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ender: weakref.finalize[[], Monitor] | None = None
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Starts the thread, unless it runs already or the interval is 0. Where there can be no thread the sensor counts as unavailable."""
+        self._after_fork(restart=False)
+        with self._lock:
+            if self._interval == 0 or self._thread is not None:
+                return
+            ended = threading.Event()
+            thread = threading.Thread(target=_watch, args=(self._latest, self._interval, ended), name="elastic-mbs-monitor", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._latest.publish(Unavailable(f"no thread for the memory monitor: {error}", self._latest.clock()))
+                return
+            self._thread, self._ender = thread, weakref.finalize(self, ended.set)
+
+    def stop(self) -> None:
+        """Ends the thread, waiting at most two seconds for a sensor that hangs. The latest reading stays."""
+        self._after_fork(restart=False)
+        with self._lock:
+            thread, ender, self._thread, self._ender = self._thread, self._ender, None, None
+        if thread is not None and ender is not None:
+            ender()
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
+
+    def latest(self) -> Reading:
+        """The latest reading, without waiting; `Unavailable("no reading yet")` before the first."""
+        if self._interval == 0:
+            return self.poll()
+        self._after_fork(restart=True)
+        return self._latest.reading
+
+    def poll(self) -> Reading:
+        """One reading now, in the caller's thread; it becomes the latest."""
+        self._after_fork(restart=True)
+        return self._latest.update()
+
+    def _after_fork(self, *, restart: bool) -> None:
+        """In a forked child, forgets the parent's thread and the locks that it may have held; starts a new one if the parent's ran."""
+        if self._pid == os.getpid():
+            return
+        ran = self._thread is not None
+        self._pid, self._lock, self._thread = os.getpid(), threading.Lock(), None
+        if self._ender is not None:
+            self._ender.detach()
+            self._ender = None
+        self._latest.lock = threading.Lock()
+        if ran and restart:
+            self.start()
+
+
+class _Latest:
+    """The latest reading and how to get the next: all that the thread knows."""
+
+    def __init__(self, sensor: MemorySensor, clock: Callable[[], float], on_change: OnChange | None) -> None:
+        self.reading: Reading = Unavailable("no reading yet")
+        self.lock = threading.Lock()
+        self._sensor = sensor
+        self.clock = clock
+        # a bound method would keep its owner, and with it the user's model, alive for as long as the thread runs
+        self._on_change: Callable[[], OnChange | None]
+        self._on_change = weakref.WeakMethod(on_change) if isinstance(on_change, MethodType) else lambda: on_change
+        self._available = True
+
+    def update(self, ended: threading.Event | None = None) -> Reading:
+        """Reads and publishes. A thread that was told to end while it read publishes nothing."""
+        reading = self._read()
+        if ended is None or not ended.is_set():
+            self.publish(reading)
+        return reading
+
+    def publish(self, reading: Reading) -> None:
+        """Keeps the reading, and tells of a change."""
+        available = isinstance(reading, Headroom)
+        with self.lock:
+            changed = available != self._available
+            self.reading, self._available = reading, available
+        on_change = self._on_change() if changed else None
+        if on_change is not None:
+            on_change(reading)
+
+    def _read(self) -> Reading:
+        at = self.clock()
+        try:
+            reading = self._sensor.read()
+        except Exception as error:
+            # whatever a sensor does wrong stops growth, never training
+            return Unavailable(f"{type(error).__name__}: {error}", at)
+        if not isinstance(reading, Headroom | Unavailable):
+            return Unavailable(f"{type(self._sensor).__name__}.read returned {type(reading).__name__}, not Headroom or Unavailable", at)
+        return replace(reading, at=at)
+
+
+def _watch(latest: _Latest, interval: float, ended: threading.Event) -> None:
+    while not ended.is_set():
+        try:
+            latest.update(ended)
+        except Exception:
+            logger.exception("an error in on_change of the memory monitor")
+        ended.wait(interval)

@@ -1,0 +1,125 @@
+"""What a memory reading is, and the two protocols behind it: the device's headroom, and this process's own use.
+
+A sensor looks at the device from outside (how much could this process still get), a meter at the allocator from inside (how much do our tensors
+take). Both are cheap and neither synchronises the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """One reading of a device's memory, all figures taken together.
+
+    Attributes:
+        free: bytes that this process could still get from the device. Memory that its own allocator keeps in reserve is not among them.
+        total: bytes that the device has.
+        held_by_others: bytes that this process cannot get because somebody else has them: co-tenants, the driver, or a cap on this process.
+        source: who said so: "nvml", "cuda", "host", "budget".
+        at: time of the reading, in seconds of the reader's clock (monotonic unless another was injected).
+    """
+
+    free: int
+    total: int
+    held_by_others: int
+    source: str
+    at: float
+
+    @property
+    def capacity(self) -> int:
+        """Bytes this process could hold in all: what is free and what it holds already. Hold a predicted peak against this."""
+        return self.total - self.held_by_others
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """No reading, and why. It stops growth, never training.
+
+    Attributes:
+        reason: what went wrong, in words.
+        at: time of the attempt, in seconds of the reader's clock.
+    """
+
+    reason: str
+    at: float = 0.0
+
+
+Reading = Headroom | Unavailable
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the tensors of this process take, by its own allocator's account.
+
+    Attributes:
+        allocated: bytes in live tensors now.
+        reserved: bytes that the allocator holds from the device now.
+        peak_allocated: most bytes allocated since the last reset of the peaks.
+        peak_reserved: most bytes reserved since then.
+        retries: how often the allocator has had to empty its cache and try again, since the process began.
+    """
+
+    allocated: int
+    reserved: int
+    peak_allocated: int
+    peak_reserved: int
+    retries: int
+
+    @property
+    def fragmentation(self) -> float:
+        """Peak reserved over peak allocated, at least 1: what a predicted peak of tensors must be multiplied by."""
+        return max(1.0, self.peak_reserved / self.peak_allocated) if self.peak_allocated > 0 else 1.0
+
+
+@runtime_checkable
+class MemorySensor(Protocol):
+    """Reads the headroom of one device."""
+
+    def read(self) -> Reading:
+        """One reading, now. Does not raise: what goes wrong becomes `Unavailable`."""
+
+
+@runtime_checkable
+class UsageMeter(Protocol):
+    """Reads what this process uses on one device.
+
+    Attributes:
+        resets: how often `reset_peak` was called, so that a reader can tell whether a peak belongs to its own interval.
+    """
+
+    resets: int
+
+    def usage(self) -> Usage | None:
+        """The figures now, or None where they are not known."""
+
+    def reset_peak(self) -> None:
+        """Starts a new interval for the peaks."""
+
+
+class NoSensor:
+    """The sensor of a device that nobody here can read."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def read(self) -> Reading:
+        """Always `Unavailable`, with the reason given."""
+        return Unavailable(self._reason)
+
+
+class NoMeter:
+    """The meter of a device whose allocator nobody here can read."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def usage(self) -> Usage | None:
+        """Always None."""
+        return None
+
+    def reset_peak(self) -> None:
+        """Counts the call; there is nothing to reset."""
+        self.resets += 1

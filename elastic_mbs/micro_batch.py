@@ -1,0 +1,123 @@
+"""One attempt at one piece of the batch, as the step function or the user's loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch.autograd.graph import Node
+
+from elastic_mbs.result import StoredOutput
+from elastic_mbs.rollback import StreamState
+
+Totals = float | int | Mapping[str, float | int]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Samples start:stop of the batch that still have to be run.
+
+    Attributes:
+        committed: ids of the leaves that they have contributed to already, in an attempt that failed half-way.
+    """
+
+    start: int
+    stop: int
+    committed: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Engine(Protocol):
+    """What an attempt needs from the call that it belongs to."""
+
+    @property
+    def totals(self) -> Totals:
+        """The batch's counts."""
+
+    def enter(self, micro: MicroBatch) -> None:
+        """The attempt begins."""
+
+    def leave(self, micro: MicroBatch, error: BaseException | None) -> bool:
+        """The attempt ends; returns whether `error` was out-of-memory and will be recovered from."""
+
+    def backward(self, micro: MicroBatch, value: Any) -> None:
+        """Weighs the loss and runs backward."""
+
+    def store(self, micro: MicroBatch, outputs: Any) -> None:
+        """Keeps the outputs for the result."""
+
+
+class MicroBatch:
+    """One attempt at one piece of the batch.
+
+    Attributes:
+        data: the piece, in the batch's own container type.
+        start: its first sample in the batch.
+        stop: one past its last.
+    """
+
+    def __init__(self, engine: Engine, piece: Range, data: Any, streams: StreamState | None) -> None:
+        self.data = data
+        self.start, self.stop = piece.start, piece.stop
+        self._engine = engine
+        self._piece = piece
+        self._streams = streams
+        self._phase = "load"
+        self._root: Node | None = None
+        self._leaves: tuple[torch.Tensor, ...] | None = None
+        self._losses: tuple[torch.Tensor, ...] = ()
+        self._loss: torch.Tensor | None = None
+        self._stored: StoredOutput | None = None
+        self._callbacks: list[Callable[[], object]] = []
+
+    def __len__(self) -> int:
+        """Samples in the piece."""
+        return self.stop - self.start
+
+    @property
+    def total(self) -> Totals:
+        """The whole batch's counts, for a loss that normalises by itself (with `reduction="sum"`)."""
+        return self._engine.totals
+
+    def __enter__(self) -> Self:
+        """Starts the attempt."""
+        self._engine.enter(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """Ends the attempt: commits it, or swallows an out-of-memory error so that the loop can replay the piece."""
+        return self._engine.leave(self, error)
+
+    def backward(self, value: Any) -> None:
+        """Accumulates the gradient of this piece's loss, weighted by its share of the batch.
+
+        Args:
+            value: the loss as a scalar mean over the piece's counts (`reduction="sum"`: a sum); or `(loss, outputs)`, an object with `.loss`, a dict
+                with "loss", or a dict of losses where `count` is a dict.
+
+        Raises:
+            LossError: there is no scalar loss with a graph in it.
+        """
+        self._engine.backward(self, value)
+
+    def keep(self, outputs: Any) -> None:
+        """Keeps the piece's outputs for the result; `backward` does so by itself with what came beside the loss."""
+        self._engine.store(self, outputs)
+
+    def on_commit(self, fn: Callable[[], object]) -> None:
+        """Runs `fn` once the whole batch is accumulated, in the batch's order, if this attempt is the one that counts.
+
+        It waits for the batch because until then a piece can still be replayed. What `fn` refers to stays in memory until then, too.
+        """
+        self._callbacks.append(fn)
+
+    def _let_go(self) -> None:
+        """Drops what keeps the graph alive."""
+        self.data = None
+        self._root = self._leaves = None
+        self._losses = ()

@@ -1,0 +1,100 @@
+"""What out-of-memory errors, and errors that look like them, say: regular expressions for each table of `reference/errors.md`.
+
+A sentence ("CUDA out of memory. …") must open the text, so that a user's "cache is out of memory slots" is none. A status code
+(`CUBLAS_STATUS_ALLOC_FAILED`) must open it or follow a colon, a bracket or a parenthesis, as libraries print it. Spellings are
+PyTorch's own (c10, ATen), those of its extensions (torch_npu, IPEX) and of the libraries that it calls, and of the issue trackers.
+"CUDA out of memory" and its like come as a plain RuntimeError from extensions that were built against old releases.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+
+def _any(*alternatives: str) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{alternative})" for alternative in alternatives))
+
+
+_CODE: Final = r"^(?:[^\n]*(?:: |\] |\())?"  # what may stand before a status code, in the first line
+_END: Final = r"(?=\.|\n| \(|$)"
+_ENFORCE: Final = r"^(?:\[enforce fail at [^\]\n]*\][^\n]*?\W)?"  # c10's macro for the host
+
+# Table A: shrink and replay.
+ALLOCATOR: Final = _any(
+    r"^(?:CUDA|HIP|XPU|NPU|MUSA|MLU) out of memory" + _END,
+    r"^MPS backend out of memory \(MPS allocated",
+    r"^Invalid buffer size: \d",
+)
+HOST: Final = _any(
+    _ENFORCE + r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
+    _ENFORCE + r"posix_memalign failed\b",
+    r"^std::bad_alloc$",
+    r"^unable to mmap \d+ bytes from file [^\n]*: Cannot allocate memory \(12\)",
+)
+LIBRARY: Final = _any(
+    _CODE + r"(?:CU|HIP|ROC)[A-Z]+_STATUS_ALLOC_FAILED\b",
+    _CODE + r"CUFFT_ALLOC_FAILED\b",
+    _CODE + r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED\b",
+)
+RUNTIME: Final = _any(
+    r"^(?:CUDA|HIP)(?: driver)? error: out of memory" + _END,
+    r"^cuda runtime error \(2\) : out of memory\b",
+    r"^Triton Error \[(?:CUDA|HIP)\]: out of memory$",
+    _CODE + r"(?:UR|ZE)_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
+    r"^[^\n]*\bMODULE:PT_DEVMEM Allocation failed\b",
+    _CODE + r"RESOURCE_EXHAUSTED: Out of memory\b",
+)
+
+# Table B: out of memory often enough for one shrink. A failed primitive *descriptor* is an operation that oneDNN does not have.
+MASKED: Final = _any(
+    _CODE + r"CUDNN_STATUS_NOT_SUPPORTED\b",
+    _CODE + r"CUDNN_STATUS_INTERNAL_ERROR\b",
+    r"^(?:\w+ was )?unable to find an engine to execute this computation\b",
+    r"^Unable to find a valid cuDNN algorithm\b",
+    _CODE + r"CUBLAS_STATUS_NOT_INITIALIZED\b",
+    _CODE + r"CUSOLVER_STATUS_INTERNAL_ERROR\b",
+    _CODE + r"CUFFT_INTERNAL_ERROR\b",
+    r"^could not (?:create|execute) a primitive\b(?! descriptor)",
+    r"^NVML_SUCCESS == r INTERNAL ASSERT FAILED at [^\n]*CUDACachingAllocator",
+    r"^[^\n]*\bmore than INT_MAX elements\b",
+)
+
+# Table C: the allocator, the device or the communicator cannot be trusted any more, or the request is a bug. NCCL tells the cause in a later line.
+POISONED: Final = _any(
+    r"^!handles_\.at\(i\) INTERNAL ASSERT FAILED\b",
+    r"^CUDA driver error: device not ready\b",
+    r"^NCCL (?:error|Error)\b[^\n]*\bunhandled cuda error\b",
+    r"(?m:^(?:[^\n]*\bNCCL WARN )?\s*Cuda failure (?:\d+ )?'out of memory')",
+    r"(?m:^(?:[^\n]*\bNCCL WARN )?\s*Failed to CUDA (?:host )?[cm]?alloc\b)",
+    r"^\w+ out of memory\. Tried to allocate more than 1EB memory\b",
+)
+
+# Table D: not out of memory, whatever it was raised from.
+OTHER: Final = _any(
+    r"^(?:OutOfResources: )?out of resource: ",
+    r"^(?:CUDA|HIP) error: (?:an )?illegal memory access\b",
+    r"^(?:CUDA|HIP) error: unspecified launch failure\b",
+    r"^(?:CUDA|HIP) error: device-side assert\b",
+    _CODE + r"CUBLAS_STATUS_EXECUTION_FAILED\b",
+    r"^[^\n]*\bWatchdog caught collective operation timeout\b",
+)
+
+REQUEST: Final = re.compile(
+    r"(?:tried to allocate|trying to allocate|unable to allocate|invalid buffer size:)\s+(\d+(?:\.\d+)?)\s*(?:([KMGTPE])i?B\b|bytes?\b|B\b)",
+    re.IGNORECASE,
+)
+
+
+def requested_bytes(text: str) -> int | None:
+    """The size of the allocation that failed, in bytes, where the text tells it.
+
+    PyTorch and Metal count in powers of 1024 whether they write "GiB" or "GB".
+    """
+    found = REQUEST.search(text)
+    if found is None:
+        return None
+    number, prefix = found.groups()
+    if prefix is None:
+        return int(number.partition(".")[0])
+    return round(float(number) * (1 << 10 * ("KMGTPE".index(prefix.upper()) + 1)))

@@ -1,0 +1,50 @@
+"""What a runtime lends to its calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic_mbs.commits import CommitLog
+from elastic_mbs.controller import Capacity, Controller, Key, Observation
+from elastic_mbs.events import EventLog
+from elastic_mbs.inventory import Inventory
+from elastic_mbs.memory import Headroom, Monitor, UsageMeter
+from elastic_mbs.rollback import BufferCopies, RandomStreams
+from elastic_mbs.settings import Settings
+from elastic_mbs.stream import Streamer
+from elastic_mbs.timing import Stopwatch
+from elastic_mbs.traits import Traits
+
+
+@dataclass
+class Parts:
+    """What a runtime lends to its calls."""
+
+    settings: Settings
+    inventory: Inventory
+    controller: Controller
+    commits: CommitLog
+    buffers: BufferCopies
+    streams: RandomStreams
+    log: EventLog
+    monitor: Monitor
+    meter: UsageMeter
+    stopwatch: Stopwatch[tuple[Key, Observation]]
+    streamer: Streamer
+    traits: dict[str, tuple[int, Traits]] = field(default_factory=dict)
+    sleep: Callable[[float], None] = time.sleep
+
+    def capacity(self) -> Capacity | None:
+        """The latest reading, as the controller wants it."""
+        reading = self.monitor.latest()
+        return Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) else None
+
+    def traits_of(self, name: str) -> Traits:
+        """What is known of this loss function; forgotten when the set of trainable leaves changes."""
+        generation, traits = self.traits.get(name, (-1, Traits()))
+        if generation != self.inventory.generation:
+            traits = Traits()
+            self.traits[name] = self.inventory.generation, traits
+        return traits

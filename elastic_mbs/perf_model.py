@@ -1,0 +1,221 @@
+"""Memory and time as functions of the micro-batch, fitted while it runs.
+
+PAPAYA (arXiv 2303.14633) fits both by straight lines. For time that holds above the flat floor of tiny sizes; for memory it does not: the peak is
+the maximum of many affine functions (end of forward, middle of backward, loss), so it is convex and piecewise linear, and a line through two small
+sizes is up to 48 % too low at a larger one (`reference/cpu_memory.md`). Hence: chords between what was measured, which lie above a convex function,
+and beyond the largest size only one doubling, by the steepest slope seen.
+
+Both models are indifferent to the unit of the size, as long as it is always the same one; the controller uses elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_mbs.errors import UsageError
+
+KNOTS = 32
+"""Sizes remembered per fit: sequence lengths vary without end, memory of them must not."""
+
+
+def _crowded(sizes: Sequence[int], keep: int) -> int:
+    """The size that adds least: the one between the closest neighbours, never an end, never `keep`. `sizes` is sorted."""
+    inner = [i for i in range(1, len(sizes) - 1) if sizes[i] != keep]
+    return sizes[min(inner, key=lambda i: sizes[i + 1] / sizes[i - 1])]
+
+
+@dataclass
+class _Knot:
+    """The latest readings at one size, and when (in readings, not seconds) the last of them came."""
+
+    readings: list[int]
+    seen: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.readings)
+
+
+class MemoryFit:
+    """Peak bytes as a convex, piecewise linear function of the micro-batch.
+
+    - At a size that was measured: the highest of the latest `RECENT` readings.
+    - Between two of them: the chord, which lies above any convex function through both.
+    - Above the largest, up to `REACH` times: the last slope of the isotonic fit (the steepest chord that ends at the largest size). Chords that
+      begin above `SPREAD` of it are ignored, because noise would decide their slope; without any other, slope and peak are not known.
+    - Below the smallest: that one's peak, an upper bound.
+
+    What the process holds besides (optimizer state after the first step) moves all peaks alike: when a size is measured again and differs, the
+    readings that are older than its previous one move with it. A reading that contradicts an older one (less memory for more samples) replaces it.
+    """
+
+    RECENT = 3
+    REACH = 2
+    SPREAD = 0.95
+
+    def __init__(self) -> None:
+        self._knots: dict[int, _Knot] = {}
+        self._seen = 0
+
+    @property
+    def largest_observed(self) -> int:
+        """The largest size measured; 0 if none was."""
+        return max(self._knots, default=0)
+
+    @property
+    def slope(self) -> float | None:
+        """Bytes per unit of size beyond the largest one measured, or None while no two sizes far enough apart are known."""
+        last = self.largest_observed
+        slopes = [(self._knots[last].peak - knot.peak) / (last - x) for x, knot in self._knots.items() if x <= self.SPREAD * last]
+        return max(slopes, default=None)
+
+    def add(self, x: int, peak: int) -> None:
+        """Takes one measurement.
+
+        Args:
+            x: the micro-batch (elements).
+            peak: highest allocation while it ran, in bytes.
+
+        Raises:
+            UsageError: `x` below 1 or a negative peak.
+        """
+        if x < 1 or peak < 0:
+            raise UsageError(f"a peak of {peak} bytes at {x} elements is no measurement: the size must be at least 1, the peak not negative")
+        self._seen += 1
+        knot = self._knots.get(x)
+        if knot is None:
+            knot = self._knots[x] = _Knot([peak], self._seen)
+        else:
+            self._measure_again(knot, peak)
+        self._knots = {y: k for y, k in self._knots.items() if not ((y < x and k.peak > knot.peak) or (y > x and k.peak < knot.peak))}
+        if len(self._knots) > KNOTS:
+            del self._knots[_crowded(sorted(self._knots), x)]
+
+    def _measure_again(self, knot: _Knot, peak: int) -> None:
+        before, since = knot.peak, knot.seen
+        knot.readings = [*knot.readings, peak][-self.RECENT :]
+        knot.seen = self._seen
+        shift = knot.peak - before
+        for other in self._knots.values():
+            if other.seen < since:
+                other.readings = [max(0, reading + shift) for reading in other.readings]
+
+    def predict(self, x: int) -> float | None:
+        """Predicted peak in bytes, or None where nothing is known: no measurement, no slope yet, or more than `REACH` times the largest."""
+        last = self.largest_observed
+        if not last or x > self.REACH * last:
+            return None
+        if x > last:
+            slope = self.slope
+            return None if slope is None else self._knots[last].peak + slope * (x - last)
+        right = min(y for y in self._knots if y >= x)
+        left = max((y for y in self._knots if y <= x), default=right)
+        low, high = self._knots[left].peak, self._knots[right].peak
+        return float(high) if left == right else low + (high - low) * (x - left) / (right - left)
+
+    def largest(self, budget: float, limit: int) -> int:
+        """The largest size up to `limit` whose predicted peak is at most `budget` bytes; 0 if none is known to fit."""
+        low, high = 0, min(limit, self.REACH * self.largest_observed)
+        while low < high:
+            middle = (low + high + 1) // 2
+            predicted = self.predict(middle)
+            if predicted is not None and predicted <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def state(self) -> list[list[object]]:
+        """What is known, as JSON: `[size, readings, seen]` per size."""
+        return [[x, list(knot.readings), knot.seen] for x, knot in sorted(self._knots.items())]
+
+    @classmethod
+    def restored(cls, state: Sequence[Sequence[object]]) -> MemoryFit:
+        """The fit that `state()` was taken from.
+
+        Raises:
+            UsageError: the state is not one.
+        """
+        fit = cls()
+        for x, readings, seen in state:
+            if not (isinstance(x, int) and x >= 1 and isinstance(seen, int) and isinstance(readings, list) and readings):
+                raise UsageError(f"[{x!r}, {readings!r}, {seen!r}] is no saved memory measurement")
+            if not all(isinstance(reading, int) and reading >= 0 for reading in readings):
+                raise UsageError(f"[{x!r}, {readings!r}, {seen!r}] is no saved memory measurement")
+            fit._knots[x] = _Knot(list(readings), seen)
+            fit._seen = max(fit._seen, seen)
+        return fit
+
+
+class TimeFit:
+    """Seconds per piece as γ·m + δ (PAPAYA), for pieces of m.
+
+    Minima per size, because a shared machine has outliers of seconds in one direction only; relative weights, because the smallest sizes would
+    otherwise not count. γ and δ are never negative.
+    """
+
+    SPREAD = 0.8
+
+    def __init__(self) -> None:
+        self._best: dict[int, float] = {}
+
+    def add(self, x: int, seconds: float) -> None:
+        """Takes one measurement: `seconds` for a piece of size `x`.
+
+        Raises:
+            UsageError: a size below 1 or a time that is not positive and finite.
+        """
+        if x < 1 or not (seconds > 0 and math.isfinite(seconds)):
+            raise UsageError(f"{seconds} s for a piece of {x} is no measurement: the size must be at least 1, the time positive and finite")
+        self._best[x] = min(seconds, self._best.get(x, seconds))
+        if len(self._best) > KNOTS:
+            del self._best[_crowded(sorted(self._best), x)]
+
+    def coefficients(self) -> tuple[float, float] | None:
+        """γ (seconds per unit) and δ (seconds per piece), or None while no two sizes far enough apart are known."""
+        if not self._best or min(self._best) > self.SPREAD * max(self._best):
+            return None
+        # Weighted least squares of γ·x + δ = t with weights 1/t²: every size counts by its relative error.
+        points = [(x / t, 1 / t) for x, t in self._best.items()]
+        xx, xc, cc = sum(a * a for a, _ in points), sum(a * b for a, b in points), sum(b * b for _, b in points)
+        x1, c1 = sum(a for a, _ in points), sum(b for _, b in points)
+        determinant = xx * cc - xc * xc
+        gamma = (x1 * cc - c1 * xc) / determinant
+        delta = (c1 * xx - x1 * xc) / determinant
+        if gamma < 0:
+            return 0.0, c1 / cc
+        return (x1 / xx, 0.0) if delta < 0 else (gamma, delta)
+
+    def gain(self, before: float, after: float) -> float | None:
+        """Predicted saving of a step's time, as a fraction of it, when pieces of `after` take the place of pieces of `before`.
+
+        For a fixed batch the step takes γ·B + δ·B/m, so efficiency is m / (m + δ/γ) and the saving does not depend on the batch.
+
+        Returns:
+            The fraction (negative: slower), or None while it is not known.
+        """
+        fitted = self.coefficients()
+        if fitted is None:
+            return None
+        gamma, delta = fitted
+        return 1 - (gamma + delta / after) / (gamma + delta / before)
+
+    def state(self) -> list[list[float]]:
+        """What is known, as JSON: `[size, seconds]` per size."""
+        return [[x, seconds] for x, seconds in sorted(self._best.items())]
+
+    @classmethod
+    def restored(cls, state: Sequence[Sequence[object]]) -> TimeFit:
+        """The fit that `state()` was taken from.
+
+        Raises:
+            UsageError: the state is not one.
+        """
+        fit = cls()
+        for x, seconds in state:
+            if not (isinstance(x, int) and isinstance(seconds, int | float)):
+                raise UsageError(f"[{x!r}, {seconds!r}] is no saved time measurement")
+            fit.add(x, float(seconds))
+        return fit

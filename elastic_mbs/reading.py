@@ -1,0 +1,389 @@
+"""How a batch is read: which of its values hold samples, along which dimension, and in which lists.
+
+How a value is read, in this order:
+
+1. what `dims` says of it: a dimension, `whole(...)`, `items(...)` or `fields(...)`;
+2. a tensor (or numpy array) with at least one dimension holds one sample per index of dim 0; 0-d tensors, numbers, strings and None pass whole;
+3. mappings, tuples, dataclasses and lists that hold a tensor directly (what `default_collate` makes of `(x, y)` samples) are containers of fields;
+4. lists of strings, numbers or other plain objects hold one item per sample;
+5. lists of containers are per-sample items if their length is N, fields if the tensors in them have length N, and an error if both are true.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_mbs.containers import Kind, Path, Role, dotted, fresh, kind_of, roles_in, some, suffixes
+from elastic_mbs.errors import BatchError
+from elastic_mbs.splitter import type_name
+
+
+class Reading(Enum):
+    """How a list is read when its type does not say."""
+
+    ITEMS = auto()
+    FIELDS = auto()
+
+
+Dims = Mapping[Any, int | Reading | None]
+"""Name, dotted path or index → dimension of the samples, None (pass whole) or a `Reading`. The empty name is the batch itself."""
+
+
+def whole(*names: str | int) -> dict[str, Any]:
+    """`dims` for parts that every piece gets whole: `dims=whole("class_weights")`."""
+    return {str(name): None for name in names}
+
+
+def items(*names: str | int) -> dict[str, Any]:
+    """`dims` for lists or tuples that hold one item per sample: `dims=items("images")`; without a name, the batch itself."""
+    return {str(name): Reading.ITEMS for name in names or ("",)}
+
+
+def fields(*names: str | int) -> dict[str, Any]:
+    """`dims` for lists whose elements each hold all samples: `dims=fields("views")`; without a name, the batch itself."""
+    return {str(name): Reading.FIELDS for name in names or ("",)}
+
+
+class Cut(Enum):
+    """How a node of the plan is cut."""
+
+    NARROW = auto()
+    WHOLE = auto()
+    FIELDS = auto()
+    ITEMS = auto()
+    INDEX = auto()  # numpy
+    CUSTOM = auto()
+    OPEN = auto()  # a list of containers: decided when N is known
+
+
+class Node:
+    """One value of the batch and how it is cut."""
+
+    __slots__ = ("children", "cut", "dim", "keys", "kind", "path", "size", "value")
+
+    def __init__(self, cut: Cut, path: Path, value: Any, kind: Kind, dim: int = 0, size: int = -1) -> None:
+        self.cut = cut
+        self.path = path
+        self.value = value
+        self.kind = kind
+        self.dim = dim
+        self.size = size
+        self.keys: list[Any] = []
+        self.children: list[Node] = []
+
+    def piece(self, start: int, stop: int) -> Any:
+        """Samples `start` to `stop` of this value."""
+        cut = self.cut
+        if cut is Cut.NARROW:
+            return self.value.narrow(self.dim, start, stop - start)
+        if cut is Cut.FIELDS:
+            return self.kind.put(self.value, self.keys, [child.piece(start, stop) for child in self.children])
+        if cut is Cut.WHOLE:
+            return self.value
+        if cut is Cut.ITEMS:
+            part = self.value[start:stop]
+            # New containers: a pop from an item must not reach a replay.
+            renewed = [fresh(item) for item in part] if roles_in(part) & _RENEWED else part
+            return self.kind.put(self.value, list(range(len(part))), renewed)
+        if cut is Cut.INDEX:
+            return self.value[(*(slice(None),) * self.dim, slice(start, stop))]
+        assert self.kind.splitter is not None
+        return self.kind.splitter.cut(self.value, start, stop)
+
+
+_RENEWED = frozenset({Role.LIST, Role.FIELDS})
+
+
+class _Disagree(Exception):
+    """A trial reading does not hold."""
+
+
+_UNSAID = object()
+_CONTAINERS = frozenset({Role.LIST, Role.FIELDS, Role.ARRAY, Role.CUSTOM})
+
+
+class Plan:
+    """Collects the leaves that are cut, and the lists whose reading is still open."""
+
+    def __init__(self, dims: Dims, used: set[str], readings: Mapping[Path, Reading], expect: int | None = None) -> None:
+        self.dims = dims
+        self.used = used
+        self.readings = dict(readings)
+        self.expect = expect  # a trial: the first leaf that disagrees ends it (-1: the first leaf says what to expect)
+        self.leaves: list[Node] = []
+        self.open: list[Node] = []
+        self.root: Node | None = None
+
+    def _said(self, path: Path, inherited: Any) -> Any:
+        for name in suffixes(path):
+            if name in self.dims:
+                self.used.add(name)
+                return self.dims[name]
+        return inherited
+
+    def _leaf(self, node: Node) -> Node:
+        if self.expect is not None:
+            if self.expect == -1:
+                self.expect = node.size
+            if node.size != self.expect:
+                raise _Disagree
+        self.leaves.append(node)
+        return node
+
+    def build(self, value: Any, path: Path = (), inherited: Any = _UNSAID) -> Node:
+        """The node of a value; its leaves and open lists are collected.
+
+        Raises:
+            BatchError: the type cannot be cut, or `dims` says something of it that cannot be.
+        """
+        says = self._said(path, inherited) if self.dims else inherited
+        kind = kind_of(type(value))
+        role = kind.role
+        if says is None or role is Role.SCALAR:
+            return Node(Cut.WHOLE, path, value, kind)
+        if role is Role.TENSOR or role is Role.ARRAY:
+            return self._tensor(value, path, kind, says)
+        if role is Role.FIELDS:
+            if says is Reading.ITEMS:
+                if type(value) is not tuple:
+                    raise BatchError(f"{where(path)} is of type {type_name(type(value))}, and items() is for lists and tuples")
+                return self._items(value, path, kind)
+            return self._fields(value, path, kind, says)
+        if role is Role.LIST:
+            return self._list(value, path, kind, says)
+        if kind.splitter is not None:
+            if isinstance(says, int):
+                raise BatchError(f"{where(path)} is of type {type_name(type(value))}: register_splitter says how it is cut, and dim {says} cannot")
+            return self._leaf(Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value)))
+        raise BatchError(refusal(value, path, kind))
+
+    def _tensor(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
+        is_tensor = kind.role is Role.TENSOR
+        if is_tensor and (value.is_nested or value.layout is not torch.strided):
+            raise BatchError(unsplittable(value, path))
+        ndim = value.ndim
+        dim = says if isinstance(says, int) else 0
+        if ndim == 0 and not isinstance(says, int):
+            return Node(Cut.WHOLE, path, value, kind)
+        if not -ndim <= dim < ndim:
+            raise BatchError(
+                f"{where(path)} has no dim {dim}: its shape is {tuple(value.shape)}\n  dims={{{quoted(path)}: d}} needs {-ndim} ≤ d < {ndim}"
+                if ndim
+                else f"{where(path)} has no dim {dim}: it is 0-d\n  leave it out of dims (0-d tensors pass whole)"
+            )
+        dim %= ndim
+        return self._leaf(Node(Cut.NARROW if is_tensor else Cut.INDEX, path, value, kind, dim, value.shape[dim]))
+
+    def _fields(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
+        node = Node(Cut.FIELDS, path, value, kind)
+        node.keys, parts = kind.take(value)
+        below = says if isinstance(says, int) else _UNSAID
+        for key, part in zip(node.keys, parts, strict=True):
+            before = len(self.leaves) + len(self.open)
+            child = self.build(part, (*path, key), below)
+            node.children.append(child)
+            if key in kind.computed and part is not None and part is not kind.computed[key] and before == len(self.leaves) + len(self.open):
+                self._check_computed(child, value)
+        if isinstance(value, tuple) and all(child.cut is Cut.WHOLE for child in node.children):
+            node.cut = Cut.WHOLE
+        return node
+
+    def _check_computed(self, node: Node, owner: Any) -> None:
+        """A field that the constructor computes from others (a length, say) would be the whole batch's in every piece: somebody must say so."""
+        if not self.dims or self._said(node.path, _UNSAID) is _UNSAID:
+            name = type(owner).__qualname__
+            raise BatchError(
+                f"{where(node.path)} is computed by {type_name(type(owner))} (init=False) and would be the whole batch's in every piece\n"
+                f"  if that is right: {call('whole', node.path)}\n  if not: register_splitter({name}, length=..., slice=...)"
+            )
+
+    def _list(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
+        roles = roles_in(value)
+        if says is not Reading.ITEMS:
+            if says is Reading.FIELDS or Role.TENSOR in roles or (isinstance(says, int) and roles & _CONTAINERS):
+                return self._fields(value, path, kind, says)
+            if roles & _CONTAINERS:
+                if (known := self.readings.get(path)) is not None:
+                    return self._items(value, path, kind) if known is Reading.ITEMS else self._fields(value, path, kind, says)
+                node = Node(Cut.OPEN, path, value, kind, size=len(value))
+                self.open.append(node)
+                return node
+            if isinstance(says, int) and says not in (0, -1):
+                raise BatchError(f"{where(path)} has no dim {says}: it is a list of {len(value)} items")
+        return self._items(value, path, kind)
+
+    def _items(self, value: Any, path: Path, kind: Kind) -> Node:
+        return self._leaf(Node(Cut.ITEMS, path, value, kind, size=len(value)))
+
+    def _trial(self, node: Node, expect: int) -> Plan | None:
+        """The fields reading of an open list, if every leaf in it has the length expected and there is one; -1: any common length."""
+        plan = Plan(self.dims, self.used, self.readings, expect)
+        try:
+            plan.root = plan._fields(node.value, node.path, node.kind, _UNSAID)
+            plan.settle(plan.expect)
+        except _Disagree:
+            return None
+        return plan if plan.leaves else None
+
+    def settle(self, length: int | None) -> None:
+        """Decides the open lists, now that the batch's length is known (-1: these lists are all there is)."""
+        for node in self.open:
+            if length in (-1, node.size):
+                # Of a batch of one sample both readings give the same, only, piece.
+                if length not in (-1, 1) and self._holds_as_fields(node, node.size):
+                    raise BatchError(two_readings(node))
+                if length != 1:
+                    self.readings[node.path] = Reading.ITEMS
+                node.cut = Cut.ITEMS
+                self._leaf(node)
+            elif length is not None and (plan := self._trial(node, length)) is not None and plan.root is not None:
+                node.cut, node.keys, node.children = plan.root.cut, plan.root.keys, plan.root.children
+                self.leaves.extend(plan.leaves)
+                self.readings |= plan.readings | {node.path: Reading.FIELDS}
+            else:
+                node.cut = Cut.ITEMS  # neither reading holds, or the rest disagrees already: the error will show it
+                self._leaf(node)
+
+    def _holds_as_fields(self, node: Node, length: int) -> Plan | None:
+        try:
+            return self._trial(node, length)
+        except BatchError:
+            return None
+
+    def doubt(self) -> str | None:
+        """A sentence when an open list that is taken as items could be fields as well."""
+        for node in self.open:
+            plan = self._holds_as_fields(node, -1) if node.size > 1 else None
+            if plan is not None and plan.leaves[0].size > 1:
+                return (
+                    f"{where(node.path)} is taken as {node.size} items, one per sample; it could also be {node.size} fields of "
+                    f"{plan.leaves[0].size} samples each: say {call('items', node.path)} or {call('fields', node.path)}"
+                )
+        return None
+
+
+def checked(dims: Any) -> dict[str, Any]:
+    """`dims` with every key as text."""
+    if not isinstance(dims, Mapping):
+        raise BatchError(f'dims must be a mapping such as {{"position_ids": 1}} or whole("mask"), not {dims!r}')
+    for key, value in dims.items():
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise BatchError(f"dims has the key {key!r}: a key is a name, a dotted path or an index")
+        if isinstance(value, bool) or not (value is None or isinstance(value, int | Reading)):
+            raise BatchError(f"dims says {value!r} of {key!r}: say a dimension (an int), whole({key!r}), items({key!r}) or fields({key!r})")
+    return {str(key): value for key, value in dims.items()}
+
+
+def where(path: Path) -> str:
+    """A value of the batch in an error's text."""
+    return quoted(path) if path else "the batch"
+
+
+def quoted(path: Path) -> str:
+    """A path in double quotes, to paste."""
+    return f'"{dotted(path)}"'
+
+
+def call(helper: str, path: Path) -> str:
+    """The argument to paste."""
+    return f"dims={helper}({quoted(path) if path else ''})"
+
+
+def line(leaf: Node) -> str:
+    """One line on a leaf: its path, its shape, and what it is cut on."""
+    if leaf.cut in (Cut.NARROW, Cut.INDEX):
+        return f"{where(leaf.path)}: shape {tuple(leaf.value.shape)}, {leaf.size} on dim {leaf.dim}"
+    unit = "samples" if leaf.cut is Cut.CUSTOM else "items"
+    return f"{where(leaf.path)}: {type_name(type(leaf.value))} of {leaf.size} {unit}"
+
+
+def refusal(value: Any, path: Path, kind: Kind) -> str:
+    """Why a type is refused, and the ways out."""
+    name = type(value).__qualname__
+    first = f"{where(path)} is of type {type_name(type(value))}, which cannot be cut into samples"
+    if kind.why:
+        return f"{first}\n  {kind.why}"
+    also = f"\n  or, if every piece needs all of it: {call('whole', path)}" if path else ""
+    return f"{first}\n  say how: register_splitter({name}, length=..., slice=...){also}"
+
+
+def unsplittable(value: Tensor, path: Path) -> str:
+    """Why a nested or sparse tensor is refused, and the ways out."""
+    what = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    why = "its rows are no views of one block of memory" if value.is_nested else "a range of its rows would be a copy with indices of its own"
+    whole_hint = f"\n  if every piece needs all of it: {call('whole', path)}" if path else ""
+    return (
+        f"{where(path)} is a {what} tensor, which cannot be cut on dim 0 without a copy ({why})\n"
+        f"  make it dense or padded, or put it in a class of yours and register_splitter(ThatClass, length=..., slice=...){whole_hint}"
+    )
+
+
+def two_readings(node: Node) -> str:
+    """Both readings of a list, and how to choose."""
+    return (
+        f"{where(node.path)} can be read in two ways: as {node.size} items, one per sample, or as {node.size} fields of {node.size} samples each\n"
+        f"  one item per sample: {call('items', node.path)}\n  fields: {call('fields', node.path)}"
+    )
+
+
+def nothing_to_cut(batch: Any) -> str:
+    """Why there are no samples."""
+    return (
+        f"there is nothing to cut in the batch (type {type_name(type(batch))}): no tensor with a dimension and no list of samples\n"
+        f"  every part of it passes whole"
+    )
+
+
+def disagreement(batch: Any, leaves: list[Node], unused: tuple[str, ...]) -> str:
+    """Names each leaf, its shape, and the line to add."""
+    common, groups = _common_length(leaves)
+    hints = []
+    for path, group in groups.items():
+        odd = [leaf for leaf in group if leaf.size != common]
+        if odd and len(group) == common and len(group) > 1:
+            hints.append(call("items", path))
+        else:
+            hints.extend(_hint(leaf, common) for leaf in odd)
+    if isinstance(batch, list | tuple) and len(leaves) == len(batch) > 1 and all(isinstance(each, Tensor) for each in batch):
+        hints.append(f"{call('items', ())} (if the batch is {len(batch)} samples)")
+    shown = [f"  {line(leaf)}" for leaf in leaves[:12]] + ([f"  … and {len(leaves) - 12} more"] if len(leaves) > 12 else [])
+    sizes = " and ".join(map(str, sorted({leaf.size for leaf in leaves})[:4]))
+    missing = f"\n  dims names {some(list(unused))}, which the batch does not have" if unused else ""
+    return "\n".join([f"the parts of the batch disagree on its length: {sizes}", *shown, f"  say which is right: {'; '.join(hints[:6])}"]) + missing
+
+
+def _common_length(leaves: list[Node]) -> tuple[int, dict[Path, list[Node]]]:
+    """The length that the batch most likely has, and the leaves by the list that they are in."""
+    groups: dict[Path, list[Node]] = {}
+    for leaf in leaves:
+        in_list = len(leaf.path) > 1 and isinstance(leaf.path[-1], int) and leaf.cut is Cut.NARROW
+        groups.setdefault(leaf.path[:-1] if in_list else leaf.path, []).append(leaf)
+    # 256 images in a list must not outvote the labels beside it.
+    single = [group[0] for group in groups.values() if len(group) == 1]
+    votes = Counter(leaf.size for leaf in single or leaves)
+
+    fewest = min((leaf.value.ndim for leaf in leaves if leaf.cut in (Cut.NARROW, Cut.INDEX)), default=0)
+
+    def standing(size: int) -> tuple[int, int, bool]:
+        # A leaf with more dimensions than others, one of them this long, probably has something else in front: positions of shape (3, N, L).
+        fronted = sum(_other_dim(leaf, size) is not None and leaf.value.ndim > fewest for leaf in leaves if leaf.size != size)
+        return votes[size], fronted, size != 1  # what has length 1 is usually there to be broadcast
+
+    return max(votes, key=standing), groups
+
+
+def _other_dim(leaf: Node, size: int) -> int | None:
+    if leaf.cut not in (Cut.NARROW, Cut.INDEX) or size not in tuple(leaf.value.shape):
+        return None
+    return tuple(leaf.value.shape).index(size)
+
+
+def _hint(leaf: Node, common: int) -> str:
+    dim = _other_dim(leaf, common)
+    return call("whole", leaf.path) if dim is None else f"dims={{{quoted(leaf.path)}: {dim}}}"

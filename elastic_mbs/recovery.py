@@ -1,0 +1,383 @@
+"""After a failed attempt: what may be replayed, from where, and how small.
+
+`note_failure` runs while the exception is alive and keeps strings and numbers of it. `recover` runs later, when nothing of the attempt is alive any
+more, and picks one of three ways back:
+
+- piece: the failed piece is replayed. Leaves that had committed are left out (`backward(inputs=…)`), so that each gets every sample once.
+- step: all gradients of the call are dropped and the batch is replayed from its start, because the piece had partly committed and a replay in halves
+  would mix two masks or two batch statistics in one gradient, or because the marks cannot be trusted.
+- isolate: gradients had been set aside, so that the failed piece left nothing behind.
+
+What none of them makes exact is refused. Source: shared/reference/autograd.md and errors.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from elastic_mbs import oom
+from elastic_mbs.commits import drain, walk
+from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
+from elastic_mbs.events import OutOfMemory, WaitingForMemory, format_bytes
+from elastic_mbs.memory import Headroom
+from elastic_mbs.micro_batch import MicroBatch, Range
+from elastic_mbs.partition import partition
+from elastic_mbs.parts import Parts
+from elastic_mbs.rollback import StreamState
+
+if TYPE_CHECKING:
+    from elastic_mbs.engine import Call
+
+T = TypeVar("T")
+
+RETRIES_AT_FLOOR = 2  # once after letting go of everything, once more after waiting
+LONGEST_SLEEP = 0.25  # seconds between two looks at the memory while waiting
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed attempt, as strings and numbers: nothing of it is kept alive.
+
+    Attributes:
+        piece: the samples that were attempted.
+        phase: "load", "forward", "backward" or "commit".
+        verdict: what sort of out-of-memory it was.
+        fired: ids of the leaves that committed in this attempt.
+        unknown: leaves with a gradient that the graph reaches but nobody watched; whether they committed cannot be told.
+        normalises_batch: the attempt's graph normalises with statistics of the batch.
+        edited: the attempt changed its piece of the batch in place.
+        streams: the random streams at its start.
+    """
+
+    piece: Range
+    phase: str
+    verdict: oom.Verdict
+    fired: frozenset[int]
+    unknown: tuple[str, ...]
+    normalises_batch: bool
+    edited: bool
+    streams: StreamState | None
+
+
+class History:
+    """The failures of one call so far, and the caps on them."""
+
+    def __init__(self, wait_for_memory: float) -> None:
+        self.failures = 0
+        self.since_progress = 0
+        self.at_floor = 0
+        self.restarts = 0
+        self.replayed_samples = 0
+        self.masked = False
+        self.touched = False  # something of this call may be in a gradient that was there before it
+        self.edited = False  # an earlier piece of this call edited its samples in place
+        self.wait_left = wait_for_memory
+
+    def progress(self) -> None:
+        """A piece committed."""
+        self.since_progress = self.at_floor = 0
+
+    def check_guests(self, guests: Sequence[torch.Tensor]) -> None:
+        """Looks at leaves that the census met for the first time in this call.
+
+        Raises:
+            ReplayUnsafeError: one of them holds a gradient, and the batch is being replayed from its start: what it holds may be from the dropped
+                attempts.
+        """
+        full = [tuple(leaf.shape) for leaf in guests if leaf.grad is not None]
+        if self.restarts and full:
+            raise ReplayUnsafeError(
+                f"a leaf of shape {full[0]} outside the model appeared in the middle of the batch, so its gradient may hold samples that are now being "
+                "replayed: call zero_grad() on it and run the batch again, or give its module in model=[...]"
+            )
+
+
+# ---------------------------------------------------------------------- while the exception is alive
+
+
+def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
+    """Notes what can be known of a failed attempt and lets go of its graph.
+
+    Returns:
+        Whether `error` is out-of-memory. If not, nothing was changed and it has to pass through.
+    """
+    parts = call.parts
+    verdict = oom.classify(error, parts.settings.is_oom)
+    if verdict is None:
+        return False
+    if verdict.kind is oom.Kind.MASKED:
+        if call.history.masked or not _splits(call, micro._piece, max(1, len(micro) // 2)):
+            return False
+        call.history.masked = True
+        parts.log.warn_once(
+            parts.settings.name, f"masked:{verdict.message}", f"this error is often a hidden out-of-memory; trying once with half the micro-batch: {verdict.message}"
+        )
+    if micro._phase == "forward":
+        call.refuse_own_backward()
+    drain({leaf.device for leaf in parts.commits.leaves()})
+    unknown: tuple[str, ...] = ()
+    normalises_batch = False
+    if micro._root is not None:
+        census = walk(micro._root)
+        unknown = tuple(str(tuple(leaf.shape)) for leaf in census.leaves if leaf.grad is not None and not parts.commits.watches(leaf))
+        normalises_batch = census.normalises_batch
+    call.failure = Failure(
+        piece=micro._piece,
+        phase=micro._phase,
+        verdict=verdict,
+        fired=frozenset(id(leaf) for leaf in parts.commits.committed()) if micro._phase in ("backward", "commit") else frozenset(),
+        unknown=unknown,
+        normalises_batch=normalises_batch,
+        edited=call.view.versions() != call.versions and not call.history.edited,
+        streams=micro._streams,
+    )
+    if call.table is not None:
+        call.table.empty()
+        for loss in micro._losses:
+            if not loss._is_view():
+                loss.detach_()  # the caller still holds it, and through it whatever checkpointing was recomputing
+    micro._let_go()
+    oom.forget(error)
+    return True
+
+
+# ---------------------------------------------------------------------- when it is gone
+
+
+def recover(call: Call) -> None:
+    """Undoes the failed attempt, shrinks, and puts what it owes back on the call's list.
+
+    Raises:
+        MicroBatchFloorError: the smallest micro-batch does not fit.
+        ReplayUnsafeError: no replay would be exact.
+        PoisonedDeviceError: the device cannot be trusted any more.
+    """
+    failure, call.failure = call.failure, None
+    assert failure is not None
+    history, parts = call.history, call.parts
+    history.failures += 1
+    history.since_progress += 1
+    _refuse_poisoned(call, failure)
+    mode = _choose_mode(call, failure)
+    _undo(call, failure, mode)
+    size = parts.controller.out_of_memory(call.key, len(failure.piece), parts.capacity())
+    splits = size is not None and _splits(call, failure.piece, size)
+    oom.release(devices=parts.inventory.devices(), thorough=history.since_progress > 1 or not splits)
+    if size is not None:
+        call.size = size
+    parts.log.emit(
+        OutOfMemory(
+            parts.settings.name,
+            phase=failure.phase,
+            start=failure.piece.start,
+            stop=failure.piece.stop,
+            mode=mode,
+            size_before=len(failure.piece),
+            size_after=call.size,
+            committed=len(failure.fired),
+            kind=failure.verdict.kind.name.lower(),
+            message=failure.verdict.message,
+        )
+    )
+    if not splits:
+        _hold_at_floor(call, failure)
+    cap = 16 + 4 * call.view.length.bit_length()
+    if history.since_progress > cap or history.restarts > cap:
+        raise MicroBatchFloorError(f"gave up after {history.failures} out-of-memory errors in one batch of {call.view.length} samples: {failure.verdict.message}")
+
+
+def _splits(call: Call, piece: Range, size: int) -> bool:
+    settings = call.parts.settings
+    return len(partition(piece.start, piece.stop, size, minimum=settings.min_micro_batch_size, align=settings.align)) > 1
+
+
+def _refuse_poisoned(call: Call, failure: Failure) -> None:
+    reason = failure.verdict.message if failure.verdict.kind is oom.Kind.POISONED else None
+    if reason is None and not failure.verdict.trustworthy:
+        answers = [answer for device in call.parts.inventory.devices() if (answer := oom.probe(device)) is not None]
+        reason = answers[0] if answers else None
+    if reason is not None:
+        raise PoisonedDeviceError(f"the device or its allocator cannot be trusted after this error; save what you need and restart the process: {reason}")
+
+
+def _choose_mode(call: Call, failure: Failure) -> str:
+    if failure.edited:
+        raise ReplayUnsafeError(
+            f"samples {failure.piece.start}:{failure.piece.stop} were changed in place by loss_fn before memory ran out, so they cannot be run again as they "
+            "were: work on a copy (x = x.clone()) inside loss_fn. From the next call on pieces are copies, and this is recovered from"
+        )
+    if failure.unknown:
+        raise ReplayUnsafeError(
+            f"a leaf of shape {failure.unknown[0]} outside the model appeared in the middle of the batch; whether the failed attempt reached its gradient "
+            "cannot be told. Give its module in model=[...] so that it is watched from the start"
+        )
+    why = _why_from_the_start(call, failure)
+    if why is None:
+        return "isolate" if call.isolation is not None and failure.phase in ("backward", "commit") else "piece"
+    if call.filled:
+        raise ReplayUnsafeError(
+            f"the batch has to be replayed from its start ({why}), and .grad was not empty when it began, so its part cannot be told apart: "
+            "call zero_grad() before each batch, or use ElasticMBS(..., replay='isolate')"
+        )
+    if call.history.edited:
+        raise ReplayUnsafeError(f"the batch has to be replayed from its start ({why}), but loss_fn had edited earlier samples in place: work on a copy inside loss_fn")
+    return "step"
+
+
+def _why_from_the_start(call: Call, failure: Failure) -> str | None:
+    """Why replaying the piece alone would not be exact, or None."""
+    parts, traits = call.parts, call.traits
+    if call.stream_start is not None and failure.streams is not None and failure.streams.slow is None and parts.streams.moved_on_host(call.stream_start):
+        parts.streams.draws_on_host = True
+        return "random numbers were drawn on the host, whose state at the piece's start was not kept"
+    if failure.phase in ("load", "forward"):
+        asynchronous = not failure.verdict.trustworthy and call.committed_pieces and call.isolation is None
+        return "the error may belong to an earlier operation" if asynchronous else None
+    if call.isolation is not None:
+        return None
+    if not failure.verdict.trustworthy:
+        return "the error may be asynchronous, so which gradients it reached cannot be told"
+    if not traits.clean:
+        return "no backward of this loss function has succeeded yet"
+    if not failure.fired:
+        return None
+    if parts.settings.backward is not None:
+        return "backward= gives no way to leave out the leaves that had committed"
+    if traits.normalises_batch or failure.normalises_batch or parts.buffers.moved():
+        return "the piece had partly committed and depends on who is in it"
+    if failure.streams is not None and parts.streams.moved(failure.streams):
+        return "the piece had partly committed and drew random numbers"
+    return None
+
+
+def _undo(call: Call, failure: Failure, mode: str) -> None:
+    """Takes the attempt out of gradients, buffers and random streams, and lists what has to be run again."""
+    parts, history = call.parts, call.history
+    if call.isolation is not None:
+        call.isolation.discard()
+    if mode == "step":
+        history.restarts += 1
+        history.replayed_samples += call.committed_samples + len(failure.piece)
+        if call.isolation is not None:
+            call.isolation.rewind()
+            call.isolation = None
+        for leaf in parts.commits.leaves():
+            leaf.grad = None
+        call.restart()
+    else:
+        history.replayed_samples += len(failure.piece)
+        committed = failure.piece.committed if mode == "isolate" else failure.piece.committed | failure.fired
+        call.pending.append(Range(failure.piece.start, failure.piece.stop, committed))
+        call.remember_gradients()
+    if call.stream_start is not None:
+        to_start = mode == "step"
+        streams = call.stream_start if to_start else failure.streams
+        assert streams is not None
+        parts.streams.restore(streams)
+        lost = parts.buffers.restore(to_call_start=to_start)
+        if lost is not None:
+            raise ReplayUnsafeError(
+                f"the buffer {lost} changed for the first time in this batch, so its earlier value was not kept; from the next batch on it is. "
+                "Load the last checkpoint, or set the buffer, before going on"
+            )
+
+
+def _hold_at_floor(call: Call, failure: Failure) -> None:
+    """The piece cannot be split: lets it be tried again, after a wait if somebody else holds the memory, or gives up."""
+    history, parts, verdict = call.history, call.parts, failure.verdict
+    history.at_floor += 1
+    reading = parts.monitor.latest()
+    seen = reading if isinstance(reading, Headroom) else None
+    hopeless = seen is not None and verdict.requested is not None and verdict.requested > seen.total
+    if not hopeless:
+        if history.at_floor < RETRIES_AT_FLOOR:
+            return
+        if seen is not None and seen.held_by_others >= max(1, verdict.requested or 0, seen.total // 16) and _wait(call, seen):
+            return
+    asked = format_bytes(verdict.requested)
+    facts = "no memory reading" if seen is None else f"{format_bytes(seen.free)} free of {format_bytes(seen.total)}, {format_bytes(seen.held_by_others)} held by others"
+    raise MicroBatchFloorError(
+        f"a micro-batch of {len(failure.piece)} (samples {failure.piece.start}:{failure.piece.stop}), the smallest allowed, does not fit: it asked for {asked}; {facts}"
+        f"{'. The request is larger than the whole device' if hopeless else ''}. Ways out: free memory that others hold; a lower min_micro_batch_size "
+        f"(now {parts.settings.min_micro_batch_size}, align {parts.settings.align}); shorter or smaller samples; activation checkpointing; a smaller optimizer state. "
+        f"The error was: {verdict.message}"
+    )
+
+
+def _wait(call: Call, seen: Headroom) -> bool:
+    """Waits until there is more capacity than there was; returns whether there is. The waits of a call share one limit."""
+    history, parts = call.history, call.parts
+    if history.wait_left <= 0:
+        return False
+    parts.log.emit(WaitingForMemory(parts.settings.name, history.wait_left, seen.free, seen.held_by_others))
+    while history.wait_left > 0:
+        nap = min(LONGEST_SLEEP, history.wait_left)
+        parts.sleep(nap)
+        history.wait_left -= nap
+        now = parts.monitor.latest()
+        if isinstance(now, Headroom) and now.capacity > seen.capacity:
+            return True
+    return False
+
+
+def retrying(parts: Parts, what: str, operation: Callable[[], T]) -> T:
+    """Runs bookkeeping that can itself run out of memory and can be called again, letting go of more each time.
+
+    Args:
+        parts: the runtime's parts.
+        what: what there is no room for, for the error.
+        operation: done once it returns; after an error in the middle a second call goes on where the first one stopped.
+
+    Raises:
+        MicroBatchFloorError: it still ran out.
+    """
+    message = ""
+    for attempt in range(3):
+        try:
+            return operation()
+        except Exception as error:
+            verdict = oom.classify(error, parts.settings.is_oom)
+            if verdict is None:
+                raise
+            message = verdict.message
+        oom.release(devices=parts.inventory.devices(), thorough=attempt > 0)
+    raise MicroBatchFloorError(f"there is no room to {what}: {message}")
+
+
+def unwind(call: Call, error: BaseException) -> None:
+    """Ends a call by `error`: buffers and random streams go back to its start, and gradients that were empty then are emptied.
+
+    What cannot be put back is said in a note on the error, which otherwise passes unchanged.
+    """
+    parts = call.parts
+    if call.stream_start is not None:
+        try:
+            parts.streams.restore(call.stream_start)
+            lost = parts.buffers.restore(to_call_start=True)
+        except Exception as trouble:  # a lost device: the error that is on its way says more
+            lost, trouble_text = "(all)", f"{type(trouble).__name__}: {trouble}"
+            error.add_note(f"elastic_mbs: buffers could not be restored: {trouble_text}")
+        else:
+            if lost is not None:
+                error.add_note(f"elastic_mbs: the buffer {lost} changed for the first time in this batch and could not be restored.")
+    leaves = parts.commits.leaves()
+    intact = {id(leaf) for leaf in leaves if call.isolation is not None and call.isolation.intact(leaf)}
+    if call.isolation is not None:
+        call.isolation.rewind()
+    for leaf in leaves:
+        if id(leaf) not in call.filled:
+            leaf.grad = None
+    if call.history.touched and not call.filled <= intact:
+        error.add_note(
+            "elastic_mbs: gradients that were not empty when this batch began may hold a part of it: call zero_grad() before you go on. "
+            "Gradients that were empty are empty again; buffers and random streams are as they were."
+        )
+    if isinstance(error, RecoveryError) and parts.settings.on_fatal is not None:
+        try:
+            parts.settings.on_fatal(error)
+        except Exception as trouble:  # the error that is on its way must not be lost behind it
+            error.add_note(f"elastic_mbs: on_fatal raised {type(trouble).__name__}: {trouble}")

@@ -1,0 +1,98 @@
+"""What a call gives back: the loss of the whole batch, the outputs of its pieces, and how it was split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from elastic_mbs.batch import join, map_tensors
+from elastic_mbs.errors import UsageError
+
+OutputPlace = Literal["cpu", "device"] | None
+
+
+@dataclass
+class StepResult:
+    """The outcome of one call.
+
+    Attributes:
+        partition: the committed pieces as (start, stop) ranges of samples, in the batch's order.
+        micro_batch_size: the size in force when the call ended, in samples.
+        ooms: out-of-memory errors survived in this call.
+        replayed_samples: samples that were run again.
+        skipped: ranges that were not run because all their counts are zero; they have no outputs.
+    """
+
+    partition: tuple[tuple[int, int], ...]
+    micro_batch_size: int
+    ooms: int = 0
+    replayed_samples: int = 0
+    skipped: tuple[tuple[int, int], ...] = ()
+    _losses: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    _outputs: list[StoredOutput] = field(default_factory=list, repr=False)
+    _joined: Any = field(default=None, repr=False)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss of the whole batch: detached, unscaled, a scalar on the model's device. Reading its value is what synchronises."""
+        if len(self._losses) > 1:
+            self._losses = (torch.stack([loss.to(self._losses[-1].dtype) for loss in self._losses]).sum(),)
+        return self._losses[0] if self._losses else torch.zeros(())
+
+    def __float__(self) -> float:
+        """The loss as a number; waits for the device."""
+        return float(self.loss)
+
+    @property
+    def outputs(self) -> Any:
+        """What `loss_fn` returned besides the loss, joined over the committed pieces in the batch's order, or None."""
+        if self._outputs:
+            lengths = [stop - start for start, stop in self.partition]
+            self._joined = join([stored.get() for stored in self._outputs], lengths)
+            self._outputs = []
+        return self._joined
+
+
+class StoredOutput:
+    """One piece's outputs, detached, and moved to the host where that was asked for.
+
+    The copy to the host goes to pinned memory in the stream's order, so that storing waits for nothing; `get` waits for it.
+    """
+
+    def __init__(self, value: Any, place: OutputPlace) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._value = map_tensors(value, self._to_host if place == "cpu" else torch.Tensor.detach)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if tensor.is_cuda:  # cuda-only
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            pinned.copy_(tensor, non_blocking=True)
+            self._event.record(torch.cuda.current_stream(tensor.device))
+            return pinned
+        return tensor.to("cpu")
+
+    def get(self) -> Any:
+        """The outputs, once they are there."""
+        if self._event is not None:  # cuda-only
+            self._event.synchronize()
+        return self._value
+
+
+def check_place(place: object) -> OutputPlace:
+    """`place` if it is one that outputs can go to.
+
+    Raises:
+        UsageError: it is none of "cpu", "device", None.
+    """
+    if place is None:
+        return None
+    if place == "cpu":
+        return "cpu"
+    if place == "device":
+        return "device"
+    raise UsageError(f"outputs={place!r} is not known: use 'cpu' (the default), 'device', or None to drop them")

@@ -1,0 +1,255 @@
+"""What a failed attempt changes besides gradients, and putting it back: random streams and buffers.
+
+Random streams: torch's CPU generator, the generator of every device in use, Python's `random`, numpy's global one, and generators the user names.
+Buffers: running statistics, spectral-norm vectors, codebooks. A piece's start and the call's start are both kept, because a recovery goes back to
+either. Source: shared/reference/autograd.md, "State a failed attempt leaves behind".
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """States of all random streams at one moment; `slow` is None where the host's streams were not read."""
+
+    generators: tuple[torch.Tensor, ...]
+    slow: tuple[Any, ...] | None
+
+
+class RandomStreams:
+    """Reads and restores every random stream that a step may draw from.
+
+    torch's generators take 1.5 µs each; Python's and numpy's together 45 µs, so those are read at the call's start and, once they are known to be
+    drawn from, before each piece as well.
+
+    Args:
+        generators: the user's own `torch.Generator`, `random.Random` or `numpy.random.Generator`/`RandomState` objects.
+        devices: devices whose default generator may be drawn from.
+    """
+
+    def __init__(self, generators: Sequence[Any], devices: Iterable[torch.device]) -> None:
+        self._torch: list[torch.Generator] = [torch.default_generator]
+        for device in devices:
+            if device.type == "cuda":  # cuda-only
+                torch.cuda.init()
+                self._torch.append(torch.cuda.default_generators[device.index or 0])
+        self._hosts: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
+        for generator in generators:
+            if isinstance(generator, torch.Generator):
+                self._torch.append(generator)
+            else:
+                self._hosts.append(_accessors(generator))
+        self.draws_on_host = False
+
+    def _slow(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+        numpy = sys.modules.get("numpy.random")
+        return self._hosts if numpy is None else [*self._hosts, (numpy.get_state, numpy.set_state)]
+
+    def read(self, *, slow: bool) -> StreamState:
+        """The present states; `slow` asks for those of Python and numpy too."""
+        generators = tuple(generator.get_state() for generator in self._torch)
+        return StreamState(generators, tuple(get() for get, _ in self._slow()) if slow else None)
+
+    def restore(self, state: StreamState) -> None:
+        """Puts every stream that was read back to where it was."""
+        for generator, value in zip(self._torch, state.generators, strict=True):
+            generator.set_state(value)
+        if state.slow is not None:
+            # numpy may have been imported since: its stream is then left alone, nothing was drawn from it before.
+            for (_, put), value in zip(self._slow(), state.slow, strict=False):
+                put(value)
+
+    def moved(self, since: StreamState) -> bool:
+        """Whether any stream that was read moved since then."""
+        return any(
+            not torch.equal(generator.get_state(), value) for generator, value in zip(self._torch, since.generators, strict=True)
+        ) or self.moved_on_host(since)
+
+    def moved_on_host(self, since: StreamState) -> bool:
+        """Whether Python's, numpy's or the user's own host stream moved since then."""
+        if since.slow is None:
+            return False
+        now = [get() for get, _ in self._slow()]
+        return len(now) > len(since.slow) or any(not _equal(a, b) for a, b in zip(now, since.slow, strict=False))
+
+
+def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    if hasattr(generator, "getstate"):
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):
+        return generator.get_state, generator.set_state
+    bits = generator.bit_generator
+
+    def put(state: Any) -> None:
+        bits.state = state
+
+    return lambda: bits.state, put
+
+
+def check_generators(generators: Sequence[Any]) -> str | None:
+    """Why one of these cannot be rolled back, or None."""
+    for generator in generators:
+        if not any(hasattr(generator, name) for name in ("getstate", "get_state", "bit_generator")):
+            return f"generators= has a {type(generator).__name__}, whose state cannot be read; give torch, random or numpy generators"
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "tobytes"):  # a numpy array
+        return bool(a.tobytes() == b.tobytes())
+    return bool(a == b)
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A buffer at one moment: the tensor that hung there, its version, and a copy of its value where one was taken."""
+
+    tensor: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One place where a buffer hangs."""
+
+    owner: dict[str, torch.Tensor | None]
+    key: str
+    label: str
+    changing: bool
+    at_call: _Mark
+    at_piece: _Mark
+
+    def now(self) -> torch.Tensor | None:
+        return self.owner.get(self.key)
+
+    def moved(self, since: _Mark) -> bool:
+        tensor = self.now()
+        return tensor is not since.tensor or _version(tensor) != since.version
+
+
+class BufferCopies:
+    """Copies of the buffers that the forward changes, taken before each piece and at the call's start.
+
+    Which ones those are is learned: running statistics of modules in training mode always (eager BatchNorm changes their values and not their
+    version), others once a version or an identity has moved. Before anything is known, the first call copies all of them to the host.
+    """
+
+    def __init__(self) -> None:
+        self._changing: set[tuple[int, str]] = set()
+        self._learned = False
+        self._slots: list[_Slot] = []
+        self._still: list[_Slot] = []
+        self._spare: dict[str, list[torch.Tensor]] = {"call": [], "piece": []}
+
+    def begin_call(self, modules: Sequence[nn.Module]) -> None:
+        """Remembers every buffer as it is now, and copies those that change."""
+        self._slots = []
+        for module in modules:
+            buffers = module._buffers
+            if buffers:
+                statistics = module.training and "running_mean" in buffers
+                for key, tensor in buffers.items():
+                    mark = _Mark(tensor, _version(tensor))
+                    changing = statistics or (id(buffers), key) in self._changing
+                    self._slots.append(_Slot(buffers, key, f"{type(module).__name__}.{key}", changing, mark, mark))
+        self._still = [slot for slot in self._slots if not slot.changing]
+        self._take("call", [slot.at_call for slot in self._slots if slot.changing])
+        if not self._learned:
+            for slot in self._still:
+                if slot.at_call.tensor is not None:
+                    slot.at_call.copy = slot.at_call.tensor.detach().to("cpu", copy=True)
+
+    def begin_piece(self) -> None:
+        """Copies the buffers that change, before a piece that is not the call's first (whose start is the call's)."""
+        if len(self._still) < len(self._slots):
+            changing = [slot for slot in self._slots if slot.changing]
+            for slot in changing:
+                tensor = slot.now()
+                slot.at_piece = _Mark(tensor, _version(tensor))
+            self._take("piece", [slot.at_piece for slot in changing])
+
+    def _take(self, where: str, marks: list[_Mark]) -> None:
+        """Fills in the copies in few kernels, into the tensors of an earlier copy where they still fit."""
+        wanted = [mark for mark in marks if mark.tensor is not None]
+        copies = self._spare[where] = _copy_into(self._spare[where], [mark.tensor for mark in wanted if mark.tensor is not None])
+        for mark, copy in zip(wanted, copies, strict=True):
+            mark.copy = copy
+
+    def end_clean_piece(self) -> bool:
+        """Learns which buffers the forward changes; returns whether it changes any.
+
+        After the very first clean piece values are compared too, so that a change that moves no version is seen.
+        """
+        for slot in self._still:
+            mark = slot.at_piece
+            moved = slot.moved(mark)
+            if not moved and not self._learned and mark.copy is not None and mark.tensor is not None:
+                moved = not torch.equal(mark.copy, mark.tensor.detach().cpu())
+            if moved:
+                slot.changing = True
+                self._changing.add((id(slot.owner), slot.key))
+        self._still = [slot for slot in self._still if not slot.changing]
+        self._learned = True
+        return len(self._still) < len(self._slots)
+
+    def moved(self) -> bool:
+        """Whether any buffer differs from what it was at the piece's start. Compares values, so it may synchronise the device."""
+        return any(slot.moved(slot.at_piece) or not _same(slot.at_piece) for slot in self._slots)
+
+    def restore(self, *, to_call_start: bool) -> str | None:
+        """Puts every buffer back, as an object and in value.
+
+        Returns:
+            The label of a buffer whose earlier value nobody kept (it changed for the first time in this very call), or None.
+        """
+        lost = None
+        with torch.no_grad():
+            for slot in self._slots:
+                if to_call_start:
+                    slot.at_piece = slot.at_call
+                mark = slot.at_piece
+                if mark.tensor is None:
+                    slot.owner[slot.key] = None
+                    continue
+                slot.owner[slot.key] = mark.tensor
+                if mark.copy is not None:
+                    mark.tensor.copy_(mark.copy)
+                elif _version(mark.tensor) != mark.version:
+                    lost = slot.label
+                mark.version = _version(mark.tensor)
+        return lost
+
+
+def _same(mark: _Mark) -> bool:
+    return mark.copy is None or mark.tensor is None or torch.equal(mark.copy, mark.tensor.detach().to(mark.copy.device))
+
+
+def _copy_into(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies `tensors` in few kernels, into the tensors of an earlier copy where they still fit."""
+    with torch.no_grad():
+        fits = len(copies) == len(tensors) and all(
+            a.shape == b.shape and a.dtype == b.dtype and a.device == b.device for a, b in zip(copies, tensors, strict=True)
+        )
+        if not fits:
+            return [tensor.detach().clone() for tensor in tensors]
+        if tensors:
+            torch._foreach_copy_(copies, tensors)
+        return copies
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version

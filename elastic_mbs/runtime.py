@@ -1,0 +1,433 @@
+"""ElasticMBS: its lifetime and its doors. The only place that wires the rest together."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from elastic_mbs.accumulate import CountFn, Counts, looks_like_token_labels
+from elastic_mbs.batch import BatchView, Dims
+from elastic_mbs.commits import CommitLog
+from elastic_mbs.controller import Controller, Limits, Policy
+from elastic_mbs.disabled import WholeBatch
+from elastic_mbs.engine import Call
+from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, UnsupportedError, UsageError
+from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink
+from elastic_mbs.inventory import Inventory
+from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, UsageMeter, sensor_for
+from elastic_mbs.micro_batch import MicroBatch
+from elastic_mbs.parts import Parts
+from elastic_mbs.recovery import retrying
+from elastic_mbs.result import OutputPlace, StepResult
+from elastic_mbs.rollback import BufferCopies, RandomStreams, check_generators
+from elastic_mbs.settings import Reduction, Replay, Settings
+from elastic_mbs.stream import Streamer, choose_device
+from elastic_mbs.timing import Stopwatch
+from elastic_mbs.verify import VerifyReport, verify
+
+Count = CountFn | Mapping[str, CountFn | None] | None
+
+
+@dataclass
+class Stats:
+    """What a runtime has been through since it was made.
+
+    Attributes:
+        calls: calls that finished.
+        samples: samples in them.
+        pieces: micro-batches that committed.
+        ooms: out-of-memory errors survived.
+        replayed_samples: samples that were run again.
+        sizes: how many calls ended at each micro-batch size.
+    """
+
+    calls: int
+    samples: int
+    pieces: int
+    ooms: int
+    replayed_samples: int
+    sizes: dict[int, int]
+
+
+class ElasticMBS:
+    """Keeps a training loop alive through out-of-memory errors: the user picks the batch, the runtime the micro-batch.
+
+    ```python
+    with ElasticMBS(model) as mbs:
+        for batch in loader:
+            result = mbs.backward(loss_fn, batch)     # was: loss_fn(batch).backward()
+            optimizer.step(); optimizer.zero_grad()
+    ```
+
+    Args:
+        model: the module that the step trains, or a sequence of modules.
+        micro_batch_size: size to start with, in samples; "auto" finds it by doubling in the first call.
+        min_micro_batch_size: no micro-batch is smaller (unless the batch is). None: 1, or 2 where the model has BatchNorm, whose statistics over one
+            sample are none.
+        max_micro_batch_size: none is larger.
+        align: sizes are multiples of it (the last piece takes the rest).
+        grow: whether the size may rise after it has settled.
+        reduction: what `loss_fn` returns: the "mean" over the piece's counts, or the "sum".
+        count: loss terms per sample: a function batch → vector of length N, `count_tokens(...)`, a dict of those for a `loss_fn` that returns a dict of
+            losses; None counts samples.
+        dims: how to cut what shapes do not say (see `BatchView`).
+        accumulate_dtype: type in which half-precision gradients are summed over the pieces; `torch.float32` keeps them exact to one rounding, for one
+            extra copy of the gradients in that type.
+        outputs: where what `loss_fn` returns beside the loss goes: "cpu", "device", or None to drop it.
+        device: where pieces are moved: "auto" is the model's device, None leaves them where they are.
+        scaler: a `torch.amp.GradScaler`; the loss is scaled before backward. `unscale_`, clipping and `scaler.step` stay with the caller.
+        backward: a trainer's own `backward(loss)`, used in place of `loss.backward()`.
+        generators: random generators of the user's (torch, random, numpy) that a step draws from, to be rolled back too.
+        replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded (one extra copy of the gradients): for steps whose
+            samples depend on each other in ways torch cannot show, such as MoE capacity.
+        sensor: a `MemorySensor` in place of the device's own.
+        monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
+        is_oom: a predicate for errors that this package does not know to be out-of-memory.
+        on_event: functions that get each `Event`.
+        on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
+        wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
+        policy: how eager the controller is.
+        name: name in logs and events.
+        seed: seed of the controller's jitter; None draws one from the clock, so that two processes differ.
+        enabled: False makes every door a plain pass over the whole batch, with nothing caught.
+
+    Raises:
+        UsageError: an argument makes no sense; the message names it and the way out.
+        UnsupportedError: a wrapper whose forward runs collectives or replicas.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        min_micro_batch_size: int | None = None,
+        max_micro_batch_size: int | None = None,
+        align: int = 1,
+        grow: bool = True,
+        reduction: Reduction = "mean",
+        count: Count = None,
+        dims: Dims | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        outputs: OutputPlace = "cpu",
+        device: torch.device | str | None = "auto",
+        scaler: torch.amp.GradScaler | None = None,
+        backward: Callable[[torch.Tensor], object] | None = None,
+        generators: Sequence[Any] = (),
+        replay: Replay = "auto",
+        sensor: MemorySensor | None = None,
+        monitor_interval: float = 1.0,
+        is_oom: Callable[[BaseException], bool] | None = None,
+        on_event: Sink | Iterable[Sink] = (),
+        on_fatal: Callable[[ElasticMBSError], object] | None = None,
+        wait_for_memory: float = 30.0,
+        policy: Policy | None = None,
+        name: str | None = None,
+        seed: int | None = None,
+        enabled: bool = True,
+    ) -> None:
+        inventory = Inventory([model] if isinstance(model, nn.Module) else _modules(model))
+        trouble = check_generators(generators)
+        if trouble is not None:
+            raise UsageError(trouble)
+        if not (count is None or callable(count) or isinstance(count, Mapping)):
+            raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
+        if min_micro_batch_size is None:
+            min_micro_batch_size = 2 if inventory.normalises_batch() and micro_batch_size != 1 and max_micro_batch_size != 1 else 1
+        settings = Settings(
+            name=name or "elastic_mbs",
+            micro_batch_size=micro_batch_size,
+            min_micro_batch_size=min_micro_batch_size,
+            max_micro_batch_size=max_micro_batch_size,
+            align=align,
+            grow=grow,
+            reduction=reduction,
+            accumulate_dtype=accumulate_dtype,
+            replay=replay,
+            outputs=outputs,
+            scaler=scaler,
+            backward=backward,
+            is_oom=is_oom,
+            on_fatal=on_fatal,
+            wait_for_memory=wait_for_memory,
+        )
+        self.settings = settings
+        self.enabled = enabled
+        self.last_result: StepResult | None = None
+        self._count = count
+        self._dims = dims
+        self._log = EventLog([on_event] if callable(on_event) else on_event)
+        devices = inventory.devices()
+        meter: UsageMeter
+        found, meter = sensor_for(devices[0])
+        if isinstance(found, MemoryBudget):
+            found.track(*inventory.roots)
+        self._monitor = Monitor(sensor or found, interval=monitor_interval, on_change=self._on_sensor_change)
+        self._parts = Parts(
+            settings=settings,
+            inventory=inventory,
+            controller=Controller(
+                start=None if micro_batch_size == "auto" else micro_batch_size,
+                limits=Limits(min_micro_batch_size, max_micro_batch_size, align),
+                grow=grow,
+                policy=policy,
+                clock=time.monotonic,
+                random=random.Random(time.time_ns() if seed is None else seed),
+            ),
+            commits=CommitLog(),
+            buffers=BufferCopies(),
+            streams=RandomStreams(generators, devices),
+            log=self._log,
+            monitor=self._monitor,
+            meter=meter,
+            stopwatch=Stopwatch(devices[0]),
+            streamer=Streamer(choose_device(device, devices)),
+        )
+        self._parts.commits.watch(inventory.leaves)
+        self._call: Call | None = None
+        self._readings: dict[str, Any] = {}
+        self._stats = Stats(0, 0, 0, 0, 0, {})
+
+    # ------------------------------------------------------------------ lifetime
+
+    def __enter__(self) -> Self:
+        """Starts the memory monitor."""
+        self._monitor.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stops the monitor and takes every hook off the model.
+
+        Raises:
+            IncompleteBatchError: a loop over `micro_batches` was left early, and nothing else is already being raised.
+        """
+        try:
+            if error is None:
+                self._refuse_incomplete()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stops the monitor and takes every hook off the model; the next call puts them back."""
+        if self._call is not None and not self._call.finished:
+            self._call.abort(IncompleteBatchError("closed in the middle of a batch"))
+        self._monitor.stop()
+        self._parts.commits.close()
+        self._parts.inventory.forget()
+
+    # ------------------------------------------------------------------ the doors
+
+    def backward(self, loss_fn: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> StepResult:
+        """Accumulates the gradient of the whole batch's loss; stands for `loss_fn(batch, *args, **kwargs).backward()`.
+
+        Args:
+            loss_fn: gets a piece of the batch first, then the rest of the arguments unchanged. Returns the loss (see `MicroBatch.backward`). It may
+                run more than once for the same samples.
+            batch: any container of tensors and per-sample lists.
+            *args: passed on.
+            **kwargs: passed on.
+
+        Returns:
+            The loss of the whole batch, what else `loss_fn` returned, and how the batch was split.
+
+        Raises:
+            UsageError: batch, counts or loss make no sense (`BatchError`, `CountError`, `LossError`).
+            MisuseError: `loss_fn` stepped an optimizer, ran backward, and the like.
+            RecoveryError: memory ran out and the batch could not be finished.
+        """
+        if not self.enabled:
+            for micro in self._loop_whole(batch):
+                with micro:
+                    micro.backward(loss_fn(micro.data, *args, **kwargs))
+            assert self.last_result is not None
+            return self.last_result
+        call = self._start(batch, name_of(loss_fn))
+        for micro in call:
+            with micro:
+                micro.backward(loss_fn(micro.data, *args, **kwargs))
+        return self._finish(call)
+
+    def micro_batches(self, batch: Any, *, name: str = "loop", own_graph: bool = True) -> Iterator[MicroBatch]:
+        """The loop written out: `for micro in mbs.micro_batches(batch): with micro: micro.backward(loss_fn(micro.data))`.
+
+        The block may be entered again for the same samples. `last_result` holds the `StepResult` afterwards.
+
+        Args:
+            batch: the whole batch.
+            name: limits and sizes are kept by it; give each kind of loop its own.
+            own_graph: autograd's saved tensors are kept in a table that can be emptied, because the frame of the loop still holds the failed attempt's
+                `loss` while it is replayed. False leaves the table out: needed for `torch.func` transforms inside the block, and then the block
+                should `del` its loss and outputs.
+
+        Raises:
+            UsageError: the batch or its counts make no sense.
+            IncompleteBatchError: the loop before this one was left early.
+        """
+        if not self.enabled:
+            return self._loop_whole(batch)
+        return self._loop(self._start(batch, name, own_graph=own_graph))
+
+    def eval(self, fn: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """`fn(batch, *args, **kwargs)` without gradients, in pieces, outputs joined along the samples.
+
+        Outputs stay on the device. A tensor whose first dimension is the piece's length in every piece is concatenated; anything else comes as a list
+        with one entry per piece.
+
+        Raises:
+            BatchError: the batch cannot be cut.
+            RecoveryError: memory ran out and the batch could not be finished.
+        """
+        if not self.enabled:
+            with torch.no_grad():
+                return fn(batch, *args, **kwargs)
+        call = self._start(batch, name_of(fn), training=False)
+        with torch.no_grad():
+            for micro in call:
+                with micro:
+                    micro.keep(fn(micro.data, *args, **kwargs))
+        result = call.result
+        assert result is not None
+        return result.outputs
+
+    def verify(self, loss_fn: Callable[..., Any], batch: Any, /, *args: Any, samples: int = 6, **kwargs: Any) -> VerifyReport:
+        """Compares the loss of a few samples taken whole with the loss put together from pieces, and names what is wrong if they differ.
+
+        Runs without gradients and with the model in eval mode; buffers, random streams and modes are put back.
+
+        Args:
+            loss_fn: as for `backward`.
+            batch: a batch; its first `samples` are used.
+            *args: passed on to `loss_fn`.
+            samples: how many samples to compare on.
+            **kwargs: passed on to `loss_fn`.
+        """
+        view = BatchView(batch, self._dims)
+        return verify(self._parts, view, self._count, loss_fn, args, kwargs, min(samples, view.length), self._dims)
+
+    # ------------------------------------------------------------------ what is seen from outside
+
+    def state_dict(self) -> dict[str, object]:
+        """What was learned about sizes and memory, as JSON; save it beside the optimizer's state."""
+        return {"version": 1, "controller": self._parts.controller.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what another run has learned.
+
+        Raises:
+            UsageError: the state is of another version or malformed; nothing has changed then.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != 1 or not isinstance(state.get("controller"), dict):
+            raise UsageError(f"this is no state of ElasticMBS version 1: {str(state)[:80]!r}; start without it, sizes are learned again")
+        self._parts.controller.load_state_dict(state["controller"])
+
+    @property
+    def stats(self) -> Stats:
+        """What this runtime has been through, as a copy."""
+        return Stats(**{**vars(self._stats), "sizes": dict(self._stats.sizes)})
+
+    @property
+    def total(self) -> Any:
+        """The counts of the batch that is running, for a `loss_fn` that normalises by itself.
+
+        Raises:
+            UsageError: no batch is running.
+        """
+        if self._call is None or self._call.finished:
+            raise UsageError("mbs.total is known only while a batch runs: read it inside loss_fn")
+        return self._call.totals
+
+    @property
+    def headroom(self) -> Reading:
+        """The latest memory reading."""
+        return self._monitor.latest()
+
+    # ------------------------------------------------------------------ how a call starts and ends
+
+    def _start(self, batch: Any, name: str, *, training: bool = True, own_graph: bool = False) -> Call:
+        self._refuse_incomplete()
+        _refuse_capture()
+        self._monitor.start()
+        view = BatchView(batch, self._dims, self._readings.get(name))
+        self._readings[name] = view.readings
+        counts = retrying(self._parts, "count the loss terms", lambda: self._read_counts(view, training))
+        outputs = self.settings.outputs if training else "device"
+        self._call = Call(self._parts, view, counts, name=name, training=training, outputs=outputs, own_graph=own_graph)
+        return self._call
+
+    def _loop(self, call: Call) -> Iterator[MicroBatch]:
+        yield from call
+        self._finish(call)
+
+    def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
+        view = BatchView(batch, self._dims)
+        counts = Counts.read(self._count, view)
+        whole = WholeBatch(self.settings, batch, counts.names, counts.total, view.length)
+        yield whole.micro
+        self.last_result = whole.result()
+
+    def _finish(self, call: Call) -> StepResult:
+        result = call.result
+        assert result is not None
+        self.last_result = result
+        stats = self._stats
+        stats.calls += 1
+        stats.samples += call.view.length
+        stats.pieces += len(result.partition)
+        stats.ooms += result.ooms
+        stats.replayed_samples += result.replayed_samples
+        stats.sizes[result.micro_batch_size] = stats.sizes.get(result.micro_batch_size, 0) + 1
+        return result
+
+    def _refuse_incomplete(self) -> None:
+        call = self._call
+        if call is not None and not call.finished and call.running is None:
+            error = IncompleteBatchError(f"the loop over micro-batches was left early: {call.open_samples()} of {call.view.length} were not run")
+            call.abort(error)
+            raise error
+
+    def _read_counts(self, view: BatchView, training: bool) -> Counts:
+        self._warn(view, training)
+        return Counts.read(self._count, view) if training else Counts.samples(view.length)
+
+    def _warn(self, view: BatchView, training: bool) -> None:
+        if view.doubt is not None:
+            self._log.warn_once(self.settings.name, "doubt", view.doubt)
+        if training and self._count is None:
+            label = looks_like_token_labels(view)
+            if label is not None:
+                self._log.warn_once(
+                    self.settings.name,
+                    "count",
+                    f"{label!r} has labels of -100 and no count= was given, so every sample weighs the same although they have different numbers of labels: "
+                    f"give count=count_tokens({label!r}), and verify(loss_fn, batch) to check",
+                )
+
+    def _on_sensor_change(self, reading: Reading) -> None:
+        if isinstance(reading, Headroom):
+            self._log.emit(SensorBack(self.settings.name, reading.source))
+        else:
+            self._log.emit(SensorLost(self.settings.name, reading.reason))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What limits and sizes are kept by: the qualified name of a function, or its type's."""
+    named = getattr(fn, "func", fn)  # a functools.partial is called what it calls
+    return getattr(named, "__qualname__", type(named).__qualname__)
+
+
+def _modules(model: object) -> Sequence[nn.Module]:
+    if isinstance(model, Sequence) and not isinstance(model, str):
+        return model
+    raise UsageError(f"model={model!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them (a callable only to elastic_step, for methods)")
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # cuda-only
+        raise UnsupportedError("a CUDA graph is being captured: an out-of-memory error could not be recovered from inside it. Run the step outside the capture")

@@ -1,0 +1,73 @@
+"""A table of saved tensors that the engine owns, for the loop that the user writes out.
+
+In `for micro in mbs.micro_batches(batch): with micro: …` the caller's frame still holds the failed attempt's `loss` and outputs while the piece is
+replayed, and they hold the graph, and the graph holds every activation. So inside the block autograd saves its tensors in slots that can be emptied
+from here; the graph then is an empty shell. Doors 1 and 2 drop their references instead and install no such hooks.
+
+Two catches of saved-tensor hooks are met here (shared/reference/autograd.md): they switch off autograd's check for in-place changes of saved tensors,
+so the slot keeps the version and checks it; and the saved tensor of an operation's own output points back at its node, so the slot keeps it detached.
+A third is not: `torch.func` transforms refuse to run under such hooks. `micro_batches(..., own_graph=False)` leaves the table out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+
+import torch
+
+
+class _Slot:
+    __slots__ = ("__weakref__", "shape", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version = -1 if tensor.is_inference() else tensor._version
+        self.shape = tuple(tensor.shape)
+
+
+def _unpack(slot: _Slot) -> torch.Tensor:
+    tensor = slot.tensor
+    if tensor is None:
+        raise RuntimeError(
+            "elastic_mbs: this graph belongs to an attempt that ran out of memory, and its saved tensors are gone. "
+            "Call micro.backward(loss) with the loss of the running attempt, inside its own `with micro:` block."
+        )
+    if slot.version >= 0 and tensor._version != slot.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(slot.shape)}] is at version {tensor._version}; expected version {slot.version} instead."
+        )
+    return tensor
+
+
+class SavedTensorTable:
+    """Context manager: tensors that autograd saves inside it can be let go of with `empty`."""
+
+    def __init__(self) -> None:
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> _Slot:
+        slot = _Slot(tensor)
+        self._slots.append(weakref.ref(slot))  # weak: backward frees saved tensors one by one, as it does without hooks
+        return slot
+
+    def __enter__(self) -> SavedTensorTable:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def empty(self) -> None:
+        """Lets go of every tensor saved so far."""
+        for reference in self._slots:
+            slot = reference()
+            if slot is not None:
+                slot.tensor = None
+        self._slots.clear()
+
+    def __len__(self) -> int:
+        """How many tensors are held now."""
+        return sum(1 for reference in self._slots if (slot := reference()) is not None and slot.tensor is not None)

@@ -1,0 +1,68 @@
+"""The settings of a runtime, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from elastic_mbs.errors import ElasticMBSError, UsageError
+from elastic_mbs.result import OutputPlace, check_place
+
+Reduction = Literal["mean", "sum"]
+Replay = Literal["auto", "isolate"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for, in the words of `ElasticMBS`.
+
+    Raises:
+        UsageError: a value makes no sense; the message names it and the way out.
+    """
+
+    name: str = "elastic_mbs"
+    micro_batch_size: int | Literal["auto"] = "auto"
+    min_micro_batch_size: int = 1
+    max_micro_batch_size: int | None = None
+    align: int = 1
+    grow: bool = True
+    reduction: Reduction = "mean"
+    accumulate_dtype: torch.dtype | None = None
+    replay: Replay = "auto"
+    outputs: OutputPlace = "cpu"
+    scaler: torch.amp.GradScaler | None = None
+    backward: Callable[[torch.Tensor], object] | None = None
+    is_oom: Callable[[BaseException], bool] | None = None
+    on_fatal: Callable[[ElasticMBSError], object] | None = None
+    wait_for_memory: float = 30.0
+
+    def __post_init__(self) -> None:
+        size = self.micro_batch_size
+        if not (size == "auto" or (_is_count(size) and int(size) >= 1)):
+            raise UsageError(f"micro_batch_size={size!r} is neither 'auto' nor a whole number of at least 1")
+        for key in ("min_micro_batch_size", "align"):
+            if not (_is_count(getattr(self, key)) and getattr(self, key) >= 1):
+                raise UsageError(f"{key}={getattr(self, key)!r} is not a whole number of at least 1")
+        low, high = self.min_micro_batch_size, self.max_micro_batch_size
+        if high is not None and not (_is_count(high) and high >= low):
+            raise UsageError(f"max_micro_batch_size={high!r} must be None or a whole number of at least min_micro_batch_size={low}")
+        if size != "auto" and not (low <= int(size) and (high is None or int(size) <= high)):
+            raise UsageError(f"micro_batch_size={size} lies outside [min_micro_batch_size={low}, max_micro_batch_size={high}]")
+        if self.reduction not in ("mean", "sum"):
+            raise UsageError(f"reduction={self.reduction!r} is not known: use 'mean' (a mean over the piece's counts) or 'sum'")
+        if self.replay not in ("auto", "isolate"):
+            raise UsageError(f"replay={self.replay!r} is not known: use 'auto', or 'isolate' for losses that compare samples in ways torch cannot show")
+        if self.accumulate_dtype not in (None, torch.float32, torch.float64):
+            raise UsageError(f"accumulate_dtype={self.accumulate_dtype!r} is not wider than half precision: use torch.float32, or None")
+        if self.scaler is not None and self.backward is not None:
+            raise UsageError("scaler= and backward= were both given; a trainer's own backward scales the loss by itself, so leave scaler out")
+        if not self.wait_for_memory >= 0:
+            raise UsageError(f"wait_for_memory={self.wait_for_memory!r} is not a number of seconds of at least 0")
+        check_place(self.outputs)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,74 @@
+"""What a user tells us about a type of theirs: how it is measured, cut and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from elastic_mbs.errors import BatchError
+
+
+def type_name(cls: type) -> str:
+    """The name to show for a type: `dict`, `collections.UserDict`, `mine.Batch`."""
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """How a registered type is measured, cut and moved; the results of the user's functions are checked here."""
+
+    cls: type
+    length_of: Callable[[Any], int]
+    slice_of: Callable[[Any, int, int], Any]
+    tensors_of: Callable[[Any], Iterable[Tensor]] | None
+    move: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None
+
+    def length(self, value: Any) -> int:
+        """Samples in `value`."""
+        size = self.length_of(value)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise BatchError(f"the length function registered for {type_name(self.cls)} returned {size!r}: it must return an int ≥ 0")
+        return size
+
+    def cut(self, value: Any, start: int, stop: int) -> Any:
+        """Samples `start` to `stop` of `value`."""
+        piece = self.slice_of(value, start, stop)
+        # The piece may be of another type (a plain tensor, say), which the registered length function does not know.
+        if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):
+            got = "None" if piece is None else f"{self.length(piece)} samples"
+            raise BatchError(
+                f"the slice function registered for {type_name(self.cls)} returned {got} for samples {start}:{stop}: "
+                f"it must return the {stop - start} samples from start to stop"
+            )
+        return piece
+
+    def tensors(self, value: Any) -> list[Tensor]:
+        """Every tensor inside `value`."""
+        if self.tensors_of is None:
+            return []
+        found = list(self.tensors_of(value))
+        for each in found:
+            if not isinstance(each, Tensor):
+                got = type_name(type(each))
+                raise BatchError(f"the tensors function registered for {type_name(self.cls)} gave something of type {got}: it must give tensors only")
+        return found
+
+    def mapped(self, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+        """`value` with `fn` applied to its tensors; the same object when `fn` changes none of them."""
+        if self.move is None:
+            return value
+        changed = False
+
+        def traced(tensor: Tensor) -> Tensor:
+            nonlocal changed
+            new = fn(tensor)
+            changed = changed or new is not tensor
+            return new
+
+        moved = self.move(value, traced)
+        if moved is None:
+            raise BatchError(f"the move function registered for {type_name(self.cls)} returned None: it must return the rebuilt object")
+        return moved if changed else value

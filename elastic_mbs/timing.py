@@ -1,0 +1,53 @@
+"""How long a call took on its device, read once it is known and never waited for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+Payload = TypeVar("Payload")
+
+
+class Stopwatch(Generic[Payload]):
+    """Times calls: with the host's clock on a CPU, with device events where work is asynchronous.
+
+    Args:
+        device: where the work is done.
+        clock: the host's clock, in seconds.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._events = device.type == "cuda"
+        self._clock = clock
+        self._began = 0.0
+        self._start: torch.cuda.Event | None = None
+        self._open: deque[tuple[Payload, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._known: list[tuple[Payload, float]] = []
+
+    def start(self) -> None:
+        """Starts timing a call."""
+        if self._events:  # cuda-only
+            self._start = torch.cuda.Event(enable_timing=True)
+            self._start.record()
+        self._began = self._clock()
+
+    def stop(self, payload: Payload) -> None:
+        """Ends the call; `payload` comes back from `finished` with its time."""
+        if self._start is not None:  # cuda-only
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._open.append((payload, self._start, end))
+            return
+        self._known.append((payload, self._clock() - self._began))
+
+    def finished(self) -> list[tuple[Payload, float]]:
+        """The calls whose time is known by now, in order, with their seconds; each is given once."""
+        while self._open and self._open[0][2].query():  # cuda-only
+            payload, start, end = self._open.popleft()
+            self._known.append((payload, start.elapsed_time(end) / 1000))
+        known, self._known = self._known, []
+        return known

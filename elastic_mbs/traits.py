@@ -1,0 +1,40 @@
+"""What has been learned about one loss function over one set of trainable leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Traits:
+    """Facts that decide how a failure can be replayed; each is found once, on the path without failures.
+
+    Attributes:
+        walked: the census was taken.
+        guests: the census found leaves outside the model, so that each call has to look again.
+        commits: commits of one clean backward, or None before the first; another number later means that the graph depends on the data.
+        hidden: leaves commit that the census does not reach, or commit more than once in a backward: isolate.
+        draws: the step draws random numbers.
+        changes_buffers: the step changes buffers.
+        normalises_batch: the step normalises with statistics of the batch.
+        edits_batch: `loss_fn` edits its batch in place, so pieces get copies.
+    """
+
+    walked: bool = False
+    guests: bool = False
+    commits: int | None = None
+    hidden: bool = False
+    draws: bool = False
+    changes_buffers: bool = False
+    normalises_batch: bool = False
+    edits_batch: bool = False
+
+    @property
+    def clean(self) -> bool:
+        """Whether a clean backward has been seen."""
+        return self.commits is not None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a partly committed piece cannot be replayed in halves: they would draw other masks or see other statistics."""
+        return self.draws or self.changes_buffers or self.normalises_batch

@@ -1,0 +1,1 @@
+"""The stress tool: does a training job survive, and is its gradient exact, wherever memory runs out?"""

@@ -1,0 +1,55 @@
+"""OutOfMemoryError at the n-th operation that can allocate, n = 1, 2, …, until a run has no failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def can_allocate(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether an operation may ask for memory: it returns a tensor that is no view of an argument, or works on a sparse tensor in place."""
+    if any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args):
+        return True
+    return any(returned.alias_info is None and "Tensor" in str(returned.type) for returned in operation._schema.returns)
+
+
+class InjectOOM(TorchDispatchMode):
+    """Raises `torch.OutOfMemoryError` in place of chosen operations, forward and backward, counted over the whole `with` block.
+
+    Args:
+        at: numbers of the operations that fail, from 1; each fails once.
+        always_from: every operation from this number on fails (a persistent fault), or None.
+
+    Attributes:
+        count: operations that can allocate seen so far.
+        hits: what was made to fail, by name.
+    """
+
+    def __init__(self, at: Iterable[int] = (), always_from: int | None = None) -> None:
+        super().__init__()
+        self._at = frozenset(at)
+        self._always_from = always_from
+        self.count = 0
+        self.hits: list[str] = []
+
+    def step(self, name: str) -> None:
+        """Counts one operation.
+
+        Raises:
+            torch.OutOfMemoryError: it is this one's turn to fail.
+        """
+        self.count += 1
+        if self.count in self._at or (self._always_from is not None and self.count >= self._always_from):
+            self.hits.append(name)
+            raise torch.OutOfMemoryError(f"injected: out of memory. Tried to allocate 1.00 MiB in operation {self.count}, {name}")
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation, or makes it fail."""
+        if can_allocate(func, args):
+            self.step(func._schema.name)
+        return func(*args, **(kwargs or {}))

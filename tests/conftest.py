@@ -1,0 +1,24 @@
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Sums in one thread come out the same on every machine, and test runs beside each other do not fight for cores.
+torch.set_num_threads(1)
+
+# The first call of an operator, or a neighbour on the machine, takes longer than any deadline that would still mean something.
+settings.register_profile("default", deadline=None)
+# A change is judged by the same examples every time; new ones are looked for at the desk.
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the tests marked `gpu` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]

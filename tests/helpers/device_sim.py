@@ -1,0 +1,160 @@
+"""A simulated device with simulated time: the engine's loop around a controller, without torch.
+
+Memory is what the test says it is: `need(elements)` bytes for a piece, `others(time)` bytes held by co-tenants that do not react, and what the other jobs
+on the same device have reserved. Readings come once a second, as the monitor's do, so that most decisions see a stale one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic_mbs.controller import Capacity, Controller, Key, Limits, Move, Observation, Policy, shape_class
+from elastic_mbs.partition import partition
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Device:
+    total: int
+    clock: Clock = field(default_factory=Clock)
+    others: Callable[[float], int] = lambda _: 0
+    jobs: list[Job] = field(default_factory=list)
+
+    def capacity(self, job: Job) -> int:
+        return self.total - self.others(self.clock.now) - sum(other.reserved for other in self.jobs if other is not job)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One finished (or given up) call."""
+
+    at: float
+    size: int
+    pieces: tuple[tuple[int, int], ...]
+    ooms: int
+    move: Move | None
+    probing: bool
+    floor: bool
+
+
+@dataclass
+class Job:
+    """One process: calls are made with `call`, everything that happened is in `history`."""
+
+    device: Device
+    need: Callable[[int], int]
+    start: int | None = None
+    limits: Limits = field(default_factory=Limits)
+    grow: bool = True
+    policy: Policy = field(default_factory=Policy)
+    seed: int = 0
+    measured: bool = True
+    sensed: bool = True
+    per_piece: float = 0.1
+    per_sample: float = 0.004
+    controller: Controller = field(init=False)
+    history: list[Ran] = field(default_factory=list)
+    reserved: int = 0
+    oom_times: list[float] = field(default_factory=list)
+    _reading: Capacity | None = None
+
+    def __post_init__(self) -> None:
+        self.device.jobs.append(self)
+        self.controller = self.fresh()
+
+    def fresh(self) -> Controller:
+        return Controller(
+            start=self.start, limits=self.limits, grow=self.grow, policy=self.policy, clock=self.device.clock, random=random.Random(self.seed)
+        )
+
+    def reading(self) -> Capacity | None:
+        """The monitor's latest reading: at most a second old."""
+        now = self.device.clock.now
+        if not self.sensed:
+            return None
+        if self._reading is None or now >= self._reading.at + 1:
+            self._reading = Capacity(self.device.capacity(self), now)
+        return self._reading
+
+    def forget_reading(self) -> None:
+        self._reading = None
+
+    def call(self, samples: int, elements: int = 1, *, retries: int = 0, name: str = "loss", stop_after: int | None = None) -> Ran:
+        """Runs a batch as the engine does: pieces, and halves of what failed. `stop_after` pieces it ends by an exception."""
+        key, limits = Key(name, "train", shape_class(elements)), self.limits
+        plan = self.controller.begin(key, samples, elements)
+        size, at, peak, failures, began = plan.size, 0, 0, 0, self.device.clock.now
+        waiting = list(self._cut(0, samples, size))
+        done: list[tuple[int, int]] = []
+        while waiting:
+            assert 1 <= size <= samples
+            assert size % limits.align == 0 or size == samples
+            assert size >= min(limits.minimum, samples)
+            assert limits.maximum is None or size <= limits.maximum
+            first, last = waiting.pop(0)
+            length = last - first
+            self.device.clock.now += self.per_piece + self.per_sample * length
+            if self.need(length * elements) > self.device.capacity(self):
+                failures += 1
+                self.oom_times.append(self.device.clock.now)
+                self.reserved = min(self.reserved, self.need(0))
+                smaller = self.controller.out_of_memory(key, length, self.reading())
+                if smaller is None:
+                    self.controller.abandon(key)
+                    return self._ran(began, size, done, failures, None, plan.probing, floor=True)
+                assert smaller < length
+                size = smaller
+                waiting = list(self._cut(first, samples, size))
+                continue
+            peak = max(peak, self.need(length * elements))
+            self.reserved = max(self.reserved, peak)
+            done.append((first, last))
+            if stop_after == len(done):
+                self.controller.abandon(key)
+                return self._ran(began, size, done, failures, None, plan.probing, floor=True)
+            following = self.controller.piece_done(key, length, peak if plan.learning and self.measured else None, self.reading())
+            if following != size:
+                assert plan.probing
+                assert following > size
+                size, waiting = following, list(self._cut(last, samples, following))
+            at += length
+        assert at == samples
+        observation = Observation(
+            size=size,
+            epoch=plan.epoch,
+            samples=samples,
+            elements=elements,
+            pieces=len(done),
+            peak=peak if plan.learning and self.measured and not failures else None,
+            fragmentation=1.0,
+            seconds=self.device.clock.now - began,
+            retries=retries,
+            ooms=failures,
+        )
+        move = self.controller.end(key, observation, self.reading())
+        return self._ran(began, plan.size, done, failures, move, plan.probing, floor=False)
+
+    def _cut(self, begin: int, end: int, size: int) -> tuple[tuple[int, int], ...]:
+        return partition(begin, end, size, minimum=self.limits.minimum, align=self.limits.align)
+
+    def _ran(self, at: float, size: int, done: list[tuple[int, int]], ooms: int, move: Move | None, probing: bool, *, floor: bool) -> Ran:
+        self.history.append(Ran(at, size, tuple(done), ooms, move, probing, floor))
+        return self.history[-1]
+
+    @property
+    def ooms(self) -> int:
+        return sum(ran.ooms for ran in self.history)
+
+    @property
+    def size(self) -> int:
+        """Size of the last track used."""
+        return self.history[-1].size

@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Usage, UsageMeter, parse_bytes
+
+KIB = 1024
+MIB = 1024**2
+
+
+def block(kib: int = 1) -> Tensor:
+    return torch.empty(kib * KIB, dtype=torch.uint8)
+
+
+def net(width: int = 64, depth: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+
+
+# sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0),
+        (7, 7),
+        ("7", 7),
+        ("7 B", 7),
+        ("2KiB", 2048),
+        ("2 GiB", 2 * 1024**3),
+        ("1.5MiB", 3 * 512 * 1024),
+        ("1_000kb", 10**6),
+        ("3GB", 3 * 10**9),
+        ("1tib", 1024**4),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 1.5, None, "", "GiB", "-1MiB", "2G", "2 parsecs", "1e3", "1..5MiB"])
+def test_a_size_that_cannot_be_read_is_named(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{wrong!r}" if wrong != -1 else "-1 bytes")):
+        parse_bytes(wrong)
+
+
+# what is counted
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda: torch.zeros(3, 5), 60),
+        (lambda: torch.ones(7, dtype=torch.float64), 56),
+        (lambda: torch.empty(2, 3, dtype=torch.bool), 6),
+        (lambda: torch.empty(0), 0),
+        (lambda: torch.empty(4, 4).t(), 64),
+        (lambda: torch.empty(1).expand(1000), 4),
+        (lambda: torch.empty(10)[3:5], 40),
+        (lambda: torch.empty(6).view(2, 3).detach(), 24),
+        (lambda: torch.empty(10, 4).split(2), 160),
+        (lambda: torch.empty(2, 4).unbind(), 32),
+        (lambda: torch.empty(2, 4).max(dim=1), 8 + 16),
+        (lambda: (torch.empty(4), [torch.empty(2), {"x": torch.empty(1)}]), 28),
+        (lambda: torch.empty(3, dtype=torch.complex64), 24),
+        (lambda: torch.zeros(2).resize_(100), 400),
+        (lambda: torch.empty(8, device="meta"), 0),
+    ],
+)
+def test_live_is_the_bytes_of_the_storages(make: Callable[[], Any], size: int) -> None:
+    with MemoryBudget(MIB) as budget:
+        kept = make()
+        assert budget.live == size
+        del kept
+        assert budget.live == 0
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_count_with_their_indices_and_values(layout: torch.layout) -> None:
+    blocks = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    dense = torch.eye(4)
+    with MemoryBudget(MIB, track=dense) as budget:
+        sparse = dense.to_sparse(layout=layout, blocksize=blocks)
+        if layout is torch.sparse_coo:
+            parts = [sparse._indices(), sparse._values()]
+        elif layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = [sparse.crow_indices(), sparse.col_indices(), sparse.values()]
+        else:
+            parts = [sparse.ccol_indices(), sparse.row_indices(), sparse.values()]
+        assert budget.live == 64 + sum(part.untyped_storage().nbytes() for part in parts)
+        del sparse, parts
+        assert budget.live == 64
+
+
+def test_a_tensor_without_storage_is_ignored() -> None:
+    dense = torch.ones(4, 4)
+    with MemoryBudget(MIB, track=dense) as budget:
+        opaque = dense.to_mkldnn()
+        assert budget.live == 64
+        assert torch.equal(opaque.to_dense(), dense)
+
+
+def test_a_wrapper_subclass_counts_through_the_tensors_inside_it() -> None:
+    a, b = torch.ones(8), torch.ones(8)
+    with MemoryBudget(MIB) as outer, MemoryBudget(MIB) as inner:
+        pair = TwoTensor(a, b)
+        double = pair * 2
+        for budget in (outer, inner):
+            assert budget.live == 4 * 32
+        del double
+        assert inner.live == outer.live == 2 * 32
+    assert MemoryBudget(MIB, track=[pair]).live == 2 * 32
+
+
+def test_fake_tensors_are_ignored() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with MemoryBudget(KIB) as budget:
+        with FakeTensorMode():
+            assert (torch.empty(10**9) * 2).shape == (10**9,)
+        assert budget.live == 0
+        fake = FakeTensorMode().from_tensor(torch.ones(2))
+        budget.track(fake)
+        assert budget.live == 0
+
+
+def test_a_jagged_nested_tensor_counts() -> None:
+    with MemoryBudget(MIB) as budget:
+        nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(5)], layout=torch.jagged)
+        assert budget.live >= 32
+        del nested
+        gc.collect()
+    assert budget.live < 64  # torch caches the offsets
+
+
+def test_another_device_is_not_counted() -> None:
+    with MemoryBudget(10, device="cuda") as budget:
+        torch.ones(1000)
+    assert (budget.live, budget.peak, budget.ooms) == (0, 0, 0)
+    assert budget.covers(torch.device("cuda:3"))
+    assert not MemoryBudget(10, device="cuda:1").covers(torch.device("cuda:3"))
+    with MemoryBudget(MIB, device="meta") as meta:
+        kept = torch.empty(100, device="meta")
+        assert meta.live == 400
+        del kept
+
+
+def test_views_of_one_storage_count_once_and_keep_it_counted() -> None:
+    with MemoryBudget(MIB) as budget:
+        base = block(4)
+        views = [base[i : i + 10] for i in range(100)]
+        assert budget.live == 4 * KIB
+        del base
+        assert budget.live == 4 * KIB
+        views.clear()
+        assert budget.live == 0
+
+
+def test_a_resized_storage_is_counted_again() -> None:
+    with MemoryBudget(MIB) as budget:
+        x = block(4)
+        x.resize_(10 * KIB)
+        assert budget.live == 10 * KIB
+        x.untyped_storage().resize_(KIB)  # no operation: seen at the next one that touches it
+        x.resize_(KIB).zero_()
+        assert budget.live == KIB
+        del x
+        assert budget.live == 0
+
+
+def test_tensors_that_were_not_tracked_are_counted_when_seen_and_do_not_raise() -> None:
+    x = block(8)
+    with MemoryBudget("4KiB") as budget:
+        assert budget.live == 0
+        view = x[:10]
+        assert budget.live == budget.peak == 8 * KIB
+        view.add_(1)
+        with pytest.raises(torch.OutOfMemoryError):
+            block()
+        del x, view
+        assert budget.live == 0
+        block()
+
+
+def test_inputs_in_lists_and_keywords_are_seen() -> None:
+    a, b, c = block(1), block(2), block(4)
+    with MemoryBudget(MIB) as budget:
+        torch.cat([a, b])
+        assert budget.live == 3 * KIB
+        torch.bitwise_not(c, out=c)
+        assert budget.live == 7 * KIB
+        torch.mul(a, 2, out=a)
+        assert budget.live == 7 * KIB
+
+
+def test_track_knows_modules_optimizers_gradients_and_containers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    sizes = 4 * (16 + 4 + 4 + 4) + 4 * (4 + 4) + 8
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    grads = 4 * (16 + 4 + 4 + 4)
+    state = 2 * grads + 4 * 4  # two moments, and one step count for each parameter
+    extra = torch.ones(10)
+    assert MemoryBudget(MIB, track=model).live == sizes + grads
+    assert MemoryBudget(MIB, track=(model, optimizer, {"x": [extra, (extra,)]})).live == sizes + grads + state + 40
+    assert MemoryBudget(MIB, track={"x": extra}).live == MemoryBudget(MIB, track={extra}).live == 40
+    budget = MemoryBudget(0)
+    budget.track(model, model, optimizer)
+    assert budget.live == budget.peak == sizes + grads + state
+    assert budget.ooms == 0
+
+
+def test_track_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(UsageError, match="cannot track 'str'"):
+        MemoryBudget(MIB, track=["model"])
+
+
+def test_track_keeps_no_reference() -> None:
+    model = net()
+    budget = MemoryBudget(MIB, track=model)
+    gone = weakref.ref(model)
+    assert budget.live > 0
+    del model
+    gc.collect()
+    assert gone() is None
+    assert budget.live == 0
+
+
+# running out
+
+
+def test_the_operation_that_passes_the_limit_raises_and_leaves_nothing() -> None:
+    with MemoryBudget("10MiB") as budget:
+        kept = torch.empty(9 * MIB, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(2 * MIB, dtype=torch.uint8)
+        assert str(caught.value) == "virtual device out of memory. Tried to allocate 2.00 MiB. Budget 10.00 MiB, of which 9.00 MiB is in use."
+        assert budget.live == budget.peak == 9 * MIB
+        assert budget.ooms == 1
+        assert torch.empty(MIB, dtype=torch.uint8).numel() == MIB  # exactly full is not over
+        del kept
+
+
+@pytest.mark.parametrize(("size", "words"), [(100, "100 bytes"), (1536, "1.50 KiB"), (3 * 1024**3, "3.00 GiB")])
+def test_the_message_has_a_unit_that_fits(size: int, words: str) -> None:
+    text = re.escape(f"allocate {words}. Budget 10 bytes, of which 0 bytes is in use")
+    with MemoryBudget(10, device="meta"), pytest.raises(torch.OutOfMemoryError, match=text):
+        torch.empty(size, dtype=torch.uint8, device="meta")
+
+
+def test_code_that_catches_out_of_memory_errors_works() -> None:
+    sizes = []
+
+    def step(count: int) -> None:
+        try:
+            sizes.append(block(count).numel())
+        except torch.OutOfMemoryError:
+            step(count // 2)
+
+    with MemoryBudget("5KiB"):
+        step(16)
+    assert sizes == [4 * KIB]
+    with MemoryBudget(10), pytest.raises(torch.cuda.OutOfMemoryError):
+        block()
+
+
+def test_the_error_keeps_no_tensor_of_the_operation() -> None:
+    def fail() -> BaseException:
+        x = torch.empty(KIB)
+        gone.append(weakref.ref(x))
+        try:
+            (x * 2).unsqueeze(0)
+        except torch.OutOfMemoryError as error:
+            return error
+        raise AssertionError("nothing failed")
+
+    gone: list[weakref.ref[Tensor]] = []
+    with MemoryBudget("6KiB") as budget:
+        error = fail()
+        trace, seen = error.__traceback__, 0
+        while trace is not None:
+            if trace.tb_frame.f_code.co_name == "__torch_dispatch__":
+                seen += 1
+                assert not {name for name, value in trace.tb_frame.f_locals.items() if isinstance(value, Tensor | tuple | list)} - {"types"}
+            trace = trace.tb_next
+        assert seen == 1
+        error.__traceback__ = None
+        assert gone[0]() is None
+        assert budget.live == 0
+
+
+def test_outputs_in_lists_are_dropped_too() -> None:
+    x = torch.empty(2, KIB)
+    with MemoryBudget("12KiB", track=x) as budget:
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 8\.00 KiB"):
+            torch._foreach_mul([x[0], x[1]], 2.0)
+        assert budget.live == 8 * KIB
+
+
+def test_operations_in_place_never_raise() -> None:
+    x = block(8)
+    with MemoryBudget(1, track=x) as budget:
+        x.add_(1).zero_().fill_(2)
+        x[:4].copy_(x[4:8])
+        torch._foreach_add_([x], 1)
+        torch.add(x, 1, out=x)
+        assert x[0].t().view(1).shape == (1,)  # views bring no bytes either
+    assert budget.ooms == 0
+    assert int(x[0]) == 4
+
+
+def test_a_storage_resized_without_an_operation_does_not_fail_the_write_into_it() -> None:
+    x = block(1)
+    with MemoryBudget("4KiB", track=x) as budget:
+        x.untyped_storage().resize_(8 * KIB)  # as FSDP does before it gathers
+        x.zero_()
+        assert (budget.live, budget.ooms) == (8 * KIB, 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            block()
+
+
+def test_a_failed_resize_stays_counted() -> None:
+    with MemoryBudget("4KiB") as budget:
+        x = block(1)
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 7\.00 KiB.*1\.00 KiB is in use"):
+            x.resize_(8 * KIB)
+        assert budget.live == x.untyped_storage().nbytes() == 8 * KIB
+
+
+def test_the_limit_moves_while_training_runs() -> None:
+    with MemoryBudget("4KiB") as budget:
+        x = block(3)
+        budget.limit = "2KiB"
+        assert budget.limit == 2 * KIB
+        x.add_(1)
+        with pytest.raises(torch.OutOfMemoryError):
+            block()
+        budget.limit = 8 * KIB
+        assert block(5).numel() == 5 * KIB
+        with pytest.raises(UsageError, match="-5 bytes"):
+            budget.limit = -5
+        assert budget.limit == 8 * KIB
+
+
+def test_the_limit_moves_from_another_thread() -> None:
+    failed = threading.Event()
+    with MemoryBudget("1GiB") as budget:
+        mover = threading.Timer(0.02, lambda: setattr(budget, "limit", 100))
+        mover.start()
+        while not failed.is_set():
+            try:
+                block()
+            except torch.OutOfMemoryError:
+                failed.set()
+        mover.join()
+    assert budget.ooms == 1
+
+
+def test_peak_is_the_most_that_was_live() -> None:
+    with MemoryBudget("10KiB") as budget:
+        x = block(3)
+        y = block(4)
+        del y
+        assert (budget.live, budget.peak) == (3 * KIB, 7 * KIB)
+        with pytest.raises(torch.OutOfMemoryError):
+            block(8)
+        assert budget.peak == 7 * KIB
+        budget.reset_peak()
+        assert budget.peak == 3 * KIB
+        assert budget.resets == 1
+        block(1)
+        assert budget.peak == 4 * KIB
+        del x
+
+
+def test_readings_take_what_is_missing_from_the_limit_for_a_co_tenant() -> None:
+    budget = MemoryBudget("10KiB", clock=lambda: 42.0)
+    with budget:
+        x = block(3)
+        assert budget.read() == Headroom(7 * KIB, 10 * KIB, 0, "budget", 42.0)
+        budget.limit = "2KiB"
+        reading = budget.read()
+        assert reading == Headroom(0, 10 * KIB, 8 * KIB, "budget", 42.0)
+        assert isinstance(reading, Headroom)
+        assert reading.capacity == 2 * KIB
+        budget.limit = "20KiB"
+        assert budget.read() == Headroom(17 * KIB, 20 * KIB, 0, "budget", 42.0)
+        assert budget.usage() == Usage(3 * KIB, 3 * KIB, 3 * KIB, 3 * KIB, 0)
+        del x
+    assert isinstance(budget, MemorySensor)
+    assert isinstance(budget, UsageMeter)

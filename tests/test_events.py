@@ -1,0 +1,136 @@
+"""One line per event, with its figures."""
+
+import logging
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_mbs import events
+from elastic_mbs.events import Event, EventLog, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned, format_bytes
+
+OOM = OutOfMemory(
+    name="run",
+    phase="backward",
+    start=16,
+    stop=48,
+    mode="piece",
+    size_before=32,
+    size_after=15,
+    committed=7,
+    kind="allocator",
+    message="CUDA out of memory. Tried to allocate 2.00 GiB.",
+)
+# each event, with what its line has to tell
+EVENTS: list[tuple[Event, list[str]]] = [
+    (OOM, ["backward", "16:48", "32 → 15", "piece", "7 leaves", "Tried to allocate 2.00 GiB"]),
+    (WaitingForMemory("run", seconds=2.5, free=3 << 30, held_by_others=None), ["2.5 s", "3.0 GiB", "unknown"]),
+    (Resized("run", before=8, after=16, reason="grow", key="loss_fn/train/7"), ["8 → 16", "grow", "loss_fn/train/7"]),
+    (SensorLost("run", reason="NVML: driver not loaded"), ["NVML: driver not loaded", "stop growing"]),
+    (SensorBack("run", source="nvml"), ["nvml"]),
+    (Warned("run", topic="count", message="labels hold -100: pass count="), ["labels hold -100: pass count="]),
+]
+
+
+@pytest.mark.parametrize(("event", "told"), EVENTS, ids=lambda value: type(value).__name__)
+def test_an_event_is_one_line_with_its_figures(event: Event, told: list[str]) -> None:
+    line = event.line()
+    assert len(line.splitlines()) == 1
+    for part in told:
+        assert part in line
+
+
+def test_every_kind_of_event_is_looked_at_here() -> None:
+    kinds = {cls for cls in vars(events).values() if isinstance(cls, type) and issubclass(cls, Event)}
+    assert kinds - {Event} == {type(event) for event, _ in EVENTS}
+
+
+def test_an_event_without_words_of_its_own_tells_its_fields() -> None:
+    assert Event("run").line() == "Event: "
+    assert Event.line(SensorBack("run", "nvml")) == "SensorBack: source=nvml"
+
+
+@pytest.mark.parametrize(("mode", "told"), [("piece", "replaying the piece"), ("isolate", "replaying the piece"), ("step", "replaying the batch")])
+def test_the_line_tells_what_is_replayed(mode: str, told: str) -> None:
+    values = {field.name: getattr(OOM, field.name) for field in fields(OOM)} | {"mode": mode}
+    assert f"{told} (mode {mode}" in OutOfMemory(**values).line()
+
+
+@pytest.mark.parametrize(("event", "told"), EVENTS, ids=lambda value: type(value).__name__)
+def test_an_event_is_frozen_and_holds_numbers_and_strings_only(event: Event, told: list[str]) -> None:
+    assert told
+    for field in fields(event):
+        assert isinstance(getattr(event, field.name), int | float | str | None)
+    with pytest.raises(FrozenInstanceError):
+        event.name = "another"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, "unknown"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (3 << 20, "3.0 MiB"),
+        (int(79.16 * (1 << 30)), "79.2 GiB"),
+        (5 << 40, "5.0 TiB"),
+        (1 << 60, "1048576.0 TiB"),
+        (-1536, "-1.5 KiB"),
+        (2.4, "2 B"),
+    ],
+)
+def test_bytes_are_written_as_a_person_does(count: float | None, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@given(st.integers(0, 1 << 50))
+def test_bytes_keep_their_size_to_the_digit_shown(count: int) -> None:
+    number, unit = format_bytes(count).split()
+    scale = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)
+    assert abs(float(number) * scale - count) <= 0.051 * scale
+
+
+def test_an_event_goes_to_the_log_once_and_to_every_sink_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[tuple[str, Event]] = []
+    log = EventLog([lambda event: seen.append(("first", event)), lambda event: seen.append(("second", event))])
+    with caplog.at_level(logging.INFO, logger="elastic_mbs"):
+        log.emit(OOM)
+        log.emit(SensorBack("other", "nvml"))
+    assert [(place, event.name) for place, event in seen] == [("first", "run"), ("second", "run"), ("first", "other"), ("second", "other")]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"[run] {OOM.line()}"),
+        ("INFO", "[other] memory readings are back (from nvml)"),
+    ]
+
+
+def test_a_sink_hears_what_the_log_level_hides(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Event] = []
+    with caplog.at_level(logging.ERROR, logger="elastic_mbs"):
+        EventLog([seen.append]).emit(OOM)
+    assert (seen, caplog.records) == ([OOM], [])
+
+
+def test_an_error_in_a_sink_passes_through() -> None:
+    def broken(event: Event) -> None:
+        raise ZeroDivisionError(event.name)
+
+    with pytest.raises(ZeroDivisionError, match="run"):
+        EventLog([broken]).emit(OOM)
+
+
+def test_a_warning_is_said_once_per_log_and_topic() -> None:
+    seen: list[Event] = []
+    log = EventLog([seen.append])
+    for _ in range(3):
+        log.warn_once("run", "count", "pass count=")
+        log.warn_once("run", "sink", "outputs grow")
+    EventLog([seen.append]).warn_once("run", "count", "pass count=")
+    assert seen == [Warned("run", "count", "pass count="), Warned("run", "sink", "outputs grow"), Warned("run", "count", "pass count=")]
+
+
+def test_the_package_is_silent_where_the_user_has_set_up_no_logging() -> None:
+    assert any(isinstance(handler, logging.NullHandler) for handler in events.logger.handlers)
+    assert events.logger.name == "elastic_mbs"

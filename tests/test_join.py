@@ -1,0 +1,116 @@
+"""Outputs of the pieces become the batch's output, and what is not per sample is kept, not invented."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from elastic_mbs.join import join
+
+
+class Out(NamedTuple):
+    logits: Any
+    loss: Any = None
+
+
+def test_per_sample_tensors_are_concatenated_and_other_leaves_listed() -> None:
+    pieces = [
+        {"logits": torch.zeros(3, 2), "loss": torch.tensor(1.0), "n": 3, "note": None, "name": "a", "cell": torch.zeros(1, 3)},
+        {"logits": torch.ones(2, 2), "loss": torch.tensor(2.0), "n": 2, "note": None, "name": "b", "cell": torch.zeros(1, 3)},
+    ]
+    joined = join(pieces, [3, 2])
+    assert joined["logits"].tolist() == [[0, 0]] * 3 + [[1, 1]] * 2
+    assert [loss.item() for loss in joined["loss"]] == [1, 2]
+    assert joined["n"] == [3, 2]
+    assert joined["note"] is None
+    assert joined["name"] == ["a", "b"]
+    assert len(joined["cell"]) == 2
+    assert list(joined) == list(pieces[0])
+
+
+def test_one_piece_is_returned_as_it_is() -> None:
+    out = {"loss": torch.tensor(1.0)}
+    assert join([out], [3]) is out
+    assert join([None], [3]) is None
+
+
+def test_none_everywhere_is_none() -> None:
+    assert join([None, None], [1, 2]) is None
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [torch.zeros(3, 4), torch.zeros(2, 5)],  # padded per piece
+        [torch.zeros(3), torch.zeros(2, dtype=torch.float64)],
+        [torch.zeros(3), torch.zeros(2, device="meta")],
+        [torch.zeros(3, 2).to_sparse(), torch.zeros(2, 2).to_sparse()],
+        [torch.zeros(3), None],
+        [{"a": 1}, {"b": 1}],
+        [{"a": 1}, {"a": 1, "b": 1}],
+        [(1,), (1, 2)],
+        [torch.Size([3, 4]), torch.Size([2, 4])],
+        [np.zeros((3, 4)), np.zeros((2, 5))],
+        [{1}, {2}],
+        ["a", "a"],
+        [3, 2],
+        [["a"], ["b", "c", "d"]],
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_the_list_of_the_pieces(pieces: list[Any]) -> None:
+    joined = join(pieces, [3, 2])
+    assert type(joined) is list
+    assert all(new is old for new, old in zip(joined, pieces, strict=True))
+
+
+def test_packed_sequences_are_never_taken_apart() -> None:
+    pieces = [pack_sequence([torch.ones(2)]), pack_sequence([torch.ones(2)])]
+    joined = join(pieces, [2, 2])
+    assert [type(each) for each in joined] == [PackedSequence, PackedSequence]
+
+
+def test_containers_keep_their_type() -> None:
+    joined = join([Out(torch.zeros(3)), Out(torch.zeros(2))], [3, 2])
+    assert type(joined) is Out
+    assert joined.logits.shape == (5,)
+    assert joined.loss is None
+    pair = join([(torch.zeros(3), [torch.zeros(3)]), (torch.zeros(2), [torch.zeros(2)])], [3, 2])
+    assert type(pair) is tuple
+    assert pair[1][0].shape == (5,)
+
+
+def test_lists_of_items_are_chained_in_order() -> None:
+    assert join([["a", "b", "c"], ["d", "e"]], [3, 2]) == list("abcde")
+    detections = [[{"boxes": torch.zeros(i, 4)} for i in (1, 2, 3)], [{"boxes": torch.zeros(i, 4)} for i in (4, 5)]]
+    assert [len(found["boxes"]) for found in join(detections, [3, 2])] == [1, 2, 3, 4, 5]
+    masks = [[torch.zeros(i) for i in (1, 2, 3)], [torch.zeros(i) for i in (4, 5)]]
+    assert [len(mask) for mask in join(masks, [3, 2])] == [1, 2, 3, 4, 5]
+    same_count = [[torch.zeros(1), torch.zeros(7)], [torch.zeros(5), torch.zeros(4)]]
+    assert [len(mask) for mask in join(same_count, [2, 2])] == [1, 7, 5, 4]
+    mixed = [[torch.zeros(2), "a"], [torch.zeros(2), "b"]]
+    assert [type(item) for item in join(mixed, [2, 2])] == [torch.Tensor, str] * 2
+
+
+def test_a_list_of_per_sample_tensors_is_a_list_of_fields() -> None:
+    hidden = [[torch.zeros(2, 5), torch.zeros(2, 6)], [torch.ones(2, 5), torch.ones(2, 6)]]
+    joined = join(hidden, [2, 2])
+    assert [tuple(each.shape) for each in joined] == [(4, 5), (4, 6)]
+
+
+def test_lists_that_are_not_per_sample_are_joined_place_by_place() -> None:
+    assert join([[0.5, 1.5], [2.5, 3.5]], [3, 3]) == [[0.5, 2.5], [1.5, 3.5]]
+
+
+def test_numpy_arrays_are_concatenated() -> None:
+    assert join([np.zeros((3, 2)), np.ones((2, 2))], [3, 2]).sum() == 4
+
+
+@pytest.mark.parametrize(("outputs", "lengths"), [([], []), ([1], []), ([1], [1, 2])])
+def test_lengths_must_match_the_outputs(outputs: list[Any], lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"got {len(outputs)} outputs and {len(lengths)} lengths"):
+        join(outputs, lengths)

@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.memory import Headroom, Monitor, Reading, Unavailable
+from elastic_mbs.memory import monitor as module
+
+
+class Script:
+    """A sensor that answers, raises or blocks as told: the last answer stays."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.reads = 0
+        self.read_once = threading.Event()
+
+    def read(self) -> Reading:
+        self.reads += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        self.read_once.set()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer() if callable(answer) else answer  # type: ignore[no-any-return]
+
+
+def room(free: int = 5, at: float = 0.0) -> Headroom:
+    return Headroom(free, 10, 0, "script", at)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in ten seconds"
+        time.sleep(0.001)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "elastic-mbs-monitor"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Any:
+    yield
+    wait_until(lambda: not threads())
+
+
+def test_before_the_first_reading_there_is_none() -> None:
+    sensor = Script(room())
+    monitor = Monitor(sensor)
+    assert monitor.latest() == Unavailable("no reading yet")
+    assert sensor.reads == 0
+
+
+def test_a_poll_reads_now_and_becomes_the_latest() -> None:
+    now = iter([3.0, 4.0])
+    monitor = Monitor(Script(room(1), room(2)), clock=lambda: next(now))
+    assert monitor.poll() == monitor.latest() == room(1, at=3.0)
+    assert monitor.poll() == monitor.latest() == room(2, at=4.0)
+
+
+def test_every_reading_carries_the_time_of_the_injected_clock() -> None:
+    monitor = Monitor(Script(room(at=99.0), Unavailable("gone", at=99.0)), clock=lambda: 7.0)
+    assert monitor.poll() == room(at=7.0)
+    assert monitor.poll() == Unavailable("gone", at=7.0)
+
+
+def test_a_reading_is_stamped_before_the_sensor_is_asked() -> None:
+    now = [1.0]
+
+    def slow() -> Reading:
+        now[0] = 50.0
+        return room()
+
+    assert Monitor(Script(slow), clock=lambda: now[0]).poll().at == 1.0
+
+
+def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread() -> None:
+    sensor = Script(room(1), room(2))
+    monitor = Monitor(sensor, interval=0)
+    monitor.start()
+    assert threads() == []
+    looks = [monitor.latest(), monitor.latest()]
+    assert [look.free for look in looks if isinstance(look, Headroom)] == [1, 2]
+    assert sensor.reads == 2
+    monitor.stop()
+
+
+@pytest.mark.parametrize("interval", [-1, float("nan"), float("inf")])
+def test_an_interval_that_is_no_time_is_refused(interval: float) -> None:
+    with pytest.raises(UsageError, match=f"got {interval!r}"):
+        Monitor(Script(room()), interval=interval)
+
+
+def test_the_thread_reads_at_once_and_then_every_interval() -> None:
+    sensor = Script(room(1), room(2), room(3))
+    monitor = Monitor(sensor, interval=0.005)
+    monitor.start()
+    wait_until(lambda: isinstance(reading := monitor.latest(), Headroom) and reading.free == 3)
+    monitor.stop()
+    reads = sensor.reads
+    time.sleep(0.03)
+    assert sensor.reads == reads
+    assert isinstance(monitor.latest(), Headroom)
+
+
+def test_starting_twice_makes_one_thread() -> None:
+    monitor = Monitor(Script(room()), interval=100)
+    monitor.start()
+    monitor.start()
+    assert len(threads()) == 1
+    monitor.stop()
+    monitor.stop()
+    assert threads() == []
+
+
+def test_it_can_be_started_again() -> None:
+    sensor = Script(room())
+    monitor = Monitor(sensor, interval=100)
+    for round_ in (1, 2):
+        sensor.read_once.clear()
+        monitor.start()
+        assert sensor.read_once.wait(10)
+        monitor.stop()
+        assert sensor.reads == round_
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (ValueError("bad"), "ValueError: bad"),
+        (42, "Script.read returned int, not Headroom or Unavailable"),
+        (None, "Script.read returned NoneType, not Headroom or Unavailable"),
+    ],
+)
+def test_a_sensor_that_misbehaves_is_unavailable(answer: Any, reason: str) -> None:
+    assert Monitor(Script(answer), clock=lambda: 1.0).poll() == Unavailable(reason, 1.0)
+
+
+def test_an_interrupt_passes_through() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Monitor(Script(KeyboardInterrupt())).poll()
+
+
+def test_a_change_is_told_once() -> None:
+    seen: list[Reading] = []
+    lost = Unavailable("lost", 1.0)
+    monitor = Monitor(Script(room(), room(6), lost, lost, room(), room()), clock=lambda: 1.0, on_change=seen.append)
+    for _ in range(6):
+        monitor.poll()
+    assert seen == [lost, room(at=1.0)]
+
+
+def test_a_sensor_that_never_answers_is_told_once() -> None:
+    seen: list[Reading] = []
+    monitor = Monitor(Script(Unavailable("no driver")), clock=lambda: 0.0, on_change=seen.append)
+    for _ in range(3):
+        monitor.poll()
+    assert seen == [Unavailable("no driver")]
+
+
+def test_an_error_in_on_change_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: Reading) -> None:
+        raise RuntimeError("sink is full")
+
+    sensor = Script(Unavailable("lost"), room())
+    monitor = Monitor(sensor, interval=0.005, on_change=fail)
+    with caplog.at_level(logging.ERROR, "elastic_mbs"):
+        monitor.start()
+        wait_until(lambda: sensor.reads > 3)
+        monitor.stop()
+    assert isinstance(monitor.latest(), Headroom)
+    assert [record.message for record in caplog.records] == ["an error in on_change of the memory monitor"] * 2
+    with pytest.raises(RuntimeError, match="sink is full"):
+        Monitor(Script(Unavailable("lost")), on_change=fail).poll()
+
+
+class Owner:
+    """Holds a monitor and is told of its changes, as the runtime does."""
+
+    def __init__(self, sensor: Script) -> None:
+        self.seen: list[Reading] = []
+        self.monitor = Monitor(sensor, interval=0.005, on_change=self.changed)
+        self.monitor.start()
+
+    def changed(self, reading: Reading) -> None:
+        self.seen.append(reading)
+
+
+def test_the_thread_ends_with_its_owner_and_does_not_keep_it_alive() -> None:
+    sensor = Script(Unavailable("lost"), room())
+    owner = Owner(sensor)
+    seen = owner.seen
+    wait_until(lambda: len(seen) == 2)
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+    wait_until(lambda: not threads())
+
+
+def test_an_owner_that_is_gone_is_not_told() -> None:
+    owner = Owner(Script(room()))
+    monitor = owner.monitor
+    monitor.stop()
+    monitor._latest._sensor = Script(Unavailable("lost"))
+    del owner
+    gc.collect()
+    assert isinstance(monitor.poll(), Unavailable)
+
+
+def test_stopping_does_not_wait_for_a_sensor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_JOIN_SECONDS", 0.05)
+    release = threading.Event()
+
+    def hang() -> Reading:
+        release.wait(10)
+        return room()
+
+    sensor = Script(hang)
+    monitor = Monitor(sensor, interval=100)
+    monitor.start()
+    assert sensor.read_once.wait(10)
+    begun = time.monotonic()
+    assert monitor.latest() == Unavailable("no reading yet")
+    monitor.stop()
+    assert time.monotonic() - begun < 5
+    release.set()
+    wait_until(lambda: not threads())
+    assert monitor.latest() == Unavailable("no reading yet")  # what comes after the end is not published
+
+
+def test_on_change_may_stop_the_monitor() -> None:
+    box: list[Monitor] = []
+    stopped = threading.Event()
+
+    def stop(_: Reading) -> None:
+        box[0].stop()
+        stopped.set()
+
+    box.append(Monitor(Script(Unavailable("lost")), interval=100, on_change=stop))
+    box[0].start()
+    assert stopped.wait(10)
+
+
+def test_where_there_can_be_no_thread_the_sensor_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    seen: list[Reading] = []
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    monitor = Monitor(Script(room()), clock=lambda: 2.0, on_change=seen.append)
+    monitor.start()
+    assert monitor.latest() == Unavailable("no thread for the memory monitor: can't start new thread", 2.0)
+    assert seen == [monitor.latest()]
+
+
+def run(code: str) -> str:
+    # in a subprocess of its own: fork and the threads of a test runner do not mix
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_reads_on() -> None:
+    output = run("""
+        import os, threading, time
+        from elastic_mbs.memory import Headroom, Monitor
+
+        class Sensor:
+            def read(self):
+                return Headroom(os.getpid(), 10**9, 0, "pid", 0.0)
+
+        def wait_for(pid):
+            deadline = time.monotonic() + 10
+            while getattr(monitor.latest(), "free", None) != pid:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+        monitor = Monitor(Sensor(), interval=0.005)
+        never = Monitor(Sensor())
+        stopped = Monitor(Sensor(), interval=0.005)
+        monitor.start(), stopped.start()
+        wait_for(os.getpid())
+        with monitor._lock, monitor._latest.lock:  # as another thread may at the fork
+            pid = os.fork()
+        if pid == 0:
+            assert threading.active_count() == 1
+            stopped.stop()
+            wait_for(os.getpid())
+            never.latest()
+            assert threading.active_count() == 2
+            monitor.stop()
+            assert threading.active_count() == 1
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        wait_for(os.getpid())
+        print("parent done")
+    """)
+    assert output == "parent done\n"
+
+
+def test_after_a_fork_the_locks_and_the_thread_of_the_parent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = Monitor(Script(room(1), room(2)), interval=100)
+    monitor.start()
+    parents = threads()
+    wait_until(lambda: isinstance(monitor.latest(), Headroom))
+    end = monitor._ender
+    assert end is not None
+    callback = end.peek()
+    assert callback is not None
+    monitor._latest.lock.acquire()  # as a thread of the parent may have at the fork
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        monitor.latest()
+        assert len(threads()) == 2
+        assert isinstance(monitor.poll(), Headroom)
+        monitor.stop()
+        patch.setattr(os, "getpid", lambda: -2)
+        monitor.poll()  # stopped in the parent: stays stopped
+        assert threads() == parents
+    callback[1]()
+
+
+def test_a_running_monitor_does_not_hold_up_the_end_of_the_process() -> None:
+    code = """
+        from elastic_mbs.memory import Monitor, HostSensor
+        monitor = Monitor(HostSensor(), interval=1000)
+        monitor.start()
+        print("end")
+    """
+    assert run(code) == "end\n"
