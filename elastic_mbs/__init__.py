@@ -29,7 +29,8 @@ from elastic_mbs.events import Event, OutOfMemory, Resized, SensorBack, SensorLo
 from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.result import StepResult
-from elastic_mbs.runtime import ElasticMBS, Stats
+from elastic_mbs.runtime import ElasticMBS
+from elastic_mbs.stats import Stats
 from elastic_mbs.verify import VerifyReport
 
 __version__ = "0.1.0"

@@ -20,17 +20,18 @@ import torch
 
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
-from elastic_mbs.commits import walk
 from elastic_mbs.controller import Key, Observation, shape_class
 from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
 from elastic_mbs.events import Resized
-from elastic_mbs.guards import GradientSentinels, StepGuard, check_gradients_stayed, enter_call, leave_call, running_call
+from elastic_mbs.guards import GradientSentinels, StepGuard, enter_call, leave_call, running_call
+from elastic_mbs.history import History
 from elastic_mbs.isolation import Isolation
+from elastic_mbs.learning import learn, take_census
 from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Range, Totals
 from elastic_mbs.partition import partition
 from elastic_mbs.parts import Parts
-from elastic_mbs.recovery import Failure, History, note_failure, recover, retrying, unwind
+from elastic_mbs.recovery import Failure, note_failure, recover, retrying, unwind
 from elastic_mbs.result import OutputPlace, StepResult, StoredOutput
 from elastic_mbs.rollback import StreamState
 from elastic_mbs.saved_tensors import SavedTensorTable
@@ -61,7 +62,15 @@ class Call:
     """
 
     def __init__(
-        self, parts: Parts, view: BatchView, counts: Counts, *, name: str, training: bool = True, outputs: OutputPlace = "cpu", own_graph: bool = False
+        self,
+        parts: Parts,
+        view: BatchView,
+        counts: Counts,
+        *,
+        name: str,
+        training: bool = True,
+        outputs: OutputPlace = "cpu",
+        own_graph: bool = False,
     ) -> None:
         self.parts = parts
         self.view = view
@@ -80,7 +89,7 @@ class Call:
         self.running: MicroBatch | None = None
         self._done: list[_Done] = []
         self._skipped: list[tuple[int, int]] = []
-        self._walked = False
+        self.walked = False
         self._sentinels = GradientSentinels()
         self._guard = StepGuard(self._refuse_step)
         self._enter()
@@ -208,7 +217,7 @@ class Call:
         micro._loss, micro._root = loss.detach(), loss.grad_fn
         if self.table is not None:
             micro._losses = tuple(terms.values())
-        self._take_census(micro)
+        take_census(self, micro)
         self._set_gradients_aside()
         micro._phase = "backward"
         self._run_backward(micro, loss)
@@ -225,21 +234,6 @@ class Call:
         if self.parts.settings.reduction == "sum":
             return {name: float(share > 0) for name, share in shares.items()}
         return shares
-
-    def _take_census(self, micro: MicroBatch) -> None:
-        """Walks the graph: once per loss function, once a call where it reaches leaves outside the model, and always after a failure."""
-        traits = self.traits
-        if traits.walked and (self._walked or not traits.guests) and not self.history.failures:
-            return
-        assert micro._root is not None
-        census = walk(micro._root)
-        guests = self.parts.commits.watch_guests(census.leaves)
-        self.history.check_guests(guests)
-        self.filled.update(id(leaf) for leaf in guests if leaf.grad is not None)
-        traits.guests = traits.guests or bool(guests)
-        traits.normalises_batch = traits.normalises_batch or census.normalises_batch or self.parts.inventory.normalises_batch()
-        traits.walked = self._walked = True
-        micro._leaves = census.leaves
 
     def _set_gradients_aside(self) -> None:
         """Isolates, where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
@@ -288,7 +282,7 @@ class Call:
                 self.refuse_own_backward()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
             if len(parts.commits) != traits.commits and not micro._piece.committed:
-                self._learn(micro)
+                learn(self, micro)
             if self.isolation is not None:
                 retrying(parts, "add a piece's gradient to the batch's", self.isolation.fold)
                 self.history.touched = True
@@ -302,27 +296,6 @@ class Call:
         if self.plan.probing:
             usage = parts.meter.usage()
             self.size = parts.controller.piece_done(self.key, len(micro), usage.peak_allocated if usage else None, parts.capacity())
-
-    def _learn(self, micro: MicroBatch) -> None:
-        """Compares a clean backward with the census: the first one, and whenever the number of commits differs from the last."""
-        parts, traits = self.parts, self.traits
-        assert micro._root is not None and self.stream_start is not None
-        committed = parts.commits.committed()
-        check_gradients_stayed(committed, parts.inventory.name_of)
-        reached = {id(leaf) for leaf in micro._leaves or walk(micro._root).leaves}
-        marks = [id(leaf) for leaf in committed]
-        traits.hidden = traits.hidden or len(set(marks)) < len(marks) or not reached.issuperset(marks)
-        traits.draws = traits.draws or parts.streams.moved(self.stream_start)
-        parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(self.stream_start)
-        traits.commits = len(marks)
-        for leaf in committed:
-            if leaf._backward_hooks:
-                parts.log.warn_once(
-                    parts.settings.name,
-                    "tensor-hook",
-                    f"{parts.inventory.name_of(leaf)} has a tensor hook, which runs once per micro-batch: it must be linear (no clamp, no norm) "
-                    "for the gradient to be the whole batch's",
-                )
 
     def _finish(self) -> None:
         parts = self.parts

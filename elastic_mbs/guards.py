@@ -86,8 +86,8 @@ class GradientSentinels:
         for leaf, grad, version in self._seen:
             if leaf.grad is not grad or grad._version != version:
                 raise GradientsChangedError(
-                    f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
-                    "call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step()"
+                    f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a "
+                    "batch: call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step()"
                 )
 
 
@@ -100,6 +100,6 @@ def check_gradients_stayed(committed: Sequence[torch.Tensor], name_of: Callable[
     for leaf in committed:
         if leaf.grad is None:
             raise OptimizerInBackwardError(
-                f"{name_of(leaf)} lost its gradient during backward: an optimizer steps inside backward (a post-accumulate hook that steps and clears "
-                ".grad). Each piece would then be a step of its own; take the hook off and step once after the batch"
+                f"{name_of(leaf)} lost its gradient during backward: an optimizer steps inside backward (a post-accumulate hook that steps and "
+                "clears .grad). Each piece would then be a step of its own; take the hook off and step once after the batch"
             )

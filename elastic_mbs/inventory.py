@@ -42,9 +42,7 @@ class Inventory:
             unique = {id(module): module for root in self.roots for module in root.modules()}
             self.modules = list(unique.values())
             self._children = [len(module._modules) for module in self.modules]
-        found = {
-            id(leaf): leaf for module in self.modules for leaf in module._parameters.values() if leaf is not None and leaf.requires_grad
-        }
+        found = {id(leaf): leaf for module in self.modules for leaf in module._parameters.values() if leaf is not None and leaf.requires_grad}
         ids = list(found)
         if ids == self._ids:
             return False
@@ -68,7 +66,11 @@ class Inventory:
     def devices(self) -> list[torch.device]:
         """The devices of the parameters and buffers, in the order met; the CPU for a model without either."""
         found = dict.fromkeys(
-            tensor.device for module in self.modules for owner in (module._parameters, module._buffers) for tensor in owner.values() if tensor is not None
+            tensor.device
+            for module in self.modules
+            for owner in (module._parameters, module._buffers)
+            for tensor in owner.values()
+            if tensor is not None
         )
         return list(found) or [torch.device("cpu")]
 
@@ -81,7 +83,9 @@ def _refuse_wrappers(module: nn.Module) -> None:
     for part in module.modules():
         kind = type(part).__name__
         if isinstance(part, nn.DataParallel):
-            raise UnsupportedError("nn.DataParallel runs replicas in threads, and an error in one leaves the others half done; use one process per device")
+            raise UnsupportedError(
+                "nn.DataParallel runs replicas in threads, and an error in one leaves the others half done; use one process per device"
+            )
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel") or kind.startswith("FSDP"):
             raise UnsupportedError(
                 f"{kind} runs collectives inside forward and backward; one rank's replay would leave the others waiting. "

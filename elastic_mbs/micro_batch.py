@@ -117,7 +117,7 @@ class MicroBatch:
         self._callbacks.append(fn)
 
     def _let_go(self) -> None:
-        """Drops what keeps the graph alive."""
-        self.data = None
-        self._root = self._leaves = None
+        """Drops what keeps tensors alive: whoever still holds this attempt holds nothing of it."""
+        self.data = self._root = self._leaves = self._loss = self._stored = None
         self._losses = ()
+        self._callbacks = []

@@ -13,17 +13,15 @@ What none of them makes exact is refused. Source: shared/reference/autograd.md a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
-
-import torch
 
 from elastic_mbs import oom
 from elastic_mbs.commits import drain, walk
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
-from elastic_mbs.events import OutOfMemory, WaitingForMemory, format_bytes
-from elastic_mbs.memory import Headroom
+from elastic_mbs.events import OutOfMemory
+from elastic_mbs.floor import hold
 from elastic_mbs.micro_batch import MicroBatch, Range
 from elastic_mbs.partition import partition
 from elastic_mbs.parts import Parts
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
     from elastic_mbs.engine import Call
 
 T = TypeVar("T")
-
-RETRIES_AT_FLOOR = 2  # once after letting go of everything, once more after waiting
-LONGEST_SLEEP = 0.25  # seconds between two looks at the memory while waiting
 
 
 @dataclass(frozen=True)
@@ -63,39 +58,6 @@ class Failure:
     streams: StreamState | None
 
 
-class History:
-    """The failures of one call so far, and the caps on them."""
-
-    def __init__(self, wait_for_memory: float) -> None:
-        self.failures = 0
-        self.since_progress = 0
-        self.at_floor = 0
-        self.restarts = 0
-        self.replayed_samples = 0
-        self.masked = False
-        self.touched = False  # something of this call may be in a gradient that was there before it
-        self.edited = False  # an earlier piece of this call edited its samples in place
-        self.wait_left = wait_for_memory
-
-    def progress(self) -> None:
-        """A piece committed."""
-        self.since_progress = self.at_floor = 0
-
-    def check_guests(self, guests: Sequence[torch.Tensor]) -> None:
-        """Looks at leaves that the census met for the first time in this call.
-
-        Raises:
-            ReplayUnsafeError: one of them holds a gradient, and the batch is being replayed from its start: what it holds may be from the dropped
-                attempts.
-        """
-        full = [tuple(leaf.shape) for leaf in guests if leaf.grad is not None]
-        if self.restarts and full:
-            raise ReplayUnsafeError(
-                f"a leaf of shape {full[0]} outside the model appeared in the middle of the batch, so its gradient may hold samples that are now being "
-                "replayed: call zero_grad() on it and run the batch again, or give its module in model=[...]"
-            )
-
-
 # ---------------------------------------------------------------------- while the exception is alive
 
 
@@ -114,7 +76,9 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
             return False
         call.history.masked = True
         parts.log.warn_once(
-            parts.settings.name, f"masked:{verdict.message}", f"this error is often a hidden out-of-memory; trying once with half the micro-batch: {verdict.message}"
+            parts.settings.name,
+            f"masked:{verdict.message}",
+            f"this error is often a hidden out-of-memory; trying once with half the micro-batch: {verdict.message}",
         )
     if micro._phase == "forward":
         call.refuse_own_backward()
@@ -184,10 +148,12 @@ def recover(call: Call) -> None:
         )
     )
     if not splits:
-        _hold_at_floor(call, failure)
+        hold(parts, history, failure.piece, failure.verdict)
     cap = 16 + 4 * call.view.length.bit_length()
     if history.since_progress > cap or history.restarts > cap:
-        raise MicroBatchFloorError(f"gave up after {history.failures} out-of-memory errors in one batch of {call.view.length} samples: {failure.verdict.message}")
+        raise MicroBatchFloorError(
+            f"gave up after {history.failures} out-of-memory errors in one batch of {call.view.length} samples: {failure.verdict.message}"
+        )
 
 
 def _splits(call: Call, piece: Range, size: int) -> bool:
@@ -201,19 +167,21 @@ def _refuse_poisoned(call: Call, failure: Failure) -> None:
         answers = [answer for device in call.parts.inventory.devices() if (answer := oom.probe(device)) is not None]
         reason = answers[0] if answers else None
     if reason is not None:
-        raise PoisonedDeviceError(f"the device or its allocator cannot be trusted after this error; save what you need and restart the process: {reason}")
+        raise PoisonedDeviceError(
+            f"the device or its allocator cannot be trusted after this error; save what you need and restart the process: {reason}"
+        )
 
 
 def _choose_mode(call: Call, failure: Failure) -> str:
     if failure.edited:
         raise ReplayUnsafeError(
-            f"samples {failure.piece.start}:{failure.piece.stop} were changed in place by loss_fn before memory ran out, so they cannot be run again as they "
-            "were: work on a copy (x = x.clone()) inside loss_fn. From the next call on pieces are copies, and this is recovered from"
+            f"samples {failure.piece.start}:{failure.piece.stop} were changed in place by loss_fn before memory ran out, so they cannot be run again "
+            "as they were: work on a copy (x = x.clone()) inside loss_fn. From the next call on pieces are copies, and this is recovered from"
         )
     if failure.unknown:
         raise ReplayUnsafeError(
-            f"a leaf of shape {failure.unknown[0]} outside the model appeared in the middle of the batch; whether the failed attempt reached its gradient "
-            "cannot be told. Give its module in model=[...] so that it is watched from the start"
+            f"a leaf of shape {failure.unknown[0]} outside the model appeared in the middle of the batch; whether the failed attempt reached its "
+            "gradient cannot be told. Give its module in model=[...] so that it is watched from the start"
         )
     why = _why_from_the_start(call, failure)
     if why is None:
@@ -224,14 +192,21 @@ def _choose_mode(call: Call, failure: Failure) -> str:
             "call zero_grad() before each batch, or use ElasticMBS(..., replay='isolate')"
         )
     if call.history.edited:
-        raise ReplayUnsafeError(f"the batch has to be replayed from its start ({why}), but loss_fn had edited earlier samples in place: work on a copy inside loss_fn")
+        raise ReplayUnsafeError(
+            f"the batch has to be replayed from its start ({why}), but loss_fn had edited earlier samples in place: work on a copy inside loss_fn"
+        )
     return "step"
 
 
 def _why_from_the_start(call: Call, failure: Failure) -> str | None:
     """Why replaying the piece alone would not be exact, or None."""
     parts, traits = call.parts, call.traits
-    if call.stream_start is not None and failure.streams is not None and failure.streams.slow is None and parts.streams.moved_on_host(call.stream_start):
+    if (
+        call.stream_start is not None
+        and failure.streams is not None
+        and failure.streams.slow is None
+        and parts.streams.moved_on_host(call.stream_start)
+    ):
         parts.streams.draws_on_host = True
         return "random numbers were drawn on the host, whose state at the piece's start was not kept"
     if failure.phase in ("load", "forward"):
@@ -284,44 +259,6 @@ def _undo(call: Call, failure: Failure, mode: str) -> None:
                 f"the buffer {lost} changed for the first time in this batch, so its earlier value was not kept; from the next batch on it is. "
                 "Load the last checkpoint, or set the buffer, before going on"
             )
-
-
-def _hold_at_floor(call: Call, failure: Failure) -> None:
-    """The piece cannot be split: lets it be tried again, after a wait if somebody else holds the memory, or gives up."""
-    history, parts, verdict = call.history, call.parts, failure.verdict
-    history.at_floor += 1
-    reading = parts.monitor.latest()
-    seen = reading if isinstance(reading, Headroom) else None
-    hopeless = seen is not None and verdict.requested is not None and verdict.requested > seen.total
-    if not hopeless:
-        if history.at_floor < RETRIES_AT_FLOOR:
-            return
-        if seen is not None and seen.held_by_others >= max(1, verdict.requested or 0, seen.total // 16) and _wait(call, seen):
-            return
-    asked = format_bytes(verdict.requested)
-    facts = "no memory reading" if seen is None else f"{format_bytes(seen.free)} free of {format_bytes(seen.total)}, {format_bytes(seen.held_by_others)} held by others"
-    raise MicroBatchFloorError(
-        f"a micro-batch of {len(failure.piece)} (samples {failure.piece.start}:{failure.piece.stop}), the smallest allowed, does not fit: it asked for {asked}; {facts}"
-        f"{'. The request is larger than the whole device' if hopeless else ''}. Ways out: free memory that others hold; a lower min_micro_batch_size "
-        f"(now {parts.settings.min_micro_batch_size}, align {parts.settings.align}); shorter or smaller samples; activation checkpointing; a smaller optimizer state. "
-        f"The error was: {verdict.message}"
-    )
-
-
-def _wait(call: Call, seen: Headroom) -> bool:
-    """Waits until there is more capacity than there was; returns whether there is. The waits of a call share one limit."""
-    history, parts = call.history, call.parts
-    if history.wait_left <= 0:
-        return False
-    parts.log.emit(WaitingForMemory(parts.settings.name, history.wait_left, seen.free, seen.held_by_others))
-    while history.wait_left > 0:
-        nap = min(LONGEST_SLEEP, history.wait_left)
-        parts.sleep(nap)
-        history.wait_left -= nap
-        now = parts.monitor.latest()
-        if isinstance(now, Headroom) and now.capacity > seen.capacity:
-            return True
-    return False
 
 
 def retrying(parts: Parts, what: str, operation: Callable[[], T]) -> T:

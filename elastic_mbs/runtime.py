@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -28,32 +27,12 @@ from elastic_mbs.recovery import retrying
 from elastic_mbs.result import OutputPlace, StepResult
 from elastic_mbs.rollback import BufferCopies, RandomStreams, check_generators
 from elastic_mbs.settings import Reduction, Replay, Settings
+from elastic_mbs.stats import Stats
 from elastic_mbs.stream import Streamer, choose_device
 from elastic_mbs.timing import Stopwatch
 from elastic_mbs.verify import VerifyReport, verify
 
 Count = CountFn | Mapping[str, CountFn | None] | None
-
-
-@dataclass
-class Stats:
-    """What a runtime has been through since it was made.
-
-    Attributes:
-        calls: calls that finished.
-        samples: samples in them.
-        pieces: micro-batches that committed.
-        ooms: out-of-memory errors survived.
-        replayed_samples: samples that were run again.
-        sizes: how many calls ended at each micro-batch size.
-    """
-
-    calls: int
-    samples: int
-    pieces: int
-    ooms: int
-    replayed_samples: int
-    sizes: dict[int, int]
 
 
 class ElasticMBS:
@@ -69,14 +48,14 @@ class ElasticMBS:
     Args:
         model: the module that the step trains, or a sequence of modules.
         micro_batch_size: size to start with, in samples; "auto" finds it by doubling in the first call.
-        min_micro_batch_size: no micro-batch is smaller (unless the batch is). None: 1, or 2 where the model has BatchNorm, whose statistics over one
-            sample are none.
+        min_micro_batch_size: no micro-batch is smaller (unless the batch is). None: 1, or 2 where the model has BatchNorm: one sample has no
+            statistics.
         max_micro_batch_size: none is larger.
         align: sizes are multiples of it (the last piece takes the rest).
         grow: whether the size may rise after it has settled.
         reduction: what `loss_fn` returns: the "mean" over the piece's counts, or the "sum".
-        count: loss terms per sample: a function batch → vector of length N, `count_tokens(...)`, a dict of those for a `loss_fn` that returns a dict of
-            losses; None counts samples.
+        count: loss terms per sample: a function batch → vector of length N, `count_tokens(...)`, or a dict of those for a `loss_fn` that returns
+            a dict of losses; None counts samples.
         dims: how to cut what shapes do not say (see `BatchView`).
         accumulate_dtype: type in which half-precision gradients are summed over the pieces; `torch.float32` keeps them exact to one rounding, for one
             extra copy of the gradients in that type.
@@ -193,7 +172,7 @@ class ElasticMBS:
         self._parts.commits.watch(inventory.leaves)
         self._call: Call | None = None
         self._readings: dict[str, Any] = {}
-        self._stats = Stats(0, 0, 0, 0, 0, {})
+        self._stats = Stats()
 
     # ------------------------------------------------------------------ lifetime
 
@@ -262,9 +241,9 @@ class ElasticMBS:
         Args:
             batch: the whole batch.
             name: limits and sizes are kept by it; give each kind of loop its own.
-            own_graph: autograd's saved tensors are kept in a table that can be emptied, because the frame of the loop still holds the failed attempt's
-                `loss` while it is replayed. False leaves the table out: needed for `torch.func` transforms inside the block, and then the block
-                should `del` its loss and outputs.
+            own_graph: autograd's saved tensors are kept in a table that can be emptied, because the frame of the loop still holds the failed
+                attempt's `loss` while it is replayed. False leaves the table out: needed for `torch.func` transforms inside the block,
+                which then should `del` its loss and outputs.
 
         Raises:
             UsageError: the batch or its counts make no sense.
@@ -330,7 +309,7 @@ class ElasticMBS:
     @property
     def stats(self) -> Stats:
         """What this runtime has been through, as a copy."""
-        return Stats(**{**vars(self._stats), "sizes": dict(self._stats.sizes)})
+        return self._stats.copy()
 
     @property
     def total(self) -> Any:
@@ -376,13 +355,7 @@ class ElasticMBS:
         result = call.result
         assert result is not None
         self.last_result = result
-        stats = self._stats
-        stats.calls += 1
-        stats.samples += call.view.length
-        stats.pieces += len(result.partition)
-        stats.ooms += result.ooms
-        stats.replayed_samples += result.replayed_samples
-        stats.sizes[result.micro_batch_size] = stats.sizes.get(result.micro_batch_size, 0) + 1
+        self._stats.add(result, call.view.length)
         return result
 
     def _refuse_incomplete(self) -> None:
@@ -405,7 +378,7 @@ class ElasticMBS:
                 self._log.warn_once(
                     self.settings.name,
                     "count",
-                    f"{label!r} has labels of -100 and no count= was given, so every sample weighs the same although they have different numbers of labels: "
+                    f"{label!r} has labels of -100 and no count= was given, so every sample weighs the same, however many labels it has: "
                     f"give count=count_tokens({label!r}), and verify(loss_fn, batch) to check",
                 )
 
@@ -425,9 +398,13 @@ def name_of(fn: Callable[..., Any]) -> str:
 def _modules(model: object) -> Sequence[nn.Module]:
     if isinstance(model, Sequence) and not isinstance(model, str):
         return model
-    raise UsageError(f"model={model!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them (a callable only to elastic_step, for methods)")
+    raise UsageError(
+        f"model={model!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them (a callable only to elastic_step, for methods)"
+    )
 
 
 def _refuse_capture() -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # cuda-only
-        raise UnsupportedError("a CUDA graph is being captured: an out-of-memory error could not be recovered from inside it. Run the step outside the capture")
+        raise UnsupportedError(
+            "a CUDA graph is being captured: an out-of-memory error could not be recovered from inside it. Run the step outside the capture"
+        )

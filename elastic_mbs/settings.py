@@ -54,7 +54,9 @@ class Settings:
         if self.reduction not in ("mean", "sum"):
             raise UsageError(f"reduction={self.reduction!r} is not known: use 'mean' (a mean over the piece's counts) or 'sum'")
         if self.replay not in ("auto", "isolate"):
-            raise UsageError(f"replay={self.replay!r} is not known: use 'auto', or 'isolate' for losses that compare samples in ways torch cannot show")
+            raise UsageError(
+                f"replay={self.replay!r} is not known: use 'auto', or 'isolate' for losses that compare samples in ways torch cannot show"
+            )
         if self.accumulate_dtype not in (None, torch.float32, torch.float64):
             raise UsageError(f"accumulate_dtype={self.accumulate_dtype!r} is not wider than half precision: use torch.float32, or None")
         if self.scaler is not None and self.backward is not None:

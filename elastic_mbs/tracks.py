@@ -201,17 +201,15 @@ class Track:
         return min((ceiling.elements for ceiling in self.ceilings), default=None)
 
     def add_ceiling(self, ceiling: Ceiling) -> None:
-        """Remembers a failure; those that it covers are forgotten. Others stay: they were seen with more memory, and count again when it is back."""
-        self.ceilings = [c for c in self.ceilings if not ceiling.covers(c) and not (c.capacity is None and c.elements >= ceiling.elements)]
-        if not any(c.covers(ceiling) for c in self.ceilings):
-            self.ceilings.append(ceiling)
-        self.ceilings = sorted(self.ceilings, key=lambda c: c.elements)[:MAX_CEILINGS]
+        """Remembers a failure."""
+        self.ceilings = sorted([*self.ceilings, ceiling], key=lambda c: c.elements)[:MAX_CEILINGS]
 
     def see(self, capacity: Capacity, changed: float) -> None:
         """Looks at the first reading made after a failure: the lower of it and the one at hand then is the evidence.
 
         The reading at hand may be from before the co-tenant came. Left alone, it would make the memory's return look like no change. Where neither
-        shows less memory than as much had run with before, capacity explains nothing (a spike between two readings): then only time counts.
+        shows less memory than as much had run with before, capacity explains nothing (a spike between two readings): then only time counts. Once
+        judged, ceilings that another one covers are forgotten. Others stay: they were seen with more memory, and count again when it is back.
         """
         for ceiling in self.ceilings:
             if ceiling.settled or capacity.at <= ceiling.at:
@@ -220,6 +218,12 @@ class Track:
             ceiling.capacity = capacity.bytes if ceiling.capacity is None else min(ceiling.capacity, capacity.bytes)
             if ceiling.passed_with is not None and ceiling.capacity * (1 + changed) >= ceiling.passed_with:
                 ceiling.capacity = None
+        kept: list[Ceiling] = []
+        for ceiling in self.ceilings:  # fewest elements first: what covers comes before what is covered
+            if not any(other.settled and other.covers(ceiling) for other in kept):
+                kept = [other for other in kept if not (ceiling.settled and ceiling.covers(other))]
+                kept.append(ceiling)
+        self.ceilings = kept
 
     def lift(self, capacity: Capacity, changed: float) -> None:
         """Drops the ceilings whose evidence has changed: capacity has risen by the fraction `changed`, or was never known."""

@@ -53,7 +53,15 @@ class VerifyReport:
 class _Probe:
     """Evaluates the loss on ranges of the first samples, leaving no trace."""
 
-    def __init__(self, parts: Parts, view: BatchView, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...] | None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        view: BatchView,
+        loss_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        names: tuple[str, ...] | None,
+    ) -> None:
         self._parts, self._view, self._fn, self._args, self._kwargs, self._names = parts, view, loss_fn, args, kwargs, names
         self._streams = parts.streams.read(slow=True)
 
@@ -61,7 +69,9 @@ class _Probe:
         self._parts.streams.restore(self._streams)
         self._parts.buffers.restore(to_call_start=True)
         with torch.enable_grad():  # a loss without a graph is an error that should be found here as well
-            terms: Terms = read_losses(self._fn(self._parts.streamer.load(self._view.piece(start, stop)), *self._args, **self._kwargs), self._names)[0]
+            terms: Terms = read_losses(self._fn(self._parts.streamer.load(self._view.piece(start, stop)), *self._args, **self._kwargs), self._names)[
+                0
+            ]
         self.dtype = next(iter(terms.values())).dtype
         return {name: float(term.detach()) for name, term in terms.items()}
 
@@ -157,12 +167,12 @@ def _reason(
         # A term R that is added once per call shows up (pieces - 1) times too often.
         if len(halves) > 1 and near(excess[1] / (n - 1), excess[2] / (len(halves) - 1)):
             return (
-                f"{what} has a part of about {excess[1] / (n - 1):.6g} that does not come from samples (a regulariser, say), and under reduction='sum' it is added "
-                "once per piece: scale it with len(batch) / N, or use reduction='mean'"
+                f"{what} has a part of about {excess[1] / (n - 1):.6g} that does not come from samples (a regulariser, say), and under "
+                "reduction='sum' it is added once per piece: scale it with len(batch) / N, or use reduction='mean'"
             )
     return (
-        f"{what} of a batch is not made up of its samples' losses: it compares samples with each other (contrastive, in-batch negatives), normalises by "
-        "something that count= does not say, or depends on the batch's size. Its split gradient is not the whole batch's"
+        f"{what} of a batch is not made up of its samples' losses: it compares samples with each other (contrastive, in-batch negatives), "
+        "normalises by something that count= does not say, or depends on the batch's size. Its split gradient is not the whole batch's"
     )
 
 
@@ -179,6 +189,7 @@ def _known(modules: list[nn.Module]) -> list[str]:
     found = []
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
         found.append(
-            "the model has BatchNorm: in training its statistics are those of each micro-batch, so gradients depend on the split (compared here in eval mode)"
+            "the model has BatchNorm: in training its statistics are those of each micro-batch, so gradients depend on the split "
+            "(compared here in eval mode)"
         )
     return found

@@ -160,7 +160,7 @@ def encoder_decoder() -> Case:
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.GRU] | type[nn.LSTM]) -> None:
         super().__init__()
         self.net = kind(4, 6, batch_first=True)
         self.head = nn.Linear(6, 4)
@@ -230,7 +230,7 @@ class _Recompute(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]  # typeshed has *grad_outputs
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
         with torch.enable_grad():
@@ -247,7 +247,7 @@ class _Hidden(nn.Module):
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(_Recompute.apply(self.block, self.stem(x)))
+        out: Tensor = self.head(_Recompute.apply(self.block, self.stem(x)))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return out
 
 
@@ -327,7 +327,7 @@ class _HostMasks(nn.Module):
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.from_numpy(np.random.rand(x.shape[0], 8))  # noqa: NPY002  # the legacy stream is what such models use
+        mask = torch.from_numpy(np.random.rand(x.shape[0], 8))  # the legacy stream is what such models use
         scale = random.random() + 0.5
         out: Tensor = self.second(torch.tanh(self.first(x)) * mask * scale)
         return out
@@ -388,10 +388,10 @@ class InterpretedBackend:
         """Compiles nothing: interprets."""
         from torch._dynamo.backends.common import aot_autograd
 
-        return aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)(graph, inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)(graph, inputs)
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        from functorch.compile import make_boxed_func
+        from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # it has no annotations
 
         backend = self
 
@@ -401,7 +401,7 @@ class InterpretedBackend:
                     backend.inject.step(str(target))
                 return super().call_function(target, args, kwargs)
 
-        return make_boxed_func(lambda *values: Interpreter(graph).run(*values))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return make_boxed_func(lambda *values: Interpreter(graph).run(*values))
 
 
 def compiled() -> Case:
@@ -446,7 +446,7 @@ def build(name: str, seed: int = 0) -> Case:
     """The case, built in float64 from its seed; every random stream then stands at the same place."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  # the legacy stream is what such models use
+    np.random.seed(seed)  # the legacy stream is what such models use
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

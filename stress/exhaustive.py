@@ -2,8 +2,8 @@
 
     python -m stress.exhaustive [CASE …] [--stride N] [--json FILE]
 
-The only outcomes allowed are the right gradient, with buffers and random streams of a run that never failed, or a typed error with everything as it was
-at the call's start.
+The only outcomes allowed are the right gradient, with buffers and random streams of a run that never failed, or a typed error with everything as
+it was at the call's start.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def error_of(got: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> f
             return float("inf")
         if a is not None and b is not None:
             left, right = a.to_dense().double(), b.to_dense().double()
-            worst = max(worst, ((left - right).abs().max() / right.abs().max().clamp_min(1e-300)).item() if right.abs().max() > 0 else left.abs().max().item())
+            worst = max(
+                worst, ((left - right).abs().max() / right.abs().max().clamp_min(1e-300)).item() if right.abs().max() > 0 else left.abs().max().item()
+            )
     return worst
 
 
@@ -221,7 +223,7 @@ def _warm_up(case: Case, mbs: ElasticMBS) -> None:
                 tensor.copy_(value)
     torch.set_rng_state(start.streams[0])
     random.setstate(start.streams[1])
-    np.random.set_state(start.streams[2])  # noqa: NPY002  # the legacy stream is what such models use
+    np.random.set_state(start.streams[2])  # the legacy stream is what such models use
 
 
 def _check_error(error: ElasticMBSError, notes: str, start: State, end: State, where: str) -> None:
@@ -307,11 +309,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                         print(f"WRONG {pattern}: {error}", flush=True)
         table.append(summary)
         modes, errors = ", ".join(f"{k} {v}" for k, v in summary.modes.items()), ", ".join(f"{k} {v}" for k, v in summary.errors.items())
-        print(f"{name:28} {summary.points:6} points  {summary.exact:6} exact  worst {summary.worst:.1e}  replays: {modes}  errors: {errors}", flush=True)
+        print(
+            f"{name:28} {summary.points:6} points  {summary.exact:6} exact  worst {summary.worst:.1e}  replays: {modes}  errors: {errors}", flush=True
+        )
     points, worst = sum(s.points for s in table), max(s.worst for s in table)
     print(f"{points} injection points, {sum(s.exact for s in table)} exact, {wrong} wrong, worst error {worst:.1e}, {time.monotonic() - began:.0f} s")
     if options.json is not None:
-        options.json.write_text(json.dumps({"points": points, "wrong": wrong, "torch": torch.__version__, "cases": [asdict(s) for s in table]}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"points": points, "wrong": wrong, "torch": torch.__version__, "cases": [asdict(s) for s in table]}, indent=1) + "\n"
+        )
     return 1 if wrong else 0
 
 

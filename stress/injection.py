@@ -29,7 +29,7 @@ class InjectOOM(TorchDispatchMode):
     """
 
     def __init__(self, at: Iterable[int] = (), always_from: int | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._at = frozenset(at)
         self._always_from = always_from
         self.count = 0

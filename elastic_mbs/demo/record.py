@@ -120,15 +120,14 @@ class Record:
             yield batch
             step.ended = self._clock()
             self._sample()
-            step.peak = max(sample.used for sample in self.samples[self._first :])
-            step.limit = self.samples[-1].limit
+            step.peak = max((sample.used for sample in self.samples[self._first :]), default=0)
+            step.limit = self.samples[-1].limit if self.samples else 0
             self._on_step(step)
 
     def result(self, result: StepResult) -> None:
         """Takes down what a call gave back."""
         step = self.steps[-1]
         step.result, step.loss = result, float(result)
-        self._size(self._clock(), result.micro_batch_size)
 
     def note(self, event: Event) -> None:
         """A sink for events.

@@ -19,6 +19,7 @@ from elastic_mbs.demo.gpt import GPT, GPTConfig, make_model, token_loss
 from elastic_mbs.demo.record import Record, Step
 from elastic_mbs.demo.tenant import BudgetTenant, Tenant, write_script
 from elastic_mbs.demo.text import Batch, make_batches
+from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import sensor_for
 
 POLICY = Policy(patience=2, cooldown=1.0, min_gain=0.0)
@@ -158,11 +159,11 @@ def prepare(options: Options) -> Setting:
     model = make_model(config, seed=options.seed, dtype=options.dtype, device=options.device)
     longest = max(batches, key=lambda batch: batch["tokens"].shape[1])
     needs = Needs(measure(model, {key: tensor[:1] for key, tensor in longest.items()}), measure(model, longest))
-    budget = options.budget if options.budget is not None else round(0.3 * needs.whole)
+    budget = options.budget if options.budget is not None else max(3 * needs.one, round(0.3 * needs.whole))
     if budget < 3 * needs.one:
         raise UsageError(
-            f"a budget of {budget} bytes is too small: one document at a time needs {needs.one} bytes, and a co-tenant that takes half is to fit as well; "
-            f"give --budget at least {3 * needs.one}"
+            f"a budget of {format_bytes(budget)} is too small for the demo: one document at a time needs {format_bytes(needs.one)}, and a co-tenant has to fit in as well; "
+            f"give at least --budget {3 * needs.one}"
         )
     return Setting(options, model, batches, needs, budget)
 

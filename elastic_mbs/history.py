@@ -1,0 +1,42 @@
+"""The failures of one call so far, and what is remembered about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic_mbs.errors import ReplayUnsafeError
+
+
+class History:
+    """The failures of one call so far, and the caps on them."""
+
+    def __init__(self, wait_for_memory: float) -> None:
+        self.failures = 0
+        self.since_progress = 0
+        self.at_floor = 0
+        self.restarts = 0
+        self.replayed_samples = 0
+        self.masked = False
+        self.touched = False  # something of this call may be in a gradient that was there before it
+        self.edited = False  # an earlier piece of this call edited its samples in place
+        self.wait_left = wait_for_memory
+
+    def progress(self) -> None:
+        """A piece committed."""
+        self.since_progress = self.at_floor = 0
+
+    def check_guests(self, guests: Sequence[torch.Tensor]) -> None:
+        """Looks at leaves that the census met for the first time in this call.
+
+        Raises:
+            ReplayUnsafeError: one of them holds a gradient, and the batch is being replayed from its start: what it holds may be from the dropped
+                attempts.
+        """
+        full = [tuple(leaf.shape) for leaf in guests if leaf.grad is not None]
+        if self.restarts and full:
+            raise ReplayUnsafeError(
+                f"a leaf of shape {full[0]} outside the model appeared in the middle of the batch, so its gradient may hold samples that are now "
+                "being replayed: call zero_grad() on it and run the batch again, or give its module in model=[...]"
+            )

@@ -1,0 +1,55 @@
+"""Finding out about a loss function, on the path without failures: what its graph reaches, and what its backward does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic_mbs.commits import walk
+from elastic_mbs.guards import check_gradients_stayed
+from elastic_mbs.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from elastic_mbs.engine import Call
+
+
+def take_census(call: Call, micro: MicroBatch) -> None:
+    """Walks the graph: once per loss function, once a call where it reaches leaves outside the model, and always after a failure."""
+    traits = call.traits
+    if traits.walked and (call.walked or not traits.guests) and not call.history.failures:
+        return
+    assert micro._root is not None
+    census = walk(micro._root)
+    guests = call.parts.commits.watch_guests(census.leaves)
+    call.history.check_guests(guests)
+    call.filled.update(id(leaf) for leaf in guests if leaf.grad is not None)
+    traits.guests = traits.guests or bool(guests)
+    traits.normalises_batch = traits.normalises_batch or census.normalises_batch or call.parts.inventory.normalises_batch()
+    traits.walked = call.walked = True
+    micro._leaves = census.leaves
+
+
+def learn(call: Call, micro: MicroBatch) -> None:
+    """Compares a clean backward with the census: the first one, and whenever the number of commits differs from the last.
+
+    Raises:
+        OptimizerInBackwardError: a leaf that committed has no gradient any more.
+    """
+    parts, traits = call.parts, call.traits
+    assert micro._root is not None
+    assert call.stream_start is not None
+    committed = parts.commits.committed()
+    check_gradients_stayed(committed, parts.inventory.name_of)
+    reached = {id(leaf) for leaf in micro._leaves or walk(micro._root).leaves}
+    marks = [id(leaf) for leaf in committed]
+    traits.hidden = traits.hidden or len(set(marks)) < len(marks) or not reached.issuperset(marks)
+    traits.draws = traits.draws or parts.streams.moved(call.stream_start)
+    parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(call.stream_start)
+    traits.commits = len(marks)
+    for leaf in committed:
+        if leaf._backward_hooks:
+            parts.log.warn_once(
+                parts.settings.name,
+                "tensor-hook",
+                f"{parts.inventory.name_of(leaf)} has a tensor hook, which runs once per micro-batch: it must be linear (no clamp, no norm) "
+                "for the gradient to be the whole batch's",
+            )
