@@ -11,8 +11,11 @@ Source: shared/reference/autograd.md, "Gradients".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -26,10 +29,12 @@ class Census:
     Attributes:
         leaves: every leaf tensor that a backward from the root reaches.
         normalises_batch: whether a node normalises with statistics of the batch, so that its samples depend on each other.
+        custom: names of the functions written in Python; their backward may run another one that this walk does not see.
     """
 
     leaves: tuple[torch.Tensor, ...]
     normalises_batch: bool
+    custom: frozenset[str] = frozenset()
 
 
 def walk(root: Node) -> Census:
@@ -38,6 +43,7 @@ def walk(root: Node) -> Census:
     stack = [root]
     leaves: list[torch.Tensor] = []
     normalises_batch = False
+    custom: set[str] = set()
     while stack:
         node = stack.pop()
         variable = getattr(node, "variable", None)
@@ -46,42 +52,55 @@ def walk(root: Node) -> Census:
         elif "BatchNorm" in node.name():
             # Frozen statistics (eval mode) leave the samples independent; a backend that does not say is taken to use the batch's.
             normalises_batch = normalises_batch or bool(getattr(node, "_saved_training", True))
+        elif isinstance(node, torch.autograd.function.BackwardCFunction):
+            custom.add(node.name())
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
-    return Census(tuple(leaves), normalises_batch)
+    return Census(tuple(leaves), normalises_batch, frozenset(custom))
 
 
 class CommitLog:
-    """Hooks on leaves, and the list of those that committed since the last `clear`.
+    """Hooks on leaves, and the list of those that committed while it is open.
 
-    Leaves of the model are watched until `close`; leaves that a call brings along (a prompt, a batch that requires grad) until `forget_guests`, so
-    that a call's own leaves do not outlive it here.
+    Leaves of the model are watched until `close`. Leaves that a call brings along (a prompt, a batch that requires grad) are guests: watched until
+    `forget_guests`, and held weakly, because a step may make a new one for every piece. The hooks hold neither the log nor the leaf, and leave the
+    model when the log is dropped.
     """
 
     def __init__(self) -> None:
-        # The hook is the list's own `append`: the cheapest call there is, and it allocates no device memory.
+        self._open = False
         self._fired: list[torch.Tensor] = []
-        self._handles: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-        self._guests: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self._guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        self._mark = _marker(weakref.ref(self))
+        weakref.finalize(self, _remove, self._watched, self._guests)
 
     def watch(self, leaves: Iterable[torch.Tensor]) -> None:
         """Watches exactly these leaves of the model from now on, besides the guests."""
         wanted = {id(leaf): leaf for leaf in leaves}
-        for key in self._handles.keys() - wanted.keys():
-            self._handles.pop(key)[1].remove()
+        for key in self._watched.keys() - wanted.keys():
+            self._watched.pop(key)[1].remove()
         for key, leaf in wanted.items():
-            if key not in self._handles:
+            if key not in self._watched:
                 guest = self._guests.pop(key, None)
-                self._handles[key] = guest or (leaf, leaf.register_post_accumulate_grad_hook(self._fired.append))
+                self._watched[key] = leaf, guest[1] if guest is not None else self._hook(leaf)
 
     def watch_guests(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Watches those of `leaves` that are not watched yet, until `forget_guests`; returns them."""
         new = [leaf for leaf in leaves if not self.watches(leaf)]
         for leaf in new:
-            self._guests[id(leaf)] = (leaf, leaf.register_post_accumulate_grad_hook(self._fired.append))
+            self._guests[id(leaf)] = weakref.ref(leaf), self._hook(leaf)
         return new
+
+    def _hook(self, leaf: torch.Tensor) -> RemovableHandle:
+        handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(self._mark)
+        # First of all hooks: an error in one of the user's must not hide that the leaf had committed.
+        hooks = leaf._post_accumulate_grad_hooks or {}
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)  # autograd goes by insertion, whatever order an OrderedDict shows
+        return handle
 
     def forget_guests(self) -> None:
         """Ends the watch over leaves that are not the model's."""
@@ -91,29 +110,99 @@ class CommitLog:
 
     def watches(self, leaf: torch.Tensor) -> bool:
         """Whether a commit to `leaf` would be seen."""
-        return id(leaf) in self._handles or id(leaf) in self._guests
+        guest = self._guests.get(id(leaf))
+        return id(leaf) in self._watched or (guest is not None and guest[0]() is leaf)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Every watched leaf."""
-        return [leaf for leaf, _ in (*self._handles.values(), *self._guests.values())]
+        """Every watched leaf that is still there."""
+        guests = [leaf for reference, _ in self._guests.values() if (leaf := reference()) is not None]
+        return [*(leaf for leaf, _ in self._watched.values()), *guests]
 
-    def clear(self) -> None:
-        """Starts a new attempt."""
+    def begin(self) -> None:
+        """Starts an attempt: commits are noted from now on."""
+        self._fired.clear()
+        self._open = True
+
+    def end(self) -> None:
+        """Ends the attempt: what others do to the leaves is not noted."""
+        self._open = False
         self._fired.clear()
 
+    def mark(self, leaf: torch.Tensor) -> None:
+        """Notes a commit; this is what the hooks call."""
+        if self._open:
+            self._fired.append(leaf)
+
     def committed(self) -> list[torch.Tensor]:
-        """Leaves that committed since `clear`, in order; one that committed twice is there twice."""
+        """Leaves that committed in this attempt, in order; one that committed twice is there twice."""
         return list(self._fired)
 
     def __len__(self) -> int:
-        """How many commits there were since `clear`."""
+        """How many commits there were in this attempt."""
         return len(self._fired)
 
     def close(self) -> None:
         """Removes every hook."""
         self.watch(())
         self.forget_guests()
-        self.clear()
+        self.end()
+
+
+OURS = "_elastic_mbs_mark"
+"""Attribute of our own hooks, by which they are told from the user's."""
+
+
+def _marker(log: weakref.ref[CommitLog]) -> Callable[[torch.Tensor], None]:
+    def mark(leaf: torch.Tensor) -> None:
+        present = log()
+        if present is not None:
+            present.mark(leaf)
+
+    setattr(mark, OURS, True)
+    return mark
+
+
+def _remove(watched: dict[int, tuple[torch.Tensor, RemovableHandle]], guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]]) -> None:
+    for _, handle in (*watched.values(), *guests.values()):
+        handle.remove()
+
+
+def has_foreign_hook(leaf: torch.Tensor) -> bool:
+    """Whether somebody else's hook sees or changes this leaf's gradient, piece by piece."""
+    after = leaf._post_accumulate_grad_hooks or {}
+    return bool(leaf._backward_hooks) or any(not hasattr(hook, OURS) for hook in after.values())
+
+
+@contextmanager
+def inner_backwards(found: Callable[[tuple[torch.Tensor, ...]], None]) -> Iterator[None]:
+    """Looks into backwards that a custom function runs inside ours, and reports the leaves that they are about to reach.
+
+    Recomputing functions (reentrant checkpointing, offloading, reversible blocks) build a graph of their own during backward and call
+    `torch.autograd.backward` on it; its leaves are in no graph before that moment. So that function is wrapped for the length of one backward.
+
+    Args:
+        found: gets the leaves of each inner graph before anything has committed to them.
+    """
+    original = torch.autograd.backward
+    depth = 0
+
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal depth
+        if depth:
+            for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+                if tensor.grad_fn is not None:
+                    found(walk(tensor.grad_fn).leaves)
+        depth += 1
+        try:
+            original(tensors, *args, **kwargs)
+        finally:
+            depth -= 1
+
+    torch.autograd.backward = watched
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
 
 
 def drain(devices: Iterable[torch.device]) -> None:

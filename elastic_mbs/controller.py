@@ -21,73 +21,19 @@ from __future__ import annotations
 import math
 import random as random_module
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from elastic_mbs.calls import Capacity, Key, Move, Observation, Plan, shape_class
 from elastic_mbs.errors import UsageError
 from elastic_mbs.growth import double_fits, next_size
 from elastic_mbs.partition import longest, piece_count
 from elastic_mbs.policy import Limits, Policy
-from elastic_mbs.tracks import Call, Capacity, Ceiling, Key, Track, Trial, shape_class
+from elastic_mbs.tracks import Call, Ceiling, Track, Trial
 
 __all__ = ["Capacity", "Controller", "Key", "Limits", "Move", "Observation", "Plan", "Policy", "shape_class"]
 
 VERSION = 1
 LONG_RUN = 4
 """A growth that has run clean for so many times the patience, and for the length of the cooldown, clears the strikes."""
-
-@dataclass(frozen=True)
-class Plan:
-    """How to run a call.
-
-    Attributes:
-        size: micro-batch in samples; never above the batch, a multiple of the unit unless it is the whole batch.
-        epoch: of the size; the call's observation carries it.
-        probing: `piece_done` may raise the size after each piece.
-        learning: peaks are wanted in this call.
-    """
-
-    size: int
-    epoch: int
-    probing: bool
-    learning: bool
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What a finished call saw.
-
-    Attributes:
-        size: micro-batch in samples that its pieces were cut with (the last one, if it changed).
-        epoch: from its plan.
-        samples: length of the batch.
-        elements: elements per sample.
-        pieces: pieces that committed.
-        peak: highest allocation during the call in bytes, or None if it was not measured or is not to be trusted.
-        fragmentation: peak reserved / peak allocated; at least 1.
-        seconds: time of the whole call, or None.
-        retries: allocator retries during the call.
-        ooms: failures during the call.
-    """
-
-    size: int
-    epoch: int
-    samples: int
-    elements: int
-    pieces: int
-    peak: int | None
-    fragmentation: float
-    seconds: float | None
-    retries: int
-    ooms: int
-
-
-@dataclass(frozen=True)
-class Move:
-    """A change of size at a boundary: "grow", "thrash", or "limit" (back to the size before a growth that failed in this call)."""
-
-    before: int
-    after: int
-    reason: str
 
 
 class Controller:
@@ -207,7 +153,6 @@ class Controller:
         trial = track.trial
         first = call.ooms == 0
         call.ooms += 1
-        track.probing = False
         after = min(track.size, self._limits.clamp(attempted // 2))
         failed_growth = self._failed(track, attempted * call.elements, capacity)
         self._resize(track, after)
@@ -263,6 +208,17 @@ class Controller:
         if track.young and track.clean >= LONG_RUN * self._policy.patience and now - track.resized_at >= self._seconds(track):
             track.young, track.strikes = False, 0
         return self._try_to_grow(track, capacity, now)
+
+    def timed(self, key: Key, observation: Observation) -> None:
+        """The time of an earlier call has become known: device events are read when they are done, never waited for.
+
+        Args:
+            key: the track.
+            observation: what `end` got then, now with its seconds.
+        """
+        track = self._tracks.get(key)
+        if track is not None and not observation.ooms:
+            self._time(track, observation)
 
     def abandon(self, key: Key) -> None:
         """The call ended by an exception: what it learned about failures stays, its observations do not count."""
@@ -351,9 +307,13 @@ class Controller:
             track.blind += 1
         if observation.fragmentation >= 1:
             track.fragmentation = observation.fragmentation
+        if not call.probing:
+            self._time(track, observation)
+
+    def _time(self, track: Track, observation: Observation) -> None:
         pieces, seconds = observation.pieces, observation.seconds
-        if pieces and seconds is not None and 0 < seconds < math.inf and not observation.retries and not call.probing:
-            track.time.add(max(1, round(call.samples * call.elements / pieces)), seconds / pieces)
+        if pieces and seconds is not None and 0 < seconds < math.inf and not observation.retries:
+            track.time.add(max(1, round(observation.samples * observation.elements / pieces)), seconds / pieces)
 
     def _failed(self, track: Track, elements: int, capacity: Capacity | None) -> bool:
         """Remembers a failure at so many elements; whether it was a failed growth."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -68,21 +68,35 @@ def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:
     return step  # type: ignore[return-value]  # for the same reason
 
 
+class _Holder:
+    """An instance's runtime, kept in the instance so that both end together; a copy or a pickle of the instance starts without one."""
+
+    def __init__(self, mbs: ElasticMBS | None = None) -> None:
+        self.mbs = mbs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Holder:
+        return _Holder()
+
+    def __reduce__(self) -> tuple[type[_Holder], tuple[()]]:
+        return _Holder, ()
+
+
 def _on_method(fn: Callable[..., Any], model: Callable[[Any], Any], options: dict[str, Any]) -> ElasticStep:
-    runtimes: weakref.WeakKeyDictionary[Any, ElasticMBS] = weakref.WeakKeyDictionary()
+    key = f"_elastic_step_{fn.__qualname__}"
 
     def runtime_of(owner: Any) -> ElasticMBS:
-        if owner not in runtimes:
-            runtimes[owner] = ElasticMBS(model(owner), **options)
-        return runtimes[owner]
+        try:
+            holder = vars(owner).setdefault(key, _Holder())
+        except TypeError as error:
+            raise UsageError(f"{type(owner).__name__} has no __dict__ to keep its runtime in: use ElasticMBS(...) directly") from error
+        if holder.mbs is None:
+            holder.mbs = ElasticMBS(model(owner), **options)
+        mbs: ElasticMBS = holder.mbs
+        return mbs
 
     @functools.wraps(fn)
     def step(self: Any, batch: Any, *args: Any, **kwargs: Any) -> StepResult:
-        def piece_step(piece: Any, *rest: Any, **named: Any) -> Any:
-            return fn(self, piece, *rest, **named)
-
-        piece_step.__qualname__ = fn.__qualname__
-        return runtime_of(self).backward(piece_step, batch, *args, **kwargs)
+        return runtime_of(self).backward(types.MethodType(fn, self), batch, *args, **kwargs)
 
     step.mbs = runtime_of  # type: ignore[attr-defined]  # functions take attributes; typing has no word for it
     return step  # type: ignore[return-value]  # for the same reason

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.commits import inner_backwards
 from elastic_mbs.controller import Key, Observation, shape_class
 from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
 from elastic_mbs.events import Resized
 from elastic_mbs.guards import GradientSentinels, StepGuard, enter_call, leave_call, running_call
 from elastic_mbs.history import History
 from elastic_mbs.isolation import Isolation
-from elastic_mbs.learning import learn, take_census
+from elastic_mbs.learning import learn, meet_inner_leaves, take_census
 from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Range, Totals
 from elastic_mbs.partition import partition
@@ -55,7 +57,8 @@ class Call:
         parts: the runtime's parts.
         view: the batch.
         counts: its counts.
-        name: what the loss function is called; limits and traits are kept by it.
+        name: what the loss function is called; limits are kept by it.
+        identity: what it is; traits are kept by it, because two functions may share a name.
         training: whether pieces run backward.
         outputs: where outputs go.
         own_graph: whether autograd saves its tensors in a table that can be emptied (door 3).
@@ -68,6 +71,7 @@ class Call:
         counts: Counts,
         *,
         name: str,
+        identity: object,
         training: bool = True,
         outputs: OutputPlace = "cpu",
         own_graph: bool = False,
@@ -75,6 +79,7 @@ class Call:
         self.parts = parts
         self.view = view
         self.counts = counts
+        self.identity = identity
         self.training = training
         self.outputs = outputs
         self.key = Key(name, "train" if training else "eval", shape_class(view.elements))
@@ -94,7 +99,7 @@ class Call:
         self._guard = StepGuard(self._refuse_step)
         self._enter()
         try:
-            self._begin(name)
+            self._begin(identity)
         except BaseException:
             leave_call(self)
             raise
@@ -107,22 +112,24 @@ class Call:
     # ------------------------------------------------------------------ the path without a failure, in the order of a step
 
     def _enter(self) -> None:
-        outer = running_call()
+        outer: Call | None = running_call()
         if outer is None:
             enter_call(self)
-        elif outer.running is None:
-            raise IncompleteBatchError(f"another loop over micro-batches on this thread was left early: {outer.open_samples()} were not run")
+        elif not outer.inside:
+            error = outer.left_early()
+            outer.abort(error)
+            raise error
         elif self.training or outer.parts is self.parts:
             raise NestedCallError(
                 "a call was started inside the step function of another one, and could not be undone when that one is replayed: "
                 "take it out of the step function (an eval by another runtime may stay)"
             )
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, identity: object) -> None:
         parts = self.parts
         if parts.inventory.refresh():
             parts.commits.watch(parts.inventory.leaves)
-        self.traits = parts.traits_of(name)
+        self.traits = parts.traits_of(identity)
         self.filled = {id(leaf) for leaf in parts.inventory.leaves if leaf.grad is not None}
         self.versions = self.view.versions()
         self.plan = parts.controller.begin(self.key, self.view.length, self.view.elements)
@@ -142,7 +149,7 @@ class Call:
                 micro = self.running = self._advance()
                 if micro is not None:
                     return micro
-                self._finish()
+                self._finish()  # the last piece was skipped
             except BaseException as error:
                 self.abort(error)
                 raise
@@ -150,7 +157,7 @@ class Call:
 
     def _advance(self) -> MicroBatch | None:
         if self.running is not None:
-            raise IncompleteBatchError(f"samples {self.running.start}:{self.running.stop} were not run: enter every micro-batch with `with micro:`")
+            raise self.left_early("a micro-batch was not entered with `with micro:`")
         while True:
             if self.failure is not None:
                 recover(self)
@@ -181,7 +188,7 @@ class Call:
         micro = MicroBatch(self, piece, None, streams)
         try:
             if self.stream_start is None:
-                parts.buffers.begin_call(parts.inventory.modules)
+                parts.buffers.begin_call(parts.inventory.modules, (self.key, self.identity))
                 self.stream_start = streams
             else:
                 parts.buffers.begin_piece()
@@ -200,7 +207,7 @@ class Call:
         if micro is not self.running or micro._phase != "load":
             raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
         micro._phase = "forward"
-        self.parts.commits.clear()
+        self.parts.commits.begin()
         if self.table is not None:
             self.table.__enter__()
 
@@ -245,10 +252,18 @@ class Call:
             self.isolation.set_aside(self.parts.commits.leaves())
 
     def _run_backward(self, micro: MicroBatch, loss: torch.Tensor) -> None:
-        settings = self.parts.settings
+        settings, traits = self.parts.settings, self.traits
         self.history.touched = self.history.touched or self.isolation is None
         if settings.scaler is not None:
             loss = settings.scaler.scale(loss)
+        if traits.custom or micro._custom:
+            with inner_backwards(partial(meet_inner_leaves, self)):
+                self._backward_of(micro, loss)
+        else:
+            self._backward_of(micro, loss)
+
+    def _backward_of(self, micro: MicroBatch, loss: torch.Tensor) -> None:
+        settings = self.parts.settings
         if micro._piece.committed:
             missing = [leaf for leaf in micro._leaves or () if id(leaf) not in micro._piece.committed]
             if missing:
@@ -266,6 +281,8 @@ class Call:
         try:
             if error is None:
                 self._commit(micro)
+                if not self.pending:
+                    self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
                 return False
             if isinstance(error, Exception) and note_failure(self, micro, error):
                 return True
@@ -281,7 +298,7 @@ class Call:
             if micro._phase != "commit":
                 self.refuse_own_backward()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
-            if len(parts.commits) != traits.commits and not micro._piece.committed:
+            if len(parts.commits) not in traits.commits and not micro._piece.committed:
                 learn(self, micro)
             if self.isolation is not None:
                 retrying(parts, "add a piece's gradient to the batch's", self.isolation.fold)
@@ -304,9 +321,7 @@ class Call:
             if self.isolation is not None:
                 retrying(parts, "write the gradient in its own type", self.isolation.finish)
         done = sorted(self._done, key=lambda piece: piece.start)
-        for piece in done:
-            for callback in piece.callbacks:
-                callback()
+        stored = [piece.stored for piece in done]
         self.result = StepResult(
             partition=tuple((piece.start, piece.stop) for piece in done),
             micro_batch_size=self.size,
@@ -314,10 +329,14 @@ class Call:
             replayed_samples=self.history.replayed_samples,
             skipped=tuple(sorted(self._skipped)),
             _losses=tuple(piece.loss for piece in done if piece.loss is not None),
-            _outputs=[piece.stored for piece in done if piece.stored is not None],
+            _outputs=stored if any(piece is not None for piece in stored) else [],
         )
-        self._close()
         self._observe(len(done))
+        self._guard.down()  # the gradient is whole: a callback may step
+        for piece in done:
+            for callback in piece.callbacks:
+                callback()
+        self._close()
 
     def _observe(self, pieces: int) -> None:
         """Tells the controller how the call went, and says when it moved."""
@@ -334,21 +353,27 @@ class Call:
             peak=peak,
             fragmentation=usage.fragmentation if usage else 1.0,
             seconds=None,
-            retries=usage.retries if usage else 0,
+            retries=parts.new_retries(usage.retries if usage else 0),
             ooms=self.history.failures,
         )
-        parts.stopwatch.stop((self.key, seen))
-        for (key, observation), seconds in parts.stopwatch.finished():
-            move = parts.controller.end(key, replace(observation, seconds=seconds), parts.capacity())
-            if move is not None:
-                parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(key)))
+        if not self.plan.probing:
+            parts.stopwatch.stop((self.key, seen))
+        for (key, earlier), seconds in parts.stopwatch.finished():
+            if earlier is seen:
+                seen = replace(seen, seconds=seconds)
+            else:
+                parts.controller.timed(key, replace(earlier, seconds=seconds))
+        move = parts.controller.end(self.key, seen, parts.capacity())
+        if move is not None:
+            parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(self.key)))
 
     def _close(self) -> None:
         self.finished = True
         self._guard.down()
         self._sentinels.forget()
+        self._done.clear()
         self.parts.commits.forget_guests()
-        self.parts.commits.clear()
+        self.parts.commits.end()
         leave_call(self)
 
     # ------------------------------------------------------------------ what ends a call early
@@ -373,12 +398,21 @@ class Call:
             self._close()
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
-        kind = type(optimizer).__name__
-        if self.running is not None:
-            raise StepInsideError(f"{kind}.step() ran inside the step function, on a part of the gradient: step once, after the batch")
-        error = IncompleteBatchError(f"{kind}.step() ran before the whole batch was accumulated: {self.open_samples()} were not run")
+        watches = self.parts.commits.watches
+        if not any(watches(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            return  # an optimizer of the step's own, over tensors that it makes itself
+        if self.inside:
+            raise StepInsideError(
+                f"{type(optimizer).__name__}.step() ran inside the step function, on a part of the gradient: step once, after the batch"
+            )
+        error = self.left_early(f"{type(optimizer).__name__}.step() ran before the whole batch was accumulated")
         self.abort(error)
         raise error
+
+    @property
+    def inside(self) -> bool:
+        """Whether an attempt is being made, as opposed to the loop standing between two."""
+        return self.running is not None and self.running._phase != "load"
 
     def refuse_own_backward(self) -> None:
         """Refuses commits that the engine did not make."""
@@ -397,6 +431,8 @@ class Call:
         """Samples of this call that are in the gradients."""
         return sum(piece.stop - piece.start for piece in self._done)
 
-    def open_samples(self) -> str:
-        """The samples that have not been accumulated, in words."""
-        return "samples " + ", ".join(f"{rest.start}:{rest.stop}" for rest in sorted(self.pending, key=lambda rest: rest.start))
+    def left_early(self, what: str = "a loop over micro-batches was left early") -> IncompleteBatchError:
+        """The error for a loop that did not run to its end, with what is missing."""
+        missing = self.pending if self.running is None else [*self.pending, self.running._piece]
+        ranges = ", ".join(f"{rest.start}:{rest.stop}" for rest in sorted(missing, key=lambda rest: rest.start))
+        return IncompleteBatchError(f"{what}: samples {ranges} of {self.view.length} were not run. Its gradients have been emptied")

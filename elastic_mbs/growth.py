@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 
+from elastic_mbs.calls import Capacity
 from elastic_mbs.partition import longest, piece_count, smallest_size
 from elastic_mbs.policy import Limits, Policy
-from elastic_mbs.tracks import Capacity, Track
+from elastic_mbs.tracks import Track
 
 EXPLORE = 1.0625
 """While one size only was measured, the next one must be this much larger, or noise would decide the slope between them."""

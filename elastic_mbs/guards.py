@@ -20,7 +20,8 @@ _thread = threading.local()
 
 def running_call() -> Any:
     """The call that this thread is inside of, or None."""
-    return getattr(_thread, "call", None)
+    call = getattr(_thread, "call", None)
+    return None if call is None or call.finished else call
 
 
 def enter_call(call: object) -> None:
@@ -30,7 +31,7 @@ def enter_call(call: object) -> None:
 
 def leave_call(call: object) -> None:
     """Ends what `enter_call` began; does nothing for another call."""
-    if running_call() is call:
+    if getattr(_thread, "call", None) is call:
         _thread.call = None
 
 

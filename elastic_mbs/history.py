@@ -22,6 +22,8 @@ class History:
         self.touched = False  # something of this call may be in a gradient that was there before it
         self.edited = False  # an earlier piece of this call edited its samples in place
         self.wait_left = wait_for_memory
+        # Leaves that failed attempts committed to: what is remembered of them are ids, which must not be given to other tensors.
+        self.kept_alive: list[torch.Tensor] = []
 
     def progress(self) -> None:
         """A piece committed."""

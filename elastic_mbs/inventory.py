@@ -29,7 +29,7 @@ class Inventory:
                 raise UsageError(f"model= has a {type(module).__name__} in it; give a torch.nn.Module or a sequence of them")
             _refuse_wrappers(module)
         self.roots = tuple(modules)
-        self._children: list[int] = []
+        self._children: list[nn.Module | None] = []
         self._ids: list[int] = []
         self.modules: list[nn.Module] = []
         self.leaves: list[torch.Tensor] = []
@@ -38,10 +38,12 @@ class Inventory:
 
     def refresh(self) -> bool:
         """Looks again at which leaves are trainable; returns whether anything changed since the last time."""
-        if [len(module._modules) for module in self.modules] != self._children or not self.modules:
+        # The children of every module, compared by identity: a module may be added, or put in place of another.
+        children = [child for module in self.modules for child in module._modules.values()]
+        if children != self._children or not self.modules:
             unique = {id(module): module for root in self.roots for module in root.modules()}
             self.modules = list(unique.values())
-            self._children = [len(module._modules) for module in self.modules]
+            self._children = [child for module in self.modules for child in module._modules.values()]
         found = {id(leaf): leaf for module in self.modules for leaf in module._parameters.values() if leaf is not None and leaf.requires_grad}
         ids = list(found)
         if ids == self._ids:
@@ -81,6 +83,11 @@ class Inventory:
 
 def _refuse_wrappers(module: nn.Module) -> None:
     for part in module.modules():
+        if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
+            raise UsageError(
+                f"{type(part).__name__} has parameters without a shape yet: run one batch through the model first (under torch.no_grad()), "
+                "as the optimizer needs too"
+            )
         kind = type(part).__name__
         if isinstance(part, nn.DataParallel):
             raise UnsupportedError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic_mbs.commits import walk
+from elastic_mbs.commits import has_foreign_hook, walk
 from elastic_mbs.guards import check_gradients_stayed
 from elastic_mbs.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
+    import torch
+
     from elastic_mbs.engine import Call
 
 
@@ -19,17 +21,31 @@ def take_census(call: Call, micro: MicroBatch) -> None:
         return
     assert micro._root is not None
     census = walk(micro._root)
-    guests = call.parts.commits.watch_guests(census.leaves)
-    call.history.check_guests(guests)
-    call.filled.update(id(leaf) for leaf in guests if leaf.grad is not None)
-    traits.guests = traits.guests or bool(guests)
+    meet_leaves(call, census.leaves)
     traits.normalises_batch = traits.normalises_batch or census.normalises_batch or call.parts.inventory.normalises_batch()
     traits.walked = call.walked = True
-    micro._leaves = census.leaves
+    micro._leaves, micro._custom = census.leaves, census.custom
+
+
+def meet_leaves(call: Call, leaves: tuple[torch.Tensor, ...]) -> None:
+    """Watches leaves that are not the model's, before anything of this backward has committed to them."""
+    guests = call.parts.commits.watch_guests(leaves)
+    call.history.check_guests(guests)
+    call.filled.update(id(leaf) for leaf in guests if leaf.grad is not None)
+    call.traits.guests = call.traits.guests or bool(guests)
+
+
+def meet_inner_leaves(call: Call, leaves: tuple[torch.Tensor, ...]) -> None:
+    """The same for leaves of a backward inside a backward, which the census cannot reach."""
+    before = {id(leaf) for leaf in call.parts.commits.leaves()}
+    meet_leaves(call, leaves)
+    call.traits.hidden = True
+    if call.isolation is not None:
+        call.isolation.set_aside(leaf for leaf in leaves if id(leaf) not in before)
 
 
 def learn(call: Call, micro: MicroBatch) -> None:
-    """Compares a clean backward with the census: the first one, and whenever the number of commits differs from the last.
+    """Compares a clean backward with the census: the first one, and each with a number of commits not seen before.
 
     Raises:
         OptimizerInBackwardError: a leaf that committed has no gradient any more.
@@ -39,17 +55,21 @@ def learn(call: Call, micro: MicroBatch) -> None:
     assert call.stream_start is not None
     committed = parts.commits.committed()
     check_gradients_stayed(committed, parts.inventory.name_of)
-    reached = {id(leaf) for leaf in micro._leaves or walk(micro._root).leaves}
+    if micro._leaves is None:
+        census = walk(micro._root)
+        micro._leaves, micro._custom = census.leaves, census.custom
+    reached = {id(leaf) for leaf in micro._leaves}
+    traits.custom |= micro._custom
     marks = [id(leaf) for leaf in committed]
     traits.hidden = traits.hidden or len(set(marks)) < len(marks) or not reached.issuperset(marks)
     traits.draws = traits.draws or parts.streams.moved(call.stream_start)
     parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(call.stream_start)
-    traits.commits = len(marks)
+    traits.commits.add(len(marks))
     for leaf in committed:
-        if leaf._backward_hooks:
+        if has_foreign_hook(leaf):
             parts.log.warn_once(
                 parts.settings.name,
                 "tensor-hook",
-                f"{parts.inventory.name_of(leaf)} has a tensor hook, which runs once per micro-batch: it must be linear (no clamp, no norm) "
+                f"{parts.inventory.name_of(leaf)} has a hook on its gradient, which runs once per micro-batch: it must be linear (no clamp, no norm) "
                 "for the gradient to be the whole batch's",
             )

@@ -70,6 +70,7 @@ class MicroBatch:
         self._phase = "load"
         self._root: Node | None = None
         self._leaves: tuple[torch.Tensor, ...] | None = None
+        self._custom: frozenset[str] = frozenset()
         self._losses: tuple[torch.Tensor, ...] = ()
         self._loss: torch.Tensor | None = None
         self._stored: StoredOutput | None = None

@@ -33,7 +33,8 @@ class Parts:
     meter: UsageMeter
     stopwatch: Stopwatch[tuple[Key, Observation]]
     streamer: Streamer
-    traits: dict[str, tuple[int, Traits]] = field(default_factory=dict)
+    traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
+    retries: int | None = None
     sleep: Callable[[float], None] = time.sleep
 
     def capacity(self) -> Capacity | None:
@@ -41,10 +42,15 @@ class Parts:
         reading = self.monitor.latest()
         return Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) else None
 
-    def traits_of(self, name: str) -> Traits:
+    def new_retries(self, now: int) -> int:
+        """Allocator retries since the last time this was asked; the process counts them from its own start."""
+        before, self.retries = self.retries, now
+        return 0 if before is None else now - before
+
+    def traits_of(self, identity: object) -> Traits:
         """What is known of this loss function; forgotten when the set of trainable leaves changes."""
-        generation, traits = self.traits.get(name, (-1, Traits()))
+        generation, traits = self.traits.get(identity, (-1, Traits()))
         if generation != self.inventory.generation:
             traits = Traits()
-            self.traits[name] = self.inventory.generation, traits
+            self.traits[identity] = self.inventory.generation, traits
         return traits

@@ -10,6 +10,7 @@ Both models are indifferent to the unit of the size, as long as it is always the
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class MemoryFit:
             knot = self._knots[x] = _Knot([peak], self._seen)
         else:
             self._measure_again(knot, peak)
-        self._knots = {y: k for y, k in self._knots.items() if not ((y < x and k.peak > knot.peak) or (y > x and k.peak < knot.peak))}
+        self._drop_contradicted()
         if len(self._knots) > KNOTS:
             del self._knots[_crowded(sorted(self._knots), x)]
 
@@ -101,6 +102,16 @@ class MemoryFit:
         for other in self._knots.values():
             if other.seen < since:
                 other.readings = [max(0, reading + shift) for reading in other.readings]
+
+    def _drop_contradicted(self) -> None:
+        """Newest first: what needs more memory for less, or less for more, than a newer knot is no longer believed."""
+        kept: list[tuple[int, int]] = []
+        for x, knot in sorted(self._knots.items(), key=lambda item: -item[1].seen):
+            # What is kept rises in both, so the neighbours speak for all.
+            here = bisect.bisect(kept, (x, 0))
+            if (here == 0 or kept[here - 1][1] <= knot.peak) and (here == len(kept) or knot.peak <= kept[here][1]):
+                kept.insert(here, (x, knot.peak))
+        self._knots = {x: self._knots[x] for x, _ in kept}
 
     def predict(self, x: int) -> float | None:
         """Predicted peak in bytes, or None where nothing is known: no measurement, no slope yet, or more than `REACH` times the largest."""

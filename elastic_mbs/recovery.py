@@ -44,6 +44,7 @@ class Failure:
         fired: ids of the leaves that committed in this attempt.
         unknown: leaves with a gradient that the graph reaches but nobody watched; whether they committed cannot be told.
         normalises_batch: the attempt's graph normalises with statistics of the batch.
+        surprising: it has custom functions that have never been through a clean backward, or committed to leaves in ways the graph does not show.
         edited: the attempt changed its piece of the batch in place.
         streams: the random streams at its start.
     """
@@ -54,6 +55,7 @@ class Failure:
     fired: frozenset[int]
     unknown: tuple[str, ...]
     normalises_batch: bool
+    surprising: bool
     edited: bool
     streams: StreamState | None
 
@@ -84,21 +86,27 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
         call.refuse_own_backward()
     drain({leaf.device for leaf in parts.commits.leaves()})
     unknown: tuple[str, ...] = ()
-    normalises_batch = False
+    normalises_batch = surprising = False
+    committed = parts.commits.committed() if micro._phase in ("backward", "commit") else []
     if micro._root is not None:
         census = walk(micro._root)
         unknown = tuple(str(tuple(leaf.shape)) for leaf in census.leaves if leaf.grad is not None and not parts.commits.watches(leaf))
         normalises_batch = census.normalises_batch
+        marks = {id(leaf) for leaf in committed}
+        surprising = len(marks) < len(committed) or not marks <= {id(leaf) for leaf in census.leaves} or not census.custom <= call.traits.custom
     call.failure = Failure(
         piece=micro._piece,
         phase=micro._phase,
         verdict=verdict,
-        fired=frozenset(id(leaf) for leaf in parts.commits.committed()) if micro._phase in ("backward", "commit") else frozenset(),
+        fired=frozenset(id(leaf) for leaf in committed),
         unknown=unknown,
         normalises_batch=normalises_batch,
+        surprising=surprising,
         edited=call.view.versions() != call.versions and not call.history.edited,
         streams=micro._streams,
     )
+    call.history.kept_alive.extend(committed)
+    parts.commits.end()
     if call.table is not None:
         call.table.empty()
         for loss in micro._losses:
@@ -210,7 +218,7 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
         parts.streams.draws_on_host = True
         return "random numbers were drawn on the host, whose state at the piece's start was not kept"
     if failure.phase in ("load", "forward"):
-        asynchronous = not failure.verdict.trustworthy and call.committed_pieces and call.isolation is None
+        asynchronous = call.training and not failure.verdict.trustworthy and call.committed_pieces and call.isolation is None
         return "the error may belong to an earlier operation" if asynchronous else None
     if call.isolation is not None:
         return None
@@ -218,6 +226,8 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
         return "the error may be asynchronous, so which gradients it reached cannot be told"
     if not traits.clean:
         return "no backward of this loss function has succeeded yet"
+    if failure.surprising:
+        return "its backward ran another one inside, so what it reached cannot be told"
     if not failure.fired:
         return None
     if parts.settings.backward is not None:

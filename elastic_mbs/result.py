@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +33,7 @@ class StepResult:
     replayed_samples: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
     _losses: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    _outputs: list[StoredOutput] = field(default_factory=list, repr=False)
+    _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)
     _joined: Any = field(default=None, repr=False)
 
     @property
@@ -50,7 +52,7 @@ class StepResult:
         """What `loss_fn` returned besides the loss, joined over the committed pieces in the batch's order, or None."""
         if self._outputs:
             lengths = [stop - start for start, stop in self.partition]
-            self._joined = join([stored.get() for stored in self._outputs], lengths)
+            self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths)
             self._outputs = []
         return self._joined
 
@@ -63,7 +65,7 @@ class StoredOutput:
 
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self._event: torch.cuda.Event | None = None
-        self._value = map_tensors(value, self._to_host if place == "cpu" else torch.Tensor.detach)
+        self._value = _map_any(value, self._to_host if place == "cpu" else torch.Tensor.detach)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
@@ -81,6 +83,18 @@ class StoredOutput:
         if self._event is not None:  # cuda-only
             self._event.synchronize()
         return self._value
+
+
+def _map_any(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`map_tensors`, and into the attributes of a plain object, whose tensors would keep their graph otherwise."""
+    mapped = map_tensors(value, fn)
+    if mapped is value and not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):
+        attributes = vars(value)
+        inner = map_tensors(attributes, fn)
+        if inner is not attributes:
+            mapped = copy.copy(value)
+            vars(mapped).update(inner)
+    return mapped
 
 
 def check_place(place: object) -> OutputPlace:

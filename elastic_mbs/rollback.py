@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -120,6 +120,21 @@ class _Mark:
     tensor: torch.Tensor | None
     version: int
     copy: torch.Tensor | None = None
+    absent: bool = False
+
+    def put_back(self, owner: dict[str, torch.Tensor | None], key: str) -> bool:
+        """Hangs the tensor where it hung, with the value that it had; returns whether the value is right."""
+        if self.absent:
+            owner.pop(key, None)
+            return True
+        owner[key] = self.tensor
+        if self.tensor is None:
+            return True
+        right = self.copy is not None or _version(self.tensor) == self.version
+        if self.copy is not None and not _same(self):
+            self.tensor.copy_(self.copy)
+        self.version = _version(self.tensor)
+        return right
 
 
 @dataclass(slots=True)
@@ -144,34 +159,43 @@ class _Slot:
 class BufferCopies:
     """Copies of the buffers that the forward changes, taken before each piece and at the call's start.
 
-    Which ones those are is learned: running statistics of modules in training mode always (eager BatchNorm changes their values and not their
-    version), others once a version or an identity has moved. Before anything is known, the first call copies all of them to the host.
+    Which ones those are is learned for each loss function: running statistics of modules in training mode always (eager BatchNorm changes their
+    values and not their version), others once a version or an identity has moved. Its first call copies all of them to the host.
     """
 
     def __init__(self) -> None:
         self._changing: set[tuple[int, str]] = set()
-        self._learned = False
+        self._learned: set[object] = set()
+        self._key: object = None
+        self._modules: Sequence[nn.Module] = ()
         self._slots: list[_Slot] = []
         self._still: list[_Slot] = []
         self._spare: dict[str, list[torch.Tensor]] = {"call": [], "piece": []}
 
-    def begin_call(self, modules: Sequence[nn.Module]) -> None:
-        """Remembers every buffer as it is now, and copies those that change."""
+    def begin_call(self, modules: Sequence[nn.Module], key: object = None) -> None:
+        """Remembers every buffer as it is now, and copies those that change.
+
+        Args:
+            modules: whose buffers.
+            key: the loss function; what is known of one says nothing of another.
+        """
+        self._modules, self._key = modules, key
         self._slots = []
         for module in modules:
             buffers = module._buffers
             if buffers:
                 statistics = module.training and "running_mean" in buffers
-                for key, tensor in buffers.items():
+                for name, tensor in buffers.items():
                     mark = _Mark(tensor, _version(tensor))
-                    changing = statistics or (id(buffers), key) in self._changing
-                    self._slots.append(_Slot(buffers, key, f"{type(module).__name__}.{key}", changing, mark, mark))
+                    changing = (statistics and _copyable(tensor)) or (id(buffers), name) in self._changing
+                    self._slots.append(_Slot(buffers, name, f"{type(module).__name__}.{name}", changing, mark, mark))
         self._still = [slot for slot in self._slots if not slot.changing]
         self._take("call", [slot.at_call for slot in self._slots if slot.changing])
-        if not self._learned:
-            for slot in self._still:
-                if slot.at_call.tensor is not None:
-                    slot.at_call.copy = slot.at_call.tensor.detach().to("cpu", copy=True)
+        if self._key not in self._learned:
+            with torch.inference_mode(False):
+                for slot in self._still:
+                    if _copyable(slot.at_call.tensor):
+                        slot.at_call.copy = slot.at_call.tensor.detach().to("cpu", copy=True)
 
     def begin_piece(self) -> None:
         """Copies the buffers that change, before a piece that is not the call's first (whose start is the call's)."""
@@ -184,7 +208,7 @@ class BufferCopies:
 
     def _take(self, where: str, marks: list[_Mark]) -> None:
         """Fills in the copies in few kernels, into the tensors of an earlier copy where they still fit."""
-        wanted = [mark for mark in marks if mark.tensor is not None]
+        wanted = [mark for mark in marks if _copyable(mark.tensor)]
         copies = self._spare[where] = _copy_into(self._spare[where], [mark.tensor for mark in wanted if mark.tensor is not None])
         for mark, copy in zip(wanted, copies, strict=True):
             mark.copy = copy
@@ -192,46 +216,61 @@ class BufferCopies:
     def end_clean_piece(self) -> bool:
         """Learns which buffers the forward changes; returns whether it changes any.
 
-        After the very first clean piece values are compared too, so that a change that moves no version is seen.
+        After the first clean piece of a loss function values are compared too, so that a change that moves no version is seen, and buffers that the
+        forward has made are taken in.
         """
+        first = self._key not in self._learned
         for slot in self._still:
             mark = slot.at_piece
-            moved = slot.moved(mark)
-            if not moved and not self._learned and mark.copy is not None and mark.tensor is not None:
-                moved = not torch.equal(mark.copy, mark.tensor.detach().cpu())
-            if moved:
+            if slot.moved(mark) or (first and not _same(mark)):
                 slot.changing = True
                 self._changing.add((id(slot.owner), slot.key))
+        if first:
+            self._learned.add(self._key)
+            for slot in self._new_slots():
+                self._changing.add((id(slot.owner), slot.key))
+                self._slots.append(slot)
         self._still = [slot for slot in self._still if not slot.changing]
-        self._learned = True
         return len(self._still) < len(self._slots)
+
+    def _new_slots(self) -> list[_Slot]:
+        """Buffers that hang now where there was no place for one at the call's start."""
+        known = {(id(slot.owner), slot.key) for slot in self._slots}
+        nothing = _Mark(None, -1, absent=True)
+        return [
+            _Slot(module._buffers, name, f"{type(module).__name__}.{name}", True, nothing, nothing)
+            for module in self._modules
+            for name in module._buffers
+            if (id(module._buffers), name) not in known
+        ]
 
     def moved(self) -> bool:
         """Whether any buffer differs from what it was at the piece's start. Compares values, so it may synchronise the device."""
-        return any(slot.moved(slot.at_piece) or not _same(slot.at_piece) for slot in self._slots)
+        return any(slot.moved(slot.at_piece) or not _same(slot.at_piece) for slot in self._slots) or bool(self._new_slots())
 
     def restore(self, *, to_call_start: bool) -> str | None:
-        """Puts every buffer back, as an object and in value.
+        """Puts every buffer back, as an object and in value; one that the forward has made is taken away.
 
         Returns:
             The label of a buffer whose earlier value nobody kept (it changed for the first time in this very call), or None.
         """
         lost = None
         with torch.no_grad():
+            for slot in self._new_slots():
+                if self._key in self._learned and not to_call_start:
+                    lost = slot.label  # made by this attempt, or by an earlier piece: nobody looked
+                del slot.owner[slot.key]
             for slot in self._slots:
                 if to_call_start:
                     slot.at_piece = slot.at_call
-                mark = slot.at_piece
-                if mark.tensor is None:
-                    slot.owner[slot.key] = None
-                    continue
-                slot.owner[slot.key] = mark.tensor
-                if mark.copy is not None:
-                    mark.tensor.copy_(mark.copy)
-                elif _version(mark.tensor) != mark.version:
+                if not slot.at_piece.put_back(slot.owner, slot.key):
                     lost = slot.label
-                mark.version = _version(mark.tensor)
         return lost
+
+
+def _copyable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether values can be copied and compared; others (sparse, nested, meta) are told by identity and version alone."""
+    return tensor is not None and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested and not tensor.is_quantized
 
 
 def _same(mark: _Mark) -> bool:
@@ -240,7 +279,7 @@ def _same(mark: _Mark) -> bool:
 
 def _copy_into(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies `tensors` in few kernels, into the tensors of an earlier copy where they still fit."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         fits = len(copies) == len(tensors) and all(
             a.shape == b.shape and a.dtype == b.dtype and a.device == b.device for a, b in zip(copies, tensors, strict=True)
         )

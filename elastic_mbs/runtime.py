@@ -17,8 +17,9 @@ from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Controller, Limits, Policy
 from elastic_mbs.disabled import WholeBatch
 from elastic_mbs.engine import Call
-from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, UnsupportedError, UsageError
+from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UnsupportedError, UsageError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink
+from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, UsageMeter, sensor_for
 from elastic_mbs.micro_batch import MicroBatch
@@ -227,7 +228,7 @@ class ElasticMBS:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
             assert self.last_result is not None
             return self.last_result
-        call = self._start(batch, name_of(loss_fn))
+        call = self._start(batch, name_of(loss_fn), identity_of(loss_fn))
         for micro in call:
             with micro:
                 micro.backward(loss_fn(micro.data, *args, **kwargs))
@@ -236,7 +237,8 @@ class ElasticMBS:
     def micro_batches(self, batch: Any, *, name: str = "loop", own_graph: bool = True) -> Iterator[MicroBatch]:
         """The loop written out: `for micro in mbs.micro_batches(batch): with micro: micro.backward(loss_fn(micro.data))`.
 
-        The block may be entered again for the same samples. `last_result` holds the `StepResult` afterwards.
+        The block may be entered again for the same samples. `last_result` holds the `StepResult` afterwards. Tensors that the block
+        names itself (its logits) stay until the name is bound again; `del` them at its end where memory is short.
 
         Args:
             batch: the whole batch.
@@ -251,7 +253,7 @@ class ElasticMBS:
         """
         if not self.enabled:
             return self._loop_whole(batch)
-        return self._loop(self._start(batch, name, own_graph=own_graph))
+        return self._loop(self._start(batch, name, name, own_graph=own_graph))
 
     def eval(self, fn: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         """`fn(batch, *args, **kwargs)` without gradients, in pieces, outputs joined along the samples.
@@ -266,19 +268,17 @@ class ElasticMBS:
         if not self.enabled:
             with torch.no_grad():
                 return fn(batch, *args, **kwargs)
-        call = self._start(batch, name_of(fn), training=False)
+        call = self._start(batch, name_of(fn), identity_of(fn), training=False)
         with torch.no_grad():
             for micro in call:
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))
-        result = call.result
-        assert result is not None
-        return result.outputs
+        return self._finish(call).outputs
 
     def verify(self, loss_fn: Callable[..., Any], batch: Any, /, *args: Any, samples: int = 6, **kwargs: Any) -> VerifyReport:
         """Compares the loss of a few samples taken whole with the loss put together from pieces, and names what is wrong if they differ.
 
-        Runs without gradients and with the model in eval mode; buffers, random streams and modes are put back.
+        Runs with the model in eval mode and on copies of the samples; buffers, random streams and modes are put back.
 
         Args:
             loss_fn: as for `backward`.
@@ -287,6 +287,9 @@ class ElasticMBS:
             samples: how many samples to compare on.
             **kwargs: passed on to `loss_fn`.
         """
+        self._refuse_incomplete()
+        if running_call() is not None:
+            raise NestedCallError("verify() was called inside a step function; call it beside the training loop")
         view = BatchView(batch, self._dims)
         return verify(self._parts, view, self._count, loss_fn, args, kwargs, min(samples, view.length), self._dims)
 
@@ -329,7 +332,7 @@ class ElasticMBS:
 
     # ------------------------------------------------------------------ how a call starts and ends
 
-    def _start(self, batch: Any, name: str, *, training: bool = True, own_graph: bool = False) -> Call:
+    def _start(self, batch: Any, name: str, identity: object, *, training: bool = True, own_graph: bool = False) -> Call:
         self._refuse_incomplete()
         _refuse_capture()
         self._monitor.start()
@@ -337,12 +340,15 @@ class ElasticMBS:
         self._readings[name] = view.readings
         counts = retrying(self._parts, "count the loss terms", lambda: self._read_counts(view, training))
         outputs = self.settings.outputs if training else "device"
-        self._call = Call(self._parts, view, counts, name=name, training=training, outputs=outputs, own_graph=own_graph)
+        self._call = Call(self._parts, view, counts, name=name, identity=identity, training=training, outputs=outputs, own_graph=own_graph)
         return self._call
 
     def _loop(self, call: Call) -> Iterator[MicroBatch]:
-        yield from call
-        self._finish(call)
+        try:
+            yield from call
+        finally:  # a `break` after the last piece ends the loop here
+            if call.result is not None:
+                self.last_result = self._finish(call)
 
     def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
         view = BatchView(batch, self._dims)
@@ -354,19 +360,22 @@ class ElasticMBS:
     def _finish(self, call: Call) -> StepResult:
         result = call.result
         assert result is not None
-        self.last_result = result
-        self._stats.add(result, call.view.length)
+        if self._call is call:
+            self._call = None  # it holds the batch
+        if call.training:
+            self._stats.add(result, call.view.length)
         return result
 
     def _refuse_incomplete(self) -> None:
         call = self._call
-        if call is not None and not call.finished and call.running is None:
-            error = IncompleteBatchError(f"the loop over micro-batches was left early: {call.open_samples()} of {call.view.length} were not run")
+        if call is not None and not call.finished and not call.inside:
+            error = call.left_early()
             call.abort(error)
             raise error
 
     def _read_counts(self, view: BatchView, training: bool) -> Counts:
         self._warn(view, training)
+        _refuse_graphs(view)
         return Counts.read(self._count, view) if training else Counts.samples(view.length)
 
     def _warn(self, view: BatchView, training: bool) -> None:
@@ -395,12 +404,27 @@ def name_of(fn: Callable[..., Any]) -> str:
     return getattr(named, "__qualname__", type(named).__qualname__)
 
 
+def identity_of(fn: Callable[..., Any]) -> object:
+    """What traits are kept by: the code of a function, which its closures share, or an object's type."""
+    named = getattr(fn, "func", fn)
+    return getattr(named, "__code__", None) or getattr(getattr(named, "__func__", None), "__code__", None) or type(named)
+
+
 def _modules(model: object) -> Sequence[nn.Module]:
     if isinstance(model, Sequence) and not isinstance(model, str):
         return model
     raise UsageError(
         f"model={model!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them (a callable only to elastic_step, for methods)"
     )
+
+
+def _refuse_graphs(view: BatchView) -> None:
+    for name, tensor in view.named_tensors():
+        if tensor.grad_fn is not None:
+            raise BatchError(
+                f"the tensor {name or 'batch'!r} carries a graph ({tensor.grad_fn.name()}), and each piece would run backward through it again: "
+                "compute it inside loss_fn, with its module in model=[...], or detach it"
+            )
 
 
 def _refuse_capture() -> None:

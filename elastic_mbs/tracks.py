@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from elastic_mbs.calls import Capacity
 from elastic_mbs.errors import UsageError
 from elastic_mbs.perf_model import MemoryFit, TimeFit
 
@@ -20,43 +21,6 @@ RECENT_CALLS = 16
 """Calls whose batches count when it is asked how large a batch and how long a sample must be expected."""
 
 MAX_CEILINGS = 8
-
-
-def shape_class(elements: int) -> int:
-    """The class of a sample with that many elements: floor(log2(elements)).
-
-    Raises:
-        UsageError: `elements` below 1.
-    """
-    if elements < 1:
-        raise UsageError(f"elements={elements} per sample must be at least 1")
-    return elements.bit_length() - 1
-
-
-@dataclass(frozen=True)
-class Key:
-    """Which track a call belongs to.
-
-    Attributes:
-        name: of the loss function.
-        mode: "train" or "eval".
-        shape: shape class of the samples, see `shape_class`.
-    """
-
-    name: str
-    mode: str
-    shape: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.mode}, 2^{self.shape} elements per sample)"
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Bytes that this process could hold in all (what is free plus what it has reserved), and when that was read, by the controller's clock."""
-
-    bytes: int
-    at: float
 
 
 @dataclass

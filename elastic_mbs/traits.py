@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -12,8 +12,9 @@ class Traits:
     Attributes:
         walked: the census was taken.
         guests: the census found leaves outside the model, so that each call has to look again.
-        commits: commits of one clean backward, or None before the first; another number later means that the graph depends on the data.
+        commits: the numbers of commits that clean backwards had; several where the graph depends on the data (routing), none before the first.
         hidden: leaves commit that the census does not reach, or commit more than once in a backward: isolate.
+        custom: functions written in Python that have been through a clean backward; they may run another backward inside.
         draws: the step draws random numbers.
         changes_buffers: the step changes buffers.
         normalises_batch: the step normalises with statistics of the batch.
@@ -22,8 +23,9 @@ class Traits:
 
     walked: bool = False
     guests: bool = False
-    commits: int | None = None
+    commits: set[int] = field(default_factory=set)
     hidden: bool = False
+    custom: set[str] = field(default_factory=set)
     draws: bool = False
     changes_buffers: bool = False
     normalises_batch: bool = False
@@ -32,7 +34,7 @@ class Traits:
     @property
     def clean(self) -> bool:
         """Whether a clean backward has been seen."""
-        return self.commits is not None
+        return bool(self.commits)
 
     @property
     def mixes(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_mbs.accumulate import CountFn, Counts, looks_like_token_labels
-from elastic_mbs.batch import BatchView, Dims
+from elastic_mbs.batch import BatchView, Dims, map_tensors
 from elastic_mbs.errors import UsageError
 from elastic_mbs.losses import Terms, read_losses
 from elastic_mbs.parts import Parts
@@ -69,9 +69,8 @@ class _Probe:
         self._parts.streams.restore(self._streams)
         self._parts.buffers.restore(to_call_start=True)
         with torch.enable_grad():  # a loss without a graph is an error that should be found here as well
-            terms: Terms = read_losses(self._fn(self._parts.streamer.load(self._view.piece(start, stop)), *self._args, **self._kwargs), self._names)[
-                0
-            ]
+            piece = self._parts.streamer.load(map_tensors(self._view.piece(start, stop), torch.clone))
+            terms: Terms = read_losses(self._fn(piece, *self._args, **self._kwargs), self._names)[0]
         self.dtype = next(iter(terms.values())).dtype
         return {name: float(term.detach()) for name, term in terms.items()}
 
@@ -97,7 +96,7 @@ def verify(
     modules = parts.inventory.modules
     modes = [module.training for module in modules]
     streams = parts.streams.read(slow=True)
-    parts.buffers.begin_call(modules)
+    parts.buffers.begin_call(modules, VerifyReport)
     try:
         for module in modules:
             module.training = False

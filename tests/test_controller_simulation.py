@@ -3,6 +3,7 @@
 Every bound stands beside the reason for it. `need` is in units of a MB; sizes, times and slopes are those of BERT-Large in `reference/papers.md`.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -56,7 +57,7 @@ needs = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 400)), min_size=
 starts = st.one_of(st.none(), st.integers(1, 100))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(needs, st.integers(500, 20_000), st.integers(1, 300), starts, st.booleans(), st.booleans(), st.integers(0, 2**16), st.sampled_from([1, 1, 4]))
 def test_steady_memory_costs_at_most_one_failure_after_the_first_settled_size_then_no_move(
     lines: list[tuple[int, int]], total: int, batch: int, start: int | None, measured: bool, sensed: bool, seed: int, align: int
@@ -78,7 +79,7 @@ def test_steady_memory_costs_at_most_one_failure_after_the_first_settled_size_th
     assert sum(1 for ran in after if ran.move) <= 2 * math.ceil(math.log2(batch + 1)) + 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 8000), st.integers(5, 400), st.integers(0, 40), st.integers(2, 300), starts, st.integers(0, 2**16))
 def test_in_steady_memory_the_settled_size_is_the_best_that_fits(base: int, slope: int, room: int, batch: int, start: int | None, seed: int) -> None:
     need = bent([(base, slope)])
@@ -97,7 +98,7 @@ def square_wave(period: float, low: int) -> Callable[[float], int]:
     return lambda t: low if int(t / period) % 2 else 0
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.floats(40, 90), st.integers(1500, 6500), st.one_of(st.none(), st.integers(8, 100)), st.integers(0, 2**16))
 def test_square_wave_costs_one_failure_per_halving_and_full_size_returns(period: float, low: int, start: int | None, seed: int) -> None:
     device = Device(12_800, others=square_wave(period, low))
@@ -119,7 +120,7 @@ def test_square_wave_costs_one_failure_per_halving_and_full_size_returns(period:
             assert pieces(phase[-1].size) <= pieces(full), "full size is back before the co-tenant is"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(1000, 7000), st.floats(20, 200), st.integers(0, 2**16))
 def test_full_size_returns_within_a_bounded_number_of_calls_after_the_co_tenant_leaves(held: int, stay: float, seed: int) -> None:
     device = Device(12_800, others=lambda t: held if 30 <= t < 30 + stay else 0)
@@ -129,7 +130,7 @@ def test_full_size_returns_within_a_bounded_number_of_calls_after_the_co_tenant_
     back = run_until(job, 30 + stay + 120)
     calls = next(i for i, ran in enumerate(back) if pieces(ran.size) <= pieces(full) and not ran.ooms)
     # Each doubling waits for its patience; the first also for what is left of a cooldown that has seen at most two failed growths, and a reading.
-    step = back[0].at and max(b.at - a.at for a, b in zip(back, back[1:], strict=False))
+    step = back[0].at and max(b.at - a.at for a, b in itertools.pairwise(back))
     waiting = 4 * COOLDOWN + 1
     doublings = math.ceil(math.log2(full / low)) if low < full else 0
     assert back[calls].at - (30 + stay) <= (waiting + step if doublings else step) + doublings * (PATIENCE + 1) * step
@@ -152,7 +153,7 @@ def test_a_spike_between_two_readings_does_not_lower_the_size_for_good() -> None
     assert sum(ran.ooms for ran in run_until(job, 300)) == 0
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(st.floats(30, 120), st.integers(2000, 6000), st.integers(0, 2**16))
 def test_sawtooth_costs_a_failure_per_drop_and_two_in_between(period: float, height: int, seed: int) -> None:
     """Memory fills up slowly and is let go of at once, as a leaking neighbour that is restarted does."""
@@ -177,7 +178,7 @@ def falls(held: list[int], least: int) -> int:
     return count
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2**16), st.integers(50, 800))
 def test_random_walk_fails_no_oftener_than_the_cooldown_allows(seed: int, stride: int) -> None:
     rng = random.Random(seed)
@@ -193,11 +194,11 @@ def test_random_walk_fails_no_oftener_than_the_cooldown_allows(seed: int, stride
     assert len(failed) <= len(growths) + 6
     # After a failure nothing grows for a cooldown, and then only by `patience` clean calls: growths come in bursts of log2 steps.
     assert len(growths) <= math.ceil(math.log2(BATCH)) * (800 / Policy().cooldown)
-    # What grows fits with the margin; so a failure needs memory to have fallen by as much since (or an exploration: one), and each such fall is one change.
-    assert len(failed) <= falls(walk, int(12_800 * Policy().margin * 0.5)) + 2
+    # What grows fits with the margin, so a failure needs memory to have fallen by as much since (or is an exploration); 5,800 is the least there is.
+    assert len(failed) <= falls(walk, int(5800 * Policy().margin)) + 2
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2**16), st.floats(0.0, 0.04))
 def test_noise_below_the_dead_band_is_no_change_of_memory(seed: int, noise: float) -> None:
     rng = random.Random(seed)
@@ -223,7 +224,7 @@ def two_jobs(total: int, seeds: tuple[int, int], jitter: float, until: float, ne
     return first, second
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2**16), st.integers(13_000, 40_000))
 def test_two_jobs_on_one_device_stop_failing(seed: int, total: int) -> None:
     first, second = two_jobs(total, (seed, seed + 1), Policy().jitter, 400)
@@ -249,7 +250,7 @@ def test_jitter_takes_jobs_out_of_step() -> None:
     step = 0.1 * 4
     pairs = [(a, b) for i, a in enumerate(moments) for b in moments[i + 1 :]]
     together = sum(any(abs(t - u) < step for u in b) for a, b in pairs for t in a) / sum(len(a) for a, _ in pairs)
-    assert together < 0.6
+    assert together < 0.5
 
 
 @pytest.mark.parametrize("period", [6.0, 12.0])

@@ -43,7 +43,7 @@ def test_where_minimum_and_size_conflict_there_are_as_many_pieces_as_the_minimum
     pieces = partition(0, length, size, minimum=minimum, align=align)
     assert len(pieces) <= len(partition(0, length, size, align=align))
     if len(pieces) < len(partition(0, length, size, align=align)):
-        finer = -(-(-(-length // align)) // (len(pieces) + 1)) * align
+        finer = smallest_size(length, len(pieces) + 1, align=align)
         one_more = [b - a for a, b in partition(0, length, finer, align=align)]
         assert len(one_more) != len(pieces) + 1 or min(one_more) < minimum
 

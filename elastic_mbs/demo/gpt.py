@@ -85,9 +85,9 @@ def token_loss(batch: Batch, model: nn.Module) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
-def make_model(config: GPTConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> GPT:
+def make_model(config: GPTConfig, *, seed: int, dtype: torch.dtype) -> GPT:
     """A model with initial weights that depend on the seed alone; torch's own random stream does not move."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT(config)
-    return model.to(device=device, dtype=dtype)
+    return model.to(dtype)

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 
+from elastic_mbs.demo.tenant import Move
 from elastic_mbs.demo.text import Batch
 from elastic_mbs.events import Event, OutOfMemory, Resized
 from elastic_mbs.memory import Headroom, MemorySensor, UsageMeter
@@ -43,8 +44,7 @@ class Step:
         events: what happened in it, each with its time.
         result: as the runtime gave it.
         loss: the batch's loss.
-        peak: highest use seen, in bytes.
-        limit: bytes that there were at its end.
+        peak: the moment of highest use; None where memory cannot be read.
         lost: seconds in attempts that failed.
     """
 
@@ -56,9 +56,21 @@ class Step:
     events: list[tuple[float, Event]] = field(default_factory=list)
     result: StepResult | None = None
     loss: float = 0.0
-    peak: int = 0
-    limit: int = 0
+    peak: Sample | None = None
     lost: float = 0.0
+
+
+class Console(Protocol):
+    """Whoever watches the run."""
+
+    def step(self, step: Step) -> None:
+        """A step is done."""
+
+    def event(self, event: Event) -> None:
+        """Something happened to a call."""
+
+    def move(self, move: Move) -> None:
+        """The co-tenant is about to move."""
 
 
 class Record:
@@ -68,8 +80,7 @@ class Record:
         model: its forward passes are the attempts.
         sensor: how much memory there is.
         meter: how much of it is used.
-        on_step: called after each step.
-        on_event: called for each event.
+        console: told of each step, event and move.
         clock: seconds.
     """
 
@@ -78,15 +89,15 @@ class Record:
         model: nn.Module,
         sensor: MemorySensor,
         meter: UsageMeter,
+        console: Console,
         *,
-        on_step: Callable[[Step], object] = lambda step: None,
-        on_event: Callable[[Event], object] = lambda event: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.steps: list[Step] = []
         self.samples: list[Sample] = []
+        self.moves: list[tuple[float, Move]] = []
         self._sensor, self._meter = sensor, meter
-        self._on_step, self._on_event = on_step, on_event
+        self._console = console
         self._clock = clock
         self._attempt = 0.0
         self._first = 0
@@ -120,9 +131,8 @@ class Record:
             yield batch
             step.ended = self._clock()
             self._sample()
-            step.peak = max((sample.used for sample in self.samples[self._first :]), default=0)
-            step.limit = self.samples[-1].limit if self.samples else 0
-            self._on_step(step)
+            step.peak = max(self.samples[self._first :], key=lambda sample: sample.used, default=None)
+            self._console.step(step)
 
     def result(self, result: StepResult) -> None:
         """Takes down what a call gave back."""
@@ -136,13 +146,19 @@ class Record:
         replayed, everything since the step began is lost.
         """
         now, step = self._clock(), self.steps[-1]
+        self._sample()
         step.events.append((now, event))
         if isinstance(event, OutOfMemory):
             step.lost = now - step.began if event.mode == "step" else step.lost + now - self._attempt
             self._size(now, event.size_after)
         elif isinstance(event, Resized):
             self._size(now, event.after)
-        self._on_event(event)
+        self._console.event(event)
+
+    def moved(self, move: Move) -> None:
+        """Takes down a move of the co-tenant."""
+        self.moves.append((self._clock(), move))
+        self._console.move(move)
 
     def _forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         now, step = self._clock(), self.steps[-1]

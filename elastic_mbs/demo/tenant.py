@@ -7,7 +7,7 @@ limit of a `MemoryBudget`, which it moves; on CUDA it is another process (`elast
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -49,8 +49,8 @@ def write_script(steps: int, budget: int, floor: int) -> list[Move]:
     arrival, spike = steps // 4, steps // 2
     return [
         Move(arrival, 2, "backward", max(floor, budget // 2), "a co-tenant arrives"),
-        Move(spike, 2, "forward", max(floor, budget // 5), "the co-tenant takes nearly all"),
-        Move(max(spike + 1, steps * 3 // 5), 1, "forward", budget, "the co-tenant leaves"),
+        Move(spike, 2, "forward", max(floor, budget // 5), "it takes more"),
+        Move(max(spike + 1, steps * 3 // 5), 1, "forward", budget, "it leaves"),
     ]
 
 
@@ -61,11 +61,14 @@ class Tenant(ABC):
         budget: bytes that there are for both.
         script: its moves, in order.
         module: its forward passes are what counts as micro-batches: the last block of the model.
+
+    Attributes:
+        on_move: called just before each move.
     """
 
     def __init__(self, budget: int, script: Sequence[Move], module: nn.Module) -> None:
         self.budget = budget
-        self.moves: list[tuple[Move, int]] = []
+        self.on_move: Callable[[Move], object] = lambda move: None
         self._script = list(script)
         self._module = module
         self._step = -1
@@ -100,7 +103,7 @@ class Tenant(ABC):
                 self._do(move)
 
     def _do(self, move: Move) -> None:
-        print(f"          {move.what}: {move.left / 2**20:.0f} of {self.budget / 2**20:.0f} MiB are left (in {move.phase} of micro-batch {self._seen})", flush=True)
+        self.on_move(move)
         self.leave(move.left)
 
 

@@ -107,20 +107,37 @@ def collate(documents: Sequence[bytes]) -> Batch:
     return {"tokens": tokens, "labels": labels}
 
 
-def make_batches(path: Path | None, *, steps: int, batch: int, longest: int, seed: int) -> list[Batch]:
+class Loader:
     """One batch per step, of documents that are roughly as long as each other: the lengths of the batches differ.
 
-    Raises:
-        UsageError: see `read_documents`.
+    It can be gone through any number of times, always with the same batches; they are made one at a time, so that none but the present one takes
+    memory.
+
+    Args:
+        documents: `steps · batch` of them.
+        batch: documents per batch.
+        seed: of the order.
     """
-    documents = read_documents(path, count=steps * batch, longest=longest, seed=seed)
-    rng = random.Random(seed)
-    batches: list[Batch] = []
-    for start in range(0, len(documents), BUCKET * batch):
-        bucket = sorted(documents[start : start + BUCKET * batch], key=len)
-        chunks = [bucket[i : i + batch] for i in range(0, len(bucket), batch)]
-        rng.shuffle(chunks)
-        for chunk in chunks:
-            rng.shuffle(chunk)  # or every batch would have its longest documents in the last piece
-            batches.append(collate(chunk))
-    return batches
+
+    def __init__(self, documents: Sequence[bytes], batch: int, seed: int) -> None:
+        rng = random.Random(seed)
+        self._chunks: list[list[bytes]] = []
+        for start in range(0, len(documents), BUCKET * batch):
+            bucket = sorted(documents[start : start + BUCKET * batch], key=len)
+            chunks = [bucket[i : i + batch] for i in range(0, len(bucket), batch)]
+            rng.shuffle(chunks)
+            for chunk in chunks:
+                rng.shuffle(chunk)  # or every batch would have its longest documents in the last piece
+            self._chunks += chunks
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches, in order."""
+        return map(collate, self._chunks)
+
+    def longest(self) -> Batch:
+        """The batch with the longest document."""
+        return collate(max(self._chunks, key=lambda chunk: max(map(len, chunk))))

@@ -1,7 +1,7 @@
 """A simulated device with simulated time: the engine's loop around a controller, without torch.
 
-Memory is what the test says it is: `need(elements)` bytes for a piece, `others(time)` bytes held by co-tenants that do not react, and what the other jobs
-on the same device have reserved. Readings come once a second, as the monitor's do, so that most decisions see a stale one.
+Memory is what the test says it is: `need(elements)` bytes for a piece, `others(time)` bytes held by co-tenants that do not react, and what the other
+jobs on the same device have reserved. Readings come once a second, as the monitor's do, so that most decisions see a stale one.
 """
 
 from __future__ import annotations

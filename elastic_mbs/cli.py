@@ -1,0 +1,51 @@
+"""The command line: `elastic-mbs`, also `python -m elastic_mbs`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from elastic_mbs import __version__, demo
+from elastic_mbs.errors import RecoveryError, UsageError
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints come as `UsageError`: one line, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: the command line without the program's name; None for this process's.
+
+    Returns:
+        The exit code: that of the command, 2 for bad input, 130 after Ctrl-C.
+    """
+    parser = _Parser(prog="elastic-mbs", description="PyTorch training that survives out-of-memory errors, with exact gradients.")
+    parser.add_argument("--version", action="version", version=f"elastic-mbs {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    command = commands.add_parser("demo", help="train a small GPT in less memory than its batch needs, and compare", description=demo.__doc__)
+    demo.add_arguments(command)
+    command.set_defaults(run=demo.main)
+    try:
+        parsed = parser.parse_args(arguments)
+        code: int = parsed.run(parsed)
+    except UsageError as error:
+        print(f"elastic-mbs: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except RecoveryError as error:
+        print(f"elastic-mbs: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code

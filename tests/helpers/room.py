@@ -1,0 +1,143 @@
+"""A limit on what a test's own tensors may take, on the GPU as on the CPU, and a neighbour that takes memory away."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from elastic_mbs import MemoryBudget
+
+ROOT = Path(__file__).resolve().parents[2]
+MEBI = 2**20
+PLENTY = 2**50
+
+
+class Room:
+    """How much memory there is on a device: a memory fraction on CUDA, a `MemoryBudget` on the CPU.
+
+    Args:
+        device: which.
+        modules: what is on the device already.
+    """
+
+    def __init__(self, device: torch.device, *modules: nn.Module) -> None:
+        self.device = device
+        self._budget = None if device.type == "cuda" else MemoryBudget(PLENTY, modules)
+
+    def __enter__(self) -> Self:
+        if self._budget is not None:
+            self._budget.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._budget is not None:
+            self._budget.__exit__(kind, error, trace)
+        else:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            torch.cuda.empty_cache()
+
+    def taken(self) -> int:
+        """Bytes of live tensors."""
+        gc.collect()
+        return self._budget.live if self._budget is not None else torch.cuda.memory_allocated(self.device)
+
+    def allow(self, more: int) -> None:
+        """Lets this process have `more` bytes than it holds now."""
+        if self._budget is not None:
+            self._budget.limit = self._budget.live + more
+            return
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info(self.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved(self.device) + more) / total), self.device)
+
+    def need(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes at its peak, more than what is held before it."""
+        before = self.taken()
+        if self._budget is not None:
+            self._budget.reset_peak()
+            run()
+            return self._budget.peak - before
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+class Neighbour:
+    """Somebody else on the device: another process on CUDA (the demo's ballast), a lower limit on the CPU.
+
+    Args:
+        room: ours.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        device = self._room.device
+        if device.type == "cuda":
+            command = [sys.executable, "-m", "elastic_mbs.demo.ballast", str(device.index)]
+            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._answer("ready")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process is not None:
+            with self._process:  # closes the pipes, which ends it, and waits for that
+                pass
+
+    def come(self, left: int) -> None:
+        """Takes all that is free but `left` bytes."""
+        if self._process is None:
+            self._room.allow(left)
+        else:
+            torch.cuda.empty_cache()
+            self._hold(torch.cuda.mem_get_info(self._room.device)[0] - left)
+
+    def go(self) -> None:
+        """Gives everything back."""
+        if self._process is None:
+            self._room.allow(PLENTY)
+        else:
+            self._hold(0)
+
+    def _hold(self, size: int) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"hold {size}\n")
+        self._process.stdin.flush()
+        self._answer("holding")
+
+    def _answer(self, word: str) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line.startswith(word), f"the ballast process said {line!r} (exit code {self._process.poll()})"
+
+
+class Wide(nn.Module):
+    """Few weights and large activations, so that memory is a matter of the micro-batch; backward needs more than forward.
+
+    Args:
+        width: bytes of one activation per sample, over 8.
+        middle: a layer in the middle (dropout, BatchNorm).
+    """
+
+    def __init__(self, width: int, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.middle = nn.Identity() if middle is None else middle
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """(samples, 8) → (samples, 4)."""
+        return self.last(torch.tanh(torch.sin(self.middle(torch.tanh(self.first(x))))))

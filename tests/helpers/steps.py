@@ -1,0 +1,99 @@
+"""Small float64 training steps, and what to compare them with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic_mbs import ElasticMBS, StepResult
+from elastic_mbs.memory import NoSensor
+from stress.exhaustive import error_of
+
+Pair = tuple[Tensor, Tensor]
+LossFn = Callable[..., Any]
+
+
+def elastic(model: nn.Module, **options: Any) -> ElasticMBS:
+    """A runtime without a thread, without readings, without waits and without chance."""
+    return ElasticMBS(
+        model, **{"monitor_interval": 0, "sensor": NoSensor("not in this test"), "wait_for_memory": 0, "seed": 0, "grow": False, **options}
+    )
+
+
+def mlp(width: int = 8, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4)).double()
+
+
+def pairs(n: int = 8, seed: int = 1) -> Pair:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 6, dtype=torch.float64, generator=generator), torch.randint(0, 4, (n,), generator=generator)
+
+
+def cross_entropy(model: nn.Module) -> LossFn:
+    def loss_fn(batch: Pair) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    return loss_fn
+
+
+def grads(leaves: nn.Module | Iterable[Tensor]) -> list[Tensor | None]:
+    """Copies of the gradients."""
+    tensors = leaves.parameters() if isinstance(leaves, nn.Module) else leaves
+    return [None if leaf.grad is None else leaf.grad.clone() for leaf in tensors]
+
+
+def whole_gradient(model: nn.Module, make_loss: Callable[[nn.Module], Tensor]) -> list[Tensor | None]:
+    """The gradient of a plain backward, on a copy of the model."""
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    make_loss(twin).backward()
+    return grads(twin)
+
+
+def off_by(leaves: nn.Module | Iterable[Tensor], wanted: list[Tensor | None]) -> float:
+    """Largest relative difference from the gradients wanted; infinite where one side has none."""
+    return error_of(grads(leaves), wanted)
+
+
+def loop(mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
+    """Door 3, as a user writes it."""
+    for micro in mbs.micro_batches(batch):
+        with micro:
+            loss = loss_fn(micro.data)
+            micro.backward(loss)
+    assert mbs.last_result is not None
+    return mbs.last_result
+
+
+def through(door: int, mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
+    """One call through door 1 or 3."""
+    return mbs.backward(loss_fn, batch) if door == 1 else loop(mbs, loss_fn, batch)
+
+
+class FailOn:
+    """Raises an error on chosen calls, counted from 1."""
+
+    def __init__(self, *calls: int, error: Callable[[], BaseException] | None = None) -> None:
+        self.calls = frozenset(calls)
+        self.count = 0
+        self.error = error or (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."))
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count in self.calls:
+            raise self.error()
+
+
+def still_works(mbs: ElasticMBS, model: nn.Module) -> bool:
+    """Whether the next call gives the right gradient, with nothing left over of what went wrong before."""
+    batch = pairs(8, seed=77)
+    model.zero_grad()
+    mbs.backward(cross_entropy(model), batch)
+    return off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12
