@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 
@@ -46,14 +46,14 @@ def walk(root: Node) -> Census:
     custom: set[str] = set()
     while stack:
         node = stack.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):  # an AccumulateGrad node
-            leaves.append(variable)
-        elif "BatchNorm" in node.name():
+        name = node.name()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            custom.add(name)
+        elif name == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]  # torch does not say that this node has it
+        if "BatchNorm" in name:
             # Frozen statistics (eval mode) leave the samples independent; a backend that does not say is taken to use the batch's.
             normalises_batch = normalises_batch or bool(getattr(node, "_saved_training", True))
-        elif isinstance(node, torch.autograd.function.BackwardCFunction):
-            custom.add(node.name())
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -137,6 +137,10 @@ class CommitLog:
         """Leaves that committed in this attempt, in order; one that committed twice is there twice."""
         return list(self._fired)
 
+    def sample(self, most: int = 16) -> list[torch.Tensor]:
+        """A few of the leaves that committed, spread over all of them."""
+        return self._fired[:: max(1, -(-len(self._fired) // most))]
+
     def __len__(self) -> int:
         """How many commits there were in this attempt."""
         return len(self._fired)
@@ -184,19 +188,15 @@ def inner_backwards(found: Callable[[tuple[torch.Tensor, ...]], None]) -> Iterat
         found: gets the leaves of each inner graph before anything has committed to them.
     """
     original = torch.autograd.backward
-    depth = 0
 
     def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal depth
-        if depth:
-            for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
-                if tensor.grad_fn is not None:
-                    found(walk(tensor.grad_fn).leaves)
-        depth += 1
-        try:
-            original(tensors, *args, **kwargs)
-        finally:
-            depth -= 1
+        # A graph task runs on this thread: on a GPU that is the device's worker and not the thread that called us.
+        if torch._C._current_graph_task_id() != -1:
+            for root in (tensors,) if isinstance(tensors, torch.Tensor | GradientEdge) else tensors:
+                node = root.node if isinstance(root, GradientEdge) else root.grad_fn
+                if node is not None:
+                    found(walk(node).leaves)
+        original(tensors, *args, **kwargs)
 
     torch.autograd.backward = watched
     try:

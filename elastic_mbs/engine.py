@@ -25,7 +25,7 @@ from elastic_mbs.commits import inner_backwards
 from elastic_mbs.controller import Key, Observation, shape_class
 from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
 from elastic_mbs.events import Resized
-from elastic_mbs.guards import GradientSentinels, StepGuard, enter_call, leave_call, running_call
+from elastic_mbs.guards import GradientSentinels, StepGuard, check_gradients_stayed, enter_call, leave_call, running_call
 from elastic_mbs.history import History
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.learning import learn, meet_inner_leaves, take_census
@@ -215,8 +215,8 @@ class Call:
         """Weighs the loss and runs backward; see `MicroBatch.backward`."""
         if micro is not self.running or micro._phase != "forward" or not self.training:
             raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
-        self._sentinels.check()
         self.refuse_own_backward()
+        self._sentinels.check()
         terms, outputs = read_losses(value, self.counts.names)
         # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
         self.store(micro, outputs)
@@ -224,10 +224,11 @@ class Call:
         micro._loss, micro._root = loss.detach(), loss.grad_fn
         if self.table is not None:
             micro._losses = tuple(terms.values())
-        take_census(self, micro)
-        self._set_gradients_aside()
-        micro._phase = "backward"
-        self._run_backward(micro, loss)
+        if loss.grad_fn is not None:  # the terms with a graph may have no counts in this piece
+            take_census(self, micro)
+            self._set_gradients_aside()
+            micro._phase = "backward"
+            self._run_backward(micro, loss)
         micro._phase = "commit"
 
     def store(self, micro: MicroBatch, outputs: Any) -> None:
@@ -265,7 +266,7 @@ class Call:
     def _backward_of(self, micro: MicroBatch, loss: torch.Tensor) -> None:
         settings = self.parts.settings
         if micro._piece.committed:
-            missing = [leaf for leaf in micro._leaves or () if id(leaf) not in micro._piece.committed]
+            missing = [leaf for leaf in micro._leaves or () if not self.history.is_marked(leaf, micro._piece.committed)]
             if missing:
                 torch.autograd.backward(loss, inputs=missing)
         elif settings.backward is not None:
@@ -298,7 +299,8 @@ class Call:
             if micro._phase != "commit":
                 self.refuse_own_backward()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
-            if len(parts.commits) not in traits.commits and not micro._piece.committed:
+            check_gradients_stayed(parts.commits.sample(), parts.inventory.name_of)
+            if len(parts.commits) not in traits.commits and micro._root is not None and not micro._piece.committed:
                 learn(self, micro)
             if self.isolation is not None:
                 retrying(parts, "add a piece's gradient to the batch's", self.isolation.fold)

@@ -36,17 +36,15 @@ def leave_call(call: object) -> None:
 
 
 class StepGuard:
-    """Calls `refuse` when any optimizer on this thread steps while the guard is up."""
+    """Calls `refuse` when any optimizer steps while the guard is up, on any thread: a backward on a GPU has its own."""
 
     def __init__(self, refuse: Callable[[torch.optim.Optimizer], None]) -> None:
         self._refuse = refuse
         self._handle: RemovableHandle | None = None
-        self._thread = 0
 
     def up(self) -> None:
         """Starts watching."""
         if self._handle is None:
-            self._thread = threading.get_ident()
             self._handle = register_optimizer_step_pre_hook(self._on_step)
 
     def down(self) -> None:
@@ -56,8 +54,7 @@ class StepGuard:
             self._handle = None
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._refuse(optimizer)
+        self._refuse(optimizer)
 
 
 class GradientSentinels:
@@ -71,7 +68,7 @@ class GradientSentinels:
 
     def remember(self, leaves: Sequence[torch.Tensor]) -> None:
         """Notes the gradients as they are after a piece has committed."""
-        step = max(1, len(leaves) // 16)
+        step = max(1, -(-len(leaves) // 16))
         self._seen = [(leaf, grad, grad._version) for leaf in leaves[::step] if (grad := leaf.grad) is not None]
 
     def forget(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,12 +23,21 @@ class History:
         self.touched = False  # something of this call may be in a gradient that was there before it
         self.edited = False  # an earlier piece of this call edited its samples in place
         self.wait_left = wait_for_memory
-        # Leaves that failed attempts committed to: what is remembered of them are ids, which must not be given to other tensors.
-        self.kept_alive: list[torch.Tensor] = []
+        self._marked: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def progress(self) -> None:
         """A piece committed."""
         self.since_progress = self.at_floor = 0
+
+    def mark(self, leaves: Iterable[torch.Tensor]) -> frozenset[int]:
+        """The ids of leaves that a failed attempt committed to. Weak: a step may make leaves of its own, which end with it."""
+        found = {id(leaf): weakref.ref(leaf) for leaf in leaves}
+        self._marked.update(found)
+        return frozenset(found)
+
+    def is_marked(self, leaf: torch.Tensor, ids: frozenset[int]) -> bool:
+        """Whether `leaf` is among them, and not another tensor that got the id of one that is gone."""
+        return id(leaf) in ids and self._marked[id(leaf)]() is leaf
 
     def check_guests(self, guests: Sequence[torch.Tensor]) -> None:
         """Looks at leaves that the census met for the first time in this call.

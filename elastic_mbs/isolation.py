@@ -64,10 +64,11 @@ class Isolation:
                 held.leaf.grad = None if held.wide else held.total
 
     def _add(self, held: _Held, new: torch.Tensor) -> None:
-        if held.wide and held.total is None:
-            total = (new if held.original is None else held.original).to(self._dtype)
-            held.total = total if held.original is None else total.add_(new)
-        elif held.total is None:
+        if held.wide:
+            new = new.to(self._dtype)
+            if held.total is None and held.original is not None:
+                held.total = held.original.to(self._dtype)
+        if held.total is None:
             held.total = new
         elif held.total.layout is not torch.strided and new.layout is torch.strided:
             held.total = new.add_(held.total)  # a sparse tensor cannot take a dense one in place; autograd makes the sum dense too
@@ -89,10 +90,10 @@ class Isolation:
                     held.leaf.grad = held.total
                 elif held.total is None:
                     held.leaf.grad = held.original
-                elif held.original is None:
-                    held.leaf.grad = held.total.to(held.leaf.dtype)
                 else:
-                    held.leaf.grad = held.original.copy_(held.total)
+                    total = held.total.coalesce() if held.total.layout is torch.sparse_coo else held.total  # or its entries are rounded one by one
+                    same = held.original is not None and held.original.layout is total.layout
+                    held.leaf.grad = held.original.copy_(total) if same and held.original is not None else total.to(held.leaf.dtype)
                 held.finished, held.total = True, None
         self._held.clear()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic_mbs.commits import has_foreign_hook, walk
-from elastic_mbs.guards import check_gradients_stayed
 from elastic_mbs.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -45,16 +44,11 @@ def meet_inner_leaves(call: Call, leaves: tuple[torch.Tensor, ...]) -> None:
 
 
 def learn(call: Call, micro: MicroBatch) -> None:
-    """Compares a clean backward with the census: the first one, and each with a number of commits not seen before.
-
-    Raises:
-        OptimizerInBackwardError: a leaf that committed has no gradient any more.
-    """
+    """Compares a clean backward with the census: the first one, and each with a number of commits not seen before."""
     parts, traits = call.parts, call.traits
     assert micro._root is not None
     assert call.stream_start is not None
     committed = parts.commits.committed()
-    check_gradients_stayed(committed, parts.inventory.name_of)
     if micro._leaves is None:
         census = walk(micro._root)
         micro._leaves, micro._custom = census.leaves, census.custom

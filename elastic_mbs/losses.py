@@ -14,6 +14,11 @@ Terms = dict[str | None, torch.Tensor]
 
 _WAYS = "return the loss, (loss, outputs), an object with .loss, or a dict with 'loss'"
 
+NO_GRAPH = (
+    "the loss has no graph, so there is nothing to differentiate: was it computed under torch.no_grad() or from detached tensors, "
+    "or are all parameters frozen?"
+)
+
 
 def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
     """Splits what `loss_fn` returned into loss terms and outputs.
@@ -42,10 +47,7 @@ def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
             raise LossError(f"the losses and count= must have the same names: missing {missing}, without a count {extra}")
         terms = {name: _scalar(loss[name], f"the loss {name!r}") for name in names}
     if not any(term.requires_grad for term in terms.values()):
-        raise LossError(
-            "the loss has no graph, so there is nothing to differentiate: was it computed under torch.no_grad() or from detached tensors, "
-            "or are all parameters frozen?"
-        )
+        raise LossError(NO_GRAPH)
     return terms, outputs
 
 

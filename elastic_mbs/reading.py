@@ -92,7 +92,8 @@ class Node:
             renewed = [fresh(item) for item in part] if roles_in(part) & _RENEWED else part
             return self.kind.put(self.value, list(range(len(part))), renewed)
         if cut is Cut.INDEX:
-            return self.value[(*(slice(None),) * self.dim, slice(start, stop))]
+            # A copy: an array has no version that would tell of an edit in place.
+            return self.value[(*(slice(None),) * self.dim, slice(start, stop))].copy()
         assert self.kind.splitter is not None
         return self.kind.splitter.cut(self.value, start, stop)
 

@@ -98,14 +98,13 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
         piece=micro._piece,
         phase=micro._phase,
         verdict=verdict,
-        fired=frozenset(id(leaf) for leaf in committed),
+        fired=call.history.mark(committed),
         unknown=unknown,
         normalises_batch=normalises_batch,
         surprising=surprising,
         edited=call.view.versions() != call.versions and not call.history.edited,
         streams=micro._streams,
     )
-    call.history.kept_alive.extend(committed)
     parts.commits.end()
     if call.table is not None:
         call.table.empty()

@@ -15,7 +15,7 @@ from elastic_mbs.errors import UsageError
 OutputPlace = Literal["cpu", "device"] | None
 
 
-@dataclass
+@dataclass(eq=False)
 class StepResult:
     """The outcome of one call.
 
@@ -68,6 +68,7 @@ class StoredOutput:
         self._value = _map_any(value, self._to_host if place == "cpu" else torch.Tensor.detach)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.grad_fn is not None
         tensor = tensor.detach()
         if tensor.is_cuda:  # cuda-only
             if self._event is None:
@@ -76,7 +77,7 @@ class StoredOutput:
             pinned.copy_(tensor, non_blocking=True)
             self._event.record(torch.cuda.current_stream(tensor.device))
             return pinned
-        return tensor.to("cpu")
+        return tensor.to("cpu", copy=not own)  # what the step did not compute (a buffer, say) may change under us
 
     def get(self) -> Any:
         """The outputs, once they are there."""

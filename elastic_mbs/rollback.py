@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -52,7 +53,7 @@ class RandomStreams:
 
     def _slow(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         numpy = sys.modules.get("numpy.random")
-        return self._hosts if numpy is None else [*self._hosts, (numpy.get_state, numpy.set_state)]
+        return self._hosts if numpy is None else [*self._hosts, (partial(numpy.get_state, legacy=False), numpy.set_state)]
 
     def read(self, *, slow: bool) -> StreamState:
         """The present states; `slow` asks for those of Python and numpy too."""
@@ -97,8 +98,12 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]
 
 def check_generators(generators: Sequence[Any]) -> str | None:
     """Why one of these cannot be rolled back, or None."""
+    if not isinstance(generators, Sequence):
+        return f"generators={generators!r} is no sequence of random generators"
     for generator in generators:
-        if not any(hasattr(generator, name) for name in ("getstate", "get_state", "bit_generator")):
+        try:
+            (generator.get_state if isinstance(generator, torch.Generator) else _accessors(generator)[0])()
+        except (AttributeError, NotImplementedError):
             return f"generators= has a {type(generator).__name__}, whose state cannot be read; give torch, random or numpy generators"
     return None
 
@@ -131,7 +136,9 @@ class _Mark:
         if self.tensor is None:
             return True
         right = self.copy is not None or _version(self.tensor) == self.version
-        if self.copy is not None and not _same(self):
+        if self.copy is not None and self.copy.shape != self.tensor.shape:
+            self.tensor.data = self.copy.to(self.tensor.device, copy=True)  # resized in place
+        elif self.copy is not None and not _same(self):
             self.tensor.copy_(self.copy)
         self.version = _version(self.tensor)
         return right
@@ -274,7 +281,13 @@ def _copyable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 
 
 def _same(mark: _Mark) -> bool:
-    return mark.copy is None or mark.tensor is None or torch.equal(mark.copy, mark.tensor.detach().to(mark.copy.device))
+    if mark.copy is None or mark.tensor is None:
+        return True
+    now = mark.tensor.detach().to(mark.copy.device)
+    if torch.equal(mark.copy, now):
+        return True
+    # NaN is not equal to itself, but a buffer that holds one has not changed for that.
+    return now.shape == mark.copy.shape and now.is_floating_point() and bool(((now == mark.copy) | (now.isnan() & mark.copy.isnan())).all())
 
 
 def _copy_into(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, UsageMeter, sensor_for
-from elastic_mbs.micro_batch import MicroBatch
+from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
 from elastic_mbs.recovery import retrying
 from elastic_mbs.result import OutputPlace, StepResult
@@ -121,6 +121,13 @@ class ElasticMBS:
             raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
         if min_micro_batch_size is None:
             min_micro_batch_size = 2 if inventory.normalises_batch() and micro_batch_size != 1 and max_micro_batch_size != 1 else 1
+        if sensor is not None and not isinstance(sensor, MemorySensor):
+            raise UsageError(f"sensor={sensor!r} is no MemorySensor: it has no read()")
+        if policy is not None and not isinstance(policy, Policy):
+            raise UsageError(f"policy={policy!r} is no elastic_mbs.Policy")
+        sinks = (on_event,) if callable(on_event) else tuple(on_event) if isinstance(on_event, Iterable) else (on_event,)
+        if not all(callable(sink) for sink in sinks):
+            raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
         settings = Settings(
             name=name or "elastic_mbs",
             micro_batch_size=micro_batch_size,
@@ -143,7 +150,7 @@ class ElasticMBS:
         self.last_result: StepResult | None = None
         self._count = count
         self._dims = dims
-        self._log = EventLog([on_event] if callable(on_event) else on_event)
+        self._log = EventLog(sinks)
         devices = inventory.devices()
         meter: UsageMeter
         found, meter = sensor_for(devices[0])
@@ -170,16 +177,20 @@ class ElasticMBS:
             stopwatch=Stopwatch(devices[0]),
             streamer=Streamer(choose_device(device, devices)),
         )
-        self._parts.commits.watch(inventory.leaves)
+        if enabled:
+            self._parts.commits.watch(inventory.leaves)
         self._call: Call | None = None
+        self._totals: Totals | None = None  # where there is no call: in verify, and when not enabled
         self._readings: dict[str, Any] = {}
+        self._looked_at: set[str] = set()
         self._stats = Stats()
 
     # ------------------------------------------------------------------ lifetime
 
     def __enter__(self) -> Self:
         """Starts the memory monitor."""
-        self._monitor.start()
+        if self.enabled:
+            self._monitor.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -291,7 +302,13 @@ class ElasticMBS:
         if running_call() is not None:
             raise NestedCallError("verify() was called inside a step function; call it beside the training loop")
         view = BatchView(batch, self._dims)
-        return verify(self._parts, view, self._count, loss_fn, args, kwargs, min(samples, view.length), self._dims)
+        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.readings)
+        counts = Counts.read(self._count, few)
+        self._totals = counts.total
+        try:
+            return verify(self._parts, few, counts, loss_fn, args, kwargs)
+        finally:
+            self._totals = None
 
     # ------------------------------------------------------------------ what is seen from outside
 
@@ -315,15 +332,17 @@ class ElasticMBS:
         return self._stats.copy()
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Totals:
         """The counts of the batch that is running, for a `loss_fn` that normalises by itself.
 
         Raises:
             UsageError: no batch is running.
         """
-        if self._call is None or self._call.finished:
+        if self._call is not None and not self._call.finished:
+            return self._call.totals
+        if self._totals is None:
             raise UsageError("mbs.total is known only while a batch runs: read it inside loss_fn")
-        return self._call.totals
+        return self._totals
 
     @property
     def headroom(self) -> Reading:
@@ -338,7 +357,7 @@ class ElasticMBS:
         self._monitor.start()
         view = BatchView(batch, self._dims, self._readings.get(name))
         self._readings[name] = view.readings
-        counts = retrying(self._parts, "count the loss terms", lambda: self._read_counts(view, training))
+        counts = retrying(self._parts, "count the loss terms", lambda: self._read_counts(view, name, training))
         outputs = self.settings.outputs if training else "device"
         self._call = Call(self._parts, view, counts, name=name, identity=identity, training=training, outputs=outputs, own_graph=own_graph)
         return self._call
@@ -348,13 +367,21 @@ class ElasticMBS:
             yield from call
         finally:  # a `break` after the last piece ends the loop here
             if call.result is not None:
-                self.last_result = self._finish(call)
+                self._finish(call)
 
     def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
-        view = BatchView(batch, self._dims)
-        counts = Counts.read(self._count, view)
-        whole = WholeBatch(self.settings, batch, counts.names, counts.total, view.length)
-        yield whole.micro
+        names = tuple(self._count) if isinstance(self._count, Mapping) else None
+        try:
+            view = BatchView(batch, self._dims)
+        except BatchError:  # nothing has to be cut, so nothing is refused
+            whole = WholeBatch(self.settings, batch, names, 0, 0)
+        else:
+            self._totals = Counts.read(self._count, view).total
+            whole = WholeBatch(self.settings, batch, names, self._totals, view.length)
+        try:
+            yield whole.micro
+        finally:
+            self._totals = None
         self.last_result = whole.result()
 
     def _finish(self, call: Call) -> StepResult:
@@ -362,8 +389,9 @@ class ElasticMBS:
         assert result is not None
         if self._call is call:
             self._call = None  # it holds the batch
+        self._stats.add(result, call.view.length, training=call.training)
         if call.training:
-            self._stats.add(result, call.view.length)
+            self.last_result = result
         return result
 
     def _refuse_incomplete(self) -> None:
@@ -373,8 +401,10 @@ class ElasticMBS:
             call.abort(error)
             raise error
 
-    def _read_counts(self, view: BatchView, training: bool) -> Counts:
-        self._warn(view, training)
+    def _read_counts(self, view: BatchView, name: str, training: bool) -> Counts:
+        if name not in self._looked_at:
+            self._warn(view, training)
+            self._looked_at.add(name)
         _refuse_graphs(view)
         return Counts.read(self._count, view) if training else Counts.samples(view.length)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,8 +62,14 @@ class Settings:
             raise UsageError(f"accumulate_dtype={self.accumulate_dtype!r} is not wider than half precision: use torch.float32, or None")
         if self.scaler is not None and self.backward is not None:
             raise UsageError("scaler= and backward= were both given; a trainer's own backward scales the loss by itself, so leave scaler out")
-        if not self.wait_for_memory >= 0:
-            raise UsageError(f"wait_for_memory={self.wait_for_memory!r} is not a number of seconds of at least 0")
+        wait = self.wait_for_memory
+        if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait < math.inf:
+            raise UsageError(f"wait_for_memory={wait!r} is not a finite number of seconds of at least 0")
+        for key in ("backward", "is_oom", "on_fatal"):
+            if getattr(self, key) is not None and not callable(getattr(self, key)):
+                raise UsageError(f"{key}={getattr(self, key)!r} cannot be called: give a function, or None")
+        if self.scaler is not None and not (hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")):
+            raise UsageError(f"scaler={self.scaler!r} is no torch.amp.GradScaler: it has no scale() and unscale_()")
         check_place(self.outputs)
 
 

@@ -12,11 +12,11 @@ class Stats:
     """What a runtime has been through since it was made.
 
     Attributes:
-        calls: calls that finished.
+        calls: training calls that finished.
         samples: samples in them.
         pieces: micro-batches that committed.
-        ooms: out-of-memory errors survived.
-        replayed_samples: samples that were run again.
+        ooms: out-of-memory errors survived, those of `eval` too.
+        replayed_samples: samples that were run again, those of `eval` too.
         sizes: how many calls ended at each micro-batch size.
     """
 
@@ -27,13 +27,15 @@ class Stats:
     replayed_samples: int = 0
     sizes: dict[int, int] = field(default_factory=dict)
 
-    def add(self, result: StepResult, samples: int) -> None:
+    def add(self, result: StepResult, samples: int, *, training: bool) -> None:
         """Counts one finished call."""
+        self.ooms += result.ooms
+        self.replayed_samples += result.replayed_samples
+        if not training:
+            return
         self.calls += 1
         self.samples += samples
         self.pieces += len(result.partition)
-        self.ooms += result.ooms
-        self.replayed_samples += result.replayed_samples
         self.sizes[result.micro_batch_size] = self.sizes.get(result.micro_batch_size, 0) + 1
 
     def copy(self) -> Stats:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_mbs.accumulate import CountFn, Counts, looks_like_token_labels
-from elastic_mbs.batch import BatchView, Dims, map_tensors
+from elastic_mbs.accumulate import Counts, looks_like_token_labels
+from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.errors import UsageError
 from elastic_mbs.losses import Terms, read_losses
 from elastic_mbs.parts import Parts
@@ -80,19 +80,15 @@ class _Probe:
 
 def verify(
     parts: Parts,
-    view: BatchView,
-    count: CountFn | Mapping[str, CountFn | None] | None,
+    few: BatchView,
+    counts: Counts,
     loss_fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    samples: int,
-    dims: Dims | None,
 ) -> VerifyReport:
-    """Compares whole and split losses of the first `samples` samples. See `ElasticMBS.verify`."""
-    if samples < 2:
-        raise UsageError(f"verify compares a whole with its parts, so it needs at least 2 samples, not {samples}")
-    few = BatchView(view.piece(0, samples), dims, view.readings)
-    counts = Counts.read(count, few)
+    """Compares whole and split losses of a few samples. See `ElasticMBS.verify`."""
+    if few.length < 2:
+        raise UsageError(f"verify compares a whole with its parts, so it needs at least 2 samples, not {few.length}")
     modules = parts.inventory.modules
     modes = [module.training for module in modules]
     streams = parts.streams.read(slow=True)
@@ -101,7 +97,7 @@ def verify(
         for module in modules:
             module.training = False
         probe = _Probe(parts, few, loss_fn, args, kwargs, counts.names)
-        return _compare(parts, few, counts, probe, samples)
+        return _compare(parts, few, counts, probe, few.length)
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode

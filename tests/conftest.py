@@ -1,3 +1,5 @@
+import gc
+import importlib
 import os
 
 import pytest
@@ -22,3 +24,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_garbage() -> None:
+    """Recovery collects garbage; what has been imported by now need not be looked at each time."""
+    importlib.import_module("torch._dynamo")  # torch does so at the first checkpoint or optimizer step: 100 000 objects
+    gc.collect()
+    gc.freeze()

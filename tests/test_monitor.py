@@ -100,7 +100,7 @@ def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread() -> None:
 
 @pytest.mark.parametrize("interval", [-1, float("nan"), float("inf")])
 def test_an_interval_that_is_no_time_is_refused(interval: float) -> None:
-    with pytest.raises(UsageError, match=f"got {interval!r}"):
+    with pytest.raises(UsageError, match=f"monitor_interval={interval!r}"):
         Monitor(Script(room()), interval=interval)
 
 

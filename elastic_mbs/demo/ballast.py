@@ -6,8 +6,10 @@ once, and answers `holding BYTES`. What it could not get it goes on trying to ge
 
 from __future__ import annotations
 
-import select
+import queue
 import sys
+import threading
+from typing import TextIO
 
 import torch
 
@@ -24,18 +26,18 @@ class Ballast:
         device: where.
     """
 
-    def __init__(self, device: torch.device) -> None:  # cuda-only
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: list[torch.Tensor] = []
         self.wanted = 0
         torch.empty(1, device=device)  # the context's own memory is taken before anybody counts
 
     @property
-    def held(self) -> int:  # cuda-only
+    def held(self) -> int:
         """Bytes held."""
         return sum(block.numel() for block in self._blocks)
 
-    def adjust(self) -> None:  # cuda-only
+    def adjust(self) -> None:
         """Brings what is held as close to what is wanted as the device allows."""
         if self.held > self.wanted:
             self._blocks.clear()
@@ -45,7 +47,7 @@ class Ballast:
             if not self._take(size):
                 return
 
-    def _take(self, size: int) -> bool:  # cuda-only
+    def _take(self, size: int) -> bool:
         """One block of `size` bytes, or of the largest half, quarter, … of it that the device gives."""
         while size >= GRAIN:
             try:
@@ -57,16 +59,22 @@ class Ballast:
         return False
 
 
-def main() -> None:  # cuda-only
-    """Serves the parent on standard input until that ends."""
-    ballast = Ballast(torch.device("cuda", int(sys.argv[1])))
+def main(device: torch.device) -> None:
+    """Serves the parent on standard input until that ends.
+
+    Args:
+        device: where to hold memory.
+    """
+    ballast, lines = Ballast(device), queue.SimpleQueue[str]()
+    threading.Thread(target=_read, args=(sys.stdin, lines), name="ballast-input", daemon=True).start()
     print("ready", flush=True)
     while True:
         short = ballast.wanted - ballast.held >= GRAIN
-        if not select.select([sys.stdin], [], [], PATIENCE if short else None)[0]:
+        try:
+            line = lines.get(timeout=PATIENCE if short else None)
+        except queue.Empty:
             ballast.adjust()
             continue
-        line = sys.stdin.readline()
         if not line:
             return
         ballast.wanted = int(line.removeprefix("hold "))
@@ -74,5 +82,12 @@ def main() -> None:  # cuda-only
         print(f"holding {ballast.held}", flush=True)
 
 
+def _read(source: TextIO, lines: queue.SimpleQueue[str]) -> None:
+    """Hands on every line, and an empty one at the end."""
+    for line in source:
+        lines.put(line)
+    lines.put("")
+
+
 if __name__ == "__main__":  # cuda-only
-    main()
+    main(torch.device("cuda", int(sys.argv[1])))

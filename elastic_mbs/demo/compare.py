@@ -140,8 +140,8 @@ def prepare(options: Options) -> Setting:
     budget = options.budget if options.budget is not None else max(3 * needs.one, round(0.3 * needs.whole))
     if budget < 3 * needs.one:
         raise UsageError(
-            f"a budget of {format_bytes(budget)} is too small for the demo: one document at a time needs {format_bytes(needs.one)}, and a co-tenant has to fit in as well; "
-            f"give at least --budget {3 * needs.one}"
+            f"a budget of {format_bytes(budget)} is too small for the demo: one document at a time needs {format_bytes(needs.one)}, "
+            f"and a co-tenant has to fit in as well; give at least --budget {3 * needs.one}"
         )
     return Setting(options, model, loader, needs, budget)
 
@@ -150,7 +150,7 @@ def measure(model: nn.Module, batch: Batch, device: torch.device) -> Needs:
     """What a step on `batch` needs, by the allocator's account on CUDA, and on a CPU by that of a budget which is never reached."""
     model = copy.deepcopy(model).to(device)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    with MemoryBudget("1000TiB", model) as meter:
+    with MemoryBudget("1000TiB", [model]) as meter:
         return Needs(*(_peak(model, piece, device, meter) + 2 * weights for piece in ({key: tensor[:1] for key, tensor in batch.items()}, batch)))
 
 

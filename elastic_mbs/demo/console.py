@@ -28,7 +28,7 @@ class Lines:
         self._budget = setting.budget
 
     def step(self, step: Step) -> None:
-        """`step  3/40  loss 4.8859  micro-batch 16 of 64 (120 tokens)  |████········▒▒▒▒| 12.1 of 24.0 MiB`."""
+        """`step 12/36  loss 3.5999   0.7 s  micro-batch  8 × 122 tokens  |███████████·▒▒▒▒▒▒▒▒▒▒▒▒| 36.4 MiB of 38.3 MiB`, its memory at the peak."""
         assert step.result is not None
         peak = step.peak
         memory = "" if peak is None else f"{memory_bar(peak.used, peak.limit, self._budget)} {format_bytes(peak.used)} of {format_bytes(peak.limit)}"
@@ -57,24 +57,18 @@ def memory_bar(used: int, limit: int, budget: int) -> str:
 
 def introduction(setting: Setting) -> str:
     """What is about to happen."""
-    options, needs = setting.options, setting.needs
-    where = (
-        torch.cuda.get_device_name(options.device)
-        if options.device.type == "cuda"
-        else f"the CPU ({torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)})"
-    )
-    parameters = sum(parameter.numel() for parameter in setting.model.parameters())
+    options = setting.options
     text = "Python's standard library" if options.text is None else str(options.text)
-    enforced = (
-        "a memory fraction of the device, and a ballast process as co-tenant"
-        if options.device.type == "cuda"
-        else "a MemoryBudget, moved by a script"
-    )
+    if options.device.type == "cuda":  # cuda-only
+        where, limit = torch.cuda.get_device_name(options.device), "a memory fraction of the device, and a ballast process as co-tenant"
+    else:
+        where, limit = f"the CPU (threads: {torch.get_num_threads()})", "a MemoryBudget, moved by a script"
     return (
-        f"A GPT of {parameters:,} parameters on {text}, {str(options.dtype).removeprefix('torch.')} on {where}.\n"
-        f"{options.steps} steps of {options.batch} documents. The whole batch at once would need {format_bytes(needs.whole)}; "
-        f"there are {format_bytes(setting.budget)} ({enforced}).\n"
-        f"Growth is less patient here than by default, to be seen in a minute: patience {POLICY.patience} calls, cooldown {POLICY.cooldown:.0f} s.\n"
+        f"A GPT of {sum(parameter.numel() for parameter in setting.model.parameters()):,} parameters on {text}, "
+        f"{str(options.dtype).removeprefix('torch.')} on {where}.\n"
+        f"{options.steps} steps of {options.batch} documents. The whole batch at once would need {format_bytes(setting.needs.whole)}; "
+        f"there are {format_bytes(setting.budget)} ({limit}).\n"
+        f"Growth is less patient here than by default, to be seen in a minute: patience {POLICY.patience} calls, cooldown {POLICY.cooldown:g} s.\n"
     )
 
 
@@ -92,35 +86,27 @@ def table(outcome: Outcome) -> str:
 
 
 def summary(outcome: Outcome, setting: Setting) -> str:
-    """What it survived, what it cost, and whether it made a difference."""
-    options = setting.options
-    results = [step.result for step in outcome.steps if step.result is not None]
-    phases = Counter(event.phase for step in outcome.steps for _, event in step.events if isinstance(event, OutOfMemory))
-    replayed, samples = sum(result.replayed_samples for result in results), options.steps * options.batch
+    """What it survived, and what it cost."""
+    options, needs, rounding = setting.options, setting.needs, outcome.rounding
+    failures = Counter(event.phase for step in outcome.steps for _, event in step.events if isinstance(event, OutOfMemory))
+    phases = ", ".join(f"{count} in {phase}" for phase, count in sorted(failures.items())) or "none"
+    replayed, samples = sum(step.result.replayed_samples for step in outcome.steps if step.result is not None), options.steps * options.batch
+    sizes = ", ".join(map(str, sorted({size for step in outcome.steps for _, size in step.sizes})))
     lost = sum(step.lost for step in outcome.steps)
-    sizes = sorted({size for step in outcome.steps for _, size in step.sizes})
-    differences = outcome.differences
-    worst = max(range(len(differences)), key=lambda i: differences[i])
-    rows = [
-        ("largest difference", f"{differences[worst]:.1e} of the loss (step {worst + 1}), {outcome.weight:.1e} of a weight at the end"),
-        ("counts as rounding", f"up to {outcome.rounding.loss:.0e} of the loss, {outcome.rounding.weight:.0e} of a weight"),
-        (
-            "out-of-memory errors",
-            f"{outcome.ooms} survived ({', '.join(f'{count} in {phase}' for phase, count in sorted(phases.items())) or 'none'})",
-        ),
-        ("samples replayed", f"{replayed} of {samples} ({replayed / samples:.1%})"),
-        ("micro-batch sizes", f"{', '.join(map(str, sizes))} (of a batch of {options.batch})"),
-        (
-            "memory",
-            f"{format_bytes(setting.needs.whole)} for the whole batch, {setting.needs.whole / setting.budget:.1f} times the budget of {format_bytes(setting.budget)}",
-        ),
-        (
-            "time lost to replays",
-            f"{lost:.2f} s of {outcome.seconds:.1f} s ({lost / outcome.seconds:.1%}): attempts that failed, from their forward's start until undone",
-        ),
-        ("time", f"{outcome.seconds:.1f} s limited, {outcome.reference_seconds:.1f} s unlimited"),
-    ]
-    return "\n".join(f"{name:<22}{value}" for name, value in rows)
+    largest = max(outcome.differences)
+    worst = outcome.differences.index(largest) + 1
+    excess = needs.whole / setting.budget
+    rows = {
+        "largest difference": f"{largest:.1e} of the loss (step {worst}), {outcome.weight:.1e} of a weight at the end",
+        "counts as rounding": f"up to {rounding.loss:.0e} of the loss, {rounding.weight:.0e} of a weight",
+        "out-of-memory errors": f"{outcome.ooms} survived ({phases})",
+        "samples replayed": f"{replayed} of {samples} ({replayed / samples:.1%})",
+        "micro-batch sizes": f"{sizes} (of a batch of {options.batch})",
+        "memory": f"{format_bytes(setting.budget)}; the whole batch would need {format_bytes(needs.whole)}, {excess:.1f} times that",
+        "time lost to replays": f"{lost:.2f} s ({lost / outcome.seconds:.1%}): attempts that failed, from their forward's start until undone",
+        "time": f"{outcome.seconds:.1f} s within the budget, {outcome.reference_seconds:.1f} s without limits",
+    }
+    return "\n".join(f"{name:<22}{value}" for name, value in rows.items())
 
 
 def verdict(outcome: Outcome) -> str:

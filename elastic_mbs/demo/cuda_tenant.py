@@ -19,7 +19,7 @@ MOSTLY_FREE = 0.75
 """Share of the device that must be free before the demo starts: it fills the rest but for the budget, and nobody else may starve of it."""
 
 
-class CudaTenant(Tenant):  # cuda-only
+class CudaTenant(Tenant):
     """A ballast process beside us on the device.
 
     The budget itself is a memory fraction: with the co-tenant gone, the device seems as large as the budget.
@@ -82,7 +82,8 @@ class CudaTenant(Tenant):  # cuda-only
 
     def _hold(self, size: int) -> int:
         """Tells the ballast how many bytes to hold; returns how many it holds."""
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         self._process.stdin.write(f"hold {size}\n")
         self._process.stdin.flush()
         return int(self._answer("holding"))
@@ -93,7 +94,8 @@ class CudaTenant(Tenant):  # cuda-only
         Raises:
             RuntimeError: the process has ended, or says something else.
         """
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.startswith(word):
             raise RuntimeError(f"the ballast process said {line!r} where {word!r} was expected (exit code {self._process.poll()})")

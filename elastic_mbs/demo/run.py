@@ -11,7 +11,7 @@ from elastic_mbs import ElasticMBS, Event, Policy, StepResult, count_tokens
 from elastic_mbs.demo.gpt import token_loss
 from elastic_mbs.demo.text import Batch
 
-POLICY = Policy(patience=2, cooldown=1.0, min_gain=0.0)
+POLICY = Policy(patience=2, cooldown=0.3, min_gain=0.0)
 """Less patient than the default (4 calls, 5 s, 0.5 % of time), because the whole demo takes a minute and growth is to be seen in it."""
 
 

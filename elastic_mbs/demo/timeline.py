@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MIB = 2**20
-USED, OTHERS, BUDGET, FAILED, GROWN, SHORT, LONG, REFERENCE = "#3b82c4", "#d6d3cd", "#1f2933", "#d1342f", "#2a9d4a", "#8e5bb5", "#1f2933", "#f2a93b"
+USED, OTHERS, LINE, FAILED, GROWN, REFERENCE = "#3b82c4", "#d6d3cd", "#1f2933", "#d1342f", "#2a9d4a", "#f2a93b"
+SHAPES = LINE, "#b795d6", "#e0bd8b"
 Position = Callable[[float], float]
 
 
@@ -31,13 +33,9 @@ def draw(outcome: Outcome, setting: Setting, path: Path) -> None:
 
     figure = Figure(figsize=(9, 6.6), dpi=200, layout="constrained")
     memory, sizes, loss = figure.subplots(3, 1, sharex=True, height_ratios=[3, 2.4, 1.8])
-    figure.suptitle(
-        f"{setting.options.batch} documents per step need {format_bytes(setting.needs.whole)}, in {format_bytes(setting.budget)} shared with a co-tenant",
-        fontsize=13,
-        fontweight="bold",
-        x=0.01,
-        ha="left",
-    )
+    whole, budget = format_bytes(setting.needs.whole), format_bytes(setting.budget)
+    title = f"{setting.options.batch} documents per step need {whole}, in {budget} shared with a co-tenant"
+    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     position = _positions(outcome.record)
     _draw_memory(memory, outcome.record, setting, position)
     _draw_sizes(sizes, outcome.record, setting, position)
@@ -63,26 +61,22 @@ def _positions(record: Record) -> Position:
 
 
 def _draw_memory(axes: Axes, record: Record, setting: Setting, position: Position) -> None:
-    x = [position(sample.at) for sample in record.samples]
-    used, limit = [sample.used / MIB for sample in record.samples], [sample.limit / MIB for sample in record.samples]
+    samples = sorted(record.samples, key=lambda sample: sample.at)
+    x, used, limit = (
+        [position(sample.at) for sample in samples],
+        [sample.used / MIB for sample in samples],
+        [sample.limit / MIB for sample in samples],
+    )
     top = setting.budget / MIB
     axes.fill_between(x, limit, top, step="post", color=OTHERS, linewidth=0, label="held by the co-tenant")
     axes.fill_between(x, _running_maximum(x, used), color=USED, alpha=0.25, linewidth=0)
     axes.fill_between(x, used, color=USED, linewidth=0, label="our live tensors")
-    axes.plot(x, limit, drawstyle="steps-post", color=BUDGET, linewidth=1.4, label="what there is for us")
-    ooms = [(position(at), limit[_index(record, at)]) for step in record.steps for at, event in step.events if isinstance(event, OutOfMemory)]
-    axes.plot(
-        *zip(*ooms, strict=True) if ooms else ([], []),
-        "X",
-        color=FAILED,
-        markersize=8,
-        markeredgecolor="white",
-        clip_on=False,
-        zorder=5,
-        label="out of memory, survived",
-    )
-    for at, move in record.moves:
-        axes.annotate(move.what, (position(at), top), xytext=(3, 4), textcoords="offset points", fontsize=8.5, color="#444444")
+    axes.plot(x, limit, drawstyle="steps-post", color=LINE, linewidth=1.4, label="what there is for us")
+    times = [sample.at for sample in samples]
+    ooms = [(position(at), limit[bisect_right(times, at) - 1]) for at, event in _events(record) if isinstance(event, OutOfMemory)]
+    _mark(axes, ooms, "X", FAILED, "out of memory, survived")
+    for (at, move), side in zip(record.moves, ("left", "right", "left"), strict=False):  # the second and the third come soon after each other
+        axes.annotate(move.what, (position(at), top), xytext=(0, 4), textcoords="offset points", fontsize=8.5, color="#444444", ha=side)
     axes.set_ylim(0, top)
     axes.set_ylabel("memory (MiB)", fontsize=10)
     axes.legend(loc="upper left", ncols=4, fontsize=8.5, frameon=False, bbox_to_anchor=(0, 1.22), borderaxespad=0)
@@ -104,29 +98,27 @@ def _running_maximum(x: list[float], y: list[float], reach: float = 0.15) -> lis
     return highest
 
 
-def _index(record: Record, at: float) -> int:
-    """The last sample before `at`."""
-    return max((i for i, sample in enumerate(record.samples) if sample.at <= at), default=0)
+def _mark(axes: Axes, points: Sequence[tuple[float, float]], marker: str, color: str, label: str) -> None:
+    x, y = [at for at, _ in points], [value for _, value in points]
+    axes.plot(x, y, marker, color=color, markersize=8, markeredgecolor="white", clip_on=False, zorder=5, label=label)
 
 
 def _draw_sizes(axes: Axes, record: Record, setting: Setting, position: Position) -> None:
-    for shape in sorted({_shape(step) for step in record.steps}):
+    shapes = sorted({_shape(step) for step in record.steps}, reverse=True)
+    for rank, shape in enumerate(shapes):
         steps = [step for step in record.steps if _shape(step) == shape]
         low, high = min(step.length for step in steps), max(step.length for step in steps)
         points = [(position(at), size) for step in steps for at, size in step.sizes]
         points.append((len(record.steps), points[-1][1]))
-        color = LONG if shape == max(map(_shape, record.steps)) else SHORT
+        tokens = f"{low}–{high}" if low < high else str(low)
+        color, width = SHAPES[min(rank, len(SHAPES) - 1)], 1.5 if rank == 0 else 3.6  # wider below narrower: both show where they meet
         axes.plot(
-            *zip(*points, strict=True),
-            drawstyle="steps-post",
-            color=color,
-            linewidth=1.8,
-            label=f"batches of {low}–{high} tokens" if low < high else f"batches of {low} tokens",
+            *zip(*points, strict=True), drawstyle="steps-post", color=color, linewidth=width, zorder=3 - rank, label=f"batches of {tokens} tokens"
         )
     failed = [(position(at), event.size_after) for at, event in _events(record) if isinstance(event, OutOfMemory)]
     grown = [(position(at), event.after) for at, event in _events(record) if isinstance(event, Resized) and event.after > event.before]
-    for marks, marker, color, label in ((failed, "v", FAILED, "out of memory: halved"), (grown, "^", GROWN, "grown")):
-        axes.plot(*zip(*marks, strict=True) if marks else ([], []), marker, color=color, markersize=8, markeredgecolor="white", zorder=5, label=label)
+    _mark(axes, failed, "v", FAILED, "out of memory: halved")
+    _mark(axes, grown, "^", GROWN, "grown")
     axes.set_yscale("log", base=2)
     ticks = [2**i for i in range(setting.options.batch.bit_length()) if 2**i <= 2 * max(size for step in record.steps for _, size in step.sizes)]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
@@ -145,7 +137,7 @@ def _shape(step: Step) -> int:
 def _draw_loss(axes: Axes, outcome: Outcome) -> None:
     x = [step.index + 0.5 for step in outcome.steps]
     axes.plot(x, outcome.reference, color=REFERENCE, linewidth=5, solid_capstyle="round", label="whole batch, no limit, plain PyTorch")
-    axes.plot(x, [step.loss for step in outcome.steps], color=BUDGET, linewidth=1.4, label="elastic_mbs, within the budget")
+    axes.plot(x, [step.loss for step in outcome.steps], color=LINE, linewidth=1.4, label="elastic_mbs, within the budget")
     axes.annotate(
         f"largest relative difference {max(outcome.differences):.0e}",
         (0.99, 0.62),

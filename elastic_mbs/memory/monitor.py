@@ -47,8 +47,8 @@ class Monitor:
         clock: Callable[[], float] = time.monotonic,
         on_change: OnChange | None = None,
     ) -> None:
-        if not (interval >= 0 and math.isfinite(interval)):
-            raise UsageError(f"interval must be a number of seconds >= 0, got {interval!r}")
+        if not (isinstance(interval, int | float) and interval >= 0 and math.isfinite(interval)):
+            raise UsageError(f"monitor_interval={interval!r} must be a number of seconds >= 0")
         self._interval = interval
         self._latest = _Latest(sensor, clock, on_change)
         self._lock = threading.Lock()

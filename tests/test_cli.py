@@ -1,0 +1,75 @@
+"""The command line: what it says to bad input, and its exit codes."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from elastic_mbs import MicroBatchFloorError, __version__, cli, demo
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "COMMAND"),
+        (["dmeo"], "'dmeo'"),
+        (["demo", "--stesp", "4"], "--stesp"),
+        (["demo", "--steps", "many"], "'many'"),
+        (["demo", "--steps", "3"], "--steps 3 is too small: at least 4"),
+        (["demo", "--batch", "1"], "--batch 1 is too small"),
+        (["demo", "--seed", "-1"], "--seed -1 is too small"),
+        (["demo", "--budget", "much"], "'much'"),
+        (["demo", "--budget", "1MiB", "--steps", "4", "--batch", "2"], "--budget"),
+        (["demo", "--dtype", "float16"], "'float16'"),
+        (["demo", "--device", "tpu"], "'tpu'"),
+        (["demo", "--text", "no/such/place"], "no/such/place"),
+        (["demo", "--out", "no/such/folder/demo.png"], "no/such/folder"),
+        (["demo", "--out", "."], "this is a folder"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1
+    assert err.startswith("elastic-mbs: ")
+    assert told in err
+    assert not out
+
+
+def test_cuda_without_a_device_is_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["demo", "--device", "cuda"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "told"), [("--version", f"elastic-mbs {__version__}"), ("--help", "demo")])
+def test_it_tells_its_version_and_how_it_is_used(option: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([option])
+    assert ended.value.code == 0
+    assert told in capsys.readouterr().out
+
+
+def interrupted(_: argparse.Namespace) -> int:
+    raise KeyboardInterrupt
+
+
+def starved(_: argparse.Namespace) -> int:
+    raise MicroBatchFloorError("the smallest micro-batch does not fit")
+
+
+@pytest.mark.parametrize(("command", "code"), [(interrupted, 130), (starved, 1)])
+def test_a_command_that_cannot_go_on_has_an_exit_code_of_its_own(
+    command: Callable[[argparse.Namespace], int], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "main", command)
+    assert cli.main(["demo"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "elastic_mbs", "demo", "--steps", "0"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "elastic-mbs: --steps 0 is too small: at least 4\n"

@@ -1,0 +1,61 @@
+"""Every place a call can fail: a bounded part of `python -m stress.exhaustive`, over all of its cases."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic_mbs.commits import CommitLog
+from elastic_mbs.isolation import Isolation
+from elastic_mbs.rollback import BufferCopies, RandomStreams
+from stress.cases import CASES, build
+from stress.exhaustive import PATTERNS, WrongOutcomeError, run, sweep
+from stress.injection import InjectOOM
+
+PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
+POINTS = 3
+"""Injections per sweep, about."""
+
+
+def _stride(operations: int, offset: int) -> int:
+    """A prime, another one for each sweep of a case, so that the sweeps strike at different operations."""
+    fitting = [i for i, prime in enumerate(PRIMES) if prime * POINTS <= operations]
+    return PRIMES[min(len(PRIMES) - 1, (fitting[-1] if fitting else 0) + offset)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_anywhere_ends_exact_or_in_a_typed_error_with_everything_as_it_was(name: str) -> None:
+    first = build(name)
+    operations = run(name, InjectOOM(), warm=True, case=first).operations
+    outcomes: Counter[str] = Counter()
+    for i, (warm, door, pattern) in enumerate((warm, door, pattern) for warm in (False, True) for door in (1, 3) for pattern in PATTERNS):
+        if first.backend is not None and i % 5:
+            continue  # compiled anew for each sweep
+        for outcome in sweep(name, warm=warm, pattern=pattern, door=door, stride=_stride(operations, i % 4)):
+            outcomes[outcome.error or "exact"] += 1
+    assert outcomes["exact"] >= 4, outcomes
+    assert outcomes["MicroBatchFloorError"] >= 2, outcomes
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "broken", "name"),
+    [
+        (BufferCopies, "restore", lambda self, *, to_call_start: None, "conv_batchnorm"),
+        (BufferCopies, "restore", lambda self, *, to_call_start: None, "spectral_norm"),
+        (RandomStreams, "restore", lambda self, state: None, "gpt_dropout"),
+        (RandomStreams, "restore", lambda self, state: None, "host_masks"),
+        (CommitLog, "committed", lambda self: [], "mlp"),
+        (CommitLog, "watch_guests", lambda self, leaves: [], "guests"),
+        (Isolation, "set_aside", lambda self, leaves: None, "checkpoint_reentrant"),
+        (Isolation, "set_aside", lambda self, leaves: None, "hidden_backward"),
+    ],
+)
+def test_an_engine_that_is_broken_is_caught(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, broken: Callable[..., Any], name: str) -> None:
+    monkeypatch.setattr(owner, method, broken)
+    with pytest.raises(WrongOutcomeError):
+        for warm in (True, False):
+            for _ in sweep(name, warm=warm, pattern="once", stride=2):
+                pass

@@ -1,0 +1,453 @@
+"""What only a GPU can show, and the same on the CPU under a `MemoryBudget`, so that these tests are themselves tested everywhere.
+
+On CUDA the errors are the allocator's own: a memory fraction stands for a small device, another process for the co-tenant.
+"""
+
+import gc
+import subprocess
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic_mbs import ElasticMBS, Event, Headroom, OutOfMemory, Policy, count_tokens
+from elastic_mbs.memory import CudaSensor
+from elastic_mbs.memory.nvml import NvmlDevice
+from stress.exhaustive import error_of
+from tests.helpers.room import MEBI, PLENTY, ROOT, Neighbour, Room, Wide
+from tests.helpers.steps import elastic, grads, off_by, through, whole_gradient
+
+# torch says at the first set_sync_debug_mode that it does not see every synchronisation
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+
+Pair = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "cpu":
+        yield torch.device("cpu")
+        return
+    chosen = torch.device("cuda", torch.cuda.current_device())
+    yield chosen
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_per_process_memory_fraction(1.0, chosen)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def gpu() -> Iterator[torch.device]:
+    yield torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def scale(device: torch.device) -> tuple[int, int]:
+    """(samples, width): on CUDA an activation of the whole batch is 128 MiB in float64, so that blocks and workspaces of libraries do not matter."""
+    return (1024, 16384) if device.type == "cuda" else (64, 2048)
+
+
+def wide(device: torch.device, middle: nn.Module | None = None) -> Wide:
+    torch.manual_seed(0)
+    return Wide(scale(device)[1], middle).double().to(device)
+
+
+def batch_on(device: torch.device, samples: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Pair:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(samples, 8, dtype=dtype, generator=generator), torch.randint(0, 4, (samples,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def loss_of(model: nn.Module, batch: Pair) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_hand(model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]) -> list[Tensor | None]:
+    """The gradient of a hand-written accumulation over a partition."""
+    model.zero_grad()
+    total = len(batch[1])
+    for start, stop in partition:
+        piece = (batch[0][start:stop], batch[1][start:stop])
+        (loss_of(model, piece) * ((stop - start) / total)).backward()
+    found = grads(model)
+    model.zero_grad()
+    return found
+
+
+def needs(room: Room, model: nn.Module, batch: Pair) -> tuple[int, int]:
+    """Bytes of the forward and of the whole step, with gradients and what libraries keep for good in place."""
+    loss_of(model, batch).backward()
+
+    def forward() -> None:
+        loss_of(model, batch)
+
+    def step() -> None:
+        loss_of(model, batch).backward()
+
+    found = room.need(forward), room.need(step)
+    model.zero_grad()
+    return found
+
+
+# ---------------------------------------------------------------------- real out-of-memory errors
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("door", [1, 3])
+def test_a_real_oom_is_survived_with_the_exact_gradient(device: torch.device, phase: str, door: int) -> None:
+    model, batch = wide(device), batch_on(device, scale(device)[0])
+    events: list[Event] = []
+    with Room(device, model) as room:
+        forward, step = needs(room, model, batch)
+        assert step > 1.1 * forward  # or there would be no limit that only backward passes
+        reference = whole_gradient(model, lambda twin: loss_of(twin, batch))
+        room.allow((forward + step) // 2 if phase == "backward" else int(0.8 * forward))
+        mbs = elastic(model, micro_batch_size=len(batch[1]), on_event=events.append)
+        result = through(door, mbs, lambda piece: loss_of(model, piece), batch)
+        assert result.ooms >= 1
+        assert next(event.phase for event in events if isinstance(event, OutOfMemory)) == phase
+        assert off_by(model, reference) <= 1e-12
+
+
+def test_a_batch_far_beyond_the_memory_has_the_exact_gradient(device: torch.device) -> None:
+    model, batch = wide(device), batch_on(device, scale(device)[0])
+    with Room(device, model) as room:
+        _, step = needs(room, model, batch)
+        reference = whole_gradient(model, lambda twin: loss_of(twin, batch))
+        room.allow(step // 6)
+        result = elastic(model, micro_batch_size=len(batch[1])).backward(lambda piece: loss_of(model, piece), batch)
+        assert result.ooms >= 3
+        assert result.micro_batch_size <= len(batch[1]) // 8
+        assert off_by(model, reference) <= 1e-12
+
+
+@pytest.mark.parametrize("door", [1, 3])
+def test_no_memory_of_a_failed_attempt_stays(device: torch.device, door: int) -> None:
+    model, batch = wide(device), batch_on(device, scale(device)[0])
+    with Room(device, model) as room:
+        forward, step = needs(room, model, batch)
+        taken = []
+        for limit in ((forward + step) // 2, int(0.8 * forward)) * 4:
+            room.allow(limit)
+            mbs = elastic(model, micro_batch_size=len(batch[1]))
+            assert through(door, mbs, lambda piece: loss_of(model, piece), batch).ooms
+            model.zero_grad()
+            mbs.close()
+            del mbs
+            room.allow(PLENTY)
+            taken.append(room.taken())
+        assert set(taken) == {taken[0]}
+
+
+def test_evaluation_survives_too(device: torch.device) -> None:
+    model, batch = wide(device), batch_on(device, scale(device)[0])
+    with Room(device, model) as room, torch.no_grad():
+        model(batch[0])
+        need = room.need(lambda: model(batch[0]))
+        expected = model(batch[0])
+        room.allow(need // 2)
+        events: list[Event] = []
+        outputs = elastic(model, micro_batch_size=len(batch[1]), on_event=events.append).eval(lambda piece: model(piece[0]), batch)
+        assert events
+        assert torch.allclose(outputs, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("middle", [nn.Dropout(0.5), nn.BatchNorm1d], ids=["dropout", "batchnorm"])
+def test_the_devices_random_stream_and_buffers_are_rolled_back(device: torch.device, middle: Any) -> None:
+    samples, width = scale(device)
+    model, batch = wide(device, middle if isinstance(middle, nn.Module) else middle(width)), batch_on(device, samples)
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+
+    def stream() -> Tensor:
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    with Room(device, model) as room:
+        forward, _ = needs(room, model, batch)
+        model.load_state_dict(start)
+        torch.manual_seed(5)
+        room.allow(int(0.8 * forward))
+        result = elastic(model, micro_batch_size=samples).backward(lambda piece: loss_of(model, piece), batch)
+        assert result.ooms
+        found, after, buffers = grads(model), stream(), [buffer.clone() for buffer in model.buffers()]
+        room.allow(PLENTY)
+        model.load_state_dict(start)
+        torch.manual_seed(5)
+        reference = by_hand(model, batch, result.partition)
+        assert torch.equal(after, stream())
+        assert all(torch.equal(mine, other) for mine, other in zip(buffers, model.buffers(), strict=True))
+        assert error_of(found, reference) <= 1e-12
+
+
+def test_sizes_grow_back_when_a_neighbour_leaves(device: torch.device) -> None:
+    samples = scale(device)[0]
+    model, batch = wide(device), batch_on(device, samples)
+    policy = Policy(patience=1, jitter=0.0, cooldown=0.1, min_gain=0.0)
+
+    def loss_fn(piece: Pair) -> Tensor:
+        return loss_of(model, piece)
+
+    with Room(device, model) as room, Neighbour(room) as neighbour:
+        _, step = needs(room, model, batch)
+        reference = whole_gradient(model, lambda twin: loss_of(twin, batch))
+        neighbour.come(left=int(0.4 * step))
+        with ElasticMBS(model, policy=policy, monitor_interval=0.02, seed=0) as mbs:
+
+            def size() -> int:
+                model.zero_grad()
+                found = mbs.backward(loss_fn, batch).micro_batch_size
+                assert off_by(model, reference) <= 1e-12
+                time.sleep(0.03)  # a reading
+                return found
+
+            beside = [size() for _ in range(8)]
+            assert max(beside) < samples
+            neighbour.go()
+            deadline = time.monotonic() + 20
+            while (alone := size()) < samples and time.monotonic() < deadline:
+                pass
+            assert alone == samples
+
+
+# ---------------------------------------------------------------------- free when idle
+
+
+def idle_model(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 256), nn.BatchNorm1d(256), nn.Dropout(0.1), nn.Linear(256, 4)).to(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["device", "host", "pinned"])
+@pytest.mark.parametrize("door", [1, 3])
+def test_an_idle_step_never_waits_for_the_device(gpu: torch.device, place: str, door: int) -> None:
+    model = idle_model(gpu)
+    batch = batch_on(gpu if place == "device" else torch.device("cpu"), 32, dtype=torch.float32)
+    if place == "pinned":
+        batch = (batch[0].pin_memory(), batch[1].pin_memory())
+    with ElasticMBS(model, micro_batch_size=8, max_micro_batch_size=8) as mbs:
+        for i in range(8):
+            model.zero_grad()
+            torch.cuda.set_sync_debug_mode("error" if i >= 2 else "default")  # the first call looks at every buffer
+            result = through(door, mbs, lambda piece: (loss_of(model, piece), model(piece[0]).argmax(1)), batch)
+            torch.cuda.set_sync_debug_mode("default")
+        assert result.ooms == 0
+        assert len(result.partition) == 4
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="synchroniz"):  # this test can fail
+        float(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("place", "reads"), [("device", 1), ("host", 0)])
+def test_counting_tokens_costs_one_read_and_only_where_the_batch_is_on_the_device(gpu: torch.device, place: str, reads: int) -> None:
+    model = nn.Linear(8, 4).to(gpu)
+    labels = torch.randint(0, 4, (16, 5))
+    labels[:, 3:] = -100
+    where = gpu if place == "device" else torch.device("cpu")
+    batch = {"x": torch.randn(16, 5, 8, device=where), "labels": labels.to(where)}
+
+    def loss_fn(piece: dict[str, Tensor]) -> Tensor:
+        # not by ignore_index: that one is free to look how many labels it has
+        return functional.cross_entropy(model(piece["x"][:, :3]).flatten(0, 1), piece["labels"][:, :3].flatten())
+
+    with ElasticMBS(model, micro_batch_size=4, max_micro_batch_size=4, count=count_tokens("labels")) as mbs:
+        for _ in range(3):
+            mbs.backward(loss_fn, batch)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            mbs.backward(loss_fn, batch)
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([each for each in caught if "synchronizing CUDA operation" in str(each.message)]) == reads
+
+
+def test_an_idle_call_takes_no_more_memory_than_the_loop_by_hand(device: torch.device) -> None:
+    model, batch = wide(device), batch_on(device, scale(device)[0])
+    size = scale(device)[0] // 4
+    partition = tuple(pairwise(range(0, 5 * size, size)))
+    with Room(device, model) as room, elastic(model, micro_batch_size=size) as mbs:
+        for _ in range(3):
+            mbs.backward(lambda piece: loss_of(model, piece), batch)
+            model.zero_grad()
+
+        def call() -> None:
+            result = mbs.backward(lambda piece: loss_of(model, piece), batch)
+            assert result.partition == partition
+
+        mine = room.need(call)
+        model.zero_grad()
+        other = room.need(lambda: by_hand(model, batch, partition))
+        # 512 bytes (a block) for each piece's loss, and on the host the state of its random stream
+        assert mine <= other + 512 * len(partition) + (torch.get_rng_state().nbytes if device.type == "cpu" else 0)
+
+
+def test_a_finished_call_lets_go_of_its_batch(device: torch.device) -> None:
+    model = idle_model(device)
+    gc.collect()
+    gc.disable()  # memory of a device must not wait for the garbage collector, which does not know of it
+    try:
+        with ElasticMBS(model, micro_batch_size=8) as mbs:
+            for _ in range(3):
+                batch = batch_on(device, 32, dtype=torch.float32)
+                kept = weakref.ref(batch[0])
+                mbs.backward(lambda piece: loss_of(model, piece), batch)
+                del batch
+                assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_outputs_come_to_the_host_without_waiting(device: torch.device) -> None:
+    model, batch = idle_model(device).eval(), batch_on(device, 32, dtype=torch.float32)
+
+    def loss_fn(piece: Pair) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(piece[0])
+        return functional.cross_entropy(logits, piece[1]), {"logits": logits}
+
+    with ElasticMBS(model, micro_batch_size=8, max_micro_batch_size=8, outputs="cpu") as mbs:
+        for i in range(4):
+            if device.type == "cuda" and i == 3:
+                torch.cuda.set_sync_debug_mode("error")
+            result = mbs.backward(loss_fn, batch)
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        logits = result.outputs["logits"]
+    assert logits.device.type == "cpu"
+    assert not logits.requires_grad
+    assert torch.allclose(logits, model(batch[0]).detach().cpu(), rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- what the device says of itself
+
+
+@pytest.mark.gpu
+def test_nvml_and_cuda_agree_on_what_is_free(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = torch.empty(256 * MEBI, dtype=torch.uint8, device=gpu)
+    by_nvml = CudaSensor(gpu).read()
+    monkeypatch.setattr(NvmlDevice, "memory", lambda self: "NVML is not here")
+    by_cuda = CudaSensor(gpu).read()
+    assert isinstance(by_nvml, Headroom)
+    assert isinstance(by_cuda, Headroom)
+    assert (by_nvml.source, by_cuda.source) == ("nvml", "cuda")
+    assert by_nvml.total == by_cuda.total
+    assert abs(by_nvml.free - by_cuda.free) <= 64 * MEBI
+    assert by_nvml.capacity >= by_nvml.free + block.nbytes
+
+
+@pytest.mark.gpu
+def test_the_monitor_sees_a_memory_fraction_and_a_neighbour(gpu: torch.device) -> None:
+    model = wide(gpu)
+    with Room(gpu, model) as room, Neighbour(room) as neighbour, ElasticMBS(model, monitor_interval=0.02) as mbs:
+
+        def reading() -> Headroom:
+            time.sleep(0.3)
+            found = mbs.headroom
+            assert isinstance(found, Headroom)
+            return found
+
+        alone = reading()
+        neighbour.come(left=1024 * MEBI)
+        assert reading().free <= 1100 * MEBI
+        neighbour.go()
+        assert abs(reading().free - alone.free) <= 1024 * MEBI
+        room.allow(512 * MEBI)
+        assert abs(reading().free - 512 * MEBI) <= 8 * MEBI
+
+
+@pytest.mark.gpu
+def test_step_times_come_from_the_device_without_waiting_for_it(gpu: torch.device) -> None:
+    model, batch = wide(gpu), batch_on(gpu, 1024)
+    with ElasticMBS(model, micro_batch_size=256, max_micro_batch_size=256) as mbs:
+        for _ in range(3):
+            mbs.backward(lambda piece: loss_of(model, piece), batch)
+            model.zero_grad()
+        torch.cuda.synchronize(gpu)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        mbs.backward(lambda piece: loss_of(model, piece), batch)
+        end.record()
+        torch.cuda.synchronize(gpu)
+        mbs.backward(lambda piece: loss_of(model, piece), batch)  # the next call reads what is known by then
+        state: Any = mbs.state_dict()["controller"]
+    [[_, seconds]] = state["tracks"][0]["time"]
+    assert 0 < seconds <= start.elapsed_time(end) / 1000  # a piece is not longer than the call
+
+
+# ---------------------------------------------------------------------- half precision
+
+
+def test_half_precision_gradients_are_summed_in_float32(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(device, torch.bfloat16)
+    batch = batch_on(device, 64, dtype=torch.bfloat16)
+    size, total = 4, 64
+    sums: list[Tensor] = []
+    for start in range(0, total, size):
+        piece = (batch[0][start : start + size], batch[1][start : start + size])
+        (loss_of(model, piece).float() * (size / total)).backward()
+        gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+        sums = gradients if not sums else [a + b for a, b in zip(sums, gradients, strict=True)]
+        model.zero_grad()
+    with elastic(model, micro_batch_size=size, accumulate_dtype=torch.float32) as mbs:
+        mbs.backward(lambda piece: loss_of(model, piece), batch)
+    for parameter, wide_sum in zip(model.parameters(), sums, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype is torch.bfloat16
+        assert torch.equal(parameter.grad, wide_sum.bfloat16())
+
+
+def test_a_scaled_step_is_the_same_after_an_oom(device: torch.device) -> None:
+    samples, width = scale(device)
+    half = torch.float16 if device.type == "cuda" else torch.bfloat16
+    torch.manual_seed(0)
+    model = Wide(width).to(device)
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    batch = batch_on(device, samples, dtype=torch.float32)
+
+    def loss_fn(piece: Pair) -> Tensor:
+        with torch.autocast(device.type, half):
+            return loss_of(model, piece)
+
+    def step(scaler: torch.amp.GradScaler) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+
+    with Room(device, model) as room:
+        loss_fn(batch).backward()
+        model.zero_grad()
+        need = room.need(lambda: loss_fn(batch).backward())
+        model.zero_grad()
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
+        room.allow(int(0.6 * need))
+        result = elastic(model, micro_batch_size=samples, scaler=scaler).backward(loss_fn, batch)
+        assert result.ooms
+        room.allow(PLENTY)
+        step(scaler)
+        trained = [parameter.detach().clone() for parameter in model.parameters()]
+        model.load_state_dict(start)
+        twin = torch.amp.GradScaler(device.type, init_scale=2.0**10)
+        for begin, end in result.partition:
+            twin.scale(loss_fn((batch[0][begin:end], batch[1][begin:end])).float() * ((end - begin) / samples)).backward()
+        step(twin)
+        assert twin.get_scale() == scaler.get_scale()
+        for mine, other in zip(trained, model.parameters(), strict=True):
+            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_the_demo_on_cuda_survives_and_is_equal() -> None:
+    command = [sys.executable, "-m", "elastic_mbs", "demo", "--device", "cuda", "--steps", "8", "--batch", "16", "--no-plot"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "EQUAL within rounding" in ran.stdout

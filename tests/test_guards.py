@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs.errors import GradientsChangedError, OptimizerInBackwardError
+from elastic_mbs.guards import GradientSentinels, StepGuard, check_gradients_stayed, enter_call, leave_call, running_call
+
+
+class Call:
+    finished = False
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_any_call() -> Iterator[None]:
+    assert running_call() is None
+    yield
+    leave_call(running_call())
+
+
+def in_a_thread(work: object) -> None:
+    thread = threading.Thread(target=work)  # type: ignore[arg-type]  # any callable
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_is_inside_the_call_that_it_entered_until_it_leaves() -> None:
+    call = Call()
+    enter_call(call)
+    assert running_call() is call
+    leave_call(call)
+    assert running_call() is None
+
+
+def test_a_call_that_has_finished_is_no_longer_running() -> None:
+    call = Call()
+    enter_call(call)
+    call.finished = True
+    assert running_call() is None
+    leave_call(call)
+    call.finished = False
+    assert running_call() is None
+
+
+def test_only_the_running_call_can_be_left() -> None:
+    call = Call()
+    enter_call(call)
+    leave_call(Call())
+    assert running_call() is call
+
+
+def test_another_thread_is_in_no_call() -> None:
+    enter_call(Call())
+    seen: list[object] = []
+    in_a_thread(lambda: seen.append(running_call()))
+    assert seen == [None]
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+class Refusal(Exception):
+    pass
+
+
+def refuse(optimizer: torch.optim.Optimizer) -> None:
+    raise Refusal(type(optimizer).__name__)
+
+
+def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    return model, torch.optim.Adam(model.parameters())
+
+
+def test_a_step_is_refused_while_the_guard_is_up_and_changes_nothing() -> None:
+    model, optimizer = trained()
+    before = model.weight.detach().clone()
+    guard = StepGuard(refuse)
+    optimizer.step()
+    stepped = model.weight.detach().clone()
+    assert not torch.equal(before, stepped)
+    guard.up()
+    guard.up()  # once is enough
+    try:
+        with pytest.raises(Refusal, match="Adam"):
+            optimizer.step()
+        assert torch.equal(model.weight, stepped)
+    finally:
+        guard.down()
+    guard.down()
+    optimizer.step()
+    assert not torch.equal(model.weight, stepped)
+
+
+def test_a_step_on_another_thread_is_seen_too_as_a_backward_on_a_gpu_has_its_own() -> None:
+    _, optimizer = trained()
+    guard, errors = StepGuard(refuse), []
+
+    def work() -> None:
+        try:
+            optimizer.step()
+        except Refusal as error:
+            errors.append(error)
+
+    guard.up()
+    try:
+        in_a_thread(work)
+    finally:
+        guard.down()
+    assert len(errors) == 1
+
+
+def test_a_guard_that_is_down_is_not_kept_alive() -> None:
+    def use() -> weakref.ref[StepGuard]:
+        guard = StepGuard(refuse)
+        guard.up()
+        guard.down()
+        return weakref.ref(guard)
+
+    gc.disable()
+    try:
+        assert use()() is None
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def leaves(count: int) -> list[Tensor]:
+    made = [torch.zeros(2, requires_grad=True) for _ in range(count)]
+    for leaf in made:
+        leaf.grad = torch.ones(2)
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 31, 32, 100])
+def test_clearing_all_gradients_is_noticed_whatever_the_size_of_the_model(count: int) -> None:
+    model = leaves(count)
+    sentinels = GradientSentinels()
+    sentinels.remember(model)
+    sentinels.check()
+    for leaf in model:
+        leaf.grad = None
+    with pytest.raises(GradientsChangedError, match=r"shape \(2,\) was cleared.*zero_grad\(\)"):
+        sentinels.check()
+
+
+def zero(leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    leaf.grad.zero_()
+
+
+def replace(leaf: Tensor) -> None:
+    leaf.grad = torch.ones(2)
+
+
+def clip(leaf: Tensor) -> None:
+    nn.utils.clip_grad_norm_([leaf], 0.1)
+
+
+@pytest.mark.parametrize("edit", [zero, replace, clip])
+def test_an_edit_of_a_gradient_is_noticed(edit: object) -> None:
+    model = leaves(3)
+    sentinels = GradientSentinels()
+    sentinels.remember(model)
+    assert callable(edit)
+    edit(model[1])
+    with pytest.raises(GradientsChangedError, match="was changed in the middle of a batch"):
+        sentinels.check()
+
+
+def test_what_a_commit_changed_is_remembered_anew() -> None:
+    model = leaves(3)
+    sentinels = GradientSentinels()
+    sentinels.remember(model)
+    for leaf in model:
+        assert leaf.grad is not None
+        leaf.grad.add_(1)
+    sentinels.remember(model)
+    sentinels.check()
+
+
+def test_after_forgetting_gradients_may_change_and_are_not_kept_alive() -> None:
+    model = leaves(2)
+    sentinels = GradientSentinels()
+    sentinels.remember(model)
+    assert model[0].grad is not None
+    gradient = weakref.ref(model[0].grad)
+    sentinels.forget()
+    model[0].grad = None
+    assert gradient() is None
+    sentinels.check()
+
+
+def test_leaves_without_gradients_are_not_watched() -> None:
+    model = [torch.zeros(2, requires_grad=True)]
+    sentinels = GradientSentinels()
+    sentinels.remember(model)
+    model[0].grad = torch.ones(2)
+    sentinels.check()
+
+
+@pytest.mark.parametrize("count", [15, 16, 17, 31, 32, 47, 1000])
+def test_at_most_sixteen_leaves_are_looked_at(count: int) -> None:
+    model = leaves(count)
+    sentinels = GradientSentinels()
+    sentinels.remember(model)
+    assert min(count, 8) <= len(sentinels._seen) <= 16
+
+
+def test_gradients_that_stayed_are_accepted() -> None:
+    check_gradients_stayed(leaves(3), lambda leaf: "w")
+
+
+def test_a_leaf_that_lost_its_gradient_inside_backward_is_named() -> None:
+    model = leaves(3)
+    model[1].grad = None
+    with pytest.raises(OptimizerInBackwardError, match=r"parameter 'head' lost its gradient during backward.*step once after the batch"):
+        check_gradients_stayed(model, lambda leaf: "parameter 'head'" if leaf is model[1] else "another")
