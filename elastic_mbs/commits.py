@@ -12,13 +12,11 @@ Source: shared/reference/autograd.md, "Gradients".
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 
@@ -175,34 +173,6 @@ def has_foreign_hook(leaf: torch.Tensor) -> bool:
     """Whether somebody else's hook sees or changes this leaf's gradient, piece by piece."""
     after = leaf._post_accumulate_grad_hooks or {}
     return bool(leaf._backward_hooks) or any(not hasattr(hook, OURS) for hook in after.values())
-
-
-@contextmanager
-def inner_backwards(found: Callable[[tuple[torch.Tensor, ...]], None]) -> Iterator[None]:
-    """Looks into backwards that a custom function runs inside ours, and reports the leaves that they are about to reach.
-
-    Recomputing functions (reentrant checkpointing, offloading, reversible blocks) build a graph of their own during backward and call
-    `torch.autograd.backward` on it; its leaves are in no graph before that moment. So that function is wrapped for the length of one backward.
-
-    Args:
-        found: gets the leaves of each inner graph before anything has committed to them.
-    """
-    original = torch.autograd.backward
-
-    def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        # A graph task runs on this thread: on a GPU that is the device's worker and not the thread that called us.
-        if torch._C._current_graph_task_id() != -1:
-            for root in (tensors,) if isinstance(tensors, torch.Tensor | GradientEdge) else tensors:
-                node = root.node if isinstance(root, GradientEdge) else root.grad_fn
-                if node is not None:
-                    found(walk(node).leaves)
-        original(tensors, *args, **kwargs)
-
-    torch.autograd.backward = watched
-    try:
-        yield
-    finally:
-        torch.autograd.backward = original
 
 
 def drain(devices: Iterable[torch.device]) -> None:

@@ -21,12 +21,12 @@ import torch
 
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
-from elastic_mbs.commits import inner_backwards
 from elastic_mbs.controller import Key, Observation, shape_class
 from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
 from elastic_mbs.events import Resized
 from elastic_mbs.guards import GradientSentinels, StepGuard, check_gradients_stayed, enter_call, leave_call, running_call
 from elastic_mbs.history import History
+from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.learning import learn, meet_inner_leaves, take_census
 from elastic_mbs.losses import read_losses, weighted_sum
@@ -37,6 +37,7 @@ from elastic_mbs.recovery import Failure, note_failure, recover, retrying, unwin
 from elastic_mbs.result import OutputPlace, StepResult, StoredOutput
 from elastic_mbs.rollback import StreamState
 from elastic_mbs.saved_tensors import SavedTensorTable
+from elastic_mbs.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Call:
         self.stream_start: StreamState | None = None
         self.table = SavedTensorTable() if own_graph else None
         self.failure: Failure | None = None
+        self.filled: set[int] = set()  # leaves whose .grad was not empty at the start
+        self.traits = Traits()
         self.history = History(parts.settings.wait_for_memory)
         self.running: MicroBatch | None = None
         self._done: list[_Done] = []
@@ -139,6 +142,14 @@ class Call:
         self._resets = parts.meter.resets
         self._guard.up()
         parts.stopwatch.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Ends the call where an interrupt has struck between the lines of the engine itself."""
+        if error is not None:
+            self.abort(error)
 
     def __iter__(self) -> Self:
         return self
@@ -206,10 +217,10 @@ class Call:
         """Starts the attempt."""
         if micro is not self.running or micro._phase != "load":
             raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
-        micro._phase = "forward"
         self.parts.commits.begin()
         if self.table is not None:
             self.table.__enter__()
+        micro._phase = "forward"  # last: until here the loop stands between two attempts
 
     def backward(self, micro: MicroBatch, value: Any) -> None:
         """Weighs the loss and runs backward; see `MicroBatch.backward`."""
@@ -258,7 +269,8 @@ class Call:
         if settings.scaler is not None:
             loss = settings.scaler.scale(loss)
         if traits.custom or micro._custom:
-            with inner_backwards(partial(meet_inner_leaves, self)):
+            assert micro._root is not None
+            with inner_backwards(micro._root, partial(meet_inner_leaves, self)):
                 self._backward_of(micro, loss)
         else:
             self._backward_of(micro, loss)
@@ -302,11 +314,12 @@ class Call:
             check_gradients_stayed(parts.commits.sample(), parts.inventory.name_of)
             if len(parts.commits) not in traits.commits and micro._root is not None and not micro._piece.committed:
                 learn(self, micro)
+            parts.commits.end()
             if self.isolation is not None:
                 retrying(parts, "add a piece's gradient to the batch's", self.isolation.fold)
                 self.history.touched = True
             self.remember_gradients()
-        traits.changes_buffers = parts.buffers.end_clean_piece()
+        traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
         if not traits.edits_batch and self.view.versions() != self.versions:
             traits.edits_batch = self.history.edited = True
         self._done.append(_Done(micro.start, micro.stop, micro._loss, micro._stored, micro._callbacks))
@@ -334,11 +347,16 @@ class Call:
             _outputs=stored if any(piece is not None for piece in stored) else [],
         )
         self._observe(len(done))
-        self._guard.down()  # the gradient is whole: a callback may step
-        for piece in done:
-            for callback in piece.callbacks:
-                callback()
-        self._close()
+        self._leave()  # the gradient is whole: a callback may step, or evaluate
+        try:
+            for piece in done:
+                for callback in piece.callbacks:
+                    callback()
+        except BaseException as error:
+            unwind(self, error)
+            raise
+        finally:
+            self._close()
 
     def _observe(self, pieces: int) -> None:
         """Tells the controller how the call went, and says when it moved."""
@@ -369,14 +387,17 @@ class Call:
         if move is not None:
             parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(self.key)))
 
-    def _close(self) -> None:
+    def _leave(self) -> None:
         self.finished = True
         self._guard.down()
+        leave_call(self)
+
+    def _close(self) -> None:
+        self._leave()
         self._sentinels.forget()
         self._done.clear()
         self.parts.commits.forget_guests()
         self.parts.commits.end()
-        leave_call(self)
 
     # ------------------------------------------------------------------ what ends a call early
 
@@ -389,15 +410,18 @@ class Call:
 
     def remember_gradients(self) -> None:
         """Notes the gradients as the engine left them."""
-        self._sentinels.remember(self.parts.inventory.leaves)
+        parts = self.parts
+        self._sentinels.remember(parts.commits.leaves() if self.traits.guests else parts.inventory.leaves)
 
     def abort(self, error: BaseException) -> None:
         """Ends the call by `error`: state goes back to the call's start, and what could not is noted on the error."""
         if not self.finished:
             self.running = None
-            unwind(self, error)
-            self.parts.controller.abandon(self.key)
-            self._close()
+            try:
+                unwind(self, error)
+            finally:
+                self.parts.controller.abandon(self.key)
+                self._close()
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
         watches = self.parts.commits.watches

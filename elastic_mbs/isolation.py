@@ -11,7 +11,8 @@ used where the cheaper ways are not exact (see `elastic_mbs.recovery`), and for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,10 @@ class _Held:
     """One leaf's gradient while a piece runs.
 
     `original` is the tensor the user had in `.grad`, kept as an object because it may be a view into a bucket. `total` is what pieces are added to:
-    the original itself, or a wider copy.
+    the original itself, or a wider copy. The leaf is held weakly: a step may make leaves of its own for each piece, and recomputation does.
     """
 
-    leaf: torch.Tensor
+    leaf: weakref.ref[torch.Tensor]
     original: torch.Tensor | None
     total: torch.Tensor | None
     wide: bool
@@ -49,19 +50,29 @@ class Isolation:
     def set_aside(self, leaves: Iterable[torch.Tensor]) -> None:
         """Empties the gradients of `leaves`, remembering them."""
         for leaf in leaves:
-            if id(leaf) not in self._held:
+            held = self._held.get(id(leaf))
+            if held is None or held.leaf() is not leaf:
                 wide = self._dtype is not None and leaf.dtype in (torch.float16, torch.bfloat16)
-                self._held[id(leaf)] = _Held(leaf, leaf.grad, None if wide else leaf.grad, wide)
+                self._held[id(leaf)] = _Held(weakref.ref(leaf), leaf.grad, None if wide else leaf.grad, wide)
             leaf.grad = None
+
+    def _present(self) -> Iterator[tuple[torch.Tensor, _Held]]:
+        """The leaves that are still there; what was kept for the others is dropped."""
+        for key, held in list(self._held.items()):
+            leaf = held.leaf()
+            if leaf is None:
+                del self._held[key]
+            else:
+                yield leaf, held
 
     def fold(self) -> None:
         """Adds the piece's contribution to what was set aside."""
         with torch.no_grad():
-            for held in self._held.values():
-                new = held.leaf.grad
+            for leaf, held in self._present():
+                new = leaf.grad
                 if new is not None and new is not held.total:
                     self._add(held, new)
-                held.leaf.grad = None if held.wide else held.total
+                leaf.grad = None if held.wide else held.total
 
     def _add(self, held: _Held, new: torch.Tensor) -> None:
         if held.wide:
@@ -77,30 +88,31 @@ class Isolation:
 
     def discard(self) -> None:
         """Drops the piece's contribution; the gradients are again what they were before it."""
-        for held in self._held.values():
-            held.leaf.grad = None if held.wide else held.total
+        for leaf, held in self._present():
+            leaf.grad = None if held.wide else held.total
 
     def finish(self) -> None:
         """Ends the call: every leaf's `.grad` is its total, in the leaf's own type and in the user's own tensor."""
         with torch.no_grad():
-            for held in self._held.values():
+            for leaf, held in self._present():
                 if held.finished:
                     continue
                 if not held.wide:
-                    held.leaf.grad = held.total
+                    leaf.grad = held.total
                 elif held.total is None:
-                    held.leaf.grad = held.original
+                    leaf.grad = held.original
                 else:
-                    total = held.total.coalesce() if held.total.layout is torch.sparse_coo else held.total  # or its entries are rounded one by one
+                    # Coalesced first, or the entries of a sparse total would be rounded one by one.
+                    total = held.total.coalesce() if held.total.layout is torch.sparse_coo else held.total
                     same = held.original is not None and held.original.layout is total.layout
-                    held.leaf.grad = held.original.copy_(total) if same and held.original is not None else total.to(held.leaf.dtype)
+                    leaf.grad = held.original.copy_(total) if same and held.original is not None else total.to(leaf.dtype)
                 held.finished, held.total = True, None
         self._held.clear()
 
     def rewind(self) -> None:
         """Ends the call without its gradients: the originals are put back as objects."""
-        for held in self._held.values():
-            held.leaf.grad = held.original
+        for leaf, held in self._present():
+            leaf.grad = held.original
         self._held.clear()
 
     def intact(self, leaf: torch.Tensor) -> bool:

@@ -81,8 +81,8 @@ class MicroBatch:
         return self.stop - self.start
 
     @property
-    def total(self) -> Totals:
-        """The whole batch's counts, for a loss that normalises by itself (with `reduction="sum"`)."""
+    def total(self) -> Any:
+        """The whole batch's counts, for a loss that normalises by itself (with `reduction="sum"`): a number, or a dict where losses have names."""
         return self._engine.totals
 
     def __enter__(self) -> Self:

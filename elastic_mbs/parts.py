@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Capacity, Controller, Key, Observation
 from elastic_mbs.events import EventLog
@@ -25,17 +27,23 @@ class Parts:
     settings: Settings
     inventory: Inventory
     controller: Controller
-    commits: CommitLog
-    buffers: BufferCopies
     streams: RandomStreams
     log: EventLog
     monitor: Monitor
     meter: UsageMeter
     stopwatch: Stopwatch[tuple[Key, Observation]]
     streamer: Streamer
+    devices: list[torch.device]
+    commits: CommitLog = field(default_factory=CommitLog)
+    buffers: BufferCopies = field(default_factory=BufferCopies)
     traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
     retries: int | None = None
     sleep: Callable[[float], None] = time.sleep
+
+    def moved(self) -> bool:
+        """Whether the model is on another device than when the parts were made."""
+        leaves = self.inventory.leaves
+        return bool(leaves) and leaves[0].device not in self.devices
 
     def capacity(self) -> Capacity | None:
         """The latest reading, as the controller wants it."""

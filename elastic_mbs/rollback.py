@@ -138,8 +138,8 @@ class _Mark:
         right = self.copy is not None or _version(self.tensor) == self.version
         if self.copy is not None and self.copy.shape != self.tensor.shape:
             self.tensor.data = self.copy.to(self.tensor.device, copy=True)  # resized in place
-        elif self.copy is not None and not _same(self):
-            self.tensor.copy_(self.copy)
+        elif not _same(self):
+            self.tensor.copy_(self.copy)  # type: ignore[arg-type]  # what has no copy is the same
         self.version = _version(self.tensor)
         return right
 
@@ -178,6 +178,8 @@ class BufferCopies:
         self._slots: list[_Slot] = []
         self._still: list[_Slot] = []
         self._spare: dict[str, list[torch.Tensor]] = {"call": [], "piece": []}
+        self._plain: list[nn.Module] = []
+        self._attributes: dict[str, list[dict[str, Any]]] = {}
 
     def begin_call(self, modules: Sequence[nn.Module], key: object = None) -> None:
         """Remembers every buffer as it is now, and copies those that change.
@@ -186,16 +188,23 @@ class BufferCopies:
             modules: whose buffers.
             key: the loss function; what is known of one says nothing of another.
         """
-        self._modules, self._key = modules, key
+        self._modules = modules
         self._slots = []
+        flags, plain = [], []
         for module in modules:
             buffers = module._buffers
             if buffers:
+                flags.append(module.training)
                 statistics = module.training and "running_mean" in buffers
+                if "running_mean" not in buffers:
+                    plain.append(module)
                 for name, tensor in buffers.items():
                     mark = _Mark(tensor, _version(tensor))
                     changing = (statistics and _copyable(tensor)) or (id(buffers), name) in self._changing
                     self._slots.append(_Slot(buffers, name, f"{type(module).__name__}.{name}", changing, mark, mark))
+        self._key = key, tuple(flags)  # a codebook, say, is moved in training mode only
+        self._plain = list(modules) if self._key not in self._learned else plain
+        self._attributes = {"call": _attributes(self._plain)}
         self._still = [slot for slot in self._slots if not slot.changing]
         self._take("call", [slot.at_call for slot in self._slots if slot.changing])
         if self._key not in self._learned:
@@ -206,6 +215,7 @@ class BufferCopies:
 
     def begin_piece(self) -> None:
         """Copies the buffers that change, before a piece that is not the call's first (whose start is the call's)."""
+        self._attributes["piece"] = _attributes(self._plain)
         if len(self._still) < len(self._slots):
             changing = [slot for slot in self._slots if slot.changing]
             for slot in changing:
@@ -272,22 +282,46 @@ class BufferCopies:
                     slot.at_piece = slot.at_call
                 if not slot.at_piece.put_back(slot.owner, slot.key):
                     lost = slot.label
+        if to_call_start:
+            self._attributes.pop("piece", None)
+        for module, saved in zip(self._plain, self._attributes.get("piece") or self._attributes.get("call") or (), strict=False):
+            present = vars(module)
+            for name in [name for name, value in present.items() if isinstance(value, PLAIN) and name not in saved]:
+                del present[name]
+            present.update(saved)
         return lost
 
 
+PLAIN = (bool, int, float, str, type(None))
+
+
+def _attributes(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """Numbers, flags and strings beside buffers: a cache and its length, a codebook and whether it was initialised, go back together."""
+    return [{name: value for name, value in vars(module).items() if isinstance(value, PLAIN)} for module in modules]
+
+
 def _copyable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether values can be copied and compared; others (sparse, nested, meta) are told by identity and version alone."""
-    return tensor is not None and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested and not tensor.is_quantized
+    """Whether values can be copied and compared; others (sparse, nested, meta, expanded, inference) are told by identity and version alone."""
+    return (
+        tensor is not None
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_inference() or 0 in tensor.stride())
+    )
 
 
 def _same(mark: _Mark) -> bool:
     if mark.copy is None or mark.tensor is None:
         return True
-    now = mark.tensor.detach().to(mark.copy.device)
-    if torch.equal(mark.copy, now):
+    return _equal_bits(mark.copy, mark.tensor.detach().to(mark.copy.device))
+
+
+def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same; NaN is not equal to itself, so their bits decide. Allocates nothing: it runs when memory is short."""
+    if torch.equal(a, b):
         return True
-    # NaN is not equal to itself, but a buffer that holds one has not changed for that.
-    return now.shape == mark.copy.shape and now.is_floating_point() and bool(((now == mark.copy) | (now.isnan() & mark.copy.isnan())).all())
+    if a.shape != b.shape or a.dtype != b.dtype or not (a.is_floating_point() and a.is_contiguous() and b.is_contiguous()):
+        return False
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
 def _copy_into(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:

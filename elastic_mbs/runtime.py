@@ -13,7 +13,6 @@ from torch import nn
 
 from elastic_mbs.accumulate import CountFn, Counts, looks_like_token_labels
 from elastic_mbs.batch import BatchView, Dims
-from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Controller, Limits, Policy
 from elastic_mbs.disabled import WholeBatch
 from elastic_mbs.engine import Call
@@ -21,12 +20,12 @@ from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
-from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, UsageMeter, sensor_for
+from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, sensor_for
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
 from elastic_mbs.recovery import retrying
 from elastic_mbs.result import OutputPlace, StepResult
-from elastic_mbs.rollback import BufferCopies, RandomStreams, check_generators
+from elastic_mbs.rollback import RandomStreams, check_generators
 from elastic_mbs.settings import Reduction, Replay, Settings
 from elastic_mbs.stats import Stats
 from elastic_mbs.stream import Streamer, choose_device
@@ -150,13 +149,7 @@ class ElasticMBS:
         self.last_result: StepResult | None = None
         self._count = count
         self._dims = dims
-        self._log = EventLog(sinks)
-        devices = inventory.devices()
-        meter: UsageMeter
-        found, meter = sensor_for(devices[0])
-        if isinstance(found, MemoryBudget):
-            found.track(*inventory.roots)
-        self._monitor = Monitor(sensor or found, interval=monitor_interval, on_change=self._on_sensor_change)
+        self._sensor, self._device, self._generators, self._interval = sensor, device, generators, monitor_interval
         self._parts = Parts(
             settings=settings,
             inventory=inventory,
@@ -168,14 +161,8 @@ class ElasticMBS:
                 clock=time.monotonic,
                 random=random.Random(time.time_ns() if seed is None else seed),
             ),
-            commits=CommitLog(),
-            buffers=BufferCopies(),
-            streams=RandomStreams(generators, devices),
-            log=self._log,
-            monitor=self._monitor,
-            meter=meter,
-            stopwatch=Stopwatch(devices[0]),
-            streamer=Streamer(choose_device(device, devices)),
+            log=EventLog(sinks),
+            **self._on_devices(inventory),
         )
         if enabled:
             self._parts.commits.watch(inventory.leaves)
@@ -185,12 +172,27 @@ class ElasticMBS:
         self._looked_at: set[str] = set()
         self._stats = Stats()
 
+    def _on_devices(self, inventory: Inventory) -> dict[str, Any]:
+        """The parts that depend on where the model is; made again when it has moved."""
+        devices = inventory.devices()
+        found, meter = sensor_for(devices[0])
+        if isinstance(found, MemoryBudget):
+            found.track(*inventory.roots)
+        return {
+            "devices": devices,
+            "streams": RandomStreams(self._generators, devices),
+            "monitor": Monitor(self._sensor or found, interval=self._interval, on_change=self._on_sensor_change),
+            "meter": meter,
+            "stopwatch": Stopwatch(devices[0]),
+            "streamer": Streamer(choose_device(self._device, devices)),
+        }
+
     # ------------------------------------------------------------------ lifetime
 
     def __enter__(self) -> Self:
         """Starts the memory monitor."""
         if self.enabled:
-            self._monitor.start()
+            self._parts.monitor.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -209,7 +211,7 @@ class ElasticMBS:
         """Stops the monitor and takes every hook off the model; the next call puts them back."""
         if self._call is not None and not self._call.finished:
             self._call.abort(IncompleteBatchError("closed in the middle of a batch"))
-        self._monitor.stop()
+        self._parts.monitor.stop()
         self._parts.commits.close()
         self._parts.inventory.forget()
 
@@ -239,10 +241,10 @@ class ElasticMBS:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
             assert self.last_result is not None
             return self.last_result
-        call = self._start(batch, name_of(loss_fn), identity_of(loss_fn))
-        for micro in call:
-            with micro:
-                micro.backward(loss_fn(micro.data, *args, **kwargs))
+        with self._start(batch, name_of(loss_fn), identity_of(loss_fn)) as call:
+            for micro in call:
+                with micro:
+                    micro.backward(loss_fn(micro.data, *args, **kwargs))
         return self._finish(call)
 
     def micro_batches(self, batch: Any, *, name: str = "loop", own_graph: bool = True) -> Iterator[MicroBatch]:
@@ -279,8 +281,7 @@ class ElasticMBS:
         if not self.enabled:
             with torch.no_grad():
                 return fn(batch, *args, **kwargs)
-        call = self._start(batch, name_of(fn), identity_of(fn), training=False)
-        with torch.no_grad():
+        with self._start(batch, name_of(fn), identity_of(fn), training=False) as call, torch.no_grad():
             for micro in call:
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))
@@ -332,8 +333,8 @@ class ElasticMBS:
         return self._stats.copy()
 
     @property
-    def total(self) -> Totals:
-        """The counts of the batch that is running, for a `loss_fn` that normalises by itself.
+    def total(self) -> Any:
+        """The counts of the batch that is running, for a `loss_fn` that normalises by itself: a number, or a dict where losses have names.
 
         Raises:
             UsageError: no batch is running.
@@ -347,14 +348,17 @@ class ElasticMBS:
     @property
     def headroom(self) -> Reading:
         """The latest memory reading."""
-        return self._monitor.latest()
+        return self._parts.monitor.latest()
 
     # ------------------------------------------------------------------ how a call starts and ends
 
     def _start(self, batch: Any, name: str, identity: object, *, training: bool = True, own_graph: bool = False) -> Call:
         self._refuse_incomplete()
         _refuse_capture()
-        self._monitor.start()
+        if self._parts.moved():
+            self._parts.monitor.stop()
+            vars(self._parts).update(self._on_devices(self._parts.inventory))
+        self._parts.monitor.start()
         view = BatchView(batch, self._dims, self._readings.get(name))
         self._readings[name] = view.readings
         counts = retrying(self._parts, "count the loss terms", lambda: self._read_counts(view, name, training))
@@ -410,11 +414,11 @@ class ElasticMBS:
 
     def _warn(self, view: BatchView, training: bool) -> None:
         if view.doubt is not None:
-            self._log.warn_once(self.settings.name, "doubt", view.doubt)
+            self._parts.log.warn_once(self.settings.name, "doubt", view.doubt)
         if training and self._count is None:
             label = looks_like_token_labels(view)
             if label is not None:
-                self._log.warn_once(
+                self._parts.log.warn_once(
                     self.settings.name,
                     "count",
                     f"{label!r} has labels of -100 and no count= was given, so every sample weighs the same, however many labels it has: "
@@ -423,9 +427,9 @@ class ElasticMBS:
 
     def _on_sensor_change(self, reading: Reading) -> None:
         if isinstance(reading, Headroom):
-            self._log.emit(SensorBack(self.settings.name, reading.source))
+            self._parts.log.emit(SensorBack(self.settings.name, reading.source))
         else:
-            self._log.emit(SensorLost(self.settings.name, reading.reason))
+            self._parts.log.emit(SensorLost(self.settings.name, reading.reason))
 
 
 def name_of(fn: Callable[..., Any]) -> str:

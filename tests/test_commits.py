@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import io
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from elastic_mbs.commits import Census, CommitLog, drain, has_foreign_hook, inner_backwards, walk
+from elastic_mbs.commits import Census, CommitLog, drain, has_foreign_hook, walk
 from stress.injection import InjectOOM
 
 F64 = torch.float64
@@ -419,81 +418,6 @@ def test_a_watched_model_can_be_copied_and_saved_and_its_copies_are_not_watched(
 
 
 # ---------------------------------------------------------------------- backwards inside a backward
-
-
-def inside(run: Callable[[Tensor, Tensor], object], x: Tensor, w: Tensor) -> Tensor:
-    """x · w by a function that does not show `w`: it builds that graph only in its backward, and runs it there."""
-
-    class Recompute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.x = x.detach()
-            return x * w.detach()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            with torch.enable_grad():
-                run(ctx.x * w, grads[0])
-            return grads[0] * w.detach()
-
-    out: Tensor = Recompute.apply(x)  # type: ignore[no-untyped-call]  # torch has no annotation there
-    return out
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda y, grad: torch.autograd.backward(y, grad),
-        lambda y, grad: torch.autograd.backward([y], [grad]),
-        lambda y, grad: y.backward(grad),
-        lambda y, grad: torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y), grad),
-    ],
-    ids=["tensor", "list", "method", "edge"],
-)
-def test_leaves_of_an_inner_backward_are_reported_before_they_commit(run: Callable[[Tensor, Tensor], object]) -> None:
-    x, w = leaf(3), leaf(3)
-    found: list[tuple[int, bool]] = []
-    loss = inside(run, x, w).sum()
-    assert ids(census_of(loss).leaves) == ids([x])
-
-    def report(leaves: tuple[Tensor, ...]) -> None:
-        found.extend((id(reached), reached.grad is None) for reached in leaves)
-
-    with inner_backwards(report):
-        loss.backward()
-    assert found == [(id(w), True)]
-    assert w.grad is not None
-    assert torch.equal(w.grad, x.detach())
-
-
-def test_a_backward_of_another_thread_is_no_inner_one() -> None:
-    x, w, other = leaf(3), leaf(3), leaf(3)
-    found: list[tuple[Tensor, ...]] = []
-
-    def elsewhere(y: Tensor, grad: Tensor) -> None:
-        thread = threading.Thread(target=lambda: other.exp().sum().backward())
-        thread.start()
-        thread.join()
-
-    with inner_backwards(found.append):
-        inside(elsewhere, x, w).sum().backward()
-    assert found == []
-
-
-def test_the_look_into_inner_backwards_ends_with_its_block() -> None:
-    original = torch.autograd.backward
-    with pytest.raises(KeyError), inner_backwards(lambda leaves: None):
-        assert torch.autograd.backward is not original
-        raise KeyError
-    assert torch.autograd.backward is original
-    x, w = leaf(3), leaf(3)
-    found: list[tuple[Tensor, ...]] = []
-    x.register_hook(lambda _: 1 / 0)  # an error inside is the point
-    with pytest.raises(ZeroDivisionError), inner_backwards(found.append):
-        x.exp().sum().backward()
-    with inner_backwards(found.append):
-        w.exp().sum().backward()
-    assert found == []
 
 
 def test_drain_changes_no_gradient() -> None:

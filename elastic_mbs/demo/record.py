@@ -138,8 +138,8 @@ class Record:
         """Takes down what a call gave back."""
         step = self.steps[-1]
         step.result, step.loss = result, float(result)
-        if not step.events and result.micro_batch_size > step.sizes[-1][1]:
-            self._size(self._clock(), result.micro_batch_size)  # what was left of the batch was too short to show the size that was found
+        if len(step.sizes) > 1 and not step.events:
+            self._size(self._clock(), result.micro_batch_size)  # a size was looked for, and what was left of the batch too short to show it
 
     def note(self, event: Event) -> None:
         """A sink for events.
