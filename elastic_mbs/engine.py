@@ -12,8 +12,6 @@ traceback are gone: they would keep the failed attempt's tensors alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -21,34 +19,23 @@ import torch
 
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
-from elastic_mbs.controller import Key, Observation, shape_class
+from elastic_mbs.committed import Committed
+from elastic_mbs.controller import Key, shape_class
 from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
-from elastic_mbs.events import Resized
 from elastic_mbs.guards import GradientSentinels, StepGuard, check_gradients_stayed, enter_call, leave_call, running_call
 from elastic_mbs.history import History
 from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
-from elastic_mbs.learning import learn, meet_inner_leaves, take_census
+from elastic_mbs.learning import learn, meet_inner_leaves, take_census, tell_controller
 from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Range, Totals
-from elastic_mbs.partition import partition
+from elastic_mbs.partition import first_length
 from elastic_mbs.parts import Parts
 from elastic_mbs.recovery import Failure, note_failure, recover, retrying, unwind
 from elastic_mbs.result import OutputPlace, StepResult, StoredOutput
 from elastic_mbs.rollback import StreamState
 from elastic_mbs.saved_tensors import SavedTensorTable
 from elastic_mbs.traits import Traits
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A piece whose contribution is in every leaf."""
-
-    start: int
-    stop: int
-    loss: torch.Tensor | None
-    stored: StoredOutput | None
-    callbacks: list[Callable[[], object]]
 
 
 class Call:
@@ -95,8 +82,7 @@ class Call:
         self.traits = Traits()
         self.history = History(parts.settings.wait_for_memory)
         self.running: MicroBatch | None = None
-        self._done: list[_Done] = []
-        self._skipped: list[tuple[int, int]] = []
+        self.committed = Committed()
         self.walked = False
         self._sentinels = GradientSentinels()
         self._guard = StepGuard(self._refuse_step)
@@ -139,7 +125,7 @@ class Call:
         self.size = self.plan.size
         if self.plan.learning:
             parts.meter.reset_peak()
-        self._resets = parts.meter.resets
+        self.resets = parts.meter.resets
         self._guard.up()
         parts.stopwatch.start()
 
@@ -184,12 +170,13 @@ class Call:
         settings = self.parts.settings
         while self.pending:
             rest = self.pending.pop()
-            start, stop = partition(rest.start, rest.stop, self.size, minimum=settings.min_micro_batch_size, align=settings.align)[0]
+            start = rest.start
+            stop = start + first_length(len(rest), self.size, minimum=settings.min_micro_batch_size, align=settings.align)
             if stop < rest.stop:
                 self.pending.append(Range(stop, rest.stop, rest.committed))
             if not self.counts.is_zero(start, stop):
                 return Range(start, stop, rest.committed)
-            self._skipped.append((start, stop))  # its loss would be 0/0, and NaN × 0 is NaN
+            self.committed.skipped.append((start, stop))  # its loss would be 0/0, and NaN × 0 is NaN
         return None
 
     def _prepare(self, piece: Range) -> MicroBatch | None:
@@ -322,7 +309,7 @@ class Call:
         traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
         if not traits.edits_batch and self.view.versions() != self.versions:
             traits.edits_batch = self.history.edited = True
-        self._done.append(_Done(micro.start, micro.stop, micro._loss, micro._stored, micro._callbacks))
+        self.committed.add(micro)
         micro._let_go()
         self.history.progress()
         if self.plan.probing:
@@ -335,57 +322,16 @@ class Call:
             self._sentinels.check()
             if self.isolation is not None:
                 retrying(parts, "write the gradient in its own type", self.isolation.finish)
-        done = sorted(self._done, key=lambda piece: piece.start)
-        stored = [piece.stored for piece in done]
-        self.result = StepResult(
-            partition=tuple((piece.start, piece.stop) for piece in done),
-            micro_batch_size=self.size,
-            ooms=self.history.failures,
-            replayed_samples=self.history.replayed_samples,
-            skipped=tuple(sorted(self._skipped)),
-            _losses=tuple(piece.loss for piece in done if piece.loss is not None),
-            _outputs=stored if any(piece is not None for piece in stored) else [],
-        )
-        self._observe(len(done))
+        self.result = self.committed.result(self.size, self.history)
+        tell_controller(self, len(self.committed))
         self._leave()  # the gradient is whole: a callback may step, or evaluate
         try:
-            for piece in done:
-                for callback in piece.callbacks:
-                    callback()
+            self.committed.run_callbacks()
         except BaseException as error:
             unwind(self, error)
             raise
         finally:
             self._close()
-
-    def _observe(self, pieces: int) -> None:
-        """Tells the controller how the call went, and says when it moved."""
-        parts = self.parts
-        usage = parts.meter.usage()
-        # A peak counts when it belongs to this call alone: somebody else may have reset the process's statistics meanwhile.
-        peak = usage.peak_allocated if usage and self.plan.learning and parts.meter.resets == self._resets else None
-        seen = Observation(
-            size=self.size,
-            epoch=self.plan.epoch,
-            samples=self.view.length,
-            elements=self.view.elements,
-            pieces=pieces,
-            peak=peak,
-            fragmentation=usage.fragmentation if usage else 1.0,
-            seconds=None,
-            retries=parts.new_retries(usage.retries if usage else 0),
-            ooms=self.history.failures,
-        )
-        if not self.plan.probing:
-            parts.stopwatch.stop((self.key, seen))
-        for (key, earlier), seconds in parts.stopwatch.finished():
-            if earlier is seen:
-                seen = replace(seen, seconds=seconds)
-            else:
-                parts.controller.timed(key, replace(earlier, seconds=seconds))
-        move = parts.controller.end(self.key, seen, parts.capacity())
-        if move is not None:
-            parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(self.key)))
 
     def _leave(self) -> None:
         self.finished = True
@@ -395,7 +341,7 @@ class Call:
     def _close(self) -> None:
         self._leave()
         self._sentinels.forget()
-        self._done.clear()
+        self.committed.clear()
         self.parts.commits.forget_guests()
         self.parts.commits.end()
 
@@ -404,8 +350,7 @@ class Call:
     def restart(self) -> None:
         """Forgets every piece: the batch will be replayed from its start."""
         self.pending = [Range(0, self.view.length)]
-        self._done.clear()
-        self._skipped.clear()
+        self.committed.clear()
         self._sentinels.forget()
 
     def remember_gradients(self) -> None:
@@ -446,16 +391,6 @@ class Call:
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
             )
-
-    @property
-    def committed_pieces(self) -> int:
-        """Pieces of this call that are in the gradients."""
-        return len(self._done)
-
-    @property
-    def committed_samples(self) -> int:
-        """Samples of this call that are in the gradients."""
-        return sum(piece.stop - piece.start for piece in self._done)
 
     def left_early(self, what: str = "a loop over micro-batches was left early") -> IncompleteBatchError:
         """The error for a loop that did not run to its end, with what is missing."""

@@ -1,10 +1,13 @@
-"""Finding out about a loss function, on the path without failures: what its graph reaches, and what its backward does."""
+"""Finding out, on the path without failures: what a loss function's graph reaches, what its backward does, and what a call cost."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic_mbs.commits import has_foreign_hook, walk
+from elastic_mbs.controller import Observation
+from elastic_mbs.events import Resized
 from elastic_mbs.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -67,3 +70,33 @@ def learn(call: Call, micro: MicroBatch) -> None:
                 f"{parts.inventory.name_of(leaf)} has a hook on its gradient, which runs once per micro-batch: it must be linear (no clamp, no norm) "
                 "for the gradient to be the whole batch's",
             )
+
+
+def tell_controller(call: Call, pieces: int) -> None:
+    """Tells the controller how the call went, and everybody when it moves."""
+    parts = call.parts
+    usage = parts.meter.usage()
+    # A peak counts when it belongs to this call alone: somebody else may have reset the process's statistics meanwhile.
+    peak = usage.peak_allocated if usage and call.plan.learning and parts.meter.resets == call.resets else None
+    seen = Observation(
+        size=call.size,
+        epoch=call.plan.epoch,
+        samples=call.view.length,
+        elements=call.view.elements,
+        pieces=pieces,
+        peak=peak,
+        fragmentation=usage.fragmentation if usage else 1.0,
+        seconds=None,
+        retries=parts.new_retries(usage.retries if usage else 0),
+        ooms=call.history.failures,
+    )
+    if not call.plan.probing:
+        parts.stopwatch.stop((call.key, seen))
+    for (key, earlier), seconds in parts.stopwatch.finished():
+        if earlier is seen:
+            seen = replace(seen, seconds=seconds)
+        else:
+            parts.controller.timed(key, replace(earlier, seconds=seconds))
+    move = parts.controller.end(call.key, seen, parts.capacity())
+    if move is not None:
+        parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(call.key)))

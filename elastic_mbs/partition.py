@@ -53,6 +53,16 @@ def longest(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int
     return (short + 1 if extra else short) * align
 
 
+def first_length(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int:
+    """Length of the first piece that `partition` cuts, without cutting the others."""
+    count = piece_count(samples, size, minimum=minimum, align=align)
+    if count <= 1:
+        return samples
+    short, extra = divmod(_ceiling_division(samples, align), count)
+    longer = extra - 1 if samples % align else extra  # one of the longer pieces stands last then, see `partition`
+    return min(samples, (short + 1 if longer > 0 else short) * align)
+
+
 def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
     """The smallest aligned size that needs no more than `count` pieces: any larger one costs memory and saves no time."""
     return _ceiling_division(_ceiling_division(samples, align), count) * align

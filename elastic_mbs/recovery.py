@@ -217,7 +217,7 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
         parts.streams.draws_on_host = True
         return "random numbers were drawn on the host, whose state at the piece's start was not kept"
     if failure.phase in ("load", "forward"):
-        asynchronous = call.training and not failure.verdict.trustworthy and call.committed_pieces and call.isolation is None
+        asynchronous = call.training and not failure.verdict.trustworthy and len(call.committed) and call.isolation is None
         return "the error may belong to an earlier operation" if asynchronous else None
     if call.isolation is not None:
         return None
@@ -245,7 +245,7 @@ def _undo(call: Call, failure: Failure, mode: str) -> None:
         call.isolation.discard()
     if mode == "step":
         history.restarts += 1
-        history.replayed_samples += call.committed_samples + len(failure.piece)
+        history.replayed_samples += call.committed.samples + len(failure.piece)
         if call.isolation is not None:
             call.isolation.rewind()
             call.isolation = None

@@ -286,7 +286,7 @@ class BufferCopies:
             self._attributes.pop("piece", None)
         for module, saved in zip(self._plain, self._attributes.get("piece") or self._attributes.get("call") or (), strict=False):
             present = vars(module)
-            for name in [name for name, value in present.items() if isinstance(value, PLAIN) and name not in saved]:
+            for name in [name for name, value in present.items() if _is_plain(name, value) and name not in saved]:
                 del present[name]
             present.update(saved)
         return lost
@@ -297,7 +297,11 @@ PLAIN = (bool, int, float, str, type(None))
 
 def _attributes(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """Numbers, flags and strings beside buffers: a cache and its length, a codebook and whether it was initialised, go back together."""
-    return [{name: value for name, value in vars(module).items() if isinstance(value, PLAIN)} for module in modules]
+    return [{name: value for name, value in vars(module).items() if _is_plain(name, value)} for module in modules]
+
+
+def _is_plain(name: str, value: object) -> bool:
+    return isinstance(value, PLAIN) and name != "training"  # the mode is the caller's to set
 
 
 def _copyable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

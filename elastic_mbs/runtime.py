@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from elastic_mbs.accumulate import CountFn, Counts, looks_like_token_labels
+from elastic_mbs.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, sinks_of
 from elastic_mbs.batch import BatchView, Dims
 from elastic_mbs.controller import Controller, Limits, Policy
 from elastic_mbs.disabled import WholeBatch
 from elastic_mbs.engine import Call
-from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UnsupportedError, UsageError
+from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UsageError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
@@ -112,7 +113,7 @@ class ElasticMBS:
         seed: int | None = None,
         enabled: bool = True,
     ) -> None:
-        inventory = Inventory([model] if isinstance(model, nn.Module) else _modules(model))
+        inventory = Inventory(modules_of(model))
         trouble = check_generators(generators)
         if trouble is not None:
             raise UsageError(trouble)
@@ -124,9 +125,6 @@ class ElasticMBS:
             raise UsageError(f"sensor={sensor!r} is no MemorySensor: it has no read()")
         if policy is not None and not isinstance(policy, Policy):
             raise UsageError(f"policy={policy!r} is no elastic_mbs.Policy")
-        sinks = (on_event,) if callable(on_event) else tuple(on_event) if isinstance(on_event, Iterable) else (on_event,)
-        if not all(callable(sink) for sink in sinks):
-            raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
         settings = Settings(
             name=name or "elastic_mbs",
             micro_batch_size=micro_batch_size,
@@ -161,7 +159,7 @@ class ElasticMBS:
                 clock=time.monotonic,
                 random=random.Random(time.time_ns() if seed is None else seed),
             ),
-            log=EventLog(sinks),
+            log=EventLog(sinks_of(on_event)),
             **self._on_devices(inventory),
         )
         if enabled:
@@ -354,7 +352,7 @@ class ElasticMBS:
 
     def _start(self, batch: Any, name: str, identity: object, *, training: bool = True, own_graph: bool = False) -> Call:
         self._refuse_incomplete()
-        _refuse_capture()
+        refuse_capture()
         if self._parts.moved():
             self._parts.monitor.stop()
             vars(self._parts).update(self._on_devices(self._parts.inventory))
@@ -409,7 +407,7 @@ class ElasticMBS:
         if name not in self._looked_at:
             self._warn(view, training)
             self._looked_at.add(name)
-        _refuse_graphs(view)
+        refuse_graphs(view)
         return Counts.read(self._count, view) if training else Counts.samples(view.length)
 
     def _warn(self, view: BatchView, training: bool) -> None:
@@ -430,39 +428,3 @@ class ElasticMBS:
             self._parts.log.emit(SensorBack(self.settings.name, reading.source))
         else:
             self._parts.log.emit(SensorLost(self.settings.name, reading.reason))
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """What limits and sizes are kept by: the qualified name of a function, or its type's."""
-    named = getattr(fn, "func", fn)  # a functools.partial is called what it calls
-    return getattr(named, "__qualname__", type(named).__qualname__)
-
-
-def identity_of(fn: Callable[..., Any]) -> object:
-    """What traits are kept by: the code of a function, which its closures share, or an object's type."""
-    named = getattr(fn, "func", fn)
-    return getattr(named, "__code__", None) or getattr(getattr(named, "__func__", None), "__code__", None) or type(named)
-
-
-def _modules(model: object) -> Sequence[nn.Module]:
-    if isinstance(model, Sequence) and not isinstance(model, str):
-        return model
-    raise UsageError(
-        f"model={model!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them (a callable only to elastic_step, for methods)"
-    )
-
-
-def _refuse_graphs(view: BatchView) -> None:
-    for name, tensor in view.named_tensors():
-        if tensor.grad_fn is not None:
-            raise BatchError(
-                f"the tensor {name or 'batch'!r} carries a graph ({tensor.grad_fn.name()}), and each piece would run backward through it again: "
-                "compute it inside loss_fn, with its module in model=[...], or detach it"
-            )
-
-
-def _refuse_capture() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # cuda-only
-        raise UnsupportedError(
-            "a CUDA graph is being captured: an out-of-memory error could not be recovered from inside it. Run the step outside the capture"
-        )

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.partition import aligned, longest, partition, piece_count, smallest_size
+from elastic_mbs.partition import aligned, first_length, longest, partition, piece_count, smallest_size
 
 small = st.integers(1, 40)
 
@@ -27,6 +27,7 @@ def test_lengths_are_balanced_aligned_and_never_below_the_minimum(length: int, s
     assert all(n % align == 0 for n in lengths[:-1])
     assert min(lengths) >= min(minimum, length)
     assert longest(length, size, minimum=minimum, align=align) == max(lengths)
+    assert first_length(length, size, minimum=minimum, align=align) == lengths[0]
 
 
 @settings(deadline=None, max_examples=400)

@@ -1,0 +1,76 @@
+"""The pieces of one call that are in the gradients, and the result that they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from elastic_mbs.history import History
+from elastic_mbs.micro_batch import MicroBatch
+from elastic_mbs.result import StepResult, StoredOutput
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece whose contribution is in every leaf."""
+
+    start: int
+    stop: int
+    loss: torch.Tensor | None
+    stored: StoredOutput | None
+    callbacks: list[Callable[[], object]]
+
+
+class Committed:
+    """What has committed so far.
+
+    Attributes:
+        skipped: ranges that were left out because nothing in them counts.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[_Piece] = []
+        self.skipped: list[tuple[int, int]] = []
+
+    def add(self, micro: MicroBatch) -> None:
+        """Takes over what the result needs of an attempt that has succeeded."""
+        self._pieces.append(_Piece(micro.start, micro.stop, micro._loss, micro._stored, micro._callbacks))
+
+    def clear(self) -> None:
+        """Forgets everything: the batch is replayed from its start, or over."""
+        self._pieces.clear()
+        self.skipped.clear()
+
+    def __len__(self) -> int:
+        """How many pieces."""
+        return len(self._pieces)
+
+    @property
+    def samples(self) -> int:
+        """How many samples."""
+        return sum(piece.stop - piece.start for piece in self._pieces)
+
+    def run_callbacks(self) -> None:
+        """Runs what `on_commit` was given, in the batch's order."""
+        for piece in self._in_order():
+            for callback in piece.callbacks:
+                callback()
+
+    def result(self, size: int, history: History) -> StepResult:
+        """The result of the whole call, which ended at micro-batch `size`."""
+        done = self._in_order()
+        stored = [piece.stored for piece in done]
+        return StepResult(
+            partition=tuple((piece.start, piece.stop) for piece in done),
+            micro_batch_size=size,
+            ooms=history.failures,
+            replayed_samples=history.replayed_samples,
+            skipped=tuple(sorted(self.skipped)),
+            _losses=tuple(piece.loss for piece in done if piece.loss is not None),
+            _outputs=stored if any(piece is not None for piece in stored) else [],
+        )
+
+    def _in_order(self) -> list[_Piece]:
+        return sorted(self._pieces, key=lambda piece: piece.start)
