@@ -15,7 +15,7 @@ demo: .venv/installed
 	@$(BIN)/python -m elastic_mbs demo
 
 test: .venv/installed
-	@$(BIN)/python -m pytest --quiet --cov --cov-report=term
+	@$(BIN)/python -m pytest --quiet --numprocesses=auto --cov --cov-report=term
 
 lint: .venv/installed
 	@$(BIN)/ruff check --quiet .
