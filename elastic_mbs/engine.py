@@ -119,7 +119,8 @@ class Call:
         if parts.inventory.refresh():
             parts.commits.watch(parts.inventory.leaves)
         self.traits = parts.traits_of(identity)
-        self.filled = {id(leaf) for leaf in parts.inventory.leaves if leaf.grad is not None}
+        if self.training:
+            self.filled = {id(leaf) for leaf in parts.inventory.leaves if leaf.grad is not None}
         self.versions = self.view.versions()
         self.plan = parts.controller.begin(self.key, self.view.length, self.view.elements)
         self.size = self.plan.size
@@ -182,7 +183,10 @@ class Call:
     def _prepare(self, piece: Range) -> MicroBatch | None:
         """Snapshots what the attempt may change and brings the piece to the device; None when that itself ran out of memory."""
         parts = self.parts
-        streams = parts.streams.read(slow=self.stream_start is None or parts.streams.draws_on_host)
+        if self.stream_start is None or self.traits.draws or parts.streams.draws_on_host:
+            streams = parts.streams.read(slow=self.stream_start is None or parts.streams.draws_on_host)
+        else:
+            streams = self.stream_start  # nothing is known to draw: they stand where they stood, and recovery checks that
         micro = MicroBatch(self, piece, None, streams)
         try:
             if self.stream_start is None:
@@ -322,6 +326,8 @@ class Call:
             self._sentinels.check()
             if self.isolation is not None:
                 retrying(parts, "write the gradient in its own type", self.isolation.finish)
+        if not self.traits.draws and self.stream_start is not None:
+            self.traits.draws = parts.streams.moved_on_devices(self.stream_start)
         self.result = self.committed.result(self.size, self.history)
         tell_controller(self, len(self.committed))
         self._leave()  # the gradient is whole: a callback may step, or evaluate

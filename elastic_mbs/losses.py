@@ -34,6 +34,8 @@ def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
     Raises:
         LossError: no loss is there, it is no scalar, or it has no graph.
     """
+    if names is None and type(value) is torch.Tensor and value.dim() == 0 and value.is_floating_point() and value.requires_grad:
+        return {None: value}, None  # what nearly every step returns, without the questions below
     if value is None:
         raise LossError(f"loss_fn returned None; is a `return` missing? {_WAYS}")
     loss, outputs = _separate(value, names)

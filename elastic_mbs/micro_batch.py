@@ -61,6 +61,23 @@ class MicroBatch:
         stop: one past its last.
     """
 
+    __slots__ = (
+        "_callbacks",
+        "_custom",
+        "_engine",
+        "_leaves",
+        "_loss",
+        "_losses",
+        "_phase",
+        "_piece",
+        "_root",
+        "_stored",
+        "_streams",
+        "data",
+        "start",
+        "stop",
+    )
+
     def __init__(self, engine: Engine, piece: Range, data: Any, streams: StreamState | None) -> None:
         self.data = data
         self.start, self.stop = piece.start, piece.stop

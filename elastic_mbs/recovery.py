@@ -208,6 +208,10 @@ def _choose_mode(call: Call, failure: Failure) -> str:
 def _why_from_the_start(call: Call, failure: Failure) -> str | None:
     """Why replaying the piece alone would not be exact, or None."""
     parts, traits = call.parts, call.traits
+    if failure.streams is call.stream_start and call.stream_start is not None and len(call.committed) and parts.streams.moved(call.stream_start):
+        traits.draws = True
+        parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(call.stream_start)
+        return "random numbers were drawn for the first time in this batch, so the state of their streams at the piece's start was not kept"
     if (
         call.stream_start is not None
         and failure.streams is not None

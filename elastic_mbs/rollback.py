@@ -71,9 +71,11 @@ class RandomStreams:
 
     def moved(self, since: StreamState) -> bool:
         """Whether any stream that was read moved since then."""
-        return any(
-            not torch.equal(generator.get_state(), value) for generator, value in zip(self._torch, since.generators, strict=True)
-        ) or self.moved_on_host(since)
+        return self.moved_on_devices(since) or self.moved_on_host(since)
+
+    def moved_on_devices(self, since: StreamState) -> bool:
+        """Whether one of torch's generators moved since then."""
+        return any(not torch.equal(generator.get_state(), value) for generator, value in zip(self._torch, since.generators, strict=True))
 
     def moved_on_host(self, since: StreamState) -> bool:
         """Whether Python's, numpy's or the user's own host stream moved since then."""
