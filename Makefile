@@ -18,13 +18,13 @@ test: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=auto --cov --cov-report=term
 
 lint: .venv/installed
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/ruff check --quiet . tools/gpu_check
+	@$(BIN)/ruff format --quiet --check . tools/gpu_check
 	@$(BIN)/mypy --no-error-summary
 
 format: .venv/installed
-	@$(BIN)/ruff check --quiet --fix .
-	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix . tools/gpu_check
+	@$(BIN)/ruff format --quiet . tools/gpu_check
 
 wheel: .venv/installed
 	@rm -rf dist

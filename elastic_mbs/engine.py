@@ -240,7 +240,11 @@ class Call:
 
     def _weights(self, micro: MicroBatch) -> dict[str | None, float]:
         """c_i / C by name. Under "sum" a term only has to be left out where it has no counts."""
-        shares = {name: self.counts.weight(micro.start, micro.stop, name) for name in self.counts.names or (None,)}
+        names = self.counts.names
+        if names is None:
+            shares: dict[str | None, float] = {None: self.counts.weight(micro.start, micro.stop)}
+        else:
+            shares = {name: self.counts.weight(micro.start, micro.stop, name) for name in names}
         if self.parts.settings.reduction == "sum":
             return {name: float(share > 0) for name, share in shares.items()}
         return shares

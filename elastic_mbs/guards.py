@@ -39,7 +39,7 @@ class StepGuard:
     """Calls `refuse` when any optimizer steps while the guard is up, on any thread: a backward on a GPU has its own."""
 
     def __init__(self, refuse: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._refuse = refuse
+        self._refuse: Callable[[torch.optim.Optimizer], None] | None = refuse
         self._handle: RemovableHandle | None = None
 
     def up(self) -> None:
@@ -52,9 +52,11 @@ class StepGuard:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+            self._refuse = None  # it is the call's own method: a cycle that would keep the batch until a garbage collection
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._refuse(optimizer)
+        if self._refuse is not None:
+            self._refuse(optimizer)
 
 
 class GradientSentinels:

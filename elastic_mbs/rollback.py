@@ -217,7 +217,8 @@ class BufferCopies:
 
     def begin_piece(self) -> None:
         """Copies the buffers that change, before a piece that is not the call's first (whose start is the call's)."""
-        self._attributes["piece"] = _attributes(self._plain)
+        if self._plain:
+            self._attributes["piece"] = _attributes(self._plain)
         if len(self._still) < len(self._slots):
             changing = [slot for slot in self._slots if slot.changing]
             for slot in changing:
@@ -239,6 +240,8 @@ class BufferCopies:
         forward has made are taken in.
         """
         first = self._key not in self._learned
+        if not first and not self._slots:
+            return False
         for slot in self._still:
             mark = slot.at_piece
             if slot.moved(mark) or (first and not _same(mark)):

@@ -22,13 +22,11 @@ from elastic_mbs import ElasticMBS, Event, Headroom, OutOfMemory, Policy, count_
 from elastic_mbs.memory import CudaSensor
 from elastic_mbs.memory.nvml import NvmlDevice
 from stress.exhaustive import error_of
-from tests.helpers.room import MEBI, PLENTY, ROOT, Neighbour, Room, Wide
+from tests.helpers.room import MEBI, PLENTY, ROOT, Neighbour, Pair, Room, Wide, batch_on, by_hand, loss_of, needs, scale, wide
 from tests.helpers.steps import elastic, grads, off_by, through, whole_gradient
 
 # torch says at the first set_sync_debug_mode that it does not see every synchronisation
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-
-Pair = tuple[Tensor, Tensor]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -47,53 +45,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def gpu() -> Iterator[torch.device]:
     yield torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_sync_debug_mode("default")
-
-
-def scale(device: torch.device) -> tuple[int, int]:
-    """(samples, width): on CUDA an activation of the whole batch is 128 MiB in float64, so that blocks and workspaces of libraries do not matter."""
-    return (1024, 16384) if device.type == "cuda" else (64, 2048)
-
-
-def wide(device: torch.device, middle: nn.Module | None = None) -> Wide:
-    torch.manual_seed(0)
-    return Wide(scale(device)[1], middle).double().to(device)
-
-
-def batch_on(device: torch.device, samples: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Pair:
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(samples, 8, dtype=dtype, generator=generator), torch.randint(0, 4, (samples,), generator=generator)
-    return x.to(device), y.to(device)
-
-
-def loss_of(model: nn.Module, batch: Pair) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def by_hand(model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]) -> list[Tensor | None]:
-    """The gradient of a hand-written accumulation over a partition."""
-    model.zero_grad()
-    total = len(batch[1])
-    for start, stop in partition:
-        piece = (batch[0][start:stop], batch[1][start:stop])
-        (loss_of(model, piece) * ((stop - start) / total)).backward()
-    found = grads(model)
-    model.zero_grad()
-    return found
-
-
-def needs(room: Room, model: nn.Module, batch: Pair) -> tuple[int, int]:
-    """Bytes of the forward and of the whole step, with gradients and what libraries keep for good in place."""
-    loss_of(model, batch).backward()
-
-    def forward() -> None:
-        loss_of(model, batch)
-
-    def step() -> None:
-        loss_of(model, batch).backward()
-
-    found = room.need(forward), room.need(step)
-    model.zero_grad()
-    return found
 
 
 # ---------------------------------------------------------------------- real out-of-memory errors

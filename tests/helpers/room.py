@@ -11,13 +11,17 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from elastic_mbs import MemoryBudget
+from tests.helpers.steps import grads
 
 ROOT = Path(__file__).resolve().parents[2]
 MEBI = 2**20
 PLENTY = 2**50
+
+Pair = tuple[Tensor, Tensor]
 
 
 class Room:
@@ -141,3 +145,50 @@ class Wide(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         """(samples, 8) → (samples, 4)."""
         return self.last(torch.tanh(torch.sin(self.middle(torch.tanh(self.first(x))))))
+
+
+def scale(device: torch.device) -> tuple[int, int]:
+    """(samples, width): on CUDA an activation of the whole batch is 128 MiB in float64, so that blocks and workspaces of libraries do not matter."""
+    return (1024, 16384) if device.type == "cuda" else (64, 2048)
+
+
+def wide(device: torch.device, middle: nn.Module | None = None) -> Wide:
+    torch.manual_seed(0)
+    return Wide(scale(device)[1], middle).double().to(device)
+
+
+def batch_on(device: torch.device, samples: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Pair:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(samples, 8, dtype=dtype, generator=generator), torch.randint(0, 4, (samples,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def loss_of(model: nn.Module, batch: Pair) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_hand(model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]) -> list[Tensor | None]:
+    """The gradient of a hand-written accumulation over a partition."""
+    model.zero_grad()
+    total = len(batch[1])
+    for start, stop in partition:
+        piece = (batch[0][start:stop], batch[1][start:stop])
+        (loss_of(model, piece) * ((stop - start) / total)).backward()
+    found = grads(model)
+    model.zero_grad()
+    return found
+
+
+def needs(room: Room, model: nn.Module, batch: Pair) -> tuple[int, int]:
+    """Bytes of the forward and of the whole step, with gradients and what libraries keep for good in place."""
+    loss_of(model, batch).backward()
+
+    def forward() -> None:
+        loss_of(model, batch)
+
+    def step() -> None:
+        loss_of(model, batch).backward()
+
+    found = room.need(forward), room.need(step)
+    model.zero_grad()
+    return found
