@@ -12,8 +12,10 @@ Source: shared/reference/autograd.md, "Gradients".
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch.autograd.graph import Node
@@ -59,8 +61,16 @@ def walk(root: Node) -> Census:
     return Census(tuple(leaves), normalises_batch, frozenset(custom))
 
 
+MOST = 2**16
+"""Commits that are kept at most: backwards that are not ours are marked too, and nobody clears those."""
+
+
+class _Fired(deque[torch.Tensor]):
+    """Leaves in the order of their commits. A class of its own, so that our hooks can be told from the user's."""
+
+
 class CommitLog:
-    """Hooks on leaves, and the list of those that committed while it is open.
+    """Hooks on leaves, and the list of those that committed in the running attempt.
 
     Leaves of the model are watched until `close`. Leaves that a call brings along (a prompt, a batch that requires grad) are guests: watched until
     `forget_guests`, and held weakly, because a step may make a new one for every piece. The hooks hold neither the log nor the leaf, and leave the
@@ -68,11 +78,10 @@ class CommitLog:
     """
 
     def __init__(self) -> None:
-        self._open = False
-        self._fired: list[torch.Tensor] = []
+        # The hook is its `append`, the cheapest call there is: one runs for every leaf of every piece.
+        self._fired = _Fired(maxlen=MOST)
         self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         self._guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
-        self._mark = _marker(weakref.ref(self))
         weakref.finalize(self, _remove, self._watched, self._guests)
 
     def watch(self, leaves: Iterable[torch.Tensor]) -> None:
@@ -93,7 +102,7 @@ class CommitLog:
         return new
 
     def _hook(self, leaf: torch.Tensor) -> RemovableHandle:
-        handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(self._mark)
+        handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(self._fired.append)
         # First of all hooks: an error in one of the user's must not hide that the leaf had committed.
         hooks = leaf._post_accumulate_grad_hooks or {}
         for key in [key for key in hooks if key != handle.id]:
@@ -117,19 +126,12 @@ class CommitLog:
         return [*(leaf for leaf, _ in self._watched.values()), *guests]
 
     def begin(self) -> None:
-        """Starts an attempt: commits are noted from now on."""
+        """Starts an attempt: forgets what committed before, by whomever."""
         self._fired.clear()
-        self._open = True
 
     def end(self) -> None:
-        """Ends the attempt: what others do to the leaves is not noted."""
-        self._open = False
+        """Ends the attempt."""
         self._fired.clear()
-
-    def mark(self, leaf: torch.Tensor) -> None:
-        """Notes a commit; this is what the hooks call."""
-        if self._open:
-            self._fired.append(leaf)
 
     def committed(self) -> list[torch.Tensor]:
         """Leaves that committed in this attempt, in order; one that committed twice is there twice."""
@@ -137,7 +139,7 @@ class CommitLog:
 
     def sample(self, most: int = 16) -> list[torch.Tensor]:
         """A few of the leaves that committed, spread over all of them."""
-        return self._fired[:: max(1, -(-len(self._fired) // most))]
+        return list(islice(self._fired, 0, None, max(1, -(-len(self._fired) // most))))
 
     def __len__(self) -> int:
         """How many commits there were in this attempt."""
@@ -150,20 +152,6 @@ class CommitLog:
         self.end()
 
 
-OURS = "_elastic_mbs_mark"
-"""Attribute of our own hooks, by which they are told from the user's."""
-
-
-def _marker(log: weakref.ref[CommitLog]) -> Callable[[torch.Tensor], None]:
-    def mark(leaf: torch.Tensor) -> None:
-        present = log()
-        if present is not None:
-            present.mark(leaf)
-
-    setattr(mark, OURS, True)
-    return mark
-
-
 def _remove(watched: dict[int, tuple[torch.Tensor, RemovableHandle]], guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]]) -> None:
     for _, handle in (*watched.values(), *guests.values()):
         handle.remove()
@@ -172,7 +160,7 @@ def _remove(watched: dict[int, tuple[torch.Tensor, RemovableHandle]], guests: di
 def has_foreign_hook(leaf: torch.Tensor) -> bool:
     """Whether somebody else's hook sees or changes this leaf's gradient, piece by piece."""
     after = leaf._post_accumulate_grad_hooks or {}
-    return bool(leaf._backward_hooks) or any(not hasattr(hook, OURS) for hook in after.values())
+    return bool(leaf._backward_hooks) or any(not isinstance(getattr(hook, "__self__", None), _Fired) for hook in after.values())
 
 
 def drain(devices: Iterable[torch.device]) -> None:

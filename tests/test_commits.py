@@ -202,15 +202,18 @@ def test_begin_starts_a_new_attempt() -> None:
     assert len(log) == 1
 
 
-def test_what_happens_to_the_leaves_outside_an_attempt_is_not_noted() -> None:
+def test_what_happens_to_the_leaves_outside_an_attempt_does_not_count_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_mbs.commits.MOST", 3)
     log, w = CommitLog(), leaf(2)
     log.watch([w])
-    w.sum().backward()
-    assert len(log) == 0
+    for _ in range(5):
+        w.sum().backward()
+    assert len(log) == 3, "what nobody clears is kept up to a limit"
     log.begin()
+    assert (len(log), log.committed()) == (0, [])
     w.sum().backward()
+    assert log.committed()[0] is w
     log.end()
-    w.sum().backward()
     assert (len(log), log.committed()) == (0, [])
 
 
