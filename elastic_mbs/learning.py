@@ -75,7 +75,8 @@ def learn(call: Call, micro: MicroBatch) -> None:
 def tell_controller(call: Call, pieces: int) -> None:
     """Tells the controller how the call went, and everybody when it moves."""
     parts = call.parts
-    usage = parts.meter.usage()
+    # Once a size is learned, only an allocator that can thrash has something to tell.
+    usage = parts.meter.usage() if call.plan.learning or parts.devices[0].type != "cpu" else None
     # A peak counts when it belongs to this call alone: somebody else may have reset the process's statistics meanwhile.
     peak = usage.peak_allocated if usage and call.plan.learning and parts.meter.resets == call.resets else None
     seen = Observation(

@@ -208,7 +208,8 @@ class BufferCopies:
         self._plain = list(modules) if self._key not in self._learned else plain
         self._attributes = {"call": _attributes(self._plain)}
         self._still = [slot for slot in self._slots if not slot.changing]
-        self._take("call", [slot.at_call for slot in self._slots if slot.changing])
+        if len(self._still) < len(self._slots):
+            self._take("call", [slot.at_call for slot in self._slots if slot.changing])
         if self._key not in self._learned:
             with torch.inference_mode(False):
                 for slot in self._still:
