@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -267,11 +267,8 @@ class Summary:
     points: int = 0
     exact: int = 0
     worst: float = 0.0
-    errors: Counter[str] = None  # type: ignore[assignment]  # set below: a dataclass default would be shared
-    modes: Counter[str] = None  # type: ignore[assignment]  # likewise
-
-    def __post_init__(self) -> None:
-        self.errors, self.modes = Counter(), Counter()
+    errors: Counter[str] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
 
     def add(self, outcome: Run) -> None:
         """Counts one injection."""
@@ -315,9 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     points, worst = sum(s.points for s in table), max(s.worst for s in table)
     print(f"{points} injection points, {sum(s.exact for s in table)} exact, {wrong} wrong, worst error {worst:.1e}, {time.monotonic() - began:.0f} s")
     if options.json is not None:
-        options.json.write_text(
-            json.dumps({"points": points, "wrong": wrong, "torch": torch.__version__, "cases": [asdict(s) for s in table]}, indent=1) + "\n"
-        )
+        cases = [{**vars(summary), "errors": dict(summary.errors), "modes": dict(summary.modes)} for summary in table]
+        figures = {"torch": torch.__version__, "stride": options.stride, "points": points, "wrong": wrong, "cases": cases}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if wrong else 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from elastic_mbs.commits import CommitLog
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.rollback import BufferCopies, RandomStreams
 from stress.cases import CASES, build
-from stress.exhaustive import PATTERNS, WrongOutcomeError, run, sweep
+from stress.exhaustive import PATTERNS, WrongOutcomeError, main, run, sweep
 from stress.injection import InjectOOM
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
@@ -38,6 +40,18 @@ def test_a_failure_anywhere_ends_exact_or_in_a_typed_error_with_everything_as_it
             outcomes[outcome.error or "exact"] += 1
     assert outcomes["exact"] >= 4, outcomes
     assert outcomes["MicroBatchFloorError"] >= 2, outcomes
+
+
+def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "figures.json"
+    assert main(["mlp", "--stride", "40", "--json", str(figures)]) == 0
+    assert "0 wrong" in capsys.readouterr().out
+    written = json.loads(figures.read_text())
+    assert written["points"] == written["cases"][0]["points"] > 0
+    with pytest.raises(SystemExit) as refused:
+        main(["no_such_case"])
+    assert refused.value.code == 2
+    assert "no_such_case" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
