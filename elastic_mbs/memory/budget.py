@@ -195,7 +195,7 @@ class MemoryBudget:
         if thread in self._modes:
             raise MisuseError(f"{self!r} is already active in this thread: use one `with` block, or a second MemoryBudget to nest limits")
         mode = _CountingMode(self)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._modes[thread] = mode
         _active.append(self)
         return self
@@ -209,7 +209,7 @@ class MemoryBudget:
             if _active[index] is self:
                 del _active[index]
                 break
-        mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __repr__(self) -> str:
         return f"MemoryBudget(limit={self._limit}, live={self.live}, peak={self._peak}, device={str(self.device)!r})"
@@ -290,7 +290,7 @@ class _CountingMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, budget: MemoryBudget) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.budget: MemoryBudget | None = budget
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -320,7 +320,7 @@ class _CountingMode(TorchDispatchMode):
             refusal = budget._refusal(new)
             if refusal is not None:
                 # the error's traceback keeps this frame: it must keep none of the tensors
-                arg = args = kwargs = out = None  # type: ignore[assignment]
+                arg = args = kwargs = out = None  # type: ignore[assignment]  # dropped before the error leaves this frame
                 raise torch.OutOfMemoryError(refusal)
         return out
 

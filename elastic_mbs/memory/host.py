@@ -16,7 +16,7 @@ from elastic_mbs.memory.sensor import Headroom, Reading, Unavailable, Usage
 try:
     import resource
 except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
 
 
 class HostSensor:
