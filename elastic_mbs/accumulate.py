@@ -122,10 +122,19 @@ class Counts:
         """`weight` before rounding."""
         return Fraction(*self._ratio(start, stop, name))
 
-    def is_zero(self, start: int, stop: int) -> bool:
-        """Whether samples `start` to `stop` have no loss term at all. Such a piece is skipped: its mean loss is 0/0, and no weight mends a NaN."""
+    def weights(self, start: int, stop: int, *, reduction: str = "mean") -> dict[str | None, float] | None:
+        """What each loss of samples `start` to `stop` is multiplied by, by name; None where they have no loss term at all.
+
+        A piece without terms is skipped: its mean loss is 0/0, and no weight mends a NaN. Under "mean" it is `weight`; under "sum" a loss only has to
+        be left out where it has no terms.
+        """
         self._check(start, stop)
-        return all(column.prefix[stop] == column.prefix[start] for column in self._columns.values())
+        terms = {name: column.prefix[stop] - column.prefix[start] for name, column in self._columns.items()}
+        if not any(terms.values()):
+            return None
+        if reduction == "sum":
+            return {name: float(bool(own)) for name, own in terms.items()}
+        return {name: own / self._columns[name].prefix[-1] for name, own in terms.items()}
 
     def _ratio(self, start: int, stop: int, name: str | None) -> tuple[int, int]:
         self._check(start, stop)

@@ -58,6 +58,8 @@ def refuse_graphs(view: BatchView) -> None:
     Raises:
         BatchError: a tensor carries a graph.
     """
+    if all(tensor.grad_fn is None for tensor in view.tensors()):
+        return
     for name, tensor in view.named_tensors():
         if tensor.grad_fn is not None:
             raise BatchError(

@@ -41,7 +41,7 @@ class BatchView:
         BatchError: lengths that disagree, an empty batch, nothing to cut, two readings, or a type that cannot be cut.
     """
 
-    __slots__ = ("_elements", "_leaves", "_root", "_tensors", "batch", "doubt", "length", "readings", "unused")
+    __slots__ = ("_elements", "_leaves", "_root", "_tensors", "_versioned", "batch", "doubt", "length", "readings", "unused")
 
     def __init__(self, batch: Any, dims: Dims | None = None, readings: Mapping[Path, Reading] | None = None) -> None:
         said = checked(dims) if dims else {}
@@ -64,6 +64,7 @@ class BatchView:
         self._root = root
         self._leaves = plan.leaves
         self._tensors: list[Tensor] | None = None
+        self._versioned: list[Tensor] | None = None
         self._elements: int | None = None
 
     def __len__(self) -> int:
@@ -110,8 +111,10 @@ class BatchView:
         return found
 
     def versions(self) -> tuple[int, ...]:
-        """The tensors' version counters, to notice an edit in place; -1 for inference tensors, which have none."""
-        return tuple(-1 if tensor.is_inference() else tensor._version for tensor in self.tensors())
+        """The tensors' version counters, to notice an edit in place. Inference tensors have none."""
+        if self._versioned is None:
+            self._versioned = [tensor for tensor in self.tensors() if not tensor.is_inference()]
+        return tuple([tensor._version for tensor in self._versioned])
 
     def devices(self) -> set[torch.device]:
         """The devices that the tensors are on."""

@@ -1,8 +1,11 @@
-"""What the controller is told about a call, and what it answers: frozen values, nothing else."""
+"""What the controller is told about a call, and what it answers: plain values, nothing else.
+
+Tuples and not frozen dataclasses: several are made and hashed in every call.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic_mbs.errors import UsageError
 
@@ -18,8 +21,7 @@ def shape_class(elements: int) -> int:
     return elements.bit_length() - 1
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Which track a call belongs to.
 
     Attributes:
@@ -36,16 +38,14 @@ class Key:
         return f"{self.name} ({self.mode}, 2^{self.shape} elements per sample)"
 
 
-@dataclass(frozen=True)
-class Capacity:
+class Capacity(NamedTuple):
     """Bytes that this process could hold in all (what is free plus what it has reserved), and when that was read, by the controller's clock."""
 
     bytes: int
     at: float
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How to run a call.
 
     Attributes:
@@ -61,8 +61,7 @@ class Plan:
     learning: bool
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """What a finished call saw.
 
     Attributes:
@@ -90,8 +89,7 @@ class Observation:
     ooms: int
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A change of size at a boundary: "grow", "thrash", or "limit" (back to the size before a growth that failed in this call)."""
 
     before: int

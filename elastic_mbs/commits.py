@@ -75,11 +75,14 @@ class CommitLog:
     Leaves of the model are watched until `close`. Leaves that a call brings along (a prompt, a batch that requires grad) are guests: watched until
     `forget_guests`, and held weakly, because a step may make a new one for every piece. The hooks hold neither the log nor the leaf, and leave the
     model when the log is dropped.
+
+    Attributes:
+        fired: leaves that committed in the running attempt, in order; one that committed twice is there twice.
     """
 
     def __init__(self) -> None:
         # The hook is its `append`, the cheapest call there is: one runs for every leaf of every piece.
-        self._fired = _Fired(maxlen=MOST)
+        self.fired = _Fired(maxlen=MOST)
         self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         self._guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._watched, self._guests)
@@ -102,7 +105,7 @@ class CommitLog:
         return new
 
     def _hook(self, leaf: torch.Tensor) -> RemovableHandle:
-        handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(self._fired.append)
+        handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(self.fired.append)
         # First of all hooks: an error in one of the user's must not hide that the leaf had committed.
         hooks = leaf._post_accumulate_grad_hooks or {}
         for key in [key for key in hooks if key != handle.id]:
@@ -125,31 +128,19 @@ class CommitLog:
         guests = [leaf for reference, _ in self._guests.values() if (leaf := reference()) is not None]
         return [*(leaf for leaf, _ in self._watched.values()), *guests]
 
-    def begin(self) -> None:
-        """Starts an attempt: forgets what committed before, by whomever."""
-        self._fired.clear()
+    def clear(self) -> None:
+        """Between two attempts: forgets what committed, by whomever."""
+        self.fired.clear()
 
-    def end(self) -> None:
-        """Ends the attempt."""
-        self._fired.clear()
-
-    def committed(self) -> list[torch.Tensor]:
-        """Leaves that committed in this attempt, in order; one that committed twice is there twice."""
-        return list(self._fired)
-
-    def sample(self, most: int = 16) -> list[torch.Tensor]:
+    def sample(self, most: int = 4) -> list[torch.Tensor]:
         """A few of the leaves that committed, spread over all of them."""
-        return list(islice(self._fired, 0, None, max(1, -(-len(self._fired) // most))))
-
-    def __len__(self) -> int:
-        """How many commits there were in this attempt."""
-        return len(self._fired)
+        return list(islice(self.fired, 0, None, max(1, -(-len(self.fired) // most))))
 
     def close(self) -> None:
         """Removes every hook."""
         self.watch(())
         self.forget_guests()
-        self.end()
+        self.clear()
 
 
 def _remove(watched: dict[int, tuple[torch.Tensor, RemovableHandle]], guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -12,36 +12,30 @@ from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.result import StepResult, StoredOutput
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A piece whose contribution is in every leaf."""
 
     start: int
     stop: int
     loss: torch.Tensor | None
+    weight: float
     stored: StoredOutput | None
-    callbacks: list[Callable[[], object]]
+    callbacks: list[Callable[[], object]] | None
 
 
 class Committed:
-    """What has committed so far.
-
-    Attributes:
-        skipped: ranges that were left out because nothing in them counts.
-    """
+    """What has committed so far."""
 
     def __init__(self) -> None:
         self._pieces: list[_Piece] = []
-        self.skipped: list[tuple[int, int]] = []
 
     def add(self, micro: MicroBatch) -> None:
         """Takes over what the result needs of an attempt that has succeeded."""
-        self._pieces.append(_Piece(micro.start, micro.stop, micro._loss, micro._stored, micro._callbacks))
+        self._pieces.append(_Piece(micro.start, micro.stop, micro._loss, micro._weight, micro._stored, micro._callbacks))
 
     def clear(self) -> None:
         """Forgets everything: the batch is replayed from its start, or over."""
         self._pieces.clear()
-        self.skipped.clear()
 
     def __len__(self) -> int:
         """How many pieces."""
@@ -55,22 +49,22 @@ class Committed:
     def run_callbacks(self) -> None:
         """Runs what `on_commit` was given, in the batch's order."""
         for piece in self._in_order():
-            for callback in piece.callbacks:
+            for callback in piece.callbacks or ():
                 callback()
 
-    def result(self, size: int, history: History) -> StepResult:
-        """The result of the whole call, which ended at micro-batch `size`."""
+    def result(self, size: int, history: History, skipped: Iterable[tuple[int, int]]) -> StepResult:
+        """The result of the whole call, which ended at micro-batch `size` and left `skipped` out because nothing in them counts."""
         done = self._in_order()
         stored = [piece.stored for piece in done]
         return StepResult(
-            partition=tuple((piece.start, piece.stop) for piece in done),
+            partition=tuple([(piece.start, piece.stop) for piece in done]),
             micro_batch_size=size,
             ooms=history.failures,
             replayed_samples=history.replayed_samples,
-            skipped=tuple(sorted(self.skipped)),
-            _losses=tuple(piece.loss for piece in done if piece.loss is not None),
-            _outputs=stored if any(piece is not None for piece in stored) else [],
+            skipped=tuple(sorted(skipped)),
+            _losses=tuple([(piece.loss, piece.weight) for piece in done if piece.loss is not None]),
+            _outputs=stored if any(stored) else [],
         )
 
     def _in_order(self) -> list[_Piece]:
-        return sorted(self._pieces, key=lambda piece: piece.start)
+        return sorted(self._pieces)  # no two start at the same sample

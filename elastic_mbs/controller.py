@@ -180,7 +180,7 @@ class Controller:
         track, call = self._running(key)
         track.call = None
         now = self._clock()
-        if capacity is not None:
+        if capacity is not None and track.ceilings:
             track.see(capacity, self._policy.changed)
         failed = bool(observation.ooms or call.ooms)
         clean = not failed and not observation.retries
@@ -359,6 +359,9 @@ class Controller:
         stale = capacity is None or capacity.at <= track.resized_at
         if not self._grow or track.probing or stale or track.clean < track.patience or now < track.cooldown_until or capacity is None:
             return None
+        if capacity is track.judged:
+            return None  # what this reading allows has been found out
+        track.judged = capacity
         track.lift(capacity, self._policy.changed)
         before, after = track.size, next_size(track, self._limits, self._policy, capacity)
         if after is None:

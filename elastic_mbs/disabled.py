@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from elastic_mbs.losses import read_losses, weighted_sum
-from elastic_mbs.micro_batch import MicroBatch, Range, Totals
+from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.result import StepResult, StoredOutput
+from elastic_mbs.schedule import Range
 from elastic_mbs.settings import Settings
 
 
@@ -21,7 +22,7 @@ class WholeBatch:
         self._names = count_names
         self._length = length
         self._loss: torch.Tensor | None = None
-        self.micro = MicroBatch(self, Range(0, length), batch, None)
+        self.micro = MicroBatch(self, Range(0, length), None, batch)
 
     def enter(self, micro: MicroBatch) -> None:
         """Nothing to prepare."""
@@ -29,7 +30,7 @@ class WholeBatch:
     def leave(self, micro: MicroBatch, error: BaseException | None) -> bool:
         """Runs the callbacks; swallows nothing."""
         if error is None:
-            for callback in micro._callbacks:
+            for callback in micro._callbacks or ():
                 callback()
         return False
 
@@ -57,6 +58,6 @@ class WholeBatch:
         return StepResult(
             partition=((0, self._length),),
             micro_batch_size=self._length,
-            _losses=() if self._loss is None else (self._loss,),
+            _losses=() if self._loss is None else ((self._loss, 1.0),),
             _outputs=[] if stored is None else [stored],
         )

@@ -22,20 +22,19 @@ from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.committed import Committed
 from elastic_mbs.controller import Key, shape_class
 from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
-from elastic_mbs.guards import GradientSentinels, StepGuard, check_gradients_stayed, enter_call, leave_call, running_call
+from elastic_mbs.guards import GradientSentinels, check_gradients_stayed, enter_call, leave_call, running_call
 from elastic_mbs.history import History
 from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.learning import learn, meet_inner_leaves, take_census, tell_controller
-from elastic_mbs.losses import read_losses, weighted_sum
-from elastic_mbs.micro_batch import MicroBatch, Range, Totals
-from elastic_mbs.partition import first_length
+from elastic_mbs.losses import read_losses, seed, takes_seed, weighted_sum
+from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
 from elastic_mbs.recovery import Failure, note_failure, recover, retrying, unwind
 from elastic_mbs.result import OutputPlace, StepResult, StoredOutput
 from elastic_mbs.rollback import StreamState
 from elastic_mbs.saved_tensors import SavedTensorTable
-from elastic_mbs.traits import Traits
+from elastic_mbs.schedule import Range, Schedule
 
 
 class Call:
@@ -64,31 +63,31 @@ class Call:
         outputs: OutputPlace = "cpu",
         own_graph: bool = False,
     ) -> None:
+        settings = parts.settings
         self.parts = parts
         self.view = view
         self.counts = counts
+        self.names = counts.names
         self.identity = identity
         self.training = training
         self.outputs = outputs
         self.key = Key(name, "train" if training else "eval", shape_class(view.elements))
         self.result: StepResult | None = None
         self.finished = False
-        self.pending = [Range(0, view.length)]
+        self.schedule = Schedule(counts, reduction=settings.reduction, minimum=settings.min_micro_batch_size, align=settings.align)
         self.isolation: Isolation | None = None
         self.stream_start: StreamState | None = None
         self.table = SavedTensorTable() if own_graph else None
         self.failure: Failure | None = None
         self.filled: set[int] = set()  # leaves whose .grad was not empty at the start
-        self.traits = Traits()
-        self.history = History(parts.settings.wait_for_memory)
+        self.history = History(settings.wait_for_memory)
         self.running: MicroBatch | None = None
         self.committed = Committed()
         self.walked = False
         self._sentinels = GradientSentinels()
-        self._guard = StepGuard(self._refuse_step)
         self._enter()
         try:
-            self._begin(identity)
+            self._begin()
         except BaseException:
             leave_call(self)
             raise
@@ -102,33 +101,37 @@ class Call:
 
     def _enter(self) -> None:
         outer: Call | None = running_call()
-        if outer is None:
-            enter_call(self)
-        elif not outer.inside:
+        if outer is not None and not outer.inside:
             error = outer.left_early()
             outer.abort(error)
             raise error
-        elif self.training or outer.parts is self.parts:
+        if outer is not None and (self.training or outer.parts is self.parts):
             raise NestedCallError(
                 "a call was started inside the step function of another one, and could not be undone when that one is replayed: "
                 "take it out of the step function (an eval by another runtime may stay)"
             )
+        enter_call(self)
 
-    def _begin(self, identity: object) -> None:
+    def _begin(self) -> None:
         parts = self.parts
         if parts.inventory.refresh():
             parts.commits.watch(parts.inventory.leaves)
-        self.traits = parts.traits_of(identity)
+        self.traits = parts.traits_of(self.identity)
         if self.training:
             self.filled = {id(leaf) for leaf in parts.inventory.leaves if leaf.grad is not None}
+        self.steady = self._is_steady()
         self.versions = self.view.versions()
         self.plan = parts.controller.begin(self.key, self.view.length, self.view.elements)
         self.size = self.plan.size
         if self.plan.learning:
             parts.meter.reset_peak()
         self.resets = parts.meter.resets
-        self._guard.up()
         parts.stopwatch.start()
+
+    def _is_steady(self) -> bool:
+        """Whether all that can be learned about the loss function is known, and its gradients are added up in place: then backward is only that."""
+        settings, traits = self.parts.settings, self.traits
+        return traits.steady and settings.plain and not (self.filled and traits.mixes)
 
     def __enter__(self) -> Self:
         return self
@@ -147,6 +150,7 @@ class Call:
                 micro = self.running = self._advance()
                 if micro is not None:
                     return micro
+                self._sentinels.check()
                 self._finish()  # the last piece was skipped
             except BaseException as error:
                 self.abort(error)
@@ -159,41 +163,25 @@ class Call:
         while True:
             if self.failure is not None:
                 recover(self)
-            piece = self._pop()
+            piece = self.schedule.next(self.size)
             if piece is None:
                 return None
             micro = self._prepare(piece)
             if micro is not None:
                 return micro
 
-    def _pop(self) -> Range | None:
-        """The next piece. The rest of the batch is kept as ranges and split at the last moment, at the size of that moment."""
-        settings = self.parts.settings
-        while self.pending:
-            rest = self.pending.pop()
-            start = rest.start
-            stop = start + first_length(len(rest), self.size, minimum=settings.min_micro_batch_size, align=settings.align)
-            if stop < rest.stop:
-                self.pending.append(Range(stop, rest.stop, rest.committed))
-            if not self.counts.is_zero(start, stop):
-                return Range(start, stop, rest.committed)
-            self.committed.skipped.append((start, stop))  # its loss would be 0/0, and NaN × 0 is NaN
-        return None
-
     def _prepare(self, piece: Range) -> MicroBatch | None:
         """Snapshots what the attempt may change and brings the piece to the device; None when that itself ran out of memory."""
         parts = self.parts
-        if self.stream_start is None or self.traits.draws or parts.streams.draws_on_host:
-            streams = parts.streams.read(slow=self.stream_start is None or parts.streams.draws_on_host)
-        else:
-            streams = self.stream_start  # nothing is known to draw: they stand where they stood, and recovery checks that
-        micro = MicroBatch(self, piece, None, streams)
+        micro = MicroBatch(self, piece, self.stream_start)
         try:
             if self.stream_start is None:
-                parts.buffers.begin_call(parts.inventory.modules, (self.key, self.identity))
-                self.stream_start = streams
+                self._snapshot_call(micro)
             else:
-                parts.buffers.begin_piece()
+                if self.traits.draws or parts.streams.draws_on_host:  # else they stand where they stood, and recovery checks that
+                    micro._streams = parts.streams.read(slow=parts.streams.draws_on_host)
+                if parts.buffers.busy:
+                    parts.buffers.begin_piece()
             data = self.view.piece(piece.start, piece.stop)
             if self.traits.edits_batch:
                 data = map_tensors(data, torch.Tensor.clone)
@@ -204,11 +192,17 @@ class Call:
             return None
         return micro
 
+    def _snapshot_call(self, micro: MicroBatch) -> None:
+        parts = self.parts
+        micro._streams = parts.streams.read(slow=True)
+        parts.buffers.begin_call(parts.inventory.modules, (self.key, self.identity))
+        self.stream_start = micro._streams
+
     def enter(self, micro: MicroBatch) -> None:
         """Starts the attempt."""
         if micro is not self.running or micro._phase != "load":
             raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
-        self.parts.commits.begin()
+        self.parts.commits.clear()
         if self.table is not None:
             self.table.__enter__()
         micro._phase = "forward"  # last: until here the loop stands between two attempts
@@ -217,20 +211,25 @@ class Call:
         """Weighs the loss and runs backward; see `MicroBatch.backward`."""
         if micro is not self.running or micro._phase != "forward" or not self.training:
             raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
-        self.refuse_own_backward()
+        if self.parts.commits.fired:
+            self.refuse_own_backward()
         self._sentinels.check()
-        terms, outputs = read_losses(value, self.counts.names)
+        terms, outputs = read_losses(value, self.names)
         # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
-        self.store(micro, outputs)
-        loss = weighted_sum(terms, self._weights(micro))
-        micro._loss, micro._root = loss.detach(), loss.grad_fn
+        if outputs is not None:
+            self.store(micro, outputs)
         if self.table is not None:
             micro._losses = tuple(terms.values())
-        if loss.grad_fn is not None:  # the terms with a graph may have no counts in this piece
-            take_census(self, micro)
-            self._set_gradients_aside()
+        weights = micro._piece.weights
+        assert weights is not None
+        if self.steady and self.names is None and takes_seed(loss := terms[None]):
+            micro._loss, micro._weight, micro._root = loss.detach(), weights[None], loss.grad_fn
+            self.history.touched = True
+            weight = seed(loss, micro._weight)
             micro._phase = "backward"
-            self._run_backward(micro, loss)
+            torch.autograd.backward(loss, weight)
+        else:
+            self._backward_with_care(micro, weighted_sum(terms, weights))
         micro._phase = "commit"
 
     def store(self, micro: MicroBatch, outputs: Any) -> None:
@@ -238,16 +237,14 @@ class Call:
         if outputs is not None and self.outputs is not None:
             micro._stored = StoredOutput(outputs, self.outputs)
 
-    def _weights(self, micro: MicroBatch) -> dict[str | None, float]:
-        """c_i / C by name. Under "sum" a term only has to be left out where it has no counts."""
-        names = self.counts.names
-        if names is None:
-            shares: dict[str | None, float] = {None: self.counts.weight(micro.start, micro.stop)}
-        else:
-            shares = {name: self.counts.weight(micro.start, micro.stop, name) for name in names}
-        if self.parts.settings.reduction == "sum":
-            return {name: float(share > 0) for name, share in shares.items()}
-        return shares
+    def _backward_with_care(self, micro: MicroBatch, loss: torch.Tensor) -> None:
+        """Backward of what is new, special, or has failed in this call."""
+        micro._loss, micro._weight, micro._root = loss.detach(), 1.0, loss.grad_fn
+        if micro._root is not None:  # the terms with a graph may have no counts in this piece
+            take_census(self, micro)
+            self._set_gradients_aside()
+            micro._phase = "backward"
+            self._run_backward(micro, loss)
 
     def _set_gradients_aside(self) -> None:
         """Isolates, where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
@@ -289,7 +286,7 @@ class Call:
         try:
             if error is None:
                 self._commit(micro)
-                if not self.pending:
+                if not self.schedule:
                     self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
                 return False
             if isinstance(error, Exception) and note_failure(self, micro, error):
@@ -306,15 +303,15 @@ class Call:
             if micro._phase != "commit":
                 self.refuse_own_backward()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
-            check_gradients_stayed(parts.commits.sample(), parts.inventory.name_of)
-            if len(parts.commits) not in traits.commits and micro._root is not None and not micro._piece.committed:
-                learn(self, micro)
-            parts.commits.end()
-            if self.isolation is not None:
-                retrying(parts, "add a piece's gradient to the batch's", self.isolation.fold)
-                self.history.touched = True
-            self.remember_gradients()
-        traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
+            some = parts.commits.sample()
+            self._sentinels.remember(some)
+            if len(self._sentinels.seen) < len(some):
+                check_gradients_stayed(some, parts.inventory.name_of)
+            if not self.steady or len(parts.commits.fired) not in traits.commits:
+                self._learn_and_fold(micro)
+            parts.commits.clear()
+        if parts.buffers.watched:
+            traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
         if not traits.edits_batch and self.view.versions() != self.versions:
             traits.edits_batch = self.history.edited = True
         self.committed.add(micro)
@@ -324,15 +321,23 @@ class Call:
             usage = parts.meter.usage()
             self.size = parts.controller.piece_done(self.key, len(micro), usage.peak_allocated if usage else None, parts.capacity())
 
+    def _learn_and_fold(self, micro: MicroBatch) -> None:
+        parts, traits = self.parts, self.traits
+        if len(parts.commits.fired) not in traits.commits and micro._root is not None and not micro._piece.committed:
+            learn(self, micro)
+            self.steady = self.steady and self._is_steady()
+        parts.commits.clear()
+        if self.isolation is not None:
+            retrying(parts, "add a piece's gradient to the batch's", self.isolation.fold)
+            self.history.touched = True
+        self.remember_gradients()
+
     def _finish(self) -> None:
         parts = self.parts
-        if self.training:
-            self._sentinels.check()
-            if self.isolation is not None:
-                retrying(parts, "write the gradient in its own type", self.isolation.finish)
-        if not self.traits.draws and self.stream_start is not None:
-            self.traits.draws = parts.streams.moved_on_devices(self.stream_start)
-        self.result = self.committed.result(self.size, self.history)
+        if self.isolation is not None:
+            retrying(parts, "write the gradient in its own type", self.isolation.finish)
+        self._look_at_streams()
+        self.result = self.committed.result(self.size, self.history, self.schedule.skipped)
         tell_controller(self, len(self.committed))
         self._leave()  # the gradient is whole: a callback may step, or evaluate
         try:
@@ -343,9 +348,19 @@ class Call:
         finally:
             self._close()
 
+    def _look_at_streams(self) -> None:
+        """Learns whether the step draws random numbers, at its 1st, 2nd, 4th, 8th, … call.
+
+        Where it begins to in between, recovery notices and replays the batch from its start. That needs gradients that were empty: where some were not,
+        every call looks.
+        """
+        traits = self.traits
+        traits.calls += 1
+        if not traits.draws and self.stream_start is not None and (self.filled or traits.calls & (traits.calls - 1) == 0):
+            traits.draws = self.parts.streams.moved_on_devices(self.stream_start)
+
     def _leave(self) -> None:
         self.finished = True
-        self._guard.down()
         leave_call(self)
 
     def _close(self) -> None:
@@ -353,13 +368,13 @@ class Call:
         self._sentinels.forget()
         self.committed.clear()
         self.parts.commits.forget_guests()
-        self.parts.commits.end()
+        self.parts.commits.clear()
 
     # ------------------------------------------------------------------ what ends a call early
 
     def restart(self) -> None:
         """Forgets every piece: the batch will be replayed from its start."""
-        self.pending = [Range(0, self.view.length)]
+        self.schedule.restart()
         self.committed.clear()
         self._sentinels.forget()
 
@@ -378,7 +393,8 @@ class Call:
                 self.parts.controller.abandon(self.key)
                 self._close()
 
-    def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses a step of an optimizer over the leaves of this batch while it is incomplete."""
         watches = self.parts.commits.watches
         if not any(watches(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             return  # an optimizer of the step's own, over tensors that it makes itself
@@ -397,13 +413,13 @@ class Call:
 
     def refuse_own_backward(self) -> None:
         """Refuses commits that the engine did not make."""
-        if len(self.parts.commits):
+        if self.parts.commits.fired:
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
             )
 
     def left_early(self, what: str = "a loop over micro-batches was left early") -> IncompleteBatchError:
         """The error for a loop that did not run to its end, with what is missing."""
-        missing = self.pending if self.running is None else [*self.pending, self.running._piece]
+        missing = self.schedule.missing() if self.running is None else [*self.schedule.missing(), self.running._piece]
         ranges = ", ".join(f"{rest.start}:{rest.stop}" for rest in sorted(missing, key=lambda rest: rest.start))
         return IncompleteBatchError(f"{what}: samples {ranges} of {self.view.length} were not run. Its gradients have been emptied")

@@ -6,9 +6,9 @@ from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.events import WaitingForMemory, format_bytes
 from elastic_mbs.history import History
 from elastic_mbs.memory import Headroom
-from elastic_mbs.micro_batch import Range
 from elastic_mbs.oom import Verdict
 from elastic_mbs.parts import Parts
+from elastic_mbs.schedule import Range
 
 TRIES = 2
 """The first failure at the floor is tried again after letting go of everything, the second one after a wait."""

@@ -16,6 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from elastic_mbs.errors import GradientsChangedError, OptimizerInBackwardError
 
 _thread = threading.local()
+_running: list[Any] = []
+"""Every call that is running, on any thread: a backward on a GPU has its own, and an optimizer could step there."""
+_watching: list[RemovableHandle] = []
 
 
 def running_call() -> Any:
@@ -24,58 +27,52 @@ def running_call() -> Any:
     return None if call is None or call.finished else call
 
 
-def enter_call(call: object) -> None:
-    """Marks this thread as inside `call`."""
-    _thread.call = call
+def enter_call(call: Any) -> None:
+    """Marks this thread as inside `call`, unless it is inside another one already, and tells `call.refuse_step` of every optimizer that steps."""
+    if running_call() is None:
+        _thread.call = call
+    _running.append(call)
+    if not _watching:
+        # One hook for all calls, which stays: putting it on and off again for each would cost more than all its runs.
+        _watching.append(register_optimizer_step_pre_hook(_on_step))
 
 
-def leave_call(call: object) -> None:
-    """Ends what `enter_call` began; does nothing for another call."""
+def leave_call(call: Any) -> None:
+    """Ends what `enter_call` began; does nothing for a call that has left."""
     if getattr(_thread, "call", None) is call:
         _thread.call = None
+    for place, each in enumerate(_running):
+        if each is call:
+            del _running[place]
+            return
 
 
-class StepGuard:
-    """Calls `refuse` when any optimizer steps while the guard is up, on any thread: a backward on a GPU has its own."""
-
-    def __init__(self, refuse: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._refuse: Callable[[torch.optim.Optimizer], None] | None = refuse
-        self._handle: RemovableHandle | None = None
-
-    def up(self) -> None:
-        """Starts watching."""
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._on_step)
-
-    def down(self) -> None:
-        """Stops watching."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            self._refuse = None  # it is the call's own method: a cycle that would keep the batch until a garbage collection
-
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._refuse is not None:
-            self._refuse(optimizer)
+def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for call in tuple(_running):
+        call.refuse_step(optimizer)
 
 
 class GradientSentinels:
     """A few leaves whose `.grad` is looked at between pieces: whoever clears or edits gradients there is noticed.
 
-    At most 16 leaves, spread over the model: the whole of it would cost a hundred microseconds a piece, and `zero_grad()` reaches all of them.
+    At most 16 leaves, spread over the model: the whole of it would cost a hundred microseconds a piece, and `zero_grad()` reaches all of them. Once a
+    loss function is known the engine gives four of them.
+
+    Attributes:
+        seen: leaf, gradient and version of each.
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self.seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def remember(self, leaves: Sequence[torch.Tensor]) -> None:
         """Notes the gradients as they are after a piece has committed."""
         step = max(1, -(-len(leaves) // 16))
-        self._seen = [(leaf, grad, grad._version) for leaf in leaves[::step] if (grad := leaf.grad) is not None]
+        self.seen = [(leaf, grad, grad._version) for leaf in leaves[::step] if (grad := leaf.grad) is not None]
 
     def forget(self) -> None:
         """Forgets them: gradients may be changed freely until the next commit."""
-        self._seen = []
+        self.seen = []
 
     def check(self) -> None:
         """Compares with what was remembered.
@@ -83,7 +80,7 @@ class GradientSentinels:
         Raises:
             GradientsChangedError: a gradient was cleared, replaced or edited since.
         """
-        for leaf, grad, version in self._seen:
+        for leaf, grad, version in self.seen:
             if leaf.grad is not grad or grad._version != version:
                 raise GradientsChangedError(
                     f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic_mbs.commits import has_foreign_hook, walk
@@ -51,7 +50,7 @@ def learn(call: Call, micro: MicroBatch) -> None:
     parts, traits = call.parts, call.traits
     assert micro._root is not None
     assert call.stream_start is not None
-    committed = parts.commits.committed()
+    committed = list(parts.commits.fired)
     if micro._leaves is None:
         census = walk(micro._root)
         micro._leaves, micro._custom = census.leaves, census.custom
@@ -87,17 +86,14 @@ def tell_controller(call: Call, pieces: int) -> None:
         pieces=pieces,
         peak=peak,
         fragmentation=usage.fragmentation if usage else 1.0,
-        seconds=None,
+        seconds=None if call.plan.probing else parts.stopwatch.seconds(),
         retries=parts.new_retries(usage.retries if usage else 0),
         ooms=call.history.failures,
     )
-    if not call.plan.probing:
-        parts.stopwatch.stop((call.key, seen))
     for (key, earlier), seconds in parts.stopwatch.finished():
-        if earlier is seen:
-            seen = replace(seen, seconds=seconds)
-        else:
-            parts.controller.timed(key, replace(earlier, seconds=seconds))
+        parts.controller.timed(key, earlier._replace(seconds=seconds))
+    if seen.seconds is None and not call.plan.probing:
+        parts.stopwatch.later((call.key, seen))
     move = parts.controller.end(call.key, seen, parts.capacity())
     if move is not None:
         parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(call.key)))

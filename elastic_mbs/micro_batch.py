@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -12,24 +11,9 @@ from torch.autograd.graph import Node
 
 from elastic_mbs.result import StoredOutput
 from elastic_mbs.rollback import StreamState
+from elastic_mbs.schedule import Range
 
 Totals = float | int | Mapping[str, float | int]
-
-
-@dataclass(frozen=True)
-class Range:
-    """Samples start:stop of the batch that still have to be run.
-
-    Attributes:
-        committed: ids of the leaves that they have contributed to already, in an attempt that failed half-way.
-    """
-
-    start: int
-    stop: int
-    committed: frozenset[int] = frozenset()
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 class Engine(Protocol):
@@ -73,12 +57,13 @@ class MicroBatch:
         "_root",
         "_stored",
         "_streams",
+        "_weight",
         "data",
         "start",
         "stop",
     )
 
-    def __init__(self, engine: Engine, piece: Range, data: Any, streams: StreamState | None) -> None:
+    def __init__(self, engine: Engine, piece: Range, streams: StreamState | None, data: Any = None) -> None:
         self.data = data
         self.start, self.stop = piece.start, piece.stop
         self._engine = engine
@@ -90,8 +75,9 @@ class MicroBatch:
         self._custom: frozenset[str] = frozenset()
         self._losses: tuple[torch.Tensor, ...] = ()
         self._loss: torch.Tensor | None = None
+        self._weight = 1.0
         self._stored: StoredOutput | None = None
-        self._callbacks: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] | None = None
 
     def __len__(self) -> int:
         """Samples in the piece."""
@@ -132,10 +118,11 @@ class MicroBatch:
 
         It waits for the batch because until then a piece can still be replayed. What `fn` refers to stays in memory until then, too.
         """
+        if self._callbacks is None:
+            self._callbacks = []
         self._callbacks.append(fn)
 
     def _let_go(self) -> None:
         """Drops what keeps tensors alive: whoever still holds this attempt holds nothing of it."""
-        self.data = self._root = self._leaves = self._loss = self._stored = None
+        self.data = self._root = self._leaves = self._loss = self._stored = self._callbacks = None
         self._losses = ()
-        self._callbacks = []

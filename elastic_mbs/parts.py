@@ -12,7 +12,7 @@ from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Capacity, Controller, Key, Observation
 from elastic_mbs.events import EventLog
 from elastic_mbs.inventory import Inventory
-from elastic_mbs.memory import Headroom, Monitor, UsageMeter
+from elastic_mbs.memory import Headroom, Monitor, Reading, UsageMeter
 from elastic_mbs.rollback import BufferCopies, RandomStreams
 from elastic_mbs.settings import Settings
 from elastic_mbs.stream import Streamer
@@ -39,6 +39,8 @@ class Parts:
     traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
     retries: int | None = None
     sleep: Callable[[float], None] = time.sleep
+    _reading: Reading | None = None
+    _capacity: Capacity | None = None
 
     def moved(self) -> bool:
         """Whether the model is on another device than when the parts were made."""
@@ -46,9 +48,12 @@ class Parts:
         return bool(leaves) and leaves[0].device not in self.devices
 
     def capacity(self) -> Capacity | None:
-        """The latest reading, as the controller wants it."""
+        """The latest reading, as the controller wants it; the same object while the reading is."""
         reading = self.monitor.latest()
-        return Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) else None
+        if reading is not self._reading:
+            self._reading = reading
+            self._capacity = Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) else None
+        return self._capacity
 
     def new_retries(self, now: int) -> int:
         """Allocator retries since the last time this was asked; the process counts them from its own start."""
@@ -57,8 +62,8 @@ class Parts:
 
     def traits_of(self, identity: object) -> Traits:
         """What is known of this loss function; forgotten when the set of trainable leaves changes."""
-        generation, traits = self.traits.get(identity, (-1, Traits()))
-        if generation != self.inventory.generation:
-            traits = Traits()
-            self.traits[identity] = self.inventory.generation, traits
-        return traits
+        generation = self.inventory.generation
+        known = self.traits.get(identity)
+        if known is None or known[0] != generation:
+            known = self.traits[identity] = generation, Traits()
+        return known[1]

@@ -83,7 +83,12 @@ class Node:
         if cut is Cut.NARROW:
             return self.value.narrow(self.dim, start, stop - start)
         if cut is Cut.FIELDS:
-            return self.kind.put(self.value, self.keys, [child.piece(start, stop) for child in self.children])
+            length = stop - start
+            parts = [
+                child.value.narrow(child.dim, start, length) if child.cut is Cut.NARROW else child.piece(start, stop)  # a frame less for most
+                for child in self.children
+            ]
+            return self.kind.put(self.value, self.keys, parts)
         if cut is Cut.WHOLE:
             return self.value
         if cut is Cut.ITEMS:
@@ -145,6 +150,8 @@ class Plan:
         """
         says = self._said(path, inherited) if self.dims else inherited
         kind = kind_of(type(value))
+        if says is _UNSAID and type(value) is Tensor and value.layout is torch.strided and value.ndim and not value.is_nested:
+            return self._leaf(Node(Cut.NARROW, path, value, kind, 0, value.shape[0]))  # what most of a batch is, without the questions below
         role = kind.role
         if says is None or role is Role.SCALAR:
             return Node(Cut.WHOLE, path, value, kind)

@@ -22,10 +22,11 @@ from elastic_mbs.commits import drain, walk
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
 from elastic_mbs.events import OutOfMemory
 from elastic_mbs.floor import hold
-from elastic_mbs.micro_batch import MicroBatch, Range
+from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.partition import partition
 from elastic_mbs.parts import Parts
 from elastic_mbs.rollback import StreamState
+from elastic_mbs.schedule import Range
 
 if TYPE_CHECKING:
     from elastic_mbs.engine import Call
@@ -87,7 +88,7 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
     drain({leaf.device for leaf in parts.commits.leaves()})
     unknown: tuple[str, ...] = ()
     normalises_batch = surprising = False
-    committed = parts.commits.committed() if micro._phase in ("backward", "commit") else []
+    committed = list(parts.commits.fired) if micro._phase in ("backward", "commit") else []
     if micro._root is not None:
         census = walk(micro._root)
         unknown = tuple(str(tuple(leaf.shape)) for leaf in census.leaves if leaf.grad is not None and not parts.commits.watches(leaf))
@@ -105,7 +106,7 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
         edited=call.view.versions() != call.versions and not call.history.edited,
         streams=micro._streams,
     )
-    parts.commits.end()
+    parts.commits.clear()
     if call.table is not None:
         call.table.empty()
         for loss in micro._losses:
@@ -130,6 +131,7 @@ def recover(call: Call) -> None:
     failure, call.failure = call.failure, None
     assert failure is not None
     history, parts = call.history, call.parts
+    call.steady = False
     history.failures += 1
     history.since_progress += 1
     _refuse_poisoned(call, failure)
@@ -259,7 +261,7 @@ def _undo(call: Call, failure: Failure, mode: str) -> None:
     else:
         history.replayed_samples += len(failure.piece)
         committed = failure.piece.committed if mode == "isolate" else failure.piece.committed | failure.fired
-        call.pending.append(Range(failure.piece.start, failure.piece.stop, committed))
+        call.schedule.push(Range(failure.piece.start, failure.piece.stop, committed))
         call.remember_gradients()
     if call.stream_start is not None:
         to_start = mode == "step"

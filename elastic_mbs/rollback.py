@@ -12,14 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
 
-@dataclass(frozen=True)
-class StreamState:
+class StreamState(NamedTuple):
     """States of all random streams at one moment; `slow` is None where the host's streams were not read."""
 
     generators: tuple[torch.Tensor, ...]
@@ -49,16 +48,19 @@ class RandomStreams:
                 self._torch.append(generator)
             else:
                 self._hosts.append(_accessors(generator))
+        self._knows_numpy = False
         self.draws_on_host = False
 
     def _slow(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        numpy = sys.modules.get("numpy.random")
-        return self._hosts if numpy is None else [*self._hosts, (partial(numpy.get_state, legacy=False), numpy.set_state)]
+        if not self._knows_numpy and (numpy := sys.modules.get("numpy.random")) is not None:
+            self._hosts.append((partial(numpy.get_state, legacy=False), numpy.set_state))
+            self._knows_numpy = True
+        return self._hosts
 
     def read(self, *, slow: bool) -> StreamState:
         """The present states; `slow` asks for those of Python and numpy too."""
-        generators = tuple(generator.get_state() for generator in self._torch)
-        return StreamState(generators, tuple(get() for get, _ in self._slow()) if slow else None)
+        generators = tuple([generator.get_state() for generator in self._torch])
+        return StreamState(generators, tuple([get() for get, _ in self._slow()]) if slow else None)
 
     def restore(self, state: StreamState) -> None:
         """Puts every stream that was read back to where it was."""
@@ -216,6 +218,16 @@ class BufferCopies:
                     if _copyable(slot.at_call.tensor):
                         slot.at_call.copy = slot.at_call.tensor.detach().to("cpu", copy=True)
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to copy before each piece."""
+        return bool(self._plain) or len(self._still) < len(self._slots)
+
+    @property
+    def watched(self) -> bool:
+        """Whether there is something to compare after each piece."""
+        return bool(self._slots) or self._key not in self._learned
+
     def begin_piece(self) -> None:
         """Copies the buffers that change, before a piece that is not the call's first (whose start is the call's)."""
         if self._plain:
@@ -241,8 +253,6 @@ class BufferCopies:
         forward has made are taken in.
         """
         first = self._key not in self._learned
-        if not first and not self._slots:
-            return False
         for slot in self._still:
             mark = slot.at_piece
             if slot.moved(mark) or (first and not _same(mark)):

@@ -351,17 +351,28 @@ class ElasticMBS:
     # ------------------------------------------------------------------ how a call starts and ends
 
     def _start(self, batch: Any, name: str, identity: object, *, training: bool = True, own_graph: bool = False) -> Call:
-        self._refuse_incomplete()
-        refuse_capture()
-        if self._parts.moved():
-            self._parts.monitor.stop()
-            vars(self._parts).update(self._on_devices(self._parts.inventory))
-        self._parts.monitor.start()
+        if self._call is not None:
+            self._refuse_incomplete()
+        parts = self._parts
+        if parts.moved():
+            parts.monitor.stop()
+            vars(parts).update(self._on_devices(parts.inventory))
+        if parts.devices[0].type == "cuda":
+            refuse_capture()
+        if not parts.monitor.running:
+            parts.monitor.start()
         view = BatchView(batch, self._dims, self._readings.get(name))
         self._readings[name] = view.readings
-        counts = retrying(self._parts, "count the loss terms", lambda: self._read_counts(view, name, training))
+        if name not in self._looked_at:
+            retrying(parts, "look at the labels", lambda: self._warn(view, training))
+            self._looked_at.add(name)
+        refuse_graphs(view)
+        if self._count is None or not training:
+            counts = Counts.samples(view.length)
+        else:
+            counts = retrying(parts, "count the loss terms", lambda: Counts.read(self._count, view))
         outputs = self.settings.outputs if training else "device"
-        self._call = Call(self._parts, view, counts, name=name, identity=identity, training=training, outputs=outputs, own_graph=own_graph)
+        self._call = Call(parts, view, counts, name=name, identity=identity, training=training, outputs=outputs, own_graph=own_graph)
         return self._call
 
     def _loop(self, call: Call) -> Iterator[MicroBatch]:
@@ -402,13 +413,6 @@ class ElasticMBS:
             error = call.left_early()
             call.abort(error)
             raise error
-
-    def _read_counts(self, view: BatchView, name: str, training: bool) -> Counts:
-        if name not in self._looked_at:
-            self._warn(view, training)
-            self._looked_at.add(name)
-        refuse_graphs(view)
-        return Counts.read(self._count, view) if training else Counts.samples(view.length)
 
     def _warn(self, view: BatchView, training: bool) -> None:
         if view.doubt is not None:

@@ -72,6 +72,11 @@ class Settings:
             raise UsageError(f"scaler={self.scaler!r} is no torch.amp.GradScaler: it has no scale() and unscale_()")
         check_place(self.outputs)
 
+    @property
+    def plain(self) -> bool:
+        """Whether a piece's backward is `loss.backward()` and adds to `.grad` in place."""
+        return self.scaler is None and self.backward is None and self.accumulate_dtype is None and self.replay == "auto"
+
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -26,7 +26,6 @@ class Stopwatch(Generic[Payload]):
         self._began = 0.0
         self._start: torch.cuda.Event | None = None
         self._open: deque[tuple[Payload, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._known: list[tuple[Payload, float]] = []
 
     def start(self) -> None:
         """Starts timing a call."""
@@ -35,19 +34,21 @@ class Stopwatch(Generic[Payload]):
             self._start.record()
         self._began = self._clock()
 
-    def stop(self, payload: Payload) -> None:
-        """Ends the call; `payload` comes back from `finished` with its time."""
+    def seconds(self) -> float | None:
+        """Since `start`; None where only the device knows, later."""
+        return None if self._events else self._clock() - self._began
+
+    def later(self, payload: Payload) -> None:
+        """Ends a call whose `seconds` are not known yet; `payload` comes back from `finished` with them."""
         if self._start is not None:  # cuda-only
             end = torch.cuda.Event(enable_timing=True)
             end.record()
             self._open.append((payload, self._start, end))
-            return
-        self._known.append((payload, self._clock() - self._began))
 
     def finished(self) -> list[tuple[Payload, float]]:
-        """The calls whose time is known by now, in order, with their seconds; each is given once."""
+        """The calls given to `later` whose time is known by now, in order, with their seconds; each is given once."""
+        known: list[tuple[Payload, float]] = []
         while self._open and self._open[0][2].query():  # cuda-only
             payload, start, end = self._open.popleft()
-            self._known.append((payload, start.elapsed_time(end) / 1000))
-        known, self._known = self._known, []
+            known.append((payload, start.elapsed_time(end) / 1000))
         return known

@@ -119,6 +119,7 @@ class Track:
         trial: the last growth, while it may still fail.
         passed_with: the most elements that have run clean since the last failure, and the capacity then.
         call: the one that is running.
+        judged: the reading that growth was last decided on.
         ceilings: what failed and may not be tried again, fewest elements first.
         recent: samples and elements per sample of the recent calls.
     """
@@ -140,6 +141,7 @@ class Track:
     trial: Trial | None = None
     passed_with: tuple[int, int] | None = None
     call: Call | None = None
+    judged: Capacity | None = None
     ceilings: list[Ceiling] = field(default_factory=list)
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
     memory: MemoryFit = field(default_factory=MemoryFit)

@@ -10,6 +10,7 @@ class Traits:
     """Facts that decide how a failure can be replayed; each is found once, on the path without failures.
 
     Attributes:
+        calls: how many have finished.
         walked: the census was taken.
         guests: the census found leaves outside the model, so that each call has to look again.
         commits: the numbers of commits that clean backwards had; several where the graph depends on the data (routing), none before the first.
@@ -21,6 +22,7 @@ class Traits:
         edits_batch: `loss_fn` edits its batch in place, so pieces get copies.
     """
 
+    calls: int = 0
     walked: bool = False
     guests: bool = False
     commits: set[int] = field(default_factory=set)
@@ -40,3 +42,8 @@ class Traits:
     def mixes(self) -> bool:
         """Whether a partly committed piece cannot be replayed in halves: they would draw other masks or see other statistics."""
         return self.draws or self.changes_buffers or self.normalises_batch
+
+    @property
+    def steady(self) -> bool:
+        """Whether nothing is left to find out before a backward, and nothing has to be set aside for it."""
+        return bool(self.walked and self.commits and not (self.guests or self.hidden or self.custom))

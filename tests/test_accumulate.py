@@ -52,7 +52,8 @@ def test_the_weights_of_any_split_add_up_to_exactly_one(data: st.DataObject) -> 
         assert counts.share(start, stop) == Fraction(terms) / total
         assert counts.weight(start, stop) == float(Fraction(terms) / total)  # correctly rounded
         assert counts.of(start, stop) == {None: terms if set(map(type, values)) == {int} else float(terms)}
-        assert counts.is_zero(start, stop) == (terms == 0)
+        assert counts.weights(start, stop) == (None if terms == 0 else {None: counts.weight(start, stop)})
+        assert counts.weights(start, stop, reduction="sum") == (None if terms == 0 else {None: 1.0})
 
 
 @settings(deadline=None, max_examples=50)
@@ -67,8 +68,8 @@ def test_samples_count_one_each() -> None:
     counts = Counts.samples(5)
     assert (counts.n, counts.names, counts.total, counts.totals) == (5, None, 5, {None: 5})
     assert counts.weight(1, 3) == 0.4
-    assert not counts.is_zero(0, 1)
-    assert counts.is_zero(2, 2)
+    assert counts.weights(0, 1) == {None: 0.2}
+    assert counts.weights(2, 2) is None
     assert Counts.read(None, view_of(5)) == counts
     assert repr(counts) == "Counts(n=5, total=5)"
     with pytest.raises(CountError, match="a batch of 0 samples"):
@@ -100,7 +101,7 @@ def test_any_vector_of_whole_numbers_is_read_as_integers(vector: Any) -> None:
     counts = read(vector)
     assert counts.totals == {None: 5}
     assert type(counts.total) is int
-    assert counts.is_zero(1, 2)
+    assert counts.weights(1, 2) is None
     assert counts.weight(1, 2) == 0
     assert counts.weight(2, 3) == 0.6
 
@@ -140,9 +141,10 @@ def test_losses_by_name_have_counts_by_name() -> None:
     assert counts.of(1, 2) == {"mlm": 2, "nsp": 1, "aux": 0.5}
     assert counts.weight(0, 2, "mlm") == 0.25
     assert counts.weight(0, 2, "aux") == 0.5
-    assert not counts.is_zero(0, 1)
+    assert counts.weights(0, 1) == {"mlm": 0.0, "nsp": 1 / 3, "aux": 0.0}
+    assert counts.weights(0, 1, reduction="sum") == {"mlm": 0.0, "nsp": 1.0, "aux": 0.0}
     named = Counts.read({"mlm": lambda batch: [0, 2], "aux": lambda batch: [0, 1]}, view_of(2))
-    assert named.is_zero(0, 1)
+    assert named.weights(0, 1) is None
     with pytest.raises(CountError, match="no count for the loss 'cls': the names are 'mlm', 'aux'"):
         named.weight(0, 1, "cls")
     with pytest.raises(CountError, match="no count for the loss None: the names are"):
@@ -152,7 +154,7 @@ def test_losses_by_name_have_counts_by_name() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 4)])
-@pytest.mark.parametrize("ask", [Counts.of, Counts.weight, Counts.share, Counts.is_zero])
+@pytest.mark.parametrize("ask", [Counts.of, Counts.weight, Counts.share, Counts.weights])
 def test_a_range_outside_the_batch_is_refused(ask: Callable[[Counts, int, int], Any], start: int, stop: int) -> None:
     with pytest.raises(CountError, match=f"no samples {start}:{stop} in a batch of 3"):
         ask(Counts.samples(3), start, stop)
@@ -251,7 +253,7 @@ def test_count_tokens_matches_the_mean_that_cross_entropy_takes() -> None:
 
     whole = loss(0, 3)
     for split in ([(0, 1), (1, 2), (2, 3)], [(0, 2), (2, 3)]):
-        parts = [counts.weight(start, stop) * loss(start, stop) for start, stop in split if not counts.is_zero(start, stop)]
+        parts = [counts.weight(start, stop) * loss(start, stop) for start, stop in split if counts.weights(start, stop) is not None]
         assert abs(sum(parts) - whole) < 1e-15
 
 

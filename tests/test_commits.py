@@ -164,10 +164,10 @@ def test_a_tied_weight_commits_once_in_a_backward() -> None:
     log, tied, other = CommitLog(), leaf(3, 3), leaf(3)
     log.watch([tied, other])
     x = torch.randn(2, 3, dtype=F64)
-    log.begin()
+    log.clear()
     (x @ tied @ tied + other).sum().backward()
-    assert sorted(map(id, log.committed())) == ids([tied, other])
-    assert len(log) == 2
+    assert sorted(map(id, list(log.fired))) == ids([tied, other])
+    assert len(log.fired) == 2
 
 
 def test_a_weight_in_several_reentrant_checkpoints_commits_once_in_each() -> None:
@@ -175,9 +175,9 @@ def test_a_weight_in_several_reentrant_checkpoints_commits_once_in_each() -> Non
     log.watch([tied])
     for _ in range(3):
         x = checkpoint(lambda y: torch.tanh(y @ tied), x, use_reentrant=True)
-    log.begin()
+    log.clear()
     x.sum().backward()
-    assert list(map(id, log.committed())) == [id(tied)] * 3
+    assert list(map(id, list(log.fired))) == [id(tied)] * 3
 
 
 def test_a_weight_in_several_checkpoints_that_are_not_reentrant_commits_once() -> None:
@@ -185,21 +185,21 @@ def test_a_weight_in_several_checkpoints_that_are_not_reentrant_commits_once() -
     log.watch([tied])
     for _ in range(3):
         x = checkpoint(lambda y: torch.tanh(y @ tied), x, use_reentrant=False)
-    log.begin()
+    log.clear()
     x.sum().backward()
-    assert list(map(id, log.committed())) == [id(tied)]
+    assert list(map(id, list(log.fired))) == [id(tied)]
 
 
 def test_begin_starts_a_new_attempt() -> None:
     log, w = CommitLog(), leaf(2)
     log.watch([w])
-    log.begin()
+    log.clear()
     w.sum().backward()
-    log.begin()
-    assert len(log) == 0
-    assert log.committed() == []
+    log.clear()
+    assert len(log.fired) == 0
+    assert list(log.fired) == []
     w.sum().backward()
-    assert len(log) == 1
+    assert len(log.fired) == 1
 
 
 def test_what_happens_to_the_leaves_outside_an_attempt_does_not_count_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,13 +208,13 @@ def test_what_happens_to_the_leaves_outside_an_attempt_does_not_count_in_the_nex
     log.watch([w])
     for _ in range(5):
         w.sum().backward()
-    assert len(log) == 3, "what nobody clears is kept up to a limit"
-    log.begin()
-    assert (len(log), log.committed()) == (0, [])
+    assert len(log.fired) == 3, "what nobody clears is kept up to a limit"
+    log.clear()
+    assert list(log.fired) == []
     w.sum().backward()
-    assert log.committed()[0] is w
-    log.end()
-    assert (len(log), log.committed()) == (0, [])
+    assert next(iter(log.fired)) is w
+    log.clear()
+    assert list(log.fired) == []
 
 
 def test_a_commit_is_noted_although_a_hook_of_the_users_fails_after_it() -> None:
@@ -225,10 +225,10 @@ def test_a_commit_is_noted_although_a_hook_of_the_users_fails_after_it() -> None
 
     w.register_post_accumulate_grad_hook(fail)
     log.watch([w])
-    log.begin()
+    log.clear()
     with pytest.raises(KeyError):
         w.sum().backward()
-    assert list(map(id, log.committed())) == [id(w)]
+    assert list(map(id, list(log.fired))) == [id(w)]
 
 
 def test_hooks_of_others_are_told_from_ours() -> None:
@@ -253,15 +253,15 @@ def test_marks_are_exactly_the_leaves_that_a_failed_backward_reached() -> None:
     while True:
         at += 1
         model.zero_grad(set_to_none=True)
-        log.begin()
+        log.clear()
         loss = model(x).square().sum()
         with InjectOOM(at=[at]) as oom, contextlib.suppress(torch.OutOfMemoryError):
             loss.backward()
-        assert ids(log.committed()) == ids(w for w in leaves if w.grad is not None)
-        partial += 0 < len(log) < len(leaves)
+        assert ids(list(log.fired)) == ids(w for w in leaves if w.grad is not None)
+        partial += 0 < len(log.fired) < len(leaves)
         if not oom.hits:
             break
-    assert len(log) == len(leaves)
+    assert len(log.fired) == len(leaves)
     assert partial >= 5
 
 
@@ -277,15 +277,15 @@ def test_marks_are_right_where_all_gradients_are_views_of_one_buffer() -> None:
     while True:
         at += 1
         flat.zero_()
-        log.begin()
+        log.clear()
         loss = model(x).square().sum()
         with InjectOOM(at=[at]) as oom, contextlib.suppress(torch.OutOfMemoryError):
             loss.backward()
-        assert ids(log.committed()) == ids(w for w in leaves if w.grad is not None and w.grad.any())
-        partial += 0 < len(log) < len(leaves)
+        assert ids(list(log.fired)) == ids(w for w in leaves if w.grad is not None and w.grad.any())
+        partial += 0 < len(log.fired) < len(leaves)
         if not oom.hits:
             break
-    assert len(log) == len(leaves)
+    assert len(log.fired) == len(leaves)
     assert partial >= 3
 
 
@@ -298,9 +298,9 @@ def test_watch_follows_the_leaves_it_is_given() -> None:
     log.watch([kept, dropped])
     log.watch([kept, new])
     assert [hooks_on(w) for w in (kept, dropped, new)] == [1, 0, 1]
-    log.begin()
+    log.clear()
     (kept + dropped + new).sum().backward()
-    assert ids(log.committed()) == ids([kept, new])
+    assert ids(list(log.fired)) == ids([kept, new])
     assert ids(log.leaves()) == ids([kept, new])
     assert [log.watches(w) for w in (kept, dropped, new)] == [True, False, True]
 
@@ -310,22 +310,22 @@ def test_watching_twice_marks_once() -> None:
     log.watch([w, w])
     log.watch([w])
     assert log.watch_guests([w]) == []
-    log.begin()
+    log.clear()
     w.sum().backward()
-    assert len(log) == 1
+    assert len(log.fired) == 1
 
 
 def test_a_guest_is_watched_until_it_is_forgotten() -> None:
     log, own, guest = CommitLog(), leaf(2), leaf(2)
     log.watch([own])
     assert list(map(id, log.watch_guests([own, guest]))) == [id(guest)]
-    log.begin()
+    log.clear()
     (own * guest).sum().backward()
-    assert ids(log.committed()) == ids([own, guest])
+    assert ids(list(log.fired)) == ids([own, guest])
     log.forget_guests()
-    log.begin()
+    log.clear()
     (own * guest).sum().backward()
-    assert list(map(id, log.committed())) == [id(own)]
+    assert list(map(id, list(log.fired))) == [id(own)]
     assert hooks_on(guest) == 0
 
 
@@ -334,9 +334,9 @@ def test_a_guest_that_becomes_the_models_own_stays_watched_and_marks_once() -> N
     log.watch_guests([w])
     log.watch([w])
     log.forget_guests()
-    log.begin()
+    log.clear()
     w.sum().backward()
-    assert (len(log), hooks_on(w)) == (1, 1)
+    assert (len(log.fired), hooks_on(w)) == (1, 1)
 
 
 def test_guests_do_not_outlive_their_call() -> None:
@@ -345,10 +345,10 @@ def test_guests_do_not_outlive_their_call() -> None:
     def call() -> weakref.ref[Tensor]:
         prompt = leaf(3)
         log.watch_guests([prompt])
-        log.begin()
+        log.clear()
         prompt.sum().backward()
         log.forget_guests()
-        log.end()
+        log.clear()
         return weakref.ref(prompt)
 
     gc.disable()
@@ -402,9 +402,9 @@ def test_no_history_of_watching_leaves_a_hook_behind(steps: list[tuple[str, set[
         assert ids(log.leaves()) == ids(w for w in leaves if log.watches(w))
     log.close()
     assert [hooks_on(w) for w in leaves] == [0] * 5
-    log.begin()
+    log.clear()
     torch.cat(leaves).sum().backward()
-    assert len(log) == 0
+    assert len(log.fired) == 0
 
 
 def test_a_watched_model_can_be_copied_and_saved_and_its_copies_are_not_watched() -> None:
@@ -415,9 +415,9 @@ def test_a_watched_model_can_be_copied_and_saved_and_its_copies_are_not_watched(
     torch.save(model, stored)
     stored.seek(0)
     for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
-        log.begin()
+        log.clear()
         other(x).sum().backward()
-        assert len(log) == 0
+        assert len(log.fired) == 0
 
 
 # ---------------------------------------------------------------------- backwards inside a backward
@@ -428,4 +428,4 @@ def test_drain_changes_no_gradient() -> None:
     log.watch([w])
     drain([torch.device("cpu")])
     assert w.grad is None
-    assert len(log) == 0
+    assert len(log.fired) == 0

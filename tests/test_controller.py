@@ -1,6 +1,5 @@
 """The controller's rules, one by one."""
 
-import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -285,9 +284,9 @@ def test_times_that_become_known_later_count_as_well() -> None:
             if move is None:
                 break
             pieces = -(-64 // move.before)
-            driver.controller.timed(KEY, dataclasses.replace(observation, pieces=pieces, seconds=pieces * (delta + 0.01 * 64 / pieces)))
-            driver.controller.timed(KEY, dataclasses.replace(observation, seconds=1e-9, ooms=1))
-            driver.controller.timed(KEY, dataclasses.replace(observation, seconds=float("nan")))
+            driver.controller.timed(KEY, observation._replace(pieces=pieces, seconds=pieces * (delta + 0.01 * 64 / pieces)))
+            driver.controller.timed(KEY, observation._replace(seconds=1e-9, ooms=1))
+            driver.controller.timed(KEY, observation._replace(seconds=float("nan")))
         assert (driver.size() == 64) is grows
     driver.controller.timed(Key("unknown", "train", 0), observation)
 

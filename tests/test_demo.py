@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_mbs import UsageError, accumulate, cli
+from elastic_mbs import UsageError, cli, schedule
 from elastic_mbs.demo import ballast, compare, console, run, text
 from elastic_mbs.demo.cuda_tenant import CudaTenant
 from elastic_mbs.demo.gpt import GPTConfig, make_model, token_loss
@@ -91,14 +91,16 @@ def test_a_forgotten_count_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_one_token_left_out_of_one_weight_is_noticed(dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    true_weight, calls = accumulate.Counts.weight, iter(range(10**6))
+    true_next, calls = schedule.Schedule.next, iter(range(10**6))
 
-    def weight(self: accumulate.Counts, start: int, stop: int, name: str | None = None) -> float:
-        total = self.total
+    def next_piece(self: schedule.Schedule, size: int) -> schedule.Range | None:
+        piece, total = true_next(self, size), self._counts.total
         assert isinstance(total, int)
-        return true_weight(self, start, stop, name) - (1 / total if next(calls) == 10 else 0)
+        if piece is not None and piece.weights is not None and next(calls) == 10:
+            piece.weights = {None: piece.weights[None] - 1 / total}
+        return piece
 
-    monkeypatch.setattr(accumulate.Counts, "weight", weight)
+    monkeypatch.setattr(schedule.Schedule, "next", next_piece)
     assert cli.main([*QUICK, "--no-plot", "--dtype", dtype]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_mbs.commits import CommitLog
+from elastic_mbs.history import History
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.rollback import BufferCopies, RandomStreams
 from stress.cases import CASES, build
@@ -61,7 +62,7 @@ def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(tmp
         (BufferCopies, "restore", lambda self, *, to_call_start: None, "spectral_norm"),
         (RandomStreams, "restore", lambda self, state: None, "gpt_dropout"),
         (RandomStreams, "restore", lambda self, state: None, "host_masks"),
-        (CommitLog, "committed", lambda self: [], "mlp"),
+        (History, "mark", lambda self, leaves: frozenset(), "mlp"),
         (CommitLog, "watch_guests", lambda self, leaves: [], "guests"),
         (Isolation, "set_aside", lambda self, leaves: None, "checkpoint_reentrant"),
         (Isolation, "set_aside", lambda self, leaves: None, "hidden_backward"),

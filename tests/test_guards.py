@@ -10,11 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs.errors import GradientsChangedError, OptimizerInBackwardError
-from elastic_mbs.guards import GradientSentinels, StepGuard, check_gradients_stayed, enter_call, leave_call, running_call
+from elastic_mbs.guards import GradientSentinels, check_gradients_stayed, enter_call, leave_call, running_call
+
+
+class Refusal(Exception):
+    pass
 
 
 class Call:
     finished = False
+
+    def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+        raise Refusal(type(optimizer).__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -65,43 +72,34 @@ def test_another_thread_is_in_no_call() -> None:
 # ---------------------------------------------------------------------- optimizers
 
 
-class Refusal(Exception):
-    pass
-
-
-def refuse(optimizer: torch.optim.Optimizer) -> None:
-    raise Refusal(type(optimizer).__name__)
-
-
 def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
     model = nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
     return model, torch.optim.Adam(model.parameters())
 
 
-def test_a_step_is_refused_while_the_guard_is_up_and_changes_nothing() -> None:
+def test_a_step_is_refused_while_a_call_runs_and_changes_nothing() -> None:
     model, optimizer = trained()
     before = model.weight.detach().clone()
-    guard = StepGuard(refuse)
+    call = Call()
     optimizer.step()
     stepped = model.weight.detach().clone()
     assert not torch.equal(before, stepped)
-    guard.up()
-    guard.up()  # once is enough
+    enter_call(call)
     try:
         with pytest.raises(Refusal, match="Adam"):
             optimizer.step()
         assert torch.equal(model.weight, stepped)
     finally:
-        guard.down()
-    guard.down()
+        leave_call(call)
+    leave_call(call)
     optimizer.step()
     assert not torch.equal(model.weight, stepped)
 
 
 def test_a_step_on_another_thread_is_seen_too_as_a_backward_on_a_gpu_has_its_own() -> None:
     _, optimizer = trained()
-    guard, errors = StepGuard(refuse), []
+    call, errors = Call(), []
 
     def work() -> None:
         try:
@@ -109,20 +107,40 @@ def test_a_step_on_another_thread_is_seen_too_as_a_backward_on_a_gpu_has_its_own
         except Refusal as error:
             errors.append(error)
 
-    guard.up()
+    enter_call(call)
     try:
         in_a_thread(work)
     finally:
-        guard.down()
+        leave_call(call)
     assert len(errors) == 1
 
 
-def test_a_guard_that_is_down_is_not_kept_alive() -> None:
-    def use() -> weakref.ref[StepGuard]:
-        guard = StepGuard(refuse)
-        guard.up()
-        guard.down()
-        return weakref.ref(guard)
+def test_every_call_that_runs_is_asked_not_the_outermost_alone() -> None:
+    _, optimizer = trained()
+    asked: list[int] = []
+
+    class Asked(Call):
+        def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+            asked.append(id(self))
+
+    outer, inner = Asked(), Asked()
+    enter_call(outer)
+    enter_call(inner)
+    assert running_call() is outer
+    optimizer.step()
+    leave_call(inner)
+    optimizer.step()
+    leave_call(outer)
+    optimizer.step()
+    assert asked == [id(outer), id(inner), id(outer)]
+
+
+def test_a_call_that_has_left_is_not_kept_alive() -> None:
+    def use() -> weakref.ref[Call]:
+        call = Call()
+        enter_call(call)
+        leave_call(call)
+        return weakref.ref(call)
 
     gc.disable()
     try:
@@ -213,7 +231,7 @@ def test_at_most_sixteen_leaves_are_looked_at(count: int) -> None:
     model = leaves(count)
     sentinels = GradientSentinels()
     sentinels.remember(model)
-    assert min(count, 8) <= len(sentinels._seen) <= 16
+    assert min(count, 8) <= len(sentinels.seen) <= 16
 
 
 def test_gradients_that_stayed_are_accepted() -> None:

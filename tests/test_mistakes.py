@@ -30,6 +30,7 @@ from elastic_mbs import (
     UsageError,
     elastic_step,
 )
+from elastic_mbs.guards import leave_call, running_call
 from stress.injection import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, loop, mlp, off_by, pairs, still_works, through, whole_gradient
 
@@ -45,7 +46,6 @@ def model() -> nn.Sequential:
 def nothing_left_open() -> Iterator[None]:
     """A call that one test leaves open must not be met by the next."""
     yield
-    from elastic_mbs.guards import leave_call, running_call
 
     call = running_call()
     if call is not None:
@@ -640,3 +640,13 @@ def test_every_mistake_is_a_misuse_or_usage_error() -> None:
         assert issubclass(kind, MisuseError)
     for usage in (BatchError, CountError, LossError):
         assert issubclass(usage, UsageError)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_batch_that_carries_a_graph(model: nn.Module, door: int) -> None:
+    x, y = pairs(4)
+    encoder = nn.Linear(x.shape[1], x.shape[1], dtype=x.dtype)
+    with pytest.raises(BatchError, match=r"the tensor '0' carries a graph \(AddmmBackward0\).*model=\[\.\.\.\], or detach it"):
+        through(door, elastic(model), cross_entropy(model), (encoder(x), y))
+    assert encoder.weight.grad is None
+    assert running_call() is None

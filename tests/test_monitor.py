@@ -324,12 +324,12 @@ def test_after_a_fork_the_locks_and_the_thread_of_the_parent_are_forgotten(monke
     assert callback is not None
     monitor._latest.lock.acquire()  # as a thread of the parent may have at the fork
     with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)
+        patch.setattr("elastic_mbs.memory.monitor._forks", 1)
         monitor.latest()
         assert len(threads()) == 2
         assert isinstance(monitor.poll(), Headroom)
         monitor.stop()
-        patch.setattr(os, "getpid", lambda: -2)
+        patch.setattr("elastic_mbs.memory.monitor._forks", 2)
         monitor.poll()  # stopped in the parent: stays stopped
         assert threads() == parents
     callback[1]()

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,30 +20,18 @@ class Clock:
         return self.now
 
 
-def test_nothing_is_known_before_a_call_ended() -> None:
-    watch: Stopwatch[str] = Stopwatch(torch.device("cpu"), Clock())
-    assert watch.finished() == []
-    watch.start()
-    assert watch.finished() == []
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3), st.booleans()), max_size=8))
-def test_every_call_is_given_once_with_its_own_time_in_order(calls: list[tuple[float, float, bool]]) -> None:
-    clock, found = Clock(), []
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), max_size=8))
+def test_on_a_cpu_the_seconds_since_the_start_are_known_at_once(calls: list[tuple[float, float]]) -> None:
+    clock = Clock()
     watch: Stopwatch[int] = Stopwatch(torch.device("cpu"), clock)
-    expected = []
-    for number, (pause, seconds, look) in enumerate(calls):
+    for number, (pause, seconds) in enumerate(calls):
         clock.now += pause
         watch.start()
         began = clock.now
         clock.now += seconds
-        watch.stop(number)
-        expected.append((number, clock.now - began))
-        if look:
-            found += watch.finished()
-    found += watch.finished()
-    assert found == expected
-    assert watch.finished() == []
+        assert watch.seconds() == clock.now - began
+        watch.later(number)
+        assert watch.finished() == []  # nothing is left to find out
 
 
 def test_a_call_that_ended_early_leaves_no_time() -> None:
@@ -50,15 +41,51 @@ def test_a_call_that_ended_early_leaves_no_time() -> None:
     clock.now += 50
     watch.start()  # the next call; the one before ended by an exception
     clock.now += 2
-    watch.stop("second")
-    assert watch.finished() == [("second", 2.0)]
+    assert watch.seconds() == 2.0
 
 
 def test_the_default_clock_counts_seconds() -> None:
     watch: Stopwatch[None] = Stopwatch(torch.device("cpu"))
     before = time.perf_counter()
     watch.start()
-    time.sleep(0.01)
-    watch.stop(None)
-    ((_, seconds),) = watch.finished()
-    assert 0.009 <= seconds <= time.perf_counter() - before
+    seconds = watch.seconds()
+    assert seconds is not None
+    assert 0 <= seconds <= time.perf_counter() - before
+
+
+class Event:
+    """A device event on a device whose work is done when the test says so."""
+
+    done: Callable[[float], bool] = staticmethod(lambda at: False)
+    clock = Clock()
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = Event.clock.now
+
+    def query(self) -> bool:
+        return Event.done(self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.at - self.at)
+
+
+def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    horizon = 0.0
+    monkeypatch.setattr(Event, "done", staticmethod(lambda at: at <= horizon))
+    watch: Stopwatch[Any] = Stopwatch(torch.device("cuda", 0))
+    for number in range(3):
+        watch.start()
+        Event.clock.now += 1 + number
+        assert watch.seconds() is None
+        watch.later(number)
+    assert watch.finished() == []
+    horizon = Event.clock.now - 3  # the first two
+    assert watch.finished() == [(0, 1.0), (1, 2.0)]
+    assert watch.finished() == []
+    horizon = Event.clock.now
+    assert watch.finished() == [(2, 3.0)]

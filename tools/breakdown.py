@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+import torch
+
 from elastic_mbs import ElasticMBS, engine, runtime
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView
 from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Controller
-from elastic_mbs.guards import GradientSentinels, StepGuard
+from elastic_mbs.guards import GradientSentinels
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import CudaMeter, HostMeter, Monitor
 from elastic_mbs.parts import Parts
 from elastic_mbs.rollback import BufferCopies, RandomStreams
+from elastic_mbs.schedule import Schedule
 from elastic_mbs.stream import Streamer
 from elastic_mbs.timing import Stopwatch
 from tools.workloads import Workload, wait, with_pieces
@@ -30,15 +33,14 @@ PARTS: Sequence[tuple[str, object, str]] = (
     ("batch: count elements", BatchView, "elements"),
     ("batch: versions", BatchView, "versions"),
     ("batch: cut a piece", BatchView, "piece"),
-    ("batch: partition", engine, "first_length"),
+    ("schedule: next piece", Schedule, "next"),
     ("batch: to the device", Streamer, "load"),
     ("counts: read", Counts, "read"),
-    ("counts: weight", Counts, "weight"),
-    ("counts: is_zero", Counts, "is_zero"),
+    ("counts: weights", Counts, "weights"),
     ("warnings: labels of -100", runtime.ElasticMBS, "_warn"),
     ("capture check", runtime, "refuse_capture"),
     ("inventory: refresh", Inventory, "refresh"),
-    ("commits: begin", CommitLog, "begin"),
+    ("commits: clear", CommitLog, "clear"),
     ("commits: forget guests", CommitLog, "forget_guests"),
     ("streams: read", RandomStreams, "read"),
     ("buffers: begin_call", BufferCopies, "begin_call"),
@@ -50,8 +52,8 @@ PARTS: Sequence[tuple[str, object, str]] = (
     ("isolation", engine.Call, "_set_gradients_aside"),
     ("sentinels: check", GradientSentinels, "check"),
     ("sentinels: remember", GradientSentinels, "remember"),
-    ("step guard: up", StepGuard, "up"),
-    ("step guard: down", StepGuard, "down"),
+    ("step guard: up", engine, "enter_call"),
+    ("step guard: down", engine, "leave_call"),
     ("outputs: store", engine, "StoredOutput"),
     ("outputs: result", engine, "StepResult"),
     ("controller: begin", Controller, "begin"),
@@ -63,9 +65,10 @@ PARTS: Sequence[tuple[str, object, str]] = (
     ("monitor: start", Monitor, "start"),
     ("monitor: latest", Parts, "capacity"),
     ("stopwatch", Stopwatch, "start"),
-    ("stopwatch", Stopwatch, "stop"),
+    ("stopwatch", Stopwatch, "seconds"),
+    ("stopwatch", Stopwatch, "later"),
     ("stopwatch", Stopwatch, "finished"),
-    ("user: backward", engine.Call, "_run_backward"),
+    ("user: backward", torch.autograd, "backward"),
 )
 """(label, owner, attribute): a function, method or property that is timed without what other parts inside of it take."""
 

@@ -18,6 +18,17 @@ from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailab
 OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
+_forks = 0
+"""Forks between this process and the one that imported us. To ask for the process's id would be a system call in every step."""
+
+
+def _count_fork() -> None:
+    global _forks  # noqa: PLW0603  # a number of the process's, not of an object's
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class Monitor:
@@ -54,7 +65,12 @@ class Monitor:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ender: weakref.finalize[[], Monitor] | None = None
-        self._pid = os.getpid()
+        self._forks = _forks
+
+    @property
+    def running(self) -> bool:
+        """Whether `start` has nothing to do: the thread was started, in this process or in the one that it was forked from, or none is wanted."""
+        return self._thread is not None or self._interval == 0
 
     def start(self) -> None:
         """Starts the thread, unless it runs already or the interval is 0. Where there can be no thread the sensor counts as unavailable."""
@@ -95,10 +111,10 @@ class Monitor:
 
     def _after_fork(self, *, restart: bool) -> None:
         """In a forked child, forgets the parent's thread and the locks that it may have held; starts a new one if the parent's ran."""
-        if self._pid == os.getpid():
+        if self._forks == _forks:
             return
         ran = self._thread is not None
-        self._pid, self._lock, self._thread = os.getpid(), threading.Lock(), None
+        self._forks, self._lock, self._thread = _forks, threading.Lock(), None
         if self._ender is not None:
             self._ender.detach()
             self._ender = None
