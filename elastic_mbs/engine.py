@@ -351,8 +351,8 @@ class Call:
     def _look_at_streams(self) -> None:
         """Learns whether the step draws random numbers, at its 1st, 2nd, 4th, 8th, … call.
 
-        Where it begins to in between, recovery notices and replays the batch from its start. That needs gradients that were empty: where some were not,
-        every call looks.
+        Where it begins to in between, recovery notices and replays the batch from its start. That needs gradients that were empty; where some were
+        not, every call looks.
         """
         traits = self.traits
         traits.calls += 1

@@ -7,8 +7,8 @@ Both loops train the same model on the same batch, in one process, step by step 
 machine, clocks and the place of tensors in memory hit both alike. The figure is the median of the pairs' ratios, with a bootstrap interval. A second
 run of the hand-written loop in each pair shows what the method itself reads where there is no difference.
 
-glibc gives freed memory at the top of its heap back to the kernel, and the next backward takes it again, page by page. Whether the top is free is luck
-of the layout: it differs from run to run of one loop by more than the promise allows. So that is switched off here; `--trim` leaves it on.
+glibc gives freed memory at the top of its heap back to the kernel, and the next backward takes it again, page by page. Whether the top is free is
+luck of the layout: it differs from run to run of one loop by more than the promise allows. So that is switched off here; `--trim` leaves it on.
 """
 
 from __future__ import annotations
