@@ -46,9 +46,9 @@ class Parts:
         return bool(leaves) and leaves[0].device not in self.devices
 
     def capacity(self) -> Capacity | None:
-        """The latest reading, as the controller wants it."""
+        """The latest reading, as the controller wants it: none where it is in doubt, so that nothing grows on it."""
         reading = self.monitor.latest()
-        return Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) else None
+        return Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) and reading.doubt is None else None
 
     def new_retries(self, now: int) -> int:
         """Allocator retries since the last time this was asked; the process counts them from its own start."""

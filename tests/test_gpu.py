@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, Event, Headroom, OutOfMemory, Policy, count_tokens
 from elastic_mbs.memory import CudaSensor
-from elastic_mbs.memory.nvml import NvmlDevice
+from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from stress.exhaustive import error_of
 from tests.helpers.room import MEBI, PLENTY, ROOT, Neighbour, Pair, Room, Wide, batch_on, by_hand, loss_of, needs, scale, wide
 from tests.helpers.steps import elastic, grads, off_by, through, whole_gradient
@@ -282,7 +282,7 @@ def test_outputs_come_to_the_host_without_waiting(device: torch.device) -> None:
 def test_nvml_and_cuda_agree_on_what_is_free(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     block = torch.empty(256 * MEBI, dtype=torch.uint8, device=gpu)
     by_nvml = CudaSensor(gpu).read()
-    monkeypatch.setattr(NvmlDevice, "memory", lambda self: "NVML is not here")
+    monkeypatch.setattr(NvmlDevice, "memory", lambda self: NoAnswer("NVML is not here"))
     by_cuda = CudaSensor(gpu).read()
     assert isinstance(by_nvml, Headroom)
     assert isinstance(by_cuda, Headroom)
