@@ -21,7 +21,7 @@ from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
-from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, sensor_for, trouble_with
+from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, sensor_for
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
 from elastic_mbs.recovery import retrying
@@ -424,7 +424,8 @@ class ElasticMBS:
                 )
 
     def _on_sensor_change(self, reading: Reading) -> None:
-        if isinstance(reading, Headroom) and reading.doubt is None:
-            self._parts.log.emit(SensorBack(self.settings.name, reading.source))
+        if isinstance(reading, Headroom):
+            doubt, name = reading.doubt, self.settings.name
+            self._parts.log.emit(SensorBack(name, reading.source) if doubt is None else SensorLost(name, doubt))
         else:
-            self._parts.log.emit(SensorLost(self.settings.name, trouble_with(reading) or ""))
+            self._parts.log.emit(SensorLost(self.settings.name, reading.reason))
