@@ -119,9 +119,8 @@ class NvmlDevice:
             return self._failure
         try:
             if self._handle is None:
-                if not self._initialised:
-                    pynvml.nvmlInit()
-                    self._initialised = True
+                pynvml.nvmlInit()
+                self._initialised = True
                 self._handle = self._open(pynvml)
             info = self._info(pynvml)
         except pynvml.NVMLError as error:
@@ -134,7 +133,11 @@ class NvmlDevice:
         return DeviceMemory(int(info.free), int(info.total))
 
     def _fail(self, pynvml: Any, reason: str, *, absent: bool) -> NoAnswer:
-        """Latches a failure. A reference that was taken is given back: the library looks for the driver anew only when nobody holds one."""
+        """Latches a failure.
+
+        A reference that was taken is given back: the library looks for the driver anew only when nobody in the process holds one. Those of other
+        packages that use NVML are theirs to give back.
+        """
         now = self._clock()
         if self._failure is None and now - self._back_at >= LAST_RETRY:
             self._delay = FIRST_RETRY
