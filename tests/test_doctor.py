@@ -111,7 +111,7 @@ MACHINES: dict[str, tuple[Facts, Said]] = {
         WSL,
         [
             (NOTE, "platform", ("WSL", "spill", "Sysmem Fallback")),
-            (NOTE, "co-tenants", ("2 processes", "PID 31, PID 77", "the host's")),
+            (NOTE, "co-tenants", ("2 processes", "PID 31, PID 77", "not the ones in here")),
             (NOTE, "allocator", ("is off", "export PYTORCH_ALLOC_CONF=expandable_segments:True")),
         ],
     ),
@@ -123,7 +123,7 @@ MACHINES: dict[str, tuple[Facts, Said]] = {
     "MIG": (
         MIG,
         [
-            (OK, "devices", ("a MIG instance of NVML's 0", f"MIG-{MIG_UUID}", "15.0 GiB free")),
+            (OK, "devices", ("a MIG instance of nvidia-smi's GPU 0", f"MIG-{MIG_UUID}", "15.0 GiB free")),
             (NOTE, "devices", ("MIG instance", "cannot take it")),
         ],
     ),
@@ -164,7 +164,7 @@ MACHINES: dict[str, tuple[Facts, Said]] = {
     "crowded": (
         replace(BARE, nvml=Nvml("580", "13.0", (replace(H200, free=GIB, holders=(Holder(9, "python", 130 * GIB),)),))),
         [
-            (NOTE, "co-tenants", ("1 process on NVML's 0: python (PID 9) 130.0 GiB",)),
+            (NOTE, "co-tenants", ("1 process on nvidia-smi's GPU 0: python (PID 9) 130.0 GiB",)),
             (WARNING, "co-tenants", ("1.0 GiB of 140.0 GiB free", "another device")),
         ],
     ),
@@ -175,7 +175,7 @@ MACHINES: dict[str, tuple[Facts, Said]] = {
     ),
     "a card off the bus": (
         replace(BARE, nvml=Nvml("580", "13.0", (H200, Gpu(1, "", "unknown", free=Unknown("NVMLError_GpuIsLost: GPU is lost"))))),
-        [(WARNING, "devices", ("NVML's 1 does not answer", "GPU is lost", "reboot"))],
+        [(WARNING, "devices", ("nvidia-smi's GPU 1 does not answer", "GPU is lost", "reboot"))],
     ),
     "an allocation that fails": (
         replace(BARE, torch=Torch("13.0", None, (replace(CARD, allocation="OutOfMemoryError: CUDA out of memory"),), "native")),
@@ -266,9 +266,14 @@ def test_a_card_that_torch_does_not_see_is_somebody_elses_business() -> None:
     assert [f for f in judge(facts) if f.topic == "co-tenants"] == []
 
 
+def test_the_allocator_is_no_matter_where_torch_sees_no_device() -> None:
+    for facts in (LAPTOP, CUDA_LAPTOP, CPU_TORCH, DRIVER_GONE):
+        assert [f for f in judge(facts) if f.topic == "allocator"] == []
+
+
 def test_where_torch_sees_nothing_all_co_tenants_are_told() -> None:
     facts = replace(CPU_TORCH, nvml=Nvml("580", "13.0", (replace(H200, holders=(Holder(3, "a", 5),)), *MIG.nvml.gpus[1:])))  # type: ignore[union-attr]
-    assert [f.found for f in judge(facts) if f.topic == "co-tenants"] == ["1 process on NVML's 0: a (PID 3) 5 B"]
+    assert [f.found for f in judge(facts) if f.topic == "co-tenants"] == ["1 process on nvidia-smi's GPU 0: a (PID 3) 5 B"]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])

@@ -182,9 +182,9 @@ def _device(facts: Facts, device: TorchDevice, gpu: Gpu | None) -> Iterator[Find
     if gpu is None:
         where = "NVML does not know it" if isinstance(facts.nvml, Nvml) else "NVML was not asked"
     elif gpu.parent is None:
-        where = f"NVML's {gpu.index}, {gpu.uuid}"
+        where = f"nvidia-smi's GPU {gpu.index}, {gpu.uuid}"
     else:
-        where = f"a MIG instance of NVML's {gpu.parent}, {gpu.uuid}"
+        where = f"a MIG instance of nvidia-smi's GPU {gpu.parent}, {gpu.uuid}"
     yield Finding(Level.OK, "devices", f"{place}{amount} ({where})")
     if device.integrated:
         means = "Its memory is the host's: headroom is what the host has available, so programs on the CPU are co-tenants, too."
@@ -213,17 +213,21 @@ def _modes(facts: Facts) -> Iterator[Finding]:
         if gpu.compute_mode == "prohibited":
             means = "No process may use it."
             yield Finding(
-                Level.PROBLEM, "devices", f"NVML's {gpu.index} is in compute mode 'prohibited'", means, f"nvidia-smi -i {gpu.index} -c DEFAULT"
+                Level.PROBLEM,
+                "devices",
+                f"nvidia-smi's GPU {gpu.index} is in compute mode 'prohibited'",
+                means,
+                f"nvidia-smi -i {gpu.index} -c DEFAULT",
             )
         elif gpu.compute_mode.startswith("exclusive"):
             means = "One process at a time may use it: nobody takes memory away, and a second process fails at its first use."
-            yield Finding(Level.NOTE, "devices", f"NVML's {gpu.index} is in compute mode '{gpu.compute_mode}'", means)
+            yield Finding(Level.NOTE, "devices", f"nvidia-smi's GPU {gpu.index} is in compute mode '{gpu.compute_mode}'", means)
         if isinstance(gpu.free, Unknown) and not gpu.uuid:
             means = "It cannot be used."
             yield Finding(
                 Level.WARNING,
                 "devices",
-                f"NVML's {gpu.index} does not answer: {gpu.free.why}",
+                f"nvidia-smi's GPU {gpu.index} does not answer: {gpu.free.why}",
                 means,
                 "A GPU that is lost needs a reset or a reboot.",
             )
@@ -234,13 +238,13 @@ def _cotenants(facts: Facts) -> Iterator[Finding]:
         return
     seen = _seen(facts)
     for gpu in facts.nvml.gpus:
-        place = f"NVML's {gpu.index}" if gpu.parent is None else f"MIG instance {gpu.index} of NVML's {gpu.parent}"
+        place = f"nvidia-smi's GPU {gpu.index}" if gpu.parent is None else f"MIG instance {gpu.index} of nvidia-smi's GPU {gpu.parent}"
         if gpu.uuid.partition("-")[2] not in seen and seen:
             continue
         if isinstance(gpu.holders, tuple) and gpu.holders:
             means = "They can take and give memory while training runs; elastic_mbs follows."
             if not facts.own_pids:
-                means += " The PIDs are the host's, so they cannot be named in this container, and this process may be among them."
+                means += " The driver's PIDs are not the ones in here, so they cannot be named, and this process may be among them."
             elif all(holder.bytes is None for holder in gpu.holders):
                 means += " This driver does not tell how much each one holds."
             yield Finding(Level.NOTE, "co-tenants", f"{_count(len(gpu.holders), 'process', 'processes')} on {place}: {describe(gpu.holders)}", means)
@@ -265,7 +269,7 @@ def _allocator(facts: Facts) -> Iterator[Finding]:
     if dict(facts.environment).get("PYTORCH_NO_CUDA_MEMORY_CACHING") not in (None, "0"):
         means = "Every tensor asks the driver: slow, and without statistics, so that no peak is ever learned and sizes hardly grow."
         yield Finding(Level.WARNING, "allocator", "PYTORCH_NO_CUDA_MEMORY_CACHING is set", means, "Unset it; it is for debugging.")
-    if facts.torch.cuda is None and facts.torch.hip is None:
+    if not _cuda_works(facts):
         return
     if "cudaMallocAsync" in (facts.torch.allocator, values.get("backend")):
         means = "It reports zero for several statistics, so that no peak is learned and sizes grow by trial only."
