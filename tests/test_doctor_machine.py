@@ -132,6 +132,13 @@ def test_without_the_binding_nvml_is_absent(monkeypatch: pytest.MonkeyPatch) -> 
     assert "pynvml" in found.why
 
 
+def test_a_binding_that_cannot_be_imported_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text("raise FutureWarning('The pynvml package is deprecated')")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert nvml_facts() == Unknown("the module pynvml cannot be imported: FutureWarning: The pynvml package is deprecated")
+
+
 def test_what_one_gpu_does_not_tell_costs_nothing_else(driver: FakeDriver) -> None:
     refused = dict.fromkeys(["handle0", "uuid", "name", "mode", "v1", "compute", "most", "cuda"], "NotSupported")
     driver.fail = refused

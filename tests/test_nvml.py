@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import types
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_mbs.memory import CudaSensor, Headroom, Holder, Monitor, Reading, Unavailable
 from elastic_mbs.memory.nvml import DeviceMemory, NoAnswer, NvmlDevice
@@ -88,6 +91,24 @@ def test_without_the_binding_there_is_a_reason_and_no_doubt(monkeypatch: pytest.
     assert not answer.lost
     assert device.memory() is answer
     assert device.holders() == ()
+
+
+def test_a_binding_that_cannot_be_imported_is_no_binding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The deprecated package of that name warns, and whoever turns warnings into errors gets one."""
+    (tmp_path / "pynvml.py").write_text("raise FutureWarning('The pynvml package is deprecated')")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    device = NvmlDevice("abc")
+    assert device.memory() == NoAnswer("NVML: FutureWarning: The pynvml package is deprecated", lost=False)
+
+
+def test_a_binding_that_lacks_what_is_needed_is_no_loss(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetHandleByUUID")
+    answer = NvmlDevice("abc").memory()
+    assert isinstance(answer, NoAnswer)
+    assert "nvmlDeviceGetHandleByUUID" in answer.reason
+    assert not answer.lost
+    assert nvml.references == 0
 
 
 def test_a_device_that_nvml_does_not_know_is_no_loss_and_asked_for_again_later(nvml: FakeNvml) -> None:
@@ -189,6 +210,38 @@ def test_a_shutdown_that_fails_is_no_matter(nvml: FakeNvml) -> None:
     device.memory()
     nvml.fail = {"v2": "GpuIsLost", "shutdown": "Uninitialized"}
     assert device.memory() == NoAnswer("NVML: NVMLError_GpuIsLost: GpuIsLost in v2", lost=True)
+
+
+STATES: list[dict[str, str]] = [
+    {},
+    {"v2": "GpuIsLost"},
+    {"init": "Unknown", "v2": "Unknown"},
+    {"init": "DriverNotLoaded", "v2": "Unknown"},
+    {"open": "NotFound"},
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from(STATES), st.integers(1, 90)), max_size=8))
+def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_a_minute(story: list[tuple[dict[str, str], int]]) -> None:
+    nvml, clock = FakeNvml(), Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pynvml", nvml)
+        device = NvmlDevice("abc", clock=clock)
+        assert device.memory() == MEMORY
+        for state, seconds in [*story, ({}, 61)]:
+            nvml.fail = state
+            failures = 0
+            for _ in range(seconds):
+                before = len(nvml.calls)
+                answer = device.memory()
+                device.holders()
+                assert nvml.references in (0, 1)
+                assert (answer == MEMORY) == (nvml.references == 1)
+                assert isinstance(answer, DeviceMemory) or answer.lost
+                failures += len(nvml.calls) > before and answer != MEMORY
+                clock.pass_(1.0)
+            assert failures <= 2 + seconds // 5, "no more than one try every five seconds"
+        assert answer == MEMORY
 
 
 # ---------------------------------------------------------------------- who holds the rest

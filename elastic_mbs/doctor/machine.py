@@ -156,8 +156,8 @@ def nvml_facts() -> Nvml | Unknown:
     """What NVML says, or why it says nothing."""
     try:
         import pynvml
-    except ImportError as error:
-        return Unknown(f"the module pynvml is missing: {error}", absent=True)
+    except Exception as error:
+        return Unknown(f"the module pynvml cannot be imported: {in_one_line(error)}", absent=isinstance(error, ImportError))
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded) as error:

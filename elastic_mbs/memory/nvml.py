@@ -114,8 +114,8 @@ class NvmlDevice:
     def _read(self) -> DeviceMemory | NoAnswer:
         try:
             import pynvml
-        except ImportError as error:
-            self._failure, self._never = NoAnswer(f"NVML: {error}"), True
+        except Exception as error:  # the deprecated package warns when it is imported, and a warning may be an error here
+            self._failure, self._never = NoAnswer(f"NVML: {type(error).__name__}: {error}"), True
             return self._failure
         try:
             if self._handle is None:
@@ -123,8 +123,9 @@ class NvmlDevice:
                 self._initialised = True
                 self._handle = self._open(pynvml)
             info = self._info(pynvml)
-        except pynvml.NVMLError as error:
-            return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=isinstance(error, _absent(pynvml)))
+        except Exception as error:  # what is no NVMLError is a binding too old, or not NVIDIA's: that tells nothing bad of the device either
+            absent = not isinstance(error, pynvml.NVMLError) or isinstance(error, _absent(pynvml))
+            return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=absent)
         if not info.total:
             return self._fail(pynvml, "NVML gives no memory figures for this device", absent=True)
         if self._failure is not None:
@@ -149,7 +150,7 @@ class NvmlDevice:
         self._handle, self._holders, self._holders_at = None, (), None
         if self._initialised:
             self._initialised = False
-            with suppress(pynvml.NVMLError):
+            with suppress(Exception):
                 pynvml.nvmlShutdown()
         return self._failure
 
