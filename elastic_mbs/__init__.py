@@ -26,7 +26,7 @@ from elastic_mbs.errors import (
     UsageError,
 )
 from elastic_mbs.events import Event, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
-from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Unavailable
+from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.result import StepResult
 from elastic_mbs.runtime import ElasticMBS
@@ -44,6 +44,7 @@ __all__ = [
     "Event",
     "GradientsChangedError",
     "Headroom",
+    "Holder",
     "IncompleteBatchError",
     "LossError",
     "MemoryBudget",

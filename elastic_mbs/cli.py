@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from elastic_mbs import __version__, demo
+from elastic_mbs import __version__, demo, doctor
 from elastic_mbs.errors import RecoveryError, UsageError
 
 BAD_INPUT = 2
@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("demo", help="train a small GPT in less memory than its batch needs, and compare", description=demo.__doc__)
     demo.add_arguments(command)
     command.set_defaults(run=demo.main)
+    command = commands.add_parser("doctor", help="look at this machine: what will hurt training, and what to do", description=doctor.__doc__)
+    doctor.add_arguments(command)
+    command.set_defaults(run=doctor.main)
     try:
         parsed = parser.parse_args(arguments)
         code: int = parsed.run(parsed)

@@ -75,18 +75,26 @@ class OutOfMemory(Event):
 
 @dataclass(frozen=True)
 class WaitingForMemory(Event):
-    """The smallest micro-batch does not fit now; waiting, for a bounded time, for others to free memory."""
+    """The smallest micro-batch does not fit now; waiting, for a bounded time, for others to free memory.
+
+    Attributes:
+        seconds: the longest that is waited.
+        free: bytes that are free.
+        held_by_others: bytes that others hold.
+        holders: the biggest of them in words, where they are known.
+    """
 
     level: ClassVar[int] = logging.WARNING
     seconds: float
     free: int | None
     held_by_others: int | None
+    holders: str = ""
 
     def line(self) -> str:
         """The event as one log line."""
         return (
             f"the smallest micro-batch does not fit: waiting up to {self.seconds:.1f} s for memory "
-            f"(free {format_bytes(self.free)}, held by others {format_bytes(self.held_by_others)})"
+            f"(free {format_bytes(self.free)}, held by others {format_bytes(self.held_by_others)}{f': {self.holders}' if self.holders else ''})"
         )
 
 
@@ -113,19 +121,19 @@ class Resized(Event):
 
 @dataclass(frozen=True)
 class SensorLost(Event):
-    """The memory sensor gives no reading: growth stops, training goes on."""
+    """The memory sensor gives no reading, or one in doubt: growth stops, training goes on."""
 
     level: ClassVar[int] = logging.WARNING
     reason: str
 
     def line(self) -> str:
         """The event as one log line."""
-        return f"no memory reading, so micro-batches stop growing until there is one: {self.reason}"
+        return f"no memory reading to rely on, so micro-batches stop growing until there is one: {self.reason}"
 
 
 @dataclass(frozen=True)
 class SensorBack(Event):
-    """The memory sensor gives readings again."""
+    """The memory sensor gives readings to rely on again."""
 
     source: str
 

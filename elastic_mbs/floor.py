@@ -6,6 +6,7 @@ from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.events import WaitingForMemory, format_bytes
 from elastic_mbs.history import History
 from elastic_mbs.memory import Headroom
+from elastic_mbs.memory.holders import describe
 from elastic_mbs.oom import Verdict
 from elastic_mbs.parts import Parts
 from elastic_mbs.schedule import Range
@@ -39,6 +40,10 @@ def hold(parts: Parts, history: History, piece: Range, verdict: Verdict) -> None
         facts = "there is no memory reading"
     else:
         facts = f"{format_bytes(seen.free)} of {format_bytes(seen.total)} are free, {format_bytes(seen.held_by_others)} are held by others"
+        if seen.holders:
+            facts += f" (processes there: {describe(seen.holders)})"
+        if seen.doubt is not None:
+            facts += f" (in doubt: {seen.doubt})"
     settings = parts.settings
     raise MicroBatchFloorError(
         f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest allowed, does not fit. "
@@ -52,7 +57,7 @@ def _wait(parts: Parts, history: History, seen: Headroom) -> bool:
     """Waits until there is more capacity than there was; returns whether there is. The waits of a call share one limit."""
     if history.wait_left <= 0:
         return False
-    parts.log.emit(WaitingForMemory(parts.settings.name, history.wait_left, seen.free, seen.held_by_others))
+    parts.log.emit(WaitingForMemory(parts.settings.name, history.wait_left, seen.free, seen.held_by_others, describe(seen.holders)))
     while history.wait_left > 0:
         nap = min(NAP, history.wait_left)
         parts.sleep(nap)

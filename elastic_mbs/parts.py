@@ -48,11 +48,11 @@ class Parts:
         return bool(leaves) and leaves[0].device not in self.devices
 
     def capacity(self) -> Capacity | None:
-        """The latest reading, as the controller wants it; the same object while the reading is."""
+        """The latest reading, as the controller wants it, and the same object while it is that one. None where it is in doubt: then nothing grows."""
         reading = self.monitor.latest()
         if reading is not self._reading:
             self._reading = reading
-            self._capacity = Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) else None
+            self._capacity = Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) and reading.doubt is None else None
         return self._capacity
 
     def new_retries(self, now: int) -> int:

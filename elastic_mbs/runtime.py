@@ -429,6 +429,7 @@ class ElasticMBS:
 
     def _on_sensor_change(self, reading: Reading) -> None:
         if isinstance(reading, Headroom):
-            self._parts.log.emit(SensorBack(self.settings.name, reading.source))
+            doubt, name = reading.doubt, self.settings.name
+            self._parts.log.emit(SensorBack(name, reading.source) if doubt is None else SensorLost(name, doubt))
         else:
             self._parts.log.emit(SensorLost(self.settings.name, reading.reason))

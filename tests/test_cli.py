@@ -16,6 +16,8 @@ from elastic_mbs import MicroBatchFloorError, __version__, cli, demo
         ([], "COMMAND"),
         (["dmeo"], "'dmeo'"),
         (["demo", "--stesp", "4"], "--stesp"),
+        (["doctor", "--jsn"], "--jsn"),
+        (["doctor", "cuda:0"], "cuda:0"),
         (["demo", "--steps", "many"], "'many'"),
         (["demo", "--steps", "3"], "--steps 3 is too small: at least 4"),
         (["demo", "--batch", "1"], "--batch 1 is too small"),

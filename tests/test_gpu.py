@@ -4,6 +4,7 @@ On CUDA the errors are the allocator's own: a memory fraction stands for a small
 """
 
 import gc
+import json
 import subprocess
 import sys
 import time
@@ -20,7 +21,8 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, Event, Headroom, OutOfMemory, Policy, count_tokens
 from elastic_mbs.memory import CudaSensor
-from elastic_mbs.memory.nvml import NvmlDevice
+from elastic_mbs.memory.holders import pids_are_ours
+from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from stress.exhaustive import error_of
 from tests.helpers.room import MEBI, PLENTY, ROOT, Neighbour, Pair, Room, Wide, batch_on, by_hand, loss_of, needs, scale, wide
 from tests.helpers.steps import elastic, grads, off_by, through, whole_gradient
@@ -282,7 +284,7 @@ def test_outputs_come_to_the_host_without_waiting(device: torch.device) -> None:
 def test_nvml_and_cuda_agree_on_what_is_free(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     block = torch.empty(256 * MEBI, dtype=torch.uint8, device=gpu)
     by_nvml = CudaSensor(gpu).read()
-    monkeypatch.setattr(NvmlDevice, "memory", lambda self: "NVML is not here")
+    monkeypatch.setattr(NvmlDevice, "memory", lambda self: NoAnswer("NVML is not here"))
     by_cuda = CudaSensor(gpu).read()
     assert isinstance(by_nvml, Headroom)
     assert isinstance(by_cuda, Headroom)
@@ -310,6 +312,36 @@ def test_the_monitor_sees_a_memory_fraction_and_a_neighbour(gpu: torch.device) -
         assert abs(reading().free - alone.free) <= 1024 * MEBI
         room.allow(512 * MEBI)
         assert abs(reading().free - 512 * MEBI) <= 8 * MEBI
+
+
+@pytest.mark.gpu
+def test_a_neighbour_is_known_by_its_pid_and_size(gpu: torch.device) -> None:
+    model = wide(gpu)
+    with Room(gpu, model) as room, Neighbour(room) as neighbour:
+        neighbour.come(left=1024 * MEBI)
+        found = CudaSensor(gpu).read()
+        pid = neighbour.pid
+        neighbour.go()
+    assert isinstance(found, Headroom)
+    if pids_are_ours():
+        [size] = [holder.bytes for holder in found.holders if holder.pid == pid]
+        sizes = [size]
+    else:  # in a container the list is empty, or its PIDs are the host's and we are in it, too
+        sizes = [holder.bytes for holder in found.holders][:1]
+    assert all(size is None or size > found.held_by_others // 2 for size in sizes)
+
+
+def test_the_doctor_comes_to_a_judgement_of_the_machine_that_runs_the_tests(device: torch.device) -> None:
+    command = [sys.executable, "-m", "elastic_mbs", "doctor", "--json", *(["--allocate"] if device.type == "cuda" else [])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert not done.stderr
+    told = json.loads(done.stdout)
+    assert done.returncode == (0 if told["healthy"] else 1)
+    if device.type == "cuda":
+        [seen] = [found for found in told["facts"]["torch"]["devices"] if found["index"] == device.index]
+        assert seen["allocation"] == "worked"
+        assert seen["total"] == torch.cuda.get_device_properties(device).total_memory
+        assert told["healthy"], told["findings"]
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -27,9 +26,7 @@ from elastic_mbs.memory import (
     host,
     sensor_for,
 )
-from elastic_mbs.memory.nvml import DeviceMemory, NvmlDevice
-
-GIB = 1024**3
+from tests.helpers.fake_nvml import GIB, FakeCuda, FakeNvml
 
 
 def raiser(error: BaseException) -> Callable[..., Any]:
@@ -149,54 +146,7 @@ def test_without_the_resource_module_the_mark_comes_from_psutil(monkeypatch: pyt
     assert host._high_water_mark() == 99
 
 
-# NVML
-
-
-class NVMLError(Exception):
-    """Behaves as the real one: not comparable with other types, not hashable."""
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.value == other.value)  # type: ignore[attr-defined]
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-ERRORS = ["LibraryNotFound", "DriverNotLoaded", "NotFound", "InvalidArgument", "FunctionNotFound", "GpuIsLost", "NotSupported", "Unknown"]
-
-
-class FakeNvml(types.ModuleType):
-    """The functions of pynvml that are used, over one device. `fail` maps a function's name to the class that it raises."""
-
-    nvmlMemory_v2 = 0x02000028
-
-    def __init__(self) -> None:
-        super().__init__("pynvml")
-        self.NVMLError = NVMLError
-        for name in ERRORS:
-            setattr(self, f"NVMLError_{name}", type(f"NVMLError_{name}", (NVMLError,), {}))
-        self.known = {"GPU-abc": "handle"}
-        self.free, self.total = 6 * GIB, 10 * GIB
-        self.fail: dict[str, str] = {}
-        self.calls: list[str] = []
-
-    def _call(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.fail:
-            raise getattr(self, f"NVMLError_{self.fail[name]}")(f"{self.fail[name]} in {name}")
-
-    def nvmlInit(self) -> None:
-        self._call("init")
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        self._call("open")
-        if uuid not in self.known:
-            raise getattr(self, "NVMLError_NotFound")(uuid)  # noqa: B009 - made in __init__
-        return self.known[uuid]
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str, version: int | None = None) -> types.SimpleNamespace:
-        assert handle in self.known.values()
-        self._call("v1" if version is None else "v2")
-        return types.SimpleNamespace(free=self.free, total=self.total)
+# CUDA
 
 
 @pytest.fixture
@@ -204,117 +154,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
-
-
-def test_nvml_reads_a_gpu_by_its_uuid_and_opens_it_once(nvml: FakeNvml) -> None:
-    device = NvmlDevice("abc")
-    assert [device.memory(), device.memory()] == [DeviceMemory(6 * GIB, 10 * GIB)] * 2
-    assert nvml.calls == ["init", "open", "v2", "v2"]
-
-
-def test_nvml_finds_a_mig_instance(nvml: FakeNvml) -> None:
-    nvml.known = {"MIG-abc": "slice"}
-    assert NvmlDevice("abc").memory() == DeviceMemory(6 * GIB, 10 * GIB)
-
-
-def test_an_unknown_uuid_gives_a_reason(nvml: FakeNvml) -> None:
-    assert NvmlDevice("xyz").memory() == "NVML: NVMLError_NotFound: MIG-xyz"
-
-
-def test_an_old_driver_is_asked_in_the_old_way_from_then_on(nvml: FakeNvml) -> None:
-    nvml.fail = {"v2": "FunctionNotFound"}
-    device = NvmlDevice("abc")
-    assert device.memory() == device.memory() == DeviceMemory(6 * GIB, 10 * GIB)
-    assert nvml.calls == ["init", "open", "v2", "v1", "v1"]
-
-
-def test_an_old_binding_is_asked_in_the_old_way(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FakeNvml, "nvmlMemory_v2")
-    assert NvmlDevice("abc").memory() == DeviceMemory(6 * GIB, 10 * GIB)
-    assert nvml.calls == ["init", "open", "v1"]
-
-
-@pytest.mark.parametrize("name", ["LibraryNotFound", "DriverNotLoaded"])
-def test_without_a_driver_nvml_is_asked_once(nvml: FakeNvml, name: str) -> None:
-    nvml.fail = {"init": name}
-    device = NvmlDevice("abc")
-    assert device.memory() == device.memory() == f"NVML: NVMLError_{name}: {name} in init"
-    assert nvml.calls == ["init"]
-
-
-@pytest.mark.parametrize("name", ["GpuIsLost", "Unknown", "NotSupported"])
-def test_a_lost_gpu_gives_a_reason_and_is_opened_again(nvml: FakeNvml, name: str) -> None:
-    device = NvmlDevice("abc")
-    assert device.memory() == DeviceMemory(6 * GIB, 10 * GIB)
-    nvml.fail = {"v2": name}
-    assert device.memory() == f"NVML: NVMLError_{name}: {name} in v2"
-    nvml.fail = {}
-    assert device.memory() == DeviceMemory(6 * GIB, 10 * GIB)
-    assert nvml.calls == ["init", "open", "v2", "v2", "init", "open", "v2"]
-
-
-def test_a_total_of_zero_is_no_reading(nvml: FakeNvml) -> None:
-    nvml.total = nvml.free = 0
-    assert NvmlDevice("abc").memory() == "NVML gives no memory figures for this device (it shares the host's memory)"
-
-
-def test_a_forked_child_opens_nvml_for_itself(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = NvmlDevice("abc")
-    device.memory()
-    device._lock.acquire()  # as a thread of the parent may have at the fork
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert device.memory() == DeviceMemory(6 * GIB, 10 * GIB)
-    assert nvml.calls == ["init", "open", "v2", "init", "open", "v2"]
-
-
-def test_without_the_binding_nvml_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    device = NvmlDevice("abc")
-    reason = device.memory()
-    assert isinstance(reason, str)
-    assert "pynvml" in reason
-    assert device.memory() is reason
-
-
-def test_the_real_binding_answers_without_raising() -> None:
-    memory = NvmlDevice("00000000-0000-0000-0000-000000000000").memory()
-    assert isinstance(memory, str)
-    assert memory.startswith("NVML: NVMLError_")
-
-
-# CUDA
-
-
-class FakeCuda:
-    """torch.cuda, as far as the sensors use it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.properties = types.SimpleNamespace(total_memory=9 * GIB, uuid="abc", is_integrated=False)
-        self.reserved = [2 * GIB]
-        self.fraction = 1.0
-        self.info = (5 * GIB, 9 * GIB)
-        self.stats: dict[str, int] = {}
-        self.resets: list[torch.device] = []
-        for name in ("get_device_properties", "memory_reserved", "get_per_process_memory_fraction", "mem_get_info", "memory_stats"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name), raising=False)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.resets.append)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-
-    def get_device_properties(self, _: torch.device) -> types.SimpleNamespace:
-        return self.properties
-
-    def memory_reserved(self, device: torch.device) -> int:
-        assert device.index is not None
-        return self.reserved.pop(0) if len(self.reserved) > 1 else self.reserved[0]
-
-    def get_per_process_memory_fraction(self, _: torch.device) -> float:
-        return self.fraction
-
-    def mem_get_info(self, _: torch.device) -> tuple[int, int]:
-        return self.info
-
-    def memory_stats(self, _: torch.device) -> dict[str, int]:
-        return self.stats
 
 
 @pytest.fixture
@@ -343,7 +182,7 @@ def test_nvml_is_opened_once_for_all_readings(cuda: FakeCuda, nvml: FakeNvml) ->
     sensor = CudaSensor("cuda:0")
     sensor.read()
     sensor.read()
-    assert nvml.calls == ["init", "open", "v2", "v2"]
+    assert nvml.calls == ["init", "open", "v2", "compute", "graphics", "v2"]
 
 
 def test_a_cap_on_this_process_limits_its_capacity(cuda: FakeCuda, nvml: FakeNvml) -> None:

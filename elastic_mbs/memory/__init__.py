@@ -6,15 +6,17 @@ import torch
 
 from elastic_mbs.memory.budget import MemoryBudget
 from elastic_mbs.memory.cuda import CudaMeter, CudaSensor
+from elastic_mbs.memory.holders import Holder
 from elastic_mbs.memory.host import HostMeter, HostSensor
 from elastic_mbs.memory.monitor import Monitor
-from elastic_mbs.memory.sensor import Headroom, MemorySensor, NoMeter, NoSensor, Reading, Unavailable, Usage, UsageMeter
+from elastic_mbs.memory.sensor import Headroom, MemorySensor, NoMeter, NoSensor, Reading, Unavailable, Usage, UsageMeter, trouble_with
 from elastic_mbs.memory.size import parse_bytes
 
 __all__ = [
     "CudaMeter",
     "CudaSensor",
     "Headroom",
+    "Holder",
     "HostMeter",
     "HostSensor",
     "MemoryBudget",
@@ -28,6 +30,7 @@ __all__ = [
     "UsageMeter",
     "parse_bytes",
     "sensor_for",
+    "trouble_with",
 ]
 
 

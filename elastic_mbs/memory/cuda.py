@@ -8,7 +8,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from elastic_mbs.memory.nvml import NvmlDevice
+from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from elastic_mbs.memory.sensor import Headroom, Reading, Unavailable, Usage
 
 
@@ -16,8 +16,14 @@ class CudaSensor:
     """Headroom of one CUDA device.
 
     capacity = min(free + reserved, fraction · total): what the device still has and what our allocator took already, below the cap that
-    `torch.cuda.set_per_process_memory_fraction` may have put on this process. `free` comes from NVML (by UUID), from `cudaMemGetInfo` where NVML does
-    not answer, and on boards whose GPU shares the host's memory from the machine's available memory.
+    `torch.cuda.set_per_process_memory_fraction` may have put on this process. `free` comes from NVML (by UUID), from `cudaMemGetInfo` where NVML is
+    not there, and on boards whose GPU shares the host's memory from the machine's available memory: only where torch says that the GPU is integrated,
+    because a card that fails also reports no memory of its own.
+
+    Where NVML is lost in the middle of a run, the figures come from `cudaMemGetInfo`, too, but in doubt (`Headroom.doubt`), until NVML answers again.
+
+    On Windows (WDDM) and WSL a request for more than is free may succeed all the same and spill into the host's memory: there the capacity is where
+    spilling begins, and no error tells that it has.
 
     Args:
         device: the device; without an index, the one that is current now in this thread.
@@ -43,22 +49,24 @@ class CudaSensor:
         before = torch.cuda.memory_reserved(device)
         if getattr(properties, "is_integrated", False):
             memory = psutil.virtual_memory()
-            free, total, source = memory.available, memory.total, "host"
+            free, total, source, doubt = memory.available, memory.total, "host", None
         else:
-            free, total, source = self._free(str(properties.uuid), properties.total_memory)
+            free, total, source, doubt = self._free(getattr(properties, "uuid", None), properties.total_memory)
         # the allocator of another thread may take or return memory between the readings; the smaller figure never counts a byte twice
         reserved = min(before, torch.cuda.memory_reserved(device))
         capacity = min(free + reserved, int(_fraction(device) * total), total)
-        return Headroom(max(0, capacity - reserved), total, total - capacity, source, at)
+        holders = self._nvml.holders() if self._nvml is not None else ()
+        return Headroom(max(0, capacity - reserved), total, total - capacity, source, at, doubt, holders)
 
-    def _free(self, uuid: str, total: int) -> tuple[int, int, str]:
-        if self._nvml is None:
-            self._nvml = NvmlDevice(uuid)
-        memory = self._nvml.memory()
-        if not isinstance(memory, str):
-            # NVML's total has the driver's share in it, of which a process gets nothing and a fraction counts nothing: torch's is the one to use
-            return memory.free, total, "nvml"
-        return *torch.cuda.mem_get_info(self._device), "cuda"
+    def _free(self, uuid: object, total: int) -> tuple[int, int, str, str | None]:
+        """Free and total bytes, who said so, and what is doubtful about it."""
+        if self._nvml is None and uuid is not None:
+            self._nvml = NvmlDevice(str(uuid), clock=self._clock)
+        memory = NoAnswer("torch tells no UUID") if self._nvml is None else self._nvml.memory()
+        if isinstance(memory, NoAnswer):
+            return *torch.cuda.mem_get_info(self._device), "cuda", memory.reason if memory.lost else None
+        # NVML's total has the driver's share in it, of which a process gets nothing and a fraction counts nothing: torch's is the one to use
+        return memory.free, total, "nvml", None
 
 
 class CudaMeter:

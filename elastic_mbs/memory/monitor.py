@@ -13,7 +13,7 @@ from types import MethodType
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import logger
-from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailable
+from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailable, trouble_with
 
 OnChange = Callable[[Reading], None]
 
@@ -42,9 +42,9 @@ class Monitor:
         interval: seconds between readings. 0 means no thread: every `latest` reads in the caller's thread, which is what tests and simulated
             sensors want.
         clock: gives the time stamps, in seconds. Every reading is stamped with the time just before the sensor was asked, whatever stamp it brought.
-        on_change: called with the reading when the sensor is lost, and when it is back; a sensor that answers from the first reading on causes no
-            call. Called in the thread that read; an error in it is logged in the monitor's thread and passes through in the caller's. A bound
-            method is held weakly.
+        on_change: called with the reading when the sensor is lost (there is none, or it is in doubt), and when it is back; a sensor that answers
+            from the first reading on causes no call. Called in the thread that read; an error in it is logged in the monitor's thread and passes
+            through in the caller's. A bound method is held weakly.
 
     Raises:
         UsageError: the interval is negative or not a number.
@@ -145,7 +145,7 @@ class _Latest:
 
     def publish(self, reading: Reading) -> None:
         """Keeps the reading, and tells of a change."""
-        available = isinstance(reading, Headroom)
+        available = trouble_with(reading) is None
         with self.lock:
             changed = available != self._available
             self.reading, self._available = reading, available

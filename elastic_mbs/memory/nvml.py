@@ -1,16 +1,40 @@
-"""Free memory of one GPU by NVML, found by its UUID. The only user of pynvml.
+"""Free memory of one GPU by NVML, found by its UUID.
 
 NVML sees the whole device, co-tenants included, without a CUDA context. Devices are found by UUID because CUDA and NVML number them differently
 (CUDA orders by speed, and CUDA_VISIBLE_DEVICES hides and reorders). Errors are told apart by class alone: instances of NVMLError cannot be
 compared or hashed.
+
+```
+   absent ◄── no library, no driver, device unknown ── first try ──► answering ◄──────────────┐
+ (for good, or asked again with back-off)                               │ any error            │ it answers again
+                                                                        ▼                      │
+                                                            lost: reference given back, tried again after 5, 10, 20 … 60 s
+```
+
+A device that NVML never knew can be read by other means as well as ever. One that it *lost* is in doubt: the driver was unloaded under the job, the
+GPU fell off the bus, or the container lost its rights. Nobody knows then what the other figures are worth.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from elastic_mbs.memory.holders import Holder, holders_on
+
+FIRST_RETRY = 5.0
+"""Seconds from a failure to the next try; doubles with each one that fails, too."""
+
+LAST_RETRY = 60.0
+"""Longest time between two tries, in seconds, and how long NVML has to answer before a new failure starts from `FIRST_RETRY` again."""
+
+HOLDERS_EVERY = 5.0
+"""Seconds for which a list of holders is good enough: it is for messages, and costs the driver more than the figures."""
 
 
 @dataclass(frozen=True)
@@ -21,49 +45,114 @@ class DeviceMemory:
     total: int
 
 
+@dataclass(frozen=True)
+class NoAnswer:
+    """NVML says nothing of the device.
+
+    Attributes:
+        reason: why, in words.
+        lost: it did once, or it failed in a way that puts the device itself in doubt. False where NVML is not there, or does not know the device.
+    """
+
+    reason: str
+    lost: bool = False
+
+
 class NvmlDevice:
-    """One device, opened at the first reading and again after a failure.
+    """One device, opened at the first reading and again, after a while, when it failed.
 
     Args:
         uuid: the full UUID as torch gives it in `get_device_properties(device).uuid`, without prefix; of a GPU or of a MIG instance.
+        clock: seconds, for the back-off and the age of the list of holders.
     """
 
-    def __init__(self, uuid: str) -> None:
+    def __init__(self, uuid: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._uuid = uuid
+        self._clock = clock
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._initialised = False
         self._handle: Any = None
         self._versioned = True
-        self._never: str | None = None
+        self._answered = False
+        self._failure: NoAnswer | None = None
+        self._never = False
+        self._delay = FIRST_RETRY
+        self._retry_at = self._back_at = 0.0
+        self._holders: tuple[Holder, ...] = ()
+        self._holders_at: float | None = None
 
-    def memory(self) -> DeviceMemory | str:
-        """Free and total bytes, or in words why there are none. Does not raise."""
-        if self._pid != os.getpid():
-            # after a fork the handle is not good any more, and a thread that is gone may have held the lock
-            self._pid, self._lock, self._handle = os.getpid(), threading.Lock(), None
+    def memory(self) -> DeviceMemory | NoAnswer:
+        """Free and total bytes, or why there are none. Does not raise, and asks NVML only when a try is due."""
+        self._after_fork()
         with self._lock:
-            return self._read() if self._never is None else self._never
+            if self._failure is not None and (self._never or self._clock() < self._retry_at):
+                return self._failure
+            return self._read()
 
-    def _read(self) -> DeviceMemory | str:
+    def holders(self) -> tuple[Holder, ...]:
+        """Who else has memory on the device, the biggest first; read at most every `HOLDERS_EVERY` seconds. Does not raise: unknown is empty."""
+        self._after_fork()
+        with self._lock:
+            if self._handle is None:
+                return ()
+            now = self._clock()
+            if self._holders_at is None or now - self._holders_at >= HOLDERS_EVERY:
+                self._holders_at, self._holders = now, ()
+                with suppress(Exception):  # telemetry: refused (MIG, vGPU) or garbled, it must not cost the reading
+                    import pynvml
+
+                    self._holders = holders_on(pynvml, self._handle)
+            return self._holders
+
+    def _after_fork(self) -> None:
+        """After a fork the handle is not good any more, the reference is the parent's, and a thread that is gone may have held the lock."""
+        if self._pid != os.getpid():
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            self._handle, self._initialised, self._holders_at = None, False, None
+
+    def _read(self) -> DeviceMemory | NoAnswer:
         try:
             import pynvml
-        except ImportError as error:
-            self._never = f"NVML: {error}"
-            return self._never
+        except Exception as error:  # the deprecated package warns when it is imported, and a warning may be an error here
+            self._failure, self._never = NoAnswer(f"NVML: {type(error).__name__}: {error}"), True
+            return self._failure
         try:
             if self._handle is None:
                 pynvml.nvmlInit()
+                self._initialised = True
                 self._handle = self._open(pynvml)
             info = self._info(pynvml)
-        except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded) as error:
-            self._never = _words(error)
-            return self._never
-        except pynvml.NVMLError as error:
-            self._handle = None
-            return _words(error)
+        except Exception as error:  # what is no NVMLError is a binding too old, or not NVIDIA's: that tells nothing bad of the device either
+            absent = not isinstance(error, pynvml.NVMLError) or isinstance(error, _absent(pynvml))
+            return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=absent)
         if not info.total:
-            return "NVML gives no memory figures for this device (it shares the host's memory)"
+            return self._fail(pynvml, "NVML gives no memory figures for this device", absent=True)
+        if self._failure is not None:
+            self._failure, self._back_at = None, self._clock()
+        self._answered = True
         return DeviceMemory(int(info.free), int(info.total))
+
+    def _fail(self, pynvml: Any, reason: str, *, absent: bool) -> NoAnswer:
+        """Latches a failure.
+
+        A reference that was taken is given back: the library looks for the driver anew only when nobody in the process holds one. Those of other
+        packages that use NVML are theirs to give back.
+        """
+        now = self._clock()
+        if self._failure is None and now - self._back_at >= LAST_RETRY:
+            self._delay = FIRST_RETRY
+        lost = self._answered or not absent
+        self._failure, self._retry_at = NoAnswer(reason, lost), now + self._delay
+        self._delay = min(2 * self._delay, LAST_RETRY)
+        # where there is no driver at the start, a training job will not see one come
+        self._never = not lost and not self._initialised
+        self._handle, self._holders, self._holders_at = None, (), None
+        if self._initialised:
+            self._initialised = False
+            with suppress(Exception):
+                pynvml.nvmlShutdown()
+        return self._failure
 
     def _open(self, pynvml: Any) -> Any:
         try:
@@ -76,10 +165,23 @@ class NvmlDevice:
         if self._versioned and version is not None:
             try:
                 return pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=version)
-            except pynvml.NVMLError_FunctionNotFound:
+            except (pynvml.NVMLError_FunctionNotFound, getattr(pynvml, "NVMLError_ArgumentVersionMismatch", pynvml.NVMLError_FunctionNotFound)):
                 self._versioned = False
         return pynvml.nvmlDeviceGetMemoryInfo(self._handle)
 
 
-def _words(error: Exception) -> str:
-    return f"NVML: {type(error).__name__}: {error}"
+_ABSENT = (
+    "LibraryNotFound",
+    "DriverNotLoaded",
+    "FunctionNotFound",
+    "LibRmVersionMismatch",
+    "NotFound",
+    "InvalidArgument",
+    "NoPermission",
+    "NotSupported",
+)
+"""At the first try these say that NVML is not there or does not serve this device, which tells nothing bad of the device itself."""
+
+
+def _absent(pynvml: Any) -> tuple[type[BaseException], ...]:
+    return tuple(kind for name in _ABSENT if (kind := getattr(pynvml, f"NVMLError_{name}", None)) is not None)

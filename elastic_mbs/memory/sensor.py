@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from elastic_mbs.memory.holders import Holder
+
 
 @dataclass(frozen=True)
 class Headroom:
@@ -20,6 +22,9 @@ class Headroom:
         held_by_others: bytes that this process cannot get because somebody else has them: co-tenants, the driver, or a cap on this process.
         source: who said so: "nvml", "cuda", "host", "budget".
         at: time of the reading, in seconds of the reader's clock (monotonic unless another was injected).
+        doubt: why growth must not rely on this reading, in words; None where it may. The figures are still the best there are: good enough for a
+            message, and for waiting until others leave.
+        holders: processes that are known to hold memory here, the biggest first, without this one; advisory, and often incomplete.
     """
 
     free: int
@@ -27,6 +32,8 @@ class Headroom:
     held_by_others: int
     source: str
     at: float
+    doubt: str | None = None
+    holders: tuple[Holder, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -48,6 +55,11 @@ class Unavailable:
 
 
 Reading = Headroom | Unavailable
+
+
+def trouble_with(reading: Reading) -> str | None:
+    """Why growth must not rely on a reading: there is none, or it is in doubt. None where it may."""
+    return reading.doubt if isinstance(reading, Headroom) else reading.reason
 
 
 @dataclass(frozen=True)

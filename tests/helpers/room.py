@@ -99,6 +99,11 @@ class Neighbour:
             with self._process:  # closes the pipes, which ends it, and waits for that
                 pass
 
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None where it is no process."""
+        return None if self._process is None else self._process.pid
+
     def come(self, left: int) -> None:
         """Takes all that is free but `left` bytes."""
         if self._process is None:

@@ -1,0 +1,260 @@
+"""The memory limit of this process's control group (cgroup), version 2 or 1: what a container may use.
+
+```
+/proc/self/cgroup      which group we are in, as a path in its hierarchy
+/proc/self/mountinfo   where that hierarchy is mounted, and which group of it is the root of the mount
+   both              → a folder; its parents up to the mount point are the groups that we are nested in
+```
+
+Every one of these groups limits the sum of what it contains, so the one with the least left counts. In a container the mount's root is
+often the container's own group; what lies above is then out of sight (version 1 still tells the tightest limit among them). Page cache is charged to
+the group too, but the kernel gives it up before it kills anybody: it counts as available, except for what is mapped.
+Source: shared/reference/cpu_memory.md, "RLIMIT fence".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+_NO_LIMIT = 1 << 60
+"""Version 1 writes "no limit" as the largest multiple of a page (9223372036854771712 with pages of 4 KiB): more than any machine has."""
+
+_MOST = 1 << 14  # bytes of a file that are read; the longest, memory.stat, has about 4 KiB
+
+
+@dataclass(frozen=True)
+class CgroupMemory:
+    """The group that binds: of all that this process is nested in, the one with the least memory available.
+
+    Attributes:
+        version: of the hierarchy that the memory controller is in: 2, or 1.
+        path: the group, counted from the root of the mount: "/" for a container's own group inside of it.
+        limit: bytes that the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and `memory.high`, where it slows a group
+            down until it stands still.
+        current: bytes charged to the group now, page cache included.
+        reclaimable: bytes of `current` that are page cache and not mapped: the kernel gives them up by itself.
+        available: bytes that could still be charged to the group: `limit - (current - reclaimable)`, between 0 and `limit`.
+        source: the file that the limit is from.
+    """
+
+    version: Literal[1, 2]
+    path: str
+    limit: int
+    current: int
+    reclaimable: int
+    available: int
+    source: str
+
+
+def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
+    """The memory limit that binds this process now.
+
+    Args:
+        root: what stands for `/` (a copy of another machine's files).
+
+    Returns:
+        The group with the least memory available, or None: no limit is in force, the files cannot be read, or this is not Linux. Does not raise.
+    """
+    reader = CgroupReader(root)
+    try:
+        return reader.read()
+    finally:
+        reader.close()
+
+
+class CgroupReader:
+    """Reads the limit again and again: the groups are looked up once and their files stay open, which leaves a few µs for each of them.
+
+    Follows the process when it is moved to another group, and into a forked child. Threads may share it.
+
+    Args:
+        root: what stands for `/`.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._membership_file = os.fspath(root / "proc/self/cgroup")
+        self._files: dict[str, int] = {}
+        self._groups: list[_Group] = []
+        self._membership = b""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        # of the dict and not of self, which would never be collected
+        weakref.finalize(self, _close, self._files)
+
+    def read(self) -> CgroupMemory | None:
+        """The group with the least memory available, or None; see `cgroup_memory`."""
+        if self._pid != os.getpid():
+            # /proc/self is the process that opened it, so a child opens its own; a thread that is gone may have held the lock
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            self.close()
+        with self._lock:
+            membership = self._content(self._membership_file) or b""
+            if membership != self._membership:
+                _close(self._files)
+                self._groups = list(_groups(self._root, membership.decode(errors="surrogateescape")))
+                self._membership = membership
+            found = [memory for group in self._groups if (memory := self._memory(group)) is not None]
+        return min(found, key=lambda memory: memory.available, default=None)
+
+    def close(self) -> None:
+        """Closes the files; the next reading opens them again."""
+        with self._lock:
+            _close(self._files)
+            self._membership, self._groups = b"", []
+
+    def _memory(self, group: _Group) -> CgroupMemory | None:
+        limits = [(limit, source) for source in group.limits if (limit := self._number(group.folder + source)) is not None]
+        stat: dict[str, int] = {}
+        if group.version == 1 and group.top:
+            # the only trace of groups above the root of the mount; the mount's own groups are looked at one by one
+            stat = self._stat(group)
+            limits.append((stat.get("hierarchical_memory_limit", _NO_LIMIT), "memory.stat"))
+        limit, source = min(limits, default=(_NO_LIMIT, ""))
+        current = self._number(group.folder + group.usage) if limit < _NO_LIMIT else None
+        if current is None:
+            return None
+        stat = stat or self._stat(group)
+        cache = stat.get(group.prefix + "inactive_file", 0) + stat.get(group.prefix + "active_file", 0)
+        reclaimable = min(current, max(0, cache - stat.get(group.mapped, 0)))
+        available = min(limit, max(0, limit - current + reclaimable))
+        return CgroupMemory(group.version, group.path, limit, current, reclaimable, available, source)
+
+    def _number(self, path: str) -> int | None:
+        """The number in a file; None for "max", a missing file, or anything else."""
+        return _as_number((self._content(path) or b"").strip())
+
+    def _stat(self, group: _Group) -> dict[str, int]:
+        """`memory.stat`; lines that are not a name and a number are left out."""
+        fields = (line.split() for line in (self._content(group.folder + "memory.stat") or b"").splitlines())
+        pairs = ((pair[0].decode(errors="replace"), _as_number(pair[1])) for pair in fields if len(pair) == 2)
+        return {name: number for name, number in pairs if number is not None}
+
+    def _content(self, path: str) -> bytes | None:
+        try:
+            descriptor = self._files.get(path)
+            if descriptor is None:
+                descriptor = self._files[path] = os.open(path, os.O_RDONLY)
+            return os.pread(descriptor, _MOST, 0)
+        except (OSError, ValueError):
+            # a group that has gone, or a controller that was switched off: look at it anew the next time
+            descriptor = self._files.pop(path, None)
+            if descriptor is not None:
+                os.close(descriptor)
+            return None
+
+
+class _Group:
+    """One group: where its files are and what they are called.
+
+    Args:
+        version: of the hierarchy.
+        top: the folder that the hierarchy is mounted at.
+        inside: the group's path from there.
+    """
+
+    def __init__(self, version: Literal[1, 2], top: str, inside: PurePosixPath) -> None:
+        self.version = version
+        self.folder = os.path.join(top, inside, "")
+        self.path = str(PurePosixPath("/") / inside)
+        self.top = inside == PurePosixPath()
+        self.limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+        self.usage = "memory.current" if version == 2 else "memory.usage_in_bytes"
+        # version 1 counts a group alone, and under names with "total_" together with those inside it
+        self.prefix = "" if version == 2 else "total_"
+        self.mapped = "file_mapped" if version == 2 else "total_mapped_file"
+
+
+def _groups(root: Path, membership: str) -> Iterator[_Group]:
+    """The groups that a process is nested in, as far as they can be seen, from its own outwards."""
+    paths: dict[Literal[1, 2], str] = {}
+    for line in membership.splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            paths[1] = path
+        elif hierarchy == "0" and not controllers:
+            paths[2] = path
+    mounts = list(_mounts(root))
+    # in a hybrid the controller is in one of the two, and the other's folders have no memory files; version 1 says so in its list of controllers
+    for version, path in sorted(paths.items()):
+        candidates = [(mount, _inside(path, mount.root)) for mount in mounts if mount.version == version]
+        seen = [(mount, inside) for mount, inside in candidates if inside is not None and os.path.isdir(root / mount.folder / inside)]
+        # the mount that shows the most ancestors; where none shows our group, the root of a mount is at least one of its ancestors
+        for mount, inside in sorted(seen, key=lambda pair: -len(pair[1].parts))[:1] or [(mount, PurePosixPath()) for mount, _ in candidates[:1]]:
+            yield from _upwards(version, os.fspath(root / mount.folder), inside)
+
+
+def _upwards(version: Literal[1, 2], top: str, inside: PurePosixPath) -> Iterator[_Group]:
+    for relative in (inside, *inside.parents):
+        group = _Group(version, top, relative)
+        if version == 1 and relative != inside and _flat(group.folder):
+            return
+        yield group
+
+
+def _flat(folder: str) -> bool:
+    """Whether a group of version 1 does not count what is in the groups inside of it (before Linux 5.11 this could be chosen)."""
+    try:
+        return Path(folder, "memory.use_hierarchy").read_bytes().strip() == b"0"
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class _Mount:
+    """A mounted hierarchy. `root`: the group that appears at `folder` (relative to the root of the file system)."""
+
+    version: Literal[1, 2]
+    root: str
+    folder: str
+
+
+def _mounts(root: Path) -> Iterator[_Mount]:
+    try:
+        lines = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        mount, separator, file_system = line.partition(" - ")
+        fields, kind = mount.split(" "), file_system.split(" ")
+        if not separator or len(fields) < 5 or len(kind) < 3:
+            continue
+        top, folder = _unescaped(fields[3]), _unescaped(fields[4]).lstrip("/")
+        if kind[0] == "cgroup2":
+            yield _Mount(2, top, folder)
+        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
+            yield _Mount(1, top, folder)
+
+
+def _inside(path: str, top: str) -> PurePosixPath | None:
+    """A group's path from the root of a mount, or None where the mount does not show it.
+
+    Both paths are relative to the cgroup namespace that we read them in; what lies outside of it begins with "/..".
+    """
+    try:
+        inside = PurePosixPath(path).relative_to(PurePosixPath(top))
+    except ValueError:
+        return None
+    return None if ".." in inside.parts else inside
+
+
+def _unescaped(text: str) -> str:
+    """Spaces, tabs, newlines and backslashes are written in octal there."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _as_number(text: bytes) -> int | None:
+    return int(text) if text.isdigit() and len(text) < 20 else None
+
+
+def _close(files: dict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])

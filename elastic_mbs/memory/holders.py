@@ -1,0 +1,104 @@
+"""Who else has memory on a GPU, as far as NVML tells. Advisory: for messages, never for a decision.
+
+Much can be missing. On Windows (WDDM) and WSL the bytes of a process are not told. In a container the list is empty or has the host's PIDs, which
+mean nothing in here: then no name is looked up (it would be another process's), and our own entry cannot be told from the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from elastic_mbs.events import format_bytes
+
+SHOWN = 3
+"""As many holders are named in a message, the biggest."""
+
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""The kernel gives the host's own PID namespace this fixed number (PROC_PID_INIT_INO)."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has memory on the device.
+
+    Attributes:
+        pid: its process id as the driver counts, which in a container is the host's.
+        name: the program's name; None where it cannot be read or the PID is not one of ours.
+        bytes: what it holds on the device; None where the driver does not tell.
+    """
+
+    pid: int
+    name: str | None = None
+    bytes: int | None = None
+
+
+def describe(holders: Iterable[Holder]) -> str:
+    """The biggest holders in words: `python (PID 4711) 3.2 GiB, PID 88, and 2 more`; empty where nobody is known."""
+    ordered = sorted(holders, key=_by_size)
+    words = [
+        (f"PID {holder.pid}" if holder.name is None else f"{holder.name} (PID {holder.pid})")
+        + ("" if holder.bytes is None else f" {format_bytes(holder.bytes)}")
+        for holder in ordered[:SHOWN]
+    ]
+    if len(ordered) > SHOWN:
+        words.append(f"and {len(ordered) - SHOWN} more")
+    return ", ".join(words)
+
+
+def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
+    """The processes on a device but for this one, the biggest first.
+
+    Args:
+        pynvml: the binding, which has been initialised.
+        handle: the device's handle, of a GPU or of a MIG instance.
+
+    Raises:
+        Exception: whatever the binding raises where the driver refuses.
+    """
+    found: dict[int, int | None] = {}
+    for kind in ("Compute", "Graphics"):
+        for process in _processes(pynvml, kind, handle):
+            # one with both kinds of context is in both lists, with the same figure
+            sizes = [size for size in (process.usedGpuMemory, found.get(process.pid)) if size is not None]
+            found[process.pid] = max(sizes, default=None)
+    ours = os.getpid()
+    named = ours in found or pids_are_ours()
+    found.pop(ours, None)
+    return tuple(sorted((Holder(pid, name_of(pid) if named else None, size) for pid, size in found.items()), key=_by_size))
+
+
+def pids_are_ours() -> bool:
+    """Whether the driver's PIDs mean the same processes here: this process is not in a PID namespace of its own."""
+    if sys.platform != "linux":
+        return True
+    try:
+        return os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def name_of(pid: int) -> str | None:
+    """The name of a process, or None where there is none or it may not be read."""
+    try:
+        return psutil.Process(pid).name() or None
+    except (psutil.Error, OSError, ValueError, OverflowError):
+        return None
+
+
+def _by_size(holder: Holder) -> tuple[int, int]:
+    """Sorts the biggest to the front and those of unknown size to the end."""
+    return 1 if holder.bytes is None else -holder.bytes, holder.pid
+
+
+def _processes(pynvml: Any, kind: str, handle: Any) -> list[Any]:
+    """One of NVML's two lists. An older library has the older call only; the binding says so with an error of a class of its own."""
+    try:
+        return list(getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle))
+    except (pynvml.NVMLError_FunctionNotFound, getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError_FunctionNotFound)):
+        return list(getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses_v2")(handle))

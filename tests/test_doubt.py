@@ -1,0 +1,125 @@
+"""A reading in doubt, end to end: nothing grows on it, it is told once, training goes on exactly, and growth comes back with the sensor."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_mbs import ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, Policy, SensorBack, SensorLost, WaitingForMemory
+from elastic_mbs.memory import Holder, Reading, Unavailable, trouble_with
+from stress.injection import InjectOOM
+from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
+
+MIB = 1024**2
+LOST = "NVML: NVMLError_GpuIsLost: GPU is lost"
+ROOM = Headroom(free=100 * MIB, total=1024 * MIB, held_by_others=300 * MIB, source="test", at=0.0)
+
+
+@pytest.mark.parametrize(
+    ("reading", "trouble"),
+    [(ROOM, None), (replace(ROOM, doubt=LOST), LOST), (Unavailable("no driver"), "no driver")],
+    ids=["fine", "in-doubt", "none"],
+)
+def test_the_trouble_with_a_reading_is_that_there_is_none_or_that_it_is_in_doubt(reading: Reading, trouble: str | None) -> None:
+    assert trouble_with(reading) == trouble
+
+
+def test_a_reading_in_doubt_stops_growth_and_not_training(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch, events = nn.Linear(6, 4).double(), pairs(64), list[Event]()
+    wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
+    with MemoryBudget("1GiB", track=(model, batch)) as budget, caplog.at_level(logging.INFO, logger="elastic_mbs"):
+
+        class Sensor:
+            doubt: str | None = None
+
+            def read(self) -> Reading:
+                reading = budget.read()
+                assert isinstance(reading, Headroom)
+                return replace(reading, doubt=self.doubt)
+
+        sensor = Sensor()
+        policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
+        mbs = ElasticMBS(model, micro_batch_size=2, sensor=sensor, monitor_interval=0, seed=0, policy=policy, on_event=events.append)
+
+        def calls(n: int) -> list[int]:
+            sizes = []
+            for _ in range(n):
+                model.zero_grad()
+                sizes.append(mbs.backward(cross_entropy(model), batch).micro_batch_size)
+                assert off_by(model, wanted) <= 1e-12
+            return sizes
+
+        alive = calls(4)
+        assert alive[-1] > alive[0]
+        sensor.doubt = LOST
+        frozen = calls(12)
+        assert len(set(frozen[1:])) == 1
+        assert frozen[-1] < 64
+        with InjectOOM(at=[5]):
+            model.zero_grad()
+            shrunk = mbs.backward(cross_entropy(model), batch)
+        assert shrunk.ooms == 1
+        assert off_by(model, wanted) <= 1e-12
+        assert isinstance(mbs.headroom, Headroom), "the figures stay usable"
+        sensor.doubt = None
+        assert calls(30)[-1] > shrunk.micro_batch_size
+    changes = [event for event in events if isinstance(event, SensorLost | SensorBack)]
+    assert changes == [SensorLost(mbs.settings.name, LOST), SensorBack(mbs.settings.name, "budget")]
+    lines = [record.getMessage() for record in caplog.records if "memory reading" in record.getMessage()]
+    assert len(lines) == 2
+    assert LOST in lines[0]
+
+
+class Fixed:
+    """A sensor that always says the same."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+
+    def read(self) -> Reading:
+        return self.reading
+
+
+def _always() -> FailOn:
+    return FailOn(*range(1, 1000), error=lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB."))
+
+
+def test_at_the_floor_the_biggest_holders_and_the_doubt_are_named() -> None:
+    model, fail, events = mlp(), _always(), list[Event]()
+    holders = (Holder(4711, "python", 200 * MIB), Holder(12, None, 60 * MIB), Holder(13, "Xorg"), Holder(14))
+    sensor = Fixed(replace(ROOM, doubt=LOST, holders=holders))
+    mbs = elastic(model, micro_batch_size=1, sensor=sensor, wait_for_memory=2.0, on_event=events.append)
+    naps: list[float] = []
+    mbs._parts.sleep = naps.append
+
+    def loss_fn(piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        fail()
+        loss: torch.Tensor = cross_entropy(model)(piece)
+        return loss
+
+    with pytest.raises(MicroBatchFloorError) as caught:
+        mbs.backward(loss_fn, pairs(2))
+    names = "python (PID 4711) 200.0 MiB, PID 12 60.0 MiB, Xorg (PID 13), and 1 more"
+    assert f"300.0 MiB are held by others (processes there: {names}) (in doubt: {LOST})" in str(caught.value)
+    assert sum(naps) == pytest.approx(2.0), "a figure in doubt is good enough to wait by"
+    [wait] = [event for event in events if isinstance(event, WaitingForMemory)]
+    assert wait.holders == names
+    assert wait.line().endswith(f"held by others 300.0 MiB: {names})")
+
+
+def test_where_nobody_is_known_nobody_is_named() -> None:
+    model, fail = mlp(), _always()
+    mbs = elastic(model, micro_batch_size=1, sensor=Fixed(ROOM), wait_for_memory=0)
+
+    def loss_fn(piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        fail()
+        loss: torch.Tensor = cross_entropy(model)(piece)
+        return loss
+
+    with pytest.raises(MicroBatchFloorError, match=r"300\.0 MiB are held by others\. Ways out"):
+        mbs.backward(loss_fn, pairs(2))
+    assert WaitingForMemory("run", 1.0, 1, 2).line().endswith("held by others 2 B)")
