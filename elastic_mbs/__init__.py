@@ -18,6 +18,7 @@ from elastic_mbs.errors import (
     MisuseError,
     NestedCallError,
     OptimizerInBackwardError,
+    OptimizerStepError,
     PoisonedDeviceError,
     RecoveryError,
     ReplayUnsafeError,
@@ -25,7 +26,7 @@ from elastic_mbs.errors import (
     UnsupportedError,
     UsageError,
 )
-from elastic_mbs.events import Event, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
+from elastic_mbs.events import Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.result import StepResult
@@ -54,6 +55,8 @@ __all__ = [
     "MisuseError",
     "NestedCallError",
     "OptimizerInBackwardError",
+    "OptimizerOutOfMemory",
+    "OptimizerStepError",
     "OutOfMemory",
     "PoisonedDeviceError",
     "Policy",

@@ -17,6 +17,7 @@ ElasticMBSError                      everything that this package raises by itse
 └── RecoveryError (RuntimeError)     memory ran out, and the batch could not be finished
     ├── MicroBatchFloorError         the smallest micro-batch does not fit (also a torch.OutOfMemoryError)
     ├── ReplayUnsafeError            a replay would not give the exact gradient
+    ├── OptimizerStepError           `mbs.optimizer_step` does not fit (also a torch.OutOfMemoryError)
     └── PoisonedDeviceError          the device cannot be trusted any more: save and restart
 ```
 
@@ -91,6 +92,10 @@ class MicroBatchFloorError(RecoveryError, torch.OutOfMemoryError):
 
 class ReplayUnsafeError(RecoveryError):
     """A replay would not give the exact gradient; the message says why and what to change."""
+
+
+class OptimizerStepError(RecoveryError, torch.OutOfMemoryError):
+    """A guarded optimizer step does not fit; parameters and state are as they were before it, unless the message says otherwise."""
 
 
 class PoisonedDeviceError(RecoveryError):

@@ -74,6 +74,28 @@ class OutOfMemory(Event):
 
 
 @dataclass(frozen=True)
+class OptimizerOutOfMemory(Event):
+    """A guarded optimizer step ran out of memory; parameters and state have been put back, and it is tried again.
+
+    Attributes:
+        optimizer: its class.
+        action: what is different in the next try.
+        kind: what sort of error it was (see `elastic_mbs.oom.Kind`).
+        message: first line of the error's text.
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    optimizer: str
+    action: str
+    kind: str
+    message: str
+
+    def line(self) -> str:
+        """The event as one log line."""
+        return f"out of memory in {self.optimizer}.step(), which has been taken back; trying again {self.action}: {self.message}"
+
+
+@dataclass(frozen=True)
 class WaitingForMemory(Event):
     """The smallest micro-batch does not fit now; waiting, for a bounded time, for others to free memory.
 

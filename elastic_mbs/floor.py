@@ -28,29 +28,38 @@ def hold(parts: Parts, history: History, piece: Range, verdict: Verdict) -> None
         MicroBatchFloorError: it will not fit; the text tells what was asked for, what is free, who holds the rest, and the ways out.
     """
     history.at_floor += 1
-    reading = parts.monitor.latest()
-    seen = reading if isinstance(reading, Headroom) else None
+    seen = last_headroom(parts)
     hopeless = seen is not None and verdict.requested is not None and verdict.requested > seen.total
     if not hopeless:
         if history.at_floor < TRIES:
             return
         if seen is not None and seen.held_by_others >= max(1, verdict.requested or 0, seen.total // OTHERS) and _wait(parts, history, seen):
             return
-    if seen is None:
-        facts = "there is no memory reading"
-    else:
-        facts = f"{format_bytes(seen.free)} of {format_bytes(seen.total)} are free, {format_bytes(seen.held_by_others)} are held by others"
-        if seen.holders:
-            facts += f" (processes there: {describe(seen.holders)})"
-        if seen.doubt is not None:
-            facts += f" (in doubt: {seen.doubt})"
     settings = parts.settings
     raise MicroBatchFloorError(
         f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest allowed, does not fit. "
-        f"It asked for {format_bytes(verdict.requested)}; {facts}{'. The request is larger than the whole device' if hopeless else ''}. "
+        f"It asked for {format_bytes(verdict.requested)}; {facts_of(seen)}{'. The request is larger than the whole device' if hopeless else ''}. "
         f"Ways out: free what others hold; a lower min_micro_batch_size (now {settings.min_micro_batch_size}, align {settings.align}); "
         f"smaller samples; activation checkpointing; a smaller optimizer state. The error was: {verdict.message}"
     )
+
+
+def last_headroom(parts: Parts) -> Headroom | None:
+    """The latest reading, if it is one."""
+    reading = parts.monitor.latest()
+    return reading if isinstance(reading, Headroom) else None
+
+
+def facts_of(seen: Headroom | None) -> str:
+    """What a reading says, for an error's text."""
+    if seen is None:
+        return "there is no memory reading"
+    facts = f"{format_bytes(seen.free)} of {format_bytes(seen.total)} are free, {format_bytes(seen.held_by_others)} are held by others"
+    if seen.holders:
+        facts += f" (processes there: {describe(seen.holders)})"
+    if seen.doubt is not None:
+        facts += f" (in doubt: {seen.doubt})"
+    return facts
 
 
 def _wait(parts: Parts, history: History, seen: Headroom) -> bool:

@@ -37,6 +37,7 @@ class Parts:
     commits: CommitLog = field(default_factory=CommitLog)
     buffers: BufferCopies = field(default_factory=BufferCopies)
     traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
+    optimizer_needs: dict[tuple[str, int, bool], int] = field(default_factory=dict)
     retries: int | None = None
     sleep: Callable[[float], None] = time.sleep
     _reading: Reading | None = None

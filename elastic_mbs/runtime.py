@@ -23,6 +23,7 @@ from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, sensor_for
 from elastic_mbs.micro_batch import MicroBatch, Totals
+from elastic_mbs.optimizer_step import optimizer_step
 from elastic_mbs.parts import Parts
 from elastic_mbs.recovery import retrying
 from elastic_mbs.result import OutputPlace, StepResult
@@ -284,6 +285,38 @@ class ElasticMBS:
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))
         return self._finish(call).outputs
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+        """Steps, exactly or not at all; stands for `optimizer.step()`, or for `scaler.step(optimizer)` with the scaler that was given.
+
+        Makes room first where the state to be created and the temporaries exceed what is free, and takes copies of what the step will change: a step
+        that runs out of memory half-way is taken back and tried again, at last one parameter at a time. The copies take as much as parameters and
+        state together, on the device where they fit and on the host otherwise, for the length of the step; a fused step whose state is there needs
+        none. `scaler.update()`, clipping and `zero_grad()` stay with the caller. Step hooks run once, however often the step is tried.
+
+        Args:
+            optimizer: any `torch.optim.Optimizer` but LBFGS.
+            closure: not supported; it is here to say so.
+
+        Raises:
+            UsageError: no optimizer, a closure, or an optimizer whose step cannot be made again.
+            MisuseError: a batch is incomplete.
+            OptimizerStepError: it does not fit; parameters and state are as they were.
+            PoisonedDeviceError: the device cannot be trusted any more.
+        """
+        if closure is not None:
+            raise UsageError(
+                "optimizer_step() takes no closure: it would run forward and backward again with every try. Call mbs.backward first, then this"
+            )
+        self._refuse_incomplete()
+        if (call := running_call()) is not None:
+            call.refuse_step(optimizer)
+        if self.enabled:
+            optimizer_step(self._parts, optimizer)
+        elif self.settings.scaler is not None:
+            self.settings.scaler.step(optimizer)
+        else:
+            optimizer.step()
 
     def verify(self, loss_fn: Callable[..., Any], batch: Any, /, *args: Any, samples: int = 6, **kwargs: Any) -> VerifyReport:
         """Compares the loss of a few samples taken whole with the loss put together from pieces, and names what is wrong if they differ.

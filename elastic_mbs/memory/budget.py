@@ -21,7 +21,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, cast
 
@@ -278,6 +279,26 @@ class MemoryBudget:
                 f"virtual device out of memory. Tried to allocate {in_words(new)}. "
                 f"Budget {in_words(self._limit)}, of which {in_words(max(0, live - new))} is in use."
             )
+
+
+@contextmanager
+def on_host(yes: bool = True) -> Iterator[None]:
+    """What this thread makes inside lives on the host, and so outside every budget, as it would beside a real device.
+
+    A budget on the CPU stands for a device, and whatever is moved "to the CPU" to spare that device would count against it all the same.
+
+    Args:
+        yes: False leaves everything as it is.
+    """
+    modes = [mode for budget in _active if (mode := budget._modes.get(threading.get_ident())) is not None] if yes else []
+    counting = [mode.budget for mode in modes]
+    for mode in modes:
+        mode.budget = None
+    try:
+        yield
+    finally:
+        for mode, budget in zip(modes, counting, strict=True):
+            mode.budget = budget
 
 
 _SEQUENCES = (list, tuple)
