@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,44 +23,77 @@ def join(outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
 
     Returns:
         The same containers as the pieces', with per-sample tensors (dim 0 equals the piece's length in every piece) and numpy arrays concatenated,
-        lists of per-sample items chained, None where every piece has None, and for any other leaf (a scalar, a string, a tensor of another shape)
-        the list of the pieces' values, one per piece. Containers that differ between the pieces give a list of the pieces. One piece is returned as
-        it is.
+        lists of per-sample items chained, texts, flags and None that are the same in every piece once, and for any other leaf (a number, a tensor of
+        another shape) and for containers that differ the `PerPiece` of their values. What comes out has the same type however the batch was split.
 
     Raises:
         ValueError: there are not as many lengths as outputs, or none at all.
     """
     if len(outputs) != len(lengths) or not outputs:
         raise ValueError(f"join needs one length per output and at least one output: got {len(outputs)} outputs and {len(lengths)} lengths")
-    return outputs[0] if len(outputs) == 1 else _join(list(outputs), lengths)
+    return _join(list(outputs), lengths)
+
+
+class PerPiece(list[Any]):
+    """What a step function gives once for a piece and not once for a sample: a mean loss, a confusion matrix. One value per piece, in order.
+
+    Attributes:
+        lengths: samples of each piece.
+    """
+
+    def __init__(self, values: Iterable[Any], lengths: Iterable[int]) -> None:
+        super().__init__(values)
+        self.lengths = tuple(lengths)
+
+    def mean(self) -> Any:
+        """The mean over the samples, of values that are means over their piece's."""
+        total = sum(self.lengths)
+        return self._combined([length / total for length in self.lengths])
+
+    def sum(self) -> Any:
+        """The sum, of values that are sums over their piece."""
+        return self._combined([1] * len(self))
+
+    def _combined(self, weights: Sequence[float]) -> Any:
+        found = self[0] * weights[0]
+        for value, weight in zip(self[1:], weights[1:], strict=True):
+            found = found + value * weight
+        return found
 
 
 def _join(values: list[Any], lengths: Sequence[int]) -> Any:
     first = values[0]
-    if all(value is None for value in values):
-        return None
     if any(type(value) is not type(first) for value in values):
-        return values
+        return PerPiece(values, lengths)
+    if first is None or (isinstance(first, _CONSTANT) and all(value == first for value in values)):
+        return first
     kind = kind_of(type(first))
     if kind.role is Role.TENSOR:
-        return torch.cat(values) if _cat_able(values, lengths) else values
+        return _cat(values) if _cat_able(values, lengths) else PerPiece(values, lengths)
     if kind.role is Role.ARRAY:
-        return sys.modules["numpy"].concatenate(values) if _same_rows(values, lengths) else values
+        return sys.modules["numpy"].concatenate(values) if _same_rows(values, lengths) else PerPiece(values, lengths)
     if kind.role is Role.LIST and _are_items(values, lengths):
         chained = [item for value in values for item in value]
         return kind.put(first, list(range(len(chained))), chained)
     if kind.role not in (Role.LIST, Role.FIELDS):
-        return values
+        return PerPiece(values, lengths)
     parts = [kind.take(value) for value in values]
     keys = parts[0][0]
     if any(len(others) != len(keys) or set(others) != set(keys) for others, _ in parts):
-        return values
+        return PerPiece(values, lengths)
     by_key = [dict(zip(own, part, strict=True)) for own, part in parts]
     joined = [_join([each[key] for each in by_key], lengths) for key in keys]
     try:
         return kind.put(first, keys, joined)
     except BatchError:
-        return values  # a type that takes certain values only (torch.Size): the pieces' own are all there is
+        return PerPiece(values, lengths)  # a type that takes certain values only (torch.Size): the pieces' own are all there is
+
+
+_CONSTANT = (str, bytes, bool, Enum, torch.dtype, torch.device)
+
+
+def _cat(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.cat(values)
 
 
 def _cat_able(values: list[Tensor], lengths: Sequence[int]) -> bool:

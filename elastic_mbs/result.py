@@ -11,6 +11,7 @@ import torch
 
 from elastic_mbs.batch import join, map_tensors
 from elastic_mbs.errors import UsageError
+from elastic_mbs.memory.budget import MemoryBudget, on_host
 
 OutputPlace = Literal["cpu", "device"] | None
 
@@ -55,7 +56,8 @@ class StepResult:
         """What `loss_fn` returned besides the loss, joined over the committed pieces in the batch's order, or None."""
         if self._outputs:
             lengths = [stop - start for start, stop in self.partition]
-            self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths)
+            with on_host(all(stored is None or stored.on_host for stored in self._outputs)):
+                self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths)
             self._outputs = []
         return self._joined
 
@@ -64,9 +66,13 @@ class StoredOutput:
     """One piece's outputs, detached, and moved to the host where that was asked for.
 
     The copy to the host goes to pinned memory in the stream's order, so that storing waits for nothing; `get` waits for it.
+
+    Attributes:
+        on_host: whether they were moved.
     """
 
     def __init__(self, value: Any, place: OutputPlace) -> None:
+        self.on_host = place == "cpu"
         self._event: torch.cuda.Event | None = None
         self._value = _map_any(value, self._to_host if place == "cpu" else torch.Tensor.detach)
 
@@ -80,7 +86,9 @@ class StoredOutput:
             pinned.copy_(tensor, non_blocking=True)
             self._event.record(torch.cuda.current_stream(tensor.device))
             return pinned
-        return tensor.to("cpu", copy=not own)  # what the step did not compute (a buffer, say) may change under us
+        virtual = (budget := MemoryBudget.current()) is not None and budget.covers(tensor.device)
+        with on_host(virtual):
+            return tensor.to("cpu", copy=virtual or not own)  # what the step did not compute (a buffer, say) may change under us
 
     def get(self) -> Any:
         """The outputs, once they are there."""

@@ -26,7 +26,7 @@ from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.optimizer_step import optimizer_step
 from elastic_mbs.parts import Parts
 from elastic_mbs.recovery import retrying
-from elastic_mbs.result import OutputPlace, StepResult
+from elastic_mbs.result import OutputPlace, StepResult, check_place
 from elastic_mbs.rollback import RandomStreams, check_generators
 from elastic_mbs.settings import Reduction, Replay, Settings
 from elastic_mbs.stats import Stats
@@ -267,24 +267,39 @@ class ElasticMBS:
             return self._loop_whole(batch)
         return self._loop(self._start(batch, name, name, own_graph=own_graph))
 
-    def eval(self, fn: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def eval(self, fn: Callable[..., Any], batch: Any, /, *args: Any, to: Literal["cpu", "device"] = "device", **kwargs: Any) -> Any:
         """`fn(batch, *args, **kwargs)` without gradients, in pieces, outputs joined along the samples.
 
-        Outputs stay on the device. A tensor whose first dimension is the piece's length in every piece is concatenated; anything else comes as a list
-        with one entry per piece.
+        Sizes are evaluation's own: without a graph it fits more than training.
+
+        Args:
+            fn: gets a piece of the batch first, then the rest of the arguments unchanged. It may run more than once for the same samples.
+            batch: any container of tensors and per-sample lists.
+            *args: passed on.
+            to: where outputs are kept while the rest of the batch runs, and joined: "device" leaves them where they are made, "cpu" moves them to the
+                host piece by piece, where they would fill the device.
+            **kwargs: passed on.
+
+        Returns:
+            The same containers that `fn` returns. Tensors whose first dimension is the piece's length, and lists with one item per sample, are put
+            together; what comes once per piece (a mean loss) is a `PerPiece` list, with `.mean()` and `.sum()`.
 
         Raises:
             BatchError: the batch cannot be cut.
             RecoveryError: memory ran out and the batch could not be finished.
         """
+        place = check_place(to)
+        if place is None:
+            raise UsageError('to=None would drop what eval is for: use "device" or "cpu"')
         if not self.enabled:
             with torch.no_grad():
                 return fn(batch, *args, **kwargs)
-        with self._start(batch, name_of(fn), identity_of(fn), training=False) as call, torch.no_grad():
+        with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=place) as call, torch.no_grad():
             for micro in call:
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))
-        return self._finish(call).outputs
+        result = self._finish(call)
+        return retrying(self._parts, 'join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
         """Steps, exactly or not at all; stands for `optimizer.step()`, or for `scaler.step(optimizer)` with the scaler that was given.
@@ -383,7 +398,7 @@ class ElasticMBS:
 
     # ------------------------------------------------------------------ how a call starts and ends
 
-    def _start(self, batch: Any, name: str, identity: object, *, training: bool = True, own_graph: bool = False) -> Call:
+    def _start(self, batch: Any, name: str, identity: object, *, training: bool = True, own_graph: bool = False, outputs: OutputPlace = None) -> Call:
         if self._call is not None:
             self._refuse_incomplete()
         parts = self._parts
@@ -404,8 +419,8 @@ class ElasticMBS:
             counts = Counts.samples(view.length)
         else:
             counts = retrying(parts, "count the loss terms", lambda: Counts.read(self._count, view))
-        outputs = self.settings.outputs if training else "device"
-        self._call = Call(parts, view, counts, name=name, identity=identity, training=training, outputs=outputs, own_graph=own_graph)
+        place = self.settings.outputs if training else outputs
+        self._call = Call(parts, view, counts, name=name, identity=identity, training=training, outputs=place, own_graph=own_graph)
         return self._call
 
     def _loop(self, call: Call) -> Iterator[MicroBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from elastic_mbs.join import join
+from elastic_mbs.join import PerPiece, join
 
 
 class Out(NamedTuple):
@@ -32,10 +33,31 @@ def test_per_sample_tensors_are_concatenated_and_other_leaves_listed() -> None:
     assert list(joined) == list(pieces[0])
 
 
-def test_one_piece_is_returned_as_it_is() -> None:
-    out = {"loss": torch.tensor(1.0)}
-    assert join([out], [3]) is out
+def test_one_piece_gives_the_same_types_as_several() -> None:
+    one = {
+        "loss": torch.tensor(1.0),
+        "logits": torch.ones(3),
+        "n": 3,
+        "name": "a",
+        "items": ["x", "y", "z"],
+        "cache": None,
+        "size": torch.Size([3, 2]),
+    }
+    other = {"loss": torch.tensor(4.0), "logits": torch.ones(2), "n": 2, "name": "a", "items": ["u", "v"], "cache": None, "size": torch.Size([2, 2])}
+    alone, together = join([one], [3]), join([one, other], [3, 2])
+    assert {key: type(value) for key, value in alone.items()} == {key: type(value) for key, value in together.items()}
+    assert alone["logits"] is one["logits"]
+    assert (alone["loss"], alone["n"], alone["name"], alone["cache"]) == ([1.0], [3], "a", None)
     assert join([None], [3]) is None
+
+
+def test_what_comes_once_a_piece_has_its_mean_over_the_samples_and_its_sum() -> None:
+    joined = join([{"loss": torch.tensor(1.0), "hits": 2}, {"loss": torch.tensor(4.0), "hits": 1}], [3, 1])
+    assert isinstance(joined["loss"], PerPiece)
+    assert joined["loss"].lengths == (3, 1)
+    assert float(joined["loss"].mean()) == 1.75
+    assert joined["hits"].sum() == 3
+    assert copy.deepcopy(joined["hits"]).sum() == 3
 
 
 def test_none_everywhere_is_none() -> None:
@@ -56,15 +78,15 @@ def test_none_everywhere_is_none() -> None:
         [torch.Size([3, 4]), torch.Size([2, 4])],
         [np.zeros((3, 4)), np.zeros((2, 5))],
         [{1}, {2}],
-        ["a", "a"],
+        ["a", "b"],
         [3, 2],
         [["a"], ["b", "c", "d"]],
     ],
     ids=str,
 )
-def test_what_does_not_fit_together_is_the_list_of_the_pieces(pieces: list[Any]) -> None:
+def test_what_does_not_fit_together_comes_once_a_piece(pieces: list[Any]) -> None:
     joined = join(pieces, [3, 2])
-    assert type(joined) is list
+    assert type(joined) is PerPiece
     assert all(new is old for new, old in zip(joined, pieces, strict=True))
 
 
