@@ -98,7 +98,7 @@ class CgroupReader:
         with self._lock:
             membership = self._content(self._membership_file) or b""
             if membership != self._membership:
-                _close(self._files)
+                _close(self._files, keep=self._membership_file)
                 self._groups = list(_groups(self._root, membership.decode(errors="surrogateescape")))
                 self._membership = membership
             found = [memory for group in self._groups if (memory := self._memory(group)) is not None]
@@ -255,6 +255,6 @@ def _as_number(text: bytes) -> int | None:
     return int(text) if text.isdigit() and len(text) < 20 else None
 
 
-def _close(files: dict[str, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])
+def _close(files: dict[str, int], keep: str = "") -> None:
+    for path in [path for path in files if path != keep]:
+        os.close(files.pop(path))

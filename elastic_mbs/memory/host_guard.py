@@ -108,8 +108,8 @@ class HostGuard:
             self.limit = _process.lower(self, self._allowed())
             mapped = self._own.mapped()
         except (OSError, ValueError, psutil.Error) as error:
-            self.lift()
             self._turn_off(error)
+            self.lift()
             return
         if mapped > self.limit and not self._overrun:
             self._overrun = True
@@ -119,8 +119,11 @@ class HostGuard:
             )
 
     def lift(self) -> None:
-        """Puts the user's limit back, unless another guard is still up. May be called at any time."""
-        _process.release(self)
+        """Puts the user's limit back, unless another guard is still up. May be called at any time; does not raise."""
+        try:
+            _process.release(self)
+        except (OSError, ValueError) as error:
+            self._turn_off(error)
 
     def restore(self) -> None:
         """Puts the user's limit back and closes the files; `renew` opens them again."""
@@ -159,6 +162,8 @@ class HostGuard:
         self._ready = ready
 
     def _turn_off(self, error: Exception) -> None:
+        if self.trouble is not None:
+            return
         self.trouble = f"the host guard is off, its limit cannot be set here: {type(error).__name__}: {error}"
         self._warn(self.trouble)
 
