@@ -545,17 +545,17 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
         models = {
             "convolutions": (
                 nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-                torch.randn(16, 3, 32, 32, dtype=torch.float64),
-                (4, 20),
+                torch.randn(16, 3, 24, 24, dtype=torch.float64),
+                (3, 10),
             ),
             "layers": (
                 nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Dropout(0.0), nn.Linear(512, 256), nn.Tanh(), nn.Linear(256, 4)),
-                torch.randn(1024, 64, dtype=torch.float64),
-                (5, 16),
+                torch.randn(512, 64, dtype=torch.float64),
+                (4, 8),
             ),
         }
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        phases, worst = collections.Counter(), 0.0
+        phases = collections.Counter()
         for model, x, rooms in models.values():
             model.double()
             y = torch.randint(0, 4, (len(x),))
@@ -578,16 +578,16 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
                 result = mbs.backward(loss_fn, (x, y))
                 assert sum(stop - start for start, stop in result.partition) == len(x)
                 for parameter, grad in zip(model.parameters(), wanted):
-                    worst = max(worst, float((parameter.grad - grad).abs().max() / grad.abs().max()))
+                    error = float((parameter.grad - grad).abs().max() / grad.abs().max())
+                    assert error <= 1e-12, error
                 phases.update(event.phase for event in events if isinstance(event, OutOfMemory))
                 mbs.close()
                 assert resource.getrlimit(resource.RLIMIT_DATA) == before
-        assert worst <= 1e-12, worst
-        print(phases["forward"], phases["backward"], worst)
+        print(phases["forward"], phases["backward"])
     """)
-    forward, backward, _ = out.split()
-    assert int(forward) >= 20
-    assert int(backward) >= 10
+    forward, backward = map(int, out.split())
+    assert forward >= 10
+    assert backward >= 10
 
 
 def test_the_allocator_fails_at_the_limit_and_not_outside_of_a_piece() -> None:
@@ -662,7 +662,10 @@ def test_threads_of_torch_are_made_before_the_first_piece() -> None:
         torch.set_num_threads(3)
         guard, group = HostGuard("24MiB"), Group()
         guard._cgroup = group
-        group.leave(1 * MEBI)  # not enough for the stack of one thread; libgomp would end the process
+        group.leave(256 * MEBI)
+        guard.renew()
+        guard.lift()
+        group.leave(4 * MEBI)  # not enough for the stack of one thread: libgomp would end the process
         guard.renew()
         torch.ones(1 << 18, dtype=torch.uint8).add_(1)
         guard.lift()
