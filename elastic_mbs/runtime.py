@@ -19,7 +19,7 @@ from elastic_mbs.controller import Controller, Limits, Policy
 from elastic_mbs.disabled import WholeBatch
 from elastic_mbs.engine import Call
 from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UsageError
-from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink
+from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, MemorySensor, Monitor, Reading, margin_of, refuse_devices, sensor_for
@@ -79,7 +79,7 @@ class ElasticMBS:
         name: name in logs and events.
         seed: seed of the controller's jitter; None draws one from the clock, so that two processes differ.
         host_guard: True keeps training on a CPU from being killed at the limit of its container (or of the machine): around each piece the process
-            is held to what others leave, so that its allocator fails instead. Linux only; read `HostGuard` first. A size (`"64MiB"`) is its margin.
+            is held to what others leave, so that its allocator fails instead. Linux only; see `memory.HostGuard`. A size (`"64MiB"`) is its margin.
         enabled: False makes every door a plain pass over the whole batch, with nothing caught.
 
     Raises:
@@ -171,7 +171,9 @@ class ElasticMBS:
         if enabled:
             self._parts.commits.watch(inventory.leaves)
         if self._guarded:
-            self._parts.guard = HostGuard(margin_of(host_guard), warn=partial(self._parts.log.warn_once, settings.name, "host_guard"))
+            warn = partial(Warned, settings.name, "host_guard")
+            emit = self._parts.log.emit
+            self._parts.guard = HostGuard(margin_of(host_guard), modules=inventory.modules, warn=lambda text: emit(warn(text)))
         self._call: Call | None = None
         self._totals: Totals | None = None  # where there is no call: in verify, and when not enabled
         self._readings: dict[str, Any] = {}

@@ -303,6 +303,16 @@ def test_a_closed_reader_leaves_no_descriptors_and_can_read_again(tmp_path: Path
         os.fstat(descriptors[0])
 
 
+def test_a_child_forgets_the_parents_files_and_lock(tmp_path: Path) -> None:
+    one_group(tmp_path, 2, 100, 60)
+    reader = CgroupReader(tmp_path)
+    reader.read()
+    reader._lock.acquire()
+    reader._pid = 0  # as in a forked child
+    assert reader.read() is not None
+    assert reader._pid == os.getpid()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_reads_with_files_of_its_own(tmp_path: Path) -> None:
     # in a subprocess of its own: fork and the threads of a test runner do not mix

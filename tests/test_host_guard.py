@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from elastic_mbs import ElasticMBS, Event, MemoryBudget, OutOfMemory, UsageError, Warned, elastic_step
 from elastic_mbs.memory import HostGuard, host_guard
@@ -198,6 +199,38 @@ def test_a_guard_that_was_restored_can_be_used_again(tmp_path: Path, limit: Limi
         assert not guard._cgroup._files
 
 
+def test_a_child_begins_with_the_users_limit(tmp_path: Path, limit: Limit) -> None:
+    # what runs in the child after a fork; another test forks
+    guard = guard_of(tmp_path)
+    guard.renew()
+    process = host_guard._process
+    process._lock.acquire()
+    lock = process._lock
+    process._after_fork()
+    assert limit.soft == -1
+    assert process._lock is not lock
+    guard.renew()
+    assert limit.soft == 990 * MEBI
+    guard.lift()
+    process._after_fork()
+    assert limit.soft == -1
+
+
+def test_the_own_memory_is_read_from_this_process() -> None:
+    own = host_guard._OwnMemory()
+    before = own.anonymous()
+    pile = bytearray(32 * MEBI)
+    pile[::4096] = b"x" * len(pile[::4096])
+    assert 24 * MEBI < own.anonymous() - before < 200 * MEBI
+    assert own.mapped() >= own.anonymous() > 0
+    own._pid = 0  # as in a forked child
+    own.anonymous()
+    assert own._pid == os.getpid()
+    own.close()
+    own.close()
+    assert own._files == []
+
+
 # what it says
 
 
@@ -210,6 +243,54 @@ def test_memory_that_others_took_is_said_once(tmp_path: Path, limit: Limit) -> N
     guard.lift()
     assert len(said) == 1
     assert "leaves 130.0 MiB to this process, which has mapped 150.0 MiB" in said[0]
+
+
+def test_a_heap_that_is_mapped_beyond_the_limit_gives_back_what_lies_free_in_it(
+    tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    container(tmp_path, 500 * MEBI, 460 * MEBI)
+    guard = guard_of(tmp_path, warn=said.append)
+    trims = []
+
+    def trim(keep: int) -> int:
+        trims.append(keep)
+        monkeypatch.setattr(host_guard._OwnMemory, "mapped", lambda _: 120 * MEBI)
+        return 1
+
+    guard._trim = trim
+    guard.renew()
+    guard.renew()
+    guard.lift()
+    assert (trims, said) == ([0], [])
+
+
+def test_a_library_that_cannot_trim_is_no_error(tmp_path: Path, limit: Limit) -> None:
+    container(tmp_path, 500 * MEBI, 460 * MEBI)
+    guard = guard_of(tmp_path, warn=[].append)
+    guard._trim = None
+    guard.renew()
+    guard.lift()
+
+
+@pytest.mark.parametrize(
+    ("model", "enabled", "warns"),
+    [
+        pytest.param(nn.Conv2d(1, 1, 1), True, True, id="convolution"),
+        pytest.param(nn.ConvTranspose1d(1, 1, 1), True, True, id="transposed"),
+        pytest.param(nn.Conv2d(1, 1, 1), False, False, id="without onednn"),
+        pytest.param(nn.Linear(1, 1), True, False, id="linear"),
+    ],
+)
+def test_a_model_with_convolutions_is_warned_of_onednn(
+    limit: Limit, monkeypatch: pytest.MonkeyPatch, model: nn.Module, enabled: bool, warns: bool
+) -> None:
+    events: list[Event] = []
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
+    elastic(model, host_guard=True, on_event=events.append)
+    said = [event.message for event in events if isinstance(event, Warned)]
+    assert len(said) == warns
+    assert all("torch.backends.mkldnn.enabled = False" in text for text in said)
 
 
 @pytest.mark.parametrize("error", [ValueError("not allowed to raise maximum limit"), PermissionError(1, "Operation not permitted")])

@@ -33,9 +33,10 @@ from elastic_mbs import ElasticMBS, OutOfMemory
 from elastic_mbs.memory.cgroup import groups_of
 
 MEBI = 1 << 20
-LIMIT = 640 * MEBI
+LIMIT = 560 * MEBI
 NEIGHBOUR = 96 * MEBI
-SAMPLES, WIDTH = 16384, 512
+MARGIN = "128MiB"  # what the neighbour may take while one piece runs, and what the kernel needs
+SAMPLES, WIDTH = 8192, 512
 FITS = 64
 NEIGHBOUR_SCRIPT = f"""
 import time
@@ -51,7 +52,7 @@ while True:
 def main() -> int:
     """Runs both, and prints one line of figures for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--train", choices=("raw", "guarded"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
@@ -132,7 +133,7 @@ def _train(steps: int, *, guard: bool) -> int:
     for _ in range(steps):
         model.zero_grad()
         # a new runtime each time asks for the whole batch again: every step meets the limit
-        with ElasticMBS(model, micro_batch_size=SAMPLES, host_guard=os.environ.get('HG','64MiB') if guard else False, on_event=count, wait_for_memory=0) as mbs:
+        with ElasticMBS(model, micro_batch_size=SAMPLES, host_guard=MARGIN if guard else False, on_event=count, wait_for_memory=0) as mbs:
             sizes.add(mbs.backward(loss_fn, batch).micro_batch_size)
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         worst = max(worst, *(((grad - right).abs().max() / right.abs().max()).item() for grad, right in zip(grads, wanted, strict=True)))

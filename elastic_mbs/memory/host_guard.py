@@ -17,6 +17,7 @@ to the kernel is still mapped and can be touched again at any time, without aski
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -28,6 +29,8 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes, logger
@@ -59,20 +62,31 @@ class HostGuard:
       full. If others grow into what our heap has mapped already, nothing holds them.
     - What is made at first use and cannot bear a refusal should be made before: `torch.set_num_threads`, imports, `torch.compile`, libraries with
       threads of their own (a thread that cannot be made ends the process). torch's own thread pool is made before the first piece.
-    - oneDNN can crash when it meets a *new* shape of a convolution without memory: run every size once while there is room (a search that starts
-      small does), or set `torch.backends.mkldnn.enabled = False`.
+    - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape. Run every size that fits once while there is room, and
+      set `max_micro_batch_size` to the largest; or set `torch.backends.mkldnn.enabled = False`, which is slower and fails cleanly. A model with
+      convolutions is warned.
     - Only pieces are guarded: `optimizer.step()` and the data loader run without a limit.
 
     Args:
-        margin: bytes left to the others and to the kernel, as an int or a string such as `"64MiB"`. None: 1/128 of the limit and at least 32 MiB.
-        warn: called with one sentence, once, where the guard turns itself off, and where it finds that others have taken what we had.
+        margin: bytes left to the others and to the kernel, as an int or a string such as `"64MiB"`: what others may take while one piece runs belongs
+            into it. None: 1/128 of the limit and at least 32 MiB.
+        modules: what is trained, to be looked through for convolutions.
+        warn: called with one sentence, once each, where the guard turns itself off, where others have taken what we had, and where there are
+            convolutions.
         root: what stands for `/` (the folders of a test).
 
     Raises:
         UsageError: the margin is no size, or this system does not hold a process to RLIMIT_DATA (macOS, Windows, gVisor).
     """
 
-    def __init__(self, margin: int | str | None = None, *, warn: Callable[[str], object] = logger.warning, root: Path = Path("/")) -> None:
+    def __init__(
+        self,
+        margin: int | str | None = None,
+        *,
+        modules: Iterable[nn.Module] = (),
+        warn: Callable[[str], object] = logger.warning,
+        root: Path = Path("/"),
+    ) -> None:
         self.trouble: str | None = None
         """Why the guard is off, or None."""
         self.limit: int | None = None
@@ -88,6 +102,7 @@ class HostGuard:
                 f"host_guard needs Linux, which holds all private memory of a process to RLIMIT_DATA; this is {sys.platform}: leave it off "
                 "(a MemoryBudget limits tensors anywhere)"
             )
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
         try:
             enforced = _process.enforced(self._own.mapped())
         except (OSError, ValueError) as error:
@@ -98,6 +113,11 @@ class HostGuard:
                     "host_guard needs a kernel that holds a process to RLIMIT_DATA, and this one maps memory beyond it (gVisor, or booted with "
                     "ignore_rlimit_data): leave it off"
                 )
+        if torch.backends.mkldnn.enabled and any(isinstance(module, _ConvNd) for module in modules):
+            self._warn(
+                "the host guard and convolutions: oneDNN crashes the process when it has no memory to make a convolution of a new shape. Run every "
+                "size that fits once without the guard and set max_micro_batch_size, or set torch.backends.mkldnn.enabled = False"
+            )
 
     def renew(self) -> None:
         """Sets the limit from a new reading; about 0.1 ms. Does not raise: where the limit cannot be set the guard warns once and is off."""
@@ -107,6 +127,9 @@ class HostGuard:
         try:
             self.limit = _process.lower(self, self._allowed())
             mapped = self._own.mapped()
+            if mapped > self.limit and self._trim is not None:
+                self._trim(0)  # the heap gives back what lies free in it, which others may take now
+                mapped = self._own.mapped()
         except (OSError, ValueError, psutil.Error) as error:
             self._turn_off(error)
             self.lift()
