@@ -113,7 +113,8 @@ class HostGuard:
                     "host_guard needs a kernel that holds a process to RLIMIT_DATA, and this one maps memory beyond it (gVisor, or booted with "
                     "ignore_rlimit_data): leave it off"
                 )
-        if torch.backends.mkldnn.enabled and any(isinstance(module, _ConvNd) for module in modules):
+        convolutions = (module for module in modules if isinstance(module, _ConvNd) and module.weight.dtype != torch.float64)
+        if torch.backends.mkldnn.enabled and any(convolutions):
             self._warn(
                 "the host guard and convolutions: oneDNN crashes the process when it has no memory to make a convolution of a new shape. Run every "
                 "size that fits once without the guard and set max_micro_batch_size, or set torch.backends.mkldnn.enabled = False"
