@@ -205,6 +205,8 @@ class Call:
         self.parts.commits.clear()
         if self.table is not None:
             self.table.__enter__()
+        if self.parts.guard is not None:
+            self.parts.guard.renew()
         micro._phase = "forward"  # last: until here the loop stands between two attempts
 
     def backward(self, micro: MicroBatch, value: Any) -> None:
@@ -280,6 +282,8 @@ class Call:
 
     def leave(self, micro: MicroBatch, error: BaseException | None) -> bool:
         """Ends the attempt: commits, or notes the failure; returns whether the error is swallowed."""
+        if self.parts.guard is not None:
+            self.parts.guard.lift()  # first of all: what follows needs memory itself
         self.running = None
         if self.table is not None:
             self.table.__exit__(None, None, None)
@@ -361,6 +365,8 @@ class Call:
 
     def _leave(self) -> None:
         self.finished = True
+        if self.parts.guard is not None:
+            self.parts.guard.lift()  # an interrupt between the lines may have left it up
         leave_call(self)
 
     def _close(self) -> None:

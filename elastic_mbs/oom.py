@@ -56,6 +56,8 @@ class Kind(enum.Enum):
     """A device's caching allocator refused a request, synchronously: shrink and replay."""
     HOST = "host"
     """The host's allocator did."""
+    HEAP = "heap"
+    """Python's or C++'s own heap did, for an object of any kind: whoever was about to note a commit may not have got to it."""
     LIBRARY = "library"
     """A library (cuBLAS, cuDNN, cuSOLVER, hipBLAS) could not allocate its workspace."""
     RUNTIME = "runtime"
@@ -71,13 +73,14 @@ class Kind(enum.Enum):
 _TEXTS = (
     (Kind.ALLOCATOR, patterns.ALLOCATOR),
     (Kind.HOST, patterns.HOST),
+    (Kind.HEAP, patterns.HEAP),
     (Kind.LIBRARY, patterns.LIBRARY),
     (Kind.RUNTIME, patterns.RUNTIME),
     (Kind.MASKED, patterns.MASKED),
 )
-_TRUSTWORTHY = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
+_TRUSTWORTHY = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.HEAP, Kind.LIBRARY})
 # Of several errors at once, the one that asks for the most caution decides.
-_CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.LIBRARY, Kind.HOST, Kind.ALLOCATOR)
+_CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.HEAP, Kind.LIBRARY, Kind.HOST, Kind.ALLOCATOR)
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,7 @@ def _kind(exc: Exception) -> Kind | None:
     if isinstance(exc, torch.OutOfMemoryError):
         return Kind.ALLOCATOR
     if isinstance(exc, MemoryError):
-        return Kind.HOST
+        return Kind.HEAP
     if isinstance(exc, OSError) and (exc.errno == errno.ENOMEM or getattr(exc, "winerror", None) in _WINDOWS_CODES):
         return Kind.HOST
     code = getattr(exc, "error_code", None) if isinstance(exc, torch.AcceleratorError) else None

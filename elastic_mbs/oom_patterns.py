@@ -29,9 +29,9 @@ ALLOCATOR: Final = _any(
 HOST: Final = _any(
     _ENFORCE + r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
     _ENFORCE + r"posix_memalign failed\b",
-    r"^std::bad_alloc$",
     r"^unable to mmap \d+ bytes from file [^\n]*: Cannot allocate memory \(12\)",
 )
+HEAP: Final = _any(r"^std::bad_alloc$")
 LIBRARY: Final = _any(
     _CODE + r"(?:CU|HIP|ROC)[A-Z]+_STATUS_ALLOC_FAILED\b",
     _CODE + r"CUFFT_ALLOC_FAILED\b",
@@ -46,7 +46,10 @@ RUNTIME: Final = _any(
     _CODE + r"RESOURCE_EXHAUSTED: Out of memory\b",
 )
 
-# Table B: out of memory often enough for one shrink. A failed primitive *descriptor* is an operation that oneDNN does not have.
+# What oneDNN says of everything. A failed primitive *descriptor* is an operation that it does not have.
+ONEDNN: Final = _any(r"^could not (?:create|execute) a primitive\b(?! descriptor)")
+
+# Table B: out of memory often enough for one shrink.
 MASKED: Final = _any(
     _CODE + r"CUDNN_STATUS_NOT_SUPPORTED\b",
     _CODE + r"CUDNN_STATUS_INTERNAL_ERROR\b",
@@ -55,7 +58,7 @@ MASKED: Final = _any(
     _CODE + r"CUBLAS_STATUS_NOT_INITIALIZED\b",
     _CODE + r"CUSOLVER_STATUS_INTERNAL_ERROR\b",
     _CODE + r"CUFFT_INTERNAL_ERROR\b",
-    r"^could not (?:create|execute) a primitive\b(?! descriptor)",
+    ONEDNN.pattern,
     r"^NVML_SUCCESS == r INTERNAL ASSERT FAILED at [^\n]*CUDACachingAllocator",
     r"^[^\n]*\bmore than INT_MAX elements\b",
 )

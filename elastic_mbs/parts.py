@@ -12,7 +12,7 @@ from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Capacity, Controller, Key, Observation
 from elastic_mbs.events import EventLog
 from elastic_mbs.inventory import Inventory
-from elastic_mbs.memory import Headroom, Monitor, Reading, UsageMeter
+from elastic_mbs.memory import Headroom, HostGuard, Monitor, Reading, UsageMeter
 from elastic_mbs.rollback import BufferCopies, RandomStreams
 from elastic_mbs.settings import Settings
 from elastic_mbs.stream import Streamer
@@ -39,6 +39,7 @@ class Parts:
     traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
     optimizer_needs: dict[tuple[str, int, bool], int] = field(default_factory=dict)
     retries: int | None = None
+    guard: HostGuard | None = None
     sleep: Callable[[float], None] = time.sleep
     _reading: Reading | None = None
     _capacity: Capacity | None = None

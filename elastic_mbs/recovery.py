@@ -14,7 +14,7 @@ What none of them makes exact is refused. Source: shared/reference/autograd.md a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from elastic_mbs import oom
@@ -74,6 +74,8 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
     verdict = oom.classify(error, parts.settings.is_oom)
     if verdict is None:
         return False
+    if verdict.kind is oom.Kind.MASKED and parts.guard is not None and parts.guard.explains(verdict.message):
+        verdict = replace(verdict, kind=oom.Kind.HOST)
     if verdict.kind is oom.Kind.MASKED:
         if call.history.masked or not _splits(call, micro._piece, max(1, len(micro) // 2)):
             return False
@@ -229,6 +231,8 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
         return None
     if not failure.verdict.trustworthy:
         return "the error may be asynchronous, so which gradients it reached cannot be told"
+    if failure.verdict.kind is oom.Kind.HEAP:
+        return "Python itself had no memory, so a commit may not have been noted"
     if not traits.clean:
         return "no backward of this loss function has succeeded yet"
     if failure.surprising:

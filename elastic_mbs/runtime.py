@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,10 +19,10 @@ from elastic_mbs.controller import Controller, Limits, Policy
 from elastic_mbs.disabled import WholeBatch
 from elastic_mbs.engine import Call
 from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UsageError
-from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink
+from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
-from elastic_mbs.memory import Headroom, MemoryBudget, MemorySensor, Monitor, Reading, sensor_for
+from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, MemorySensor, Monitor, Reading, margin_of, refuse_devices, sensor_for
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.optimizer_step import optimizer_step
 from elastic_mbs.parts import Parts
@@ -77,6 +78,8 @@ class ElasticMBS:
         policy: how eager the controller is.
         name: name in logs and events.
         seed: seed of the controller's jitter; None draws one from the clock, so that two processes differ.
+        host_guard: True keeps training on a CPU from being killed at the limit of its container (or of the machine): around each piece the process
+            is held to what others leave, so that its allocator fails instead. Linux only; see `memory.HostGuard`. A size (`"64MiB"`) is its margin.
         enabled: False makes every door a plain pass over the whole batch, with nothing caught.
 
     Raises:
@@ -112,6 +115,7 @@ class ElasticMBS:
         policy: Policy | None = None,
         name: str | None = None,
         seed: int | None = None,
+        host_guard: bool | str = False,
         enabled: bool = True,
     ) -> None:
         inventory = Inventory(modules_of(model))
@@ -149,6 +153,7 @@ class ElasticMBS:
         self._count = count
         self._dims = dims
         self._sensor, self._device, self._generators, self._interval = sensor, device, generators, monitor_interval
+        self._guarded = host_guard is not False and enabled
         self._parts = Parts(
             settings=settings,
             inventory=inventory,
@@ -165,6 +170,10 @@ class ElasticMBS:
         )
         if enabled:
             self._parts.commits.watch(inventory.leaves)
+        if self._guarded:
+            warn = partial(Warned, settings.name, "host_guard")
+            emit = self._parts.log.emit
+            self._parts.guard = HostGuard(margin_of(host_guard), modules=inventory.modules, warn=lambda text: emit(warn(text)))
         self._call: Call | None = None
         self._totals: Totals | None = None  # where there is no call: in verify, and when not enabled
         self._readings: dict[str, Any] = {}
@@ -174,6 +183,8 @@ class ElasticMBS:
     def _on_devices(self, inventory: Inventory) -> dict[str, Any]:
         """The parts that depend on where the model is; made again when it has moved."""
         devices = inventory.devices()
+        if self._guarded:
+            refuse_devices(devices)
         found, meter = sensor_for(devices[0])
         if isinstance(found, MemoryBudget):
             found.track(*inventory.roots)
@@ -211,6 +222,8 @@ class ElasticMBS:
         if self._call is not None and not self._call.finished:
             self._call.abort(IncompleteBatchError("closed in the middle of a batch"))
         self._parts.monitor.stop()
+        if self._parts.guard is not None:
+            self._parts.guard.restore()
         self._parts.commits.close()
         self._parts.inventory.forget()
 

@@ -107,10 +107,10 @@ TABLE_A = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), Kind.HOST, 8),
     (RuntimeError("[enforce fail at CPUAllocator.cpp:56] posix_memalign failed: 12"), Kind.HOST, None),
     (RuntimeError("posix_memalign failed"), Kind.HOST, None),
-    (RuntimeError("std::bad_alloc"), Kind.HOST, None),
+    (RuntimeError("std::bad_alloc"), Kind.HEAP, None),
     (RuntimeError("unable to mmap 4096 bytes from file </torch_1_2>: Cannot allocate memory (12)"), Kind.HOST, None),
-    (MemoryError(), Kind.HOST, None),
-    (MemoryError("Unable to allocate 8.00 GiB for an array with shape (32768, 32768) and data type float64"), Kind.HOST, 8 * GIB),
+    (MemoryError(), Kind.HEAP, None),
+    (MemoryError("Unable to allocate 8.00 GiB for an array with shape (32768, 32768) and data type float64"), Kind.HEAP, 8 * GIB),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), Kind.HOST, None),
     (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."), Kind.RUNTIME, 16 * GIB),
     (RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes."), Kind.RUNTIME, None),
@@ -228,7 +228,7 @@ def test_an_os_error_counts_by_its_number_and_by_what_windows_adds() -> None:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_only_synchronous_allocation_failures_are_trustworthy(kind: Kind) -> None:
-    assert Verdict(kind, "").trustworthy is (kind in {Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
+    assert Verdict(kind, "").trustworthy is (kind in {Kind.ALLOCATOR, Kind.HOST, Kind.HEAP, Kind.LIBRARY})
 
 
 @given(text=st.text(max_size=80) | st.sampled_from(TEXTS), noise=st.text(alphabet="ab cd:\n", max_size=20))
@@ -250,7 +250,7 @@ def test_the_request_is_read_in_powers_of_1024(number: int, scale: str) -> None:
 
 def test_a_long_message_is_cut_and_an_empty_one_tells_the_type() -> None:
     assert oom.classify(torch.OutOfMemoryError("x" * 1000)) == Verdict(Kind.ALLOCATOR, "x" * 300)
-    assert oom.classify(MemoryError()) == Verdict(Kind.HOST, "MemoryError")
+    assert oom.classify(MemoryError()) == Verdict(Kind.HEAP, "MemoryError")
 
 
 def test_an_error_that_cannot_be_printed_is_still_judged_by_its_type() -> None:

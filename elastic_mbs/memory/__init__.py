@@ -5,18 +5,22 @@ from __future__ import annotations
 import torch
 
 from elastic_mbs.memory.budget import MemoryBudget
+from elastic_mbs.memory.cgroup import CgroupMemory, cgroup_memory
 from elastic_mbs.memory.cuda import CudaMeter, CudaSensor
 from elastic_mbs.memory.holders import Holder
 from elastic_mbs.memory.host import HostMeter, HostSensor
+from elastic_mbs.memory.host_guard import HostGuard, margin_of, refuse_devices
 from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.sensor import Headroom, MemorySensor, NoMeter, NoSensor, Reading, Unavailable, Usage, UsageMeter, trouble_with
 from elastic_mbs.memory.size import parse_bytes
 
 __all__ = [
+    "CgroupMemory",
     "CudaMeter",
     "CudaSensor",
     "Headroom",
     "Holder",
+    "HostGuard",
     "HostMeter",
     "HostSensor",
     "MemoryBudget",
@@ -28,7 +32,10 @@ __all__ = [
     "Unavailable",
     "Usage",
     "UsageMeter",
+    "cgroup_memory",
+    "margin_of",
     "parse_bytes",
+    "refuse_devices",
     "sensor_for",
     "trouble_with",
 ]
@@ -41,8 +48,9 @@ def sensor_for(device: torch.device | str) -> tuple[MemorySensor, UsageMeter]:
         device: where the micro-batches run.
 
     Returns:
-        The active `MemoryBudget` if it counts that device (twice: it is both), NVML and the allocator's statistics for CUDA, the machine's available
-        memory for the CPU, and for any other device a sensor that always answers `Unavailable`, with which training goes on but never grows.
+        The active `MemoryBudget` if it counts that device (twice: it is both), NVML and the allocator's statistics for CUDA, the memory available
+        to the machine and to the cgroup for the CPU, and for any other device a sensor that always answers `Unavailable`, with which training goes on
+        but never grows.
     """
     device = torch.device(device)
     budget = MemoryBudget.current()

@@ -82,7 +82,7 @@ class CgroupReader:
         self._root = root
         self._membership_file = os.fspath(root / "proc/self/cgroup")
         self._files: dict[str, int] = {}
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._membership = b""
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -98,8 +98,8 @@ class CgroupReader:
         with self._lock:
             membership = self._content(self._membership_file) or b""
             if membership != self._membership:
-                _close(self._files)
-                self._groups = list(_groups(self._root, membership.decode(errors="surrogateescape")))
+                _close(self._files, keep=self._membership_file)
+                self._groups = list(groups_of(self._root, membership.decode(errors="surrogateescape")))
                 self._membership = membership
             found = [memory for group in self._groups if (memory := self._memory(group)) is not None]
         return min(found, key=lambda memory: memory.available, default=None)
@@ -110,7 +110,7 @@ class CgroupReader:
             _close(self._files)
             self._membership, self._groups = b"", []
 
-    def _memory(self, group: _Group) -> CgroupMemory | None:
+    def _memory(self, group: Group) -> CgroupMemory | None:
         limits = [(limit, source) for source in group.limits if (limit := self._number(group.folder + source)) is not None]
         stat: dict[str, int] = {}
         if group.version == 1 and group.top:
@@ -131,7 +131,7 @@ class CgroupReader:
         """The number in a file; None for "max", a missing file, or anything else."""
         return _as_number((self._content(path) or b"").strip())
 
-    def _stat(self, group: _Group) -> dict[str, int]:
+    def _stat(self, group: Group) -> dict[str, int]:
         """`memory.stat`; lines that are not a name and a number are left out."""
         fields = (line.split() for line in (self._content(group.folder + "memory.stat") or b"").splitlines())
         pairs = ((pair[0].decode(errors="replace"), _as_number(pair[1])) for pair in fields if len(pair) == 2)
@@ -151,7 +151,7 @@ class CgroupReader:
             return None
 
 
-class _Group:
+class Group:
     """One group: where its files are and what they are called.
 
     Args:
@@ -172,7 +172,7 @@ class _Group:
         self.mapped = "file_mapped" if version == 2 else "total_mapped_file"
 
 
-def _groups(root: Path, membership: str) -> Iterator[_Group]:
+def groups_of(root: Path, membership: str) -> Iterator[Group]:
     """The groups that a process is nested in, as far as they can be seen, from its own outwards."""
     paths: dict[Literal[1, 2], str] = {}
     for line in membership.splitlines():
@@ -192,9 +192,9 @@ def _groups(root: Path, membership: str) -> Iterator[_Group]:
             yield from _upwards(version, os.fspath(root / mount.folder), inside)
 
 
-def _upwards(version: Literal[1, 2], top: str, inside: PurePosixPath) -> Iterator[_Group]:
+def _upwards(version: Literal[1, 2], top: str, inside: PurePosixPath) -> Iterator[Group]:
     for relative in (inside, *inside.parents):
-        group = _Group(version, top, relative)
+        group = Group(version, top, relative)
         if version == 1 and relative != inside and _flat(group.folder):
             return
         yield group
@@ -255,6 +255,6 @@ def _as_number(text: bytes) -> int | None:
     return int(text) if text.isdigit() and len(text) < 20 else None
 
 
-def _close(files: dict[str, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])
+def _close(files: dict[str, int], keep: str = "") -> None:
+    for path in [path for path in files if path != keep]:
+        os.close(files.pop(path))

@@ -1,16 +1,15 @@
-"""Memory of the machine and of this process, by psutil: what a CPU trains in.
-
-A container's own limit (cgroups) is not looked at here; see `MemoryBudget` for a limit that raises.
-"""
+"""Memory of the machine, of this process's cgroup and of the process itself: what a CPU trains in."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
+from elastic_mbs.memory.cgroup import CgroupReader
 from elastic_mbs.memory.sensor import Headroom, Reading, Unavailable, Usage
 
 try:
@@ -20,19 +19,34 @@ except ImportError:  # Windows
 
 
 class HostSensor:
-    """Headroom of the machine: what the kernel says is available without swapping."""
+    """Headroom of the machine or of the cgroup (a container's limit), whichever leaves less.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        clock: gives the time stamps, in seconds.
+        root: what stands for `/` when the cgroup is looked up.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
         self._clock = clock
+        self._cgroup = CgroupReader(root)
 
     def read(self) -> Reading:
-        """Available memory, the machine's total, and what all others hold (the total without what is available and our resident set)."""
+        """What is available without swapping, the total, and what all others hold (the total without what is available and our resident set).
+
+        The source is "cgroup" where its limit leaves less than the machine has.
+        """
         at = self._clock()
         try:
             memory, ours = psutil.virtual_memory(), psutil.Process().memory_info().rss
         except (OSError, psutil.Error) as error:
             return Unavailable(f"host memory: {type(error).__name__}: {error}", at)
-        return Headroom(memory.available, memory.total, max(0, memory.total - memory.available - ours), "host", at)
+        free, total, source = memory.available, memory.total, "host"
+        group = self._cgroup.read()
+        if group is not None:
+            total = min(total, group.limit)
+            if group.available < free:
+                free, source = group.available, "cgroup"
+        return Headroom(min(free, total), total, max(0, total - free - ours), source, at)
 
 
 class HostMeter:

@@ -20,7 +20,7 @@ class Headroom:
         free: bytes that this process could still get from the device. Memory that its own allocator keeps in reserve is not among them.
         total: bytes that the device has.
         held_by_others: bytes that this process cannot get because somebody else has them: co-tenants, the driver, or a cap on this process.
-        source: who said so: "nvml", "cuda", "host", "budget".
+        source: who said so: "nvml", "cuda", "host", "cgroup", "budget".
         at: time of the reading, in seconds of the reader's clock (monotonic unless another was injected).
         doubt: why growth must not rely on this reading, in words; None where it may. The figures are still the best there are: good enough for a
             message, and for waiting until others leave.

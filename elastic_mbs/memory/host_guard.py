@@ -1,0 +1,334 @@
+"""A limit on this process's own memory, so that its allocator fails before the kernel kills it.
+
+```
+   limit of the cgroup ├──────────── others ────────────┼──── margin ────┼────────────── ours ──────────────┤
+                         other processes, the kernel,                      0                    RLIMIT_DATA: what we may map
+                         page cache that is in use
+```
+
+On a CPU nobody gets an out-of-memory error: Linux hands out addresses freely and kills when they are written to and the group (or the machine) has
+no page left. `RLIMIT_DATA` limits the addresses themselves: what would go above it is refused, torch's allocator raises, and the piece is replayed in
+halves.
+
+The limit is absolute, what others leave us of the group, and not what is free now on top of what we have mapped: memory that the heap has handed back
+to the kernel is still mapped and can be touched again at any time, without asking. Source: shared/reference/cpu_memory.md, "RLIMIT fence".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import format_bytes, logger
+from elastic_mbs.memory.cgroup import CgroupReader
+from elastic_mbs.memory.size import parse_bytes
+from elastic_mbs.oom_patterns import ONEDNN
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
+
+_LEAST_MARGIN = 32 << 20
+_MARGIN_SHARE = 128  # of the limit: page tables and what the kernel counts late grow with it
+_NEAR = 4  # an ambiguous error counts when less than this fraction (1/4) of the limit was left
+_GRAIN = 1 << 15  # elements that torch gives to one thread at least
+
+
+class HostGuard:
+    """Lowers the soft limit of RLIMIT_DATA around each piece, to what the cgroup (or the machine) leaves to this process.
+
+    `renew` before a piece, `lift` after it, so that recovery and everything between two pieces run under the user's own limit. Guards nest and the
+    lowest limit counts. The limit is the process's: other threads run under it, too, while a piece does, and so does a program started from within
+    one. A forked child goes back to the user's limit. Neither the hard limit nor the user's own soft limit is ever exceeded.
+
+    What it cannot do:
+
+    - The limit counts addresses, and freed memory that the heap keeps stays counted: a process may be refused memory somewhat before the group is
+      full. If others grow into what our heap has mapped already, nothing holds them.
+    - What is made at first use and cannot bear a refusal should be made before: `torch.set_num_threads`, imports, `torch.compile`, libraries with
+      threads of their own (a thread that cannot be made ends the process). torch's own thread pool is made before the first piece.
+    - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape. Run every size that fits once while there is room, and
+      set `max_micro_batch_size` to the largest; or set `torch.backends.mkldnn.enabled = False`, which is slower and fails cleanly. A model with
+      convolutions is warned.
+    - Only pieces are guarded: `optimizer.step()` and the data loader run without a limit.
+
+    Args:
+        margin: bytes left to the others and to the kernel, as an int or a string such as `"64MiB"`: what others may take while one piece runs belongs
+            into it. None: 1/128 of the limit and at least 32 MiB.
+        modules: what is trained, to be looked through for convolutions.
+        warn: called with one sentence, once each, where the guard turns itself off, where others have taken what we had, and where there are
+            convolutions.
+        root: what stands for `/` (the folders of a test).
+
+    Raises:
+        UsageError: the margin is no size, or this system does not hold a process to RLIMIT_DATA (macOS, Windows, gVisor).
+    """
+
+    def __init__(
+        self,
+        margin: int | str | None = None,
+        *,
+        modules: Iterable[nn.Module] = (),
+        warn: Callable[[str], object] = logger.warning,
+        root: Path = Path("/"),
+    ) -> None:
+        self.trouble: str | None = None
+        """Why the guard is off, or None."""
+        self.limit: int | None = None
+        """The limit set by the latest `renew`, in bytes of addresses."""
+        self._margin = None if margin is None else parse_bytes(margin)
+        self._warn = warn
+        self._cgroup = CgroupReader(root)
+        self._own = _OwnMemory()
+        self._ready: tuple[int, int] | None = None
+        self._overrun = False
+        if resource is None or sys.platform != "linux":
+            raise UsageError(
+                f"host_guard needs Linux, which holds all private memory of a process to RLIMIT_DATA; this is {sys.platform}: leave it off "
+                "(a MemoryBudget limits tensors anywhere)"
+            )
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
+        try:
+            enforced = _process.enforced(self._own.mapped())
+        except (OSError, ValueError) as error:
+            self._turn_off(error)
+        else:
+            if not enforced:
+                raise UsageError(
+                    "host_guard needs a kernel that holds a process to RLIMIT_DATA, and this one maps memory beyond it (gVisor, or booted with "
+                    "ignore_rlimit_data): leave it off"
+                )
+        convolutions = (module for module in modules if isinstance(module, _ConvNd) and module.weight.dtype != torch.float64)
+        if torch.backends.mkldnn.enabled and any(convolutions):
+            self._warn(
+                "the host guard and convolutions: oneDNN crashes the process when it has no memory to make a convolution of a new shape. Run every "
+                "size that fits once without the guard and set max_micro_batch_size, or set torch.backends.mkldnn.enabled = False"
+            )
+
+    def renew(self) -> None:
+        """Sets the limit from a new reading; about 0.1 ms. Does not raise: where the limit cannot be set the guard warns once and is off."""
+        if self.trouble is not None:
+            return
+        self._make_threads()
+        try:
+            self.limit = _process.lower(self, self._allowed())
+            mapped = self._own.mapped()
+            if mapped > self.limit and self._trim is not None:
+                self._trim(0)  # the heap gives back what lies free in it, which others may take now
+                mapped = self._own.mapped()
+        except (OSError, ValueError, psutil.Error) as error:
+            self._turn_off(error)
+            self.lift()
+            return
+        if mapped > self.limit and not self._overrun:
+            self._overrun = True
+            self._warn(
+                f"the host guard leaves {format_bytes(self.limit)} to this process, which has mapped {format_bytes(mapped)} already: others hold the "
+                "rest, or its heap keeps memory that was freed. Pieces get only what the heap has at hand until others give memory back"
+            )
+
+    def lift(self) -> None:
+        """Puts the user's limit back, unless another guard is still up. May be called at any time; does not raise."""
+        try:
+            _process.release(self)
+        except (OSError, ValueError) as error:
+            self._turn_off(error)
+
+    def restore(self) -> None:
+        """Puts the user's limit back and closes the files; `renew` opens them again."""
+        self.lift()
+        self._cgroup.close()
+        self._own.close()
+
+    def explains(self, message: str) -> bool:
+        """Whether an error of oneDNN, whose text does not tell, is out-of-memory: it is when little of the limit is left."""
+        if not ONEDNN.search(message):
+            return False
+        try:
+            return self.trouble is None and self.limit is not None and self.limit - self._own.mapped() < self.limit // _NEAR
+        except (OSError, ValueError):
+            return False
+
+    def _allowed(self) -> int:
+        """Bytes that this process may map: what it has in memory and what it could still get, less the margin."""
+        memory = self._cgroup.read()
+        machine = psutil.virtual_memory()
+        anonymous = self._own.anonymous()
+        most, available = machine.total, machine.available
+        if memory is not None:
+            most, available = min(most, memory.limit), min(available, memory.available)
+        margin = max(_LEAST_MARGIN, most // _MARGIN_SHARE) if self._margin is None else self._margin
+        return max(0, min(most, anonymous + available) - margin)
+
+    def _make_threads(self) -> None:
+        """Makes torch's thread pools, which cannot bear a refusal: libgomp ends the process."""
+        ready = os.getpid(), torch.get_num_threads()
+        if ready == self._ready:
+            return
+        with torch.inference_mode(False), torch.enable_grad(), contextlib.suppress(torch.OutOfMemoryError):  # of a MemoryBudget
+            torch.zeros(_GRAIN * ready[1], dtype=torch.uint8).add_(1)
+            torch.zeros((), requires_grad=True).clone().backward()  # autograd's, in a build that knows other devices
+        self._ready = ready
+
+    def _turn_off(self, error: Exception) -> None:
+        if self.trouble is not None:
+            return
+        self.trouble = f"the host guard is off, its limit cannot be set here: {type(error).__name__}: {error}"
+        self._warn(self.trouble)
+
+
+def margin_of(host_guard: bool | str) -> int | None:
+    """The margin that the argument `host_guard` asks for, in bytes; None for the default.
+
+    Raises:
+        UsageError: it is neither a bool nor a size.
+    """
+    if isinstance(host_guard, bool):
+        return None
+    if not isinstance(host_guard, str):
+        raise UsageError(f"host_guard={host_guard!r} is neither True nor False; a margin is a string with its unit, such as '64MiB'")
+    return parse_bytes(host_guard)
+
+
+def refuse_devices(devices: Iterable[torch.device]) -> None:
+    """Refuses a model that does not train on the CPU.
+
+    Raises:
+        UsageError: a part of it is on another device: there the memory that runs out is the device's, whose allocator raises by itself, and whose
+            driver maps host memory at moments when a refusal cannot be recovered from.
+    """
+    for device in devices:
+        if device.type != "cpu":
+            raise UsageError(
+                f"host_guard is for models that train on the CPU, and this one is on {str(device)!r}, whose driver may not survive a refused "
+                "mapping: leave it off"
+            )
+
+
+class _OwnMemory:
+    """Reads /proc/self/statm through a file that stays open (1.4 µs)."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._files: list[int] = []
+        weakref.finalize(self, _close, self._files)
+
+    def anonymous(self) -> int:
+        """Bytes that are in memory and belong to this process alone (RssAnon)."""
+        _, resident, shared, *_ = self._fields()
+        return max(0, resident - shared)
+
+    def mapped(self) -> int:
+        """Bytes that count against RLIMIT_DATA (VmData, and the stack)."""
+        return self._fields()[5]
+
+    def close(self) -> None:
+        _close(self._files)
+
+    def _fields(self) -> list[int]:
+        if self._pid != os.getpid():  # /proc/self is the process that opened it
+            self.close()
+            self._pid = os.getpid()
+        if not self._files:
+            self._files.append(os.open("/proc/self/statm", os.O_RDONLY))
+        return [int(pages) * mmap.PAGESIZE for pages in os.pread(self._files[0], 256, 0).split()]
+
+
+class _ProcessLimit:
+    """The process's soft limit of RLIMIT_DATA: the user's, or the lowest of the guards that are up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._wanted: dict[HostGuard, int] = {}
+        self._users = (0, 0)  # soft and hard, as they were
+        self._ours = 0
+        self._watches_forks = False
+
+    def lower(self, guard: HostGuard, limit: int) -> int:
+        """Adds a guard, or renews its limit; returns the limit now in force.
+
+        Raises:
+            OSError: refused by the system; nothing has changed.
+            ValueError: likewise.
+        """
+        with self._lock:
+            current = resource.getrlimit(resource.RLIMIT_DATA)
+            if not self._wanted or current[0] != self._ours:
+                self._users = current  # what the user set, before a piece or inside of it
+            wanted = {**self._wanted, guard: limit}
+            self._ours = self._set(min(wanted.values()), current[1])
+            self._wanted = wanted
+            if not self._watches_forks:
+                os.register_at_fork(after_in_child=self._after_fork)
+                self._watches_forks = True
+            return self._ours
+
+    def release(self, guard: HostGuard) -> None:
+        """Takes a guard away; does nothing for one that is not up."""
+        if guard not in self._wanted:
+            return
+        with self._lock:
+            del self._wanted[guard]
+            try:
+                self._put_back()
+            except MemoryError:  # not even room for two numbers: everything below was made before
+                resource.setrlimit(resource.RLIMIT_DATA, self._users)
+
+    def enforced(self, mapped: int) -> bool:
+        """Whether the kernel refuses a mapping beyond the limit; tried out, far above what other threads need meanwhile."""
+        with self._lock:
+            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            room = 64 << 20
+            resource.setrlimit(resource.RLIMIT_DATA, (_lowest(mapped + room, soft, hard), hard))
+            try:
+                mmap.mmap(-1, 4 * room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+            except OSError as error:
+                return error.errno == errno.ENOMEM
+            finally:
+                resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            return False
+
+    def _set(self, limit: int, hard: int) -> int:
+        lowest = _lowest(limit, self._users[0], hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (lowest, hard))
+        return lowest
+
+    def _put_back(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if soft == self._ours:  # otherwise the user has set another one meanwhile
+            self._ours = self._set(min(self._wanted.values(), default=resource.RLIM_INFINITY), hard)
+
+    def _after_fork(self) -> None:
+        """In the child, which has memory of its own; a thread that is gone may have held the lock."""
+        self._lock = threading.RLock()
+        if self._wanted:
+            self._wanted = {}
+            self._put_back()
+
+
+def _lowest(*limits: int) -> int:
+    finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    return min(finite, default=resource.RLIM_INFINITY)
+
+
+def _close(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
+
+
+_process = _ProcessLimit()

@@ -1,0 +1,362 @@
+"""The memory limit of a control group, on trees of files as the kernel shows them, and of this machine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import types
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_mbs.memory import CgroupMemory, Headroom, HostSensor, cgroup_memory
+from elastic_mbs.memory.cgroup import CgroupReader
+from tests.helpers.cgroups import NO_LIMIT, ROOT_OF, Version, write_group, write_membership
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pread"), reason="these files are Linux's")
+
+MEBI = 1 << 20
+VERSIONS: tuple[Version, ...] = (1, 2)
+
+
+def one_group(root: Path, version: Version, limit: int | str, used: int, **more: int) -> None:
+    write_group(root / ROOT_OF[version], "/job", version, limit, used, **more)
+    write_membership(root, {version: "/job"})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_limit_is_read_with_what_is_left_of_it(tmp_path: Path, version: Version) -> None:
+    one_group(tmp_path, version, 100 * MEBI, 60 * MEBI, inactive=20 * MEBI, active=10 * MEBI, mapped=5 * MEBI)
+    source = "memory.limit_in_bytes" if version == 1 else "memory.max"
+    assert cgroup_memory(tmp_path) == CgroupMemory(version, "/job", 100 * MEBI, 60 * MEBI, 25 * MEBI, 65 * MEBI, source)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("used", "cache", "mapped", "reclaimable", "available"),
+    [
+        pytest.param(60, 0, 10, 0, 40, id="more mapped than cached"),
+        pytest.param(60, 80, 0, 60, 100, id="more cache than use, read a moment later"),
+        pytest.param(120, 10, 0, 10, 0, id="over the limit"),
+    ],
+)
+def test_page_cache_counts_as_available_within_reason(
+    tmp_path: Path, version: Version, used: int, cache: int, mapped: int, reclaimable: int, available: int
+) -> None:
+    one_group(tmp_path, version, 100, used, inactive=cache, mapped=mapped)
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.reclaimable, memory.available) == (reclaimable, available)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_limit_is_none(tmp_path: Path, version: Version) -> None:
+    one_group(tmp_path, version, NO_LIMIT[version], 60)
+    assert cgroup_memory(tmp_path) is None
+
+
+def test_no_limit_with_large_pages_is_none(tmp_path: Path) -> None:
+    one_group(tmp_path, 1, 9223372036854710272, 60)  # multiples of 64 KiB
+    assert cgroup_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_of_nested_groups_the_one_with_the_least_left_binds(tmp_path: Path, version: Version) -> None:
+    top = tmp_path / ROOT_OF[version]
+    write_group(top, "/", version, NO_LIMIT[version], 900)
+    write_group(top, "/slice", version, 500, 480)
+    write_group(top, "/slice/pod", version, 300, 100)
+    write_group(top, "/slice/pod/job", version, 200, 90)
+    write_membership(tmp_path, {version: "/slice/pod/job"})
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.path, memory.limit, memory.available) == ("/slice", 500, 20)
+
+
+def test_the_limit_that_slows_down_counts_as_the_one_that_kills(tmp_path: Path) -> None:
+    write_group(tmp_path / ROOT_OF[2], "/job", 2, 100, 60, high=80)
+    write_membership(tmp_path, {2: "/job"})
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.limit, memory.available, memory.source) == (80, 20, "memory.high")
+
+
+def test_in_a_container_with_a_namespace_the_own_group_is_the_root(tmp_path: Path) -> None:
+    write_group(tmp_path / ROOT_OF[2], "/", 2, 100, 60)
+    write_membership(tmp_path, {2: "/"})
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.path, memory.available) == ("/", 40)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_in_a_container_without_a_namespace_the_mount_begins_with_the_own_group(tmp_path: Path, version: Version) -> None:
+    top = tmp_path / ROOT_OF[version]
+    write_group(top, "/", version, 100, 60)
+    write_group(top, "/inner", version, 90, 10)
+    write_membership(tmp_path, {version: "/docker/1af6/inner"}, {version: "/docker/1af6"})
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.path, memory.available) == ("/", 40)
+
+
+@pytest.mark.parametrize(
+    ("path", "mount_root"),
+    [("/docker/1af6", "/"), ("/docker/1af6", "/docker/other"), ("/../sibling", "/"), ("/", "/../..")],
+)
+def test_where_the_own_group_cannot_be_seen_the_root_of_the_mount_stands_for_it(tmp_path: Path, path: str, mount_root: str) -> None:
+    write_group(tmp_path / ROOT_OF[2], "/", 2, 100, 60)
+    write_membership(tmp_path, {2: path}, {2: mount_root})
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.path, memory.available) == ("/", 40)
+
+
+def test_version_1_tells_the_limit_of_groups_above_the_mount(tmp_path: Path) -> None:
+    write_group(tmp_path / ROOT_OF[1], "/", 1, NO_LIMIT[1], 60, hierarchical_memory_limit=70)
+    write_membership(tmp_path, {1: "/kubepods/pod/c1"}, {1: "/kubepods/pod/c1"})
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.limit, memory.available, memory.source) == (70, 10, "memory.stat")
+
+
+def test_a_group_of_version_1_that_does_not_count_what_is_inside_does_not_bind_it(tmp_path: Path) -> None:
+    top = tmp_path / ROOT_OF[1]
+    (write_group(top, "/flat", 1, 10, 9) / "memory.use_hierarchy").write_text("0\n")
+    write_group(top, "/flat/job", 1, 100, 60)
+    write_membership(tmp_path, {1: "/flat/job"})
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.path, memory.available) == ("/flat/job", 40)
+
+
+@pytest.mark.parametrize("has_memory", VERSIONS)
+def test_a_hybrid_has_its_memory_in_one_of_two_hierarchies(tmp_path: Path, has_memory: Version) -> None:
+    tops = {1: tmp_path / ROOT_OF[1], 2: tmp_path / ROOT_OF[2] / "unified"}
+    write_group(tops[1], "/job", 1, 100 if has_memory == 1 else None, 60)
+    write_group(tops[2], "/user/job", 2, 100 if has_memory == 2 else None, 60)
+    write_membership(tmp_path, {1: "/job", 2: "/user/job"})
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.version, memory.available) == (has_memory, 40)
+
+
+def test_the_mount_that_shows_most_is_taken(tmp_path: Path) -> None:
+    write_group(tmp_path / "run/mine", "/", 2, 100, 10)
+    write_group(tmp_path / ROOT_OF[2], "/pod", 2, 100, 60)
+    write_group(tmp_path / ROOT_OF[2], "/pod/job", 2, 100, 10)
+    write_membership(tmp_path, {2: "/pod/job"}, more="41 22 0:32 /pod/job /run/mine rw - cgroup2 cgroup2 rw\n")
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.path, memory.available) == ("/pod", 40)
+
+
+def test_a_mount_point_with_a_space_is_found(tmp_path: Path) -> None:
+    write_group(tmp_path / "my groups", "/job", 2, 100, 60)
+    write_membership(tmp_path, {2: "/job"})
+    (tmp_path / "proc/self/mountinfo").write_text(r"31 22 0:31 / /my\040groups rw - cgroup2 cgroup2 rw" + "\n")
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert memory.available == 40
+
+
+def test_a_machine_without_these_files_has_no_limit(tmp_path: Path) -> None:
+    assert cgroup_memory(tmp_path) is None
+    write_membership(tmp_path, {2: "/job"})
+    assert cgroup_memory(tmp_path) is None
+    (tmp_path / "proc/self/mountinfo").unlink()
+    assert cgroup_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "membership", [b"", b"0:", b"nonsense\n::\n", b"0::/\xff\x00\n", b"0::/" + b"x" * 5000 + b"\n", b"0::relative\n", b"4:memory\n"]
+)
+def test_a_garbled_membership_is_no_error(tmp_path: Path, membership: bytes) -> None:
+    one_group(tmp_path, 2, NO_LIMIT[2], 60)
+    (tmp_path / "proc/self/cgroup").write_bytes(membership)
+    assert cgroup_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "line", ["", "31 22 0:31 /", "31 22 0:31 / /a rw - cgroup2", "- - -", "31 22 0:31 / / rw cgroup2 cgroup2 rw", "\0 \0 \0 \0 \0 \0 - cgroup2 x y"]
+)
+def test_a_garbled_mount_is_no_error(tmp_path: Path, line: str) -> None:
+    one_group(tmp_path, 2, 100, 60)
+    (tmp_path / "proc/self/mountinfo").write_text(line + "\n")
+    assert cgroup_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("text", ["", "\n", "-1", "1e9", "12 34", "٣", "9" * 5000])
+def test_a_garbled_limit_or_use_is_no_limit(tmp_path: Path, version: Version, text: str) -> None:
+    one_group(tmp_path, version, text, 60)
+    assert cgroup_memory(tmp_path) is None
+    write_group(tmp_path / ROOT_OF[version], "/job", version, 100, text)
+    assert cgroup_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "inactive_file\n", "inactive_file ten\n", "inactive_file 1 2\n\0\n"])
+def test_a_garbled_statistic_means_no_cache(tmp_path: Path, text: str) -> None:
+    one_group(tmp_path, 2, 100, 60, inactive=10)
+    (tmp_path / ROOT_OF[2] / "job/memory.stat").write_text(text)
+    memory = cgroup_memory(tmp_path)
+    assert memory is not None
+    assert (memory.reclaimable, memory.available) == (0, 40)
+
+
+limits = st.none() | st.just("none") | st.integers(0, 200)
+
+
+@given(
+    version=st.sampled_from(VERSIONS),
+    groups=st.lists(st.tuples(limits, st.integers(0, 200), st.integers(0, 60), st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=5),
+    hidden=st.integers(0, 5),
+)
+def test_any_nesting_agrees_with_a_plain_reading(version: Version, groups: list[tuple[int | str | None, int, int, int, int]], hidden: int) -> None:
+    hidden = min(hidden, len(groups) - 1)  # groups above the root of the mount
+    names = ["", *(f"g{depth}" for depth in range(1, len(groups)))]
+    left: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for depth, (limit, used, inactive, active, mapped) in enumerate(groups):
+            if depth < hidden:
+                continue
+            path = "/".join(names[hidden + 1 : depth + 1])
+            said = NO_LIMIT[version] if limit == "none" else limit
+            write_group(root / ROOT_OF[version], path, version, said, used, inactive=inactive, active=active, mapped=mapped)
+            if isinstance(limit, int):
+                anonymous = used - max(0, inactive + active - mapped)  # and what is mapped or the kernel's
+                left.append(min(limit, limit - anonymous) if anonymous > 0 else limit)
+        write_membership(root, {version: "/" + "/".join(names[1:])}, {version: "/" + "/".join(names[1 : hidden + 1])})
+        memory = cgroup_memory(root)
+    assert (None if memory is None else memory.available) == (max(0, min(left)) if left else None)
+
+
+# reading again and again
+
+
+def test_a_reader_sees_what_changes(tmp_path: Path) -> None:
+    one_group(tmp_path, 2, 100, 60)
+    reader = CgroupReader(tmp_path)
+    first = reader.read()
+    one_group(tmp_path, 2, 90, 80)
+    second = reader.read()
+    one_group(tmp_path, 2, "max", 80)
+    assert [memory and memory.available for memory in (first, second, reader.read())] == [40, 10, None]
+
+
+def test_a_reader_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_group(tmp_path, 2, 100, 60)
+    reader = CgroupReader(tmp_path)
+    reader.read()
+    before = dict(reader._files)
+    monkeypatch.setattr(Path, "read_text", None)  # nor are the mounts looked at again
+    for _ in range(5):
+        assert reader.read() is not None
+    assert reader._files == before
+    assert len(before) == 4, "the membership, the limit, the use and the statistics"
+
+
+def test_a_reader_follows_the_process_to_another_group(tmp_path: Path) -> None:
+    one_group(tmp_path, 2, 100, 60)
+    reader = CgroupReader(tmp_path)
+    reader.read()
+    write_group(tmp_path / ROOT_OF[2], "/other", 2, 100, 20)
+    write_membership(tmp_path, {2: "/other"})
+    memory = reader.read()
+    assert memory is not None
+    assert (memory.path, memory.available) == ("/other", 80)
+
+
+def test_a_file_that_cannot_be_read_any_more_is_opened_again(tmp_path: Path) -> None:
+    one_group(tmp_path, 2, 100, 60)
+    reader = CgroupReader(tmp_path)
+    reader.read()
+    name = os.fspath(tmp_path / ROOT_OF[2] / "job/memory.max")
+    os.close(reader._files[name])
+    reader._files[name] = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails as reading a removed group does
+    assert reader.read() is None
+    assert reader.read() is not None
+
+
+def test_a_closed_reader_leaves_no_descriptors_and_can_read_again(tmp_path: Path) -> None:
+    one_group(tmp_path, 2, 100, 60)
+    reader = CgroupReader(tmp_path)
+    reader.read()
+    descriptors = list(reader._files.values())
+    reader.close()
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    assert reader.read() is not None
+    descriptors = list(reader._files.values())
+    del reader
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptors[0])
+
+
+def test_a_child_forgets_the_parents_files_and_lock(tmp_path: Path) -> None:
+    one_group(tmp_path, 2, 100, 60)
+    reader = CgroupReader(tmp_path)
+    reader.read()
+    reader._lock.acquire()
+    reader._pid = 0  # as in a forked child
+    assert reader.read() is not None
+    assert reader._pid == os.getpid()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_reads_with_files_of_its_own(tmp_path: Path) -> None:
+    # in a subprocess of its own: fork and the threads of a test runner do not mix
+    one_group(tmp_path, 2, 100, 60)
+    code = f"""
+        import os, threading
+        from pathlib import Path
+        from elastic_mbs.memory.cgroup import CgroupReader
+        reader = CgroupReader(Path({os.fspath(tmp_path)!r}))
+        reader.read()
+        reader._lock.acquire()  # as another thread would hold it
+        if (pid := os.fork()) == 0:
+            os._exit(0 if reader.read().available == 40 and reader._pid == os.getpid() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        reader._lock.release()
+        assert reader.read().available == 40
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this machine's own files")
+def test_this_machine_is_read_without_an_error() -> None:
+    memory = cgroup_memory()
+    assert memory is None or 0 <= memory.available <= memory.limit < 1 << 60
+
+
+# the sensor
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        pytest.param(80, 65, Headroom(15, 80, 15, "cgroup", 7.0), id="the group has less"),
+        pytest.param(80, 20, Headroom(30, 80, 0, "host", 7.0), id="the machine has less"),
+        pytest.param(500, 475, Headroom(25, 100, 25, "cgroup", 7.0), id="a limit above the machine's memory"),
+        pytest.param("max", 20, Headroom(30, 100, 20, "host", 7.0), id="no limit"),
+        pytest.param(20, 0, Headroom(20, 20, 0, "cgroup", 7.0), id="a limit below what we hold"),
+    ],
+)
+def test_the_host_sensor_takes_what_is_smaller_of_machine_and_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | str, used: int, expected: Headroom
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=30, total=100))
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: types.SimpleNamespace(rss=50))
+    one_group(tmp_path, 2, limit, used)
+    assert HostSensor(clock=lambda: 7.0, root=tmp_path).read() == expected
