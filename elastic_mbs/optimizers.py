@@ -121,7 +121,7 @@ def need_of(optimizer: Optimizer, learned: int | None = None) -> Need:
             state += known.state(group) * (_row_and_column(parameter) if known.factored else size)
         if group.get("fused") is True:
             continue
-        if _foreach(group):
+        if takes_lists(group):
             together += known.foreach(group) * size
         else:
             largest = max(largest, LOOP * size)
@@ -141,7 +141,7 @@ def _known(optimizer: Optimizer) -> _Known | None:
     return _KNOWN.get(name) if getattr(torch.optim, name, None) is type(optimizer) else None
 
 
-def _foreach(group: Group) -> bool:
+def takes_lists(group: Group) -> bool:
     """Whether torch takes the implementation over lists: where it is asked to, and on an accelerator unless it is asked not to."""
     asked = group.get("foreach")
     if asked is None and "foreach" in group:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
+from elastic_mbs import oom
 from elastic_mbs.accumulate import CountFn, Counts, looks_like_token_labels
 from elastic_mbs.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, sinks_of
 from elastic_mbs.batch import BatchView, Dims
@@ -31,6 +32,7 @@ from elastic_mbs.result import OutputPlace, StepResult, check_place
 from elastic_mbs.rollback import RandomStreams, check_generators
 from elastic_mbs.settings import Reduction, Replay, Settings
 from elastic_mbs.stats import Stats
+from elastic_mbs.step_watch import StepWatch
 from elastic_mbs.stream import Streamer, choose_device
 from elastic_mbs.timing import Stopwatch
 from elastic_mbs.verify import VerifyReport, verify
@@ -179,6 +181,7 @@ class ElasticMBS:
         self._readings: dict[str, Any] = {}
         self._looked_at: set[str] = set()
         self._stats = Stats()
+        self._steps = StepWatch()
 
     def _on_devices(self, inventory: Inventory) -> dict[str, Any]:
         """The parts that depend on where the model is; made again when it has moved."""
@@ -203,6 +206,7 @@ class ElasticMBS:
         """Starts the memory monitor."""
         if self.enabled:
             self._parts.monitor.start()
+            self._steps.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -214,6 +218,10 @@ class ElasticMBS:
         try:
             if error is None:
                 self._refuse_incomplete()
+            elif isinstance(error, Exception) and oom.classify(error, self.settings.is_oom) is not None:
+                left = self._steps.left_behind()
+                if left is not None:
+                    error.add_note(f"elastic_mbs: {left}.")
         finally:
             self.close()
 
@@ -222,6 +230,7 @@ class ElasticMBS:
         if self._call is not None and not self._call.finished:
             self._call.abort(IncompleteBatchError("closed in the middle of a batch"))
         self._parts.monitor.stop()
+        self._steps.stop()
         if self._parts.guard is not None:
             self._parts.guard.restore()
         self._parts.commits.close()
@@ -340,7 +349,10 @@ class ElasticMBS:
         if (call := running_call()) is not None:
             call.refuse_step(optimizer)
         if self.enabled:
-            optimizer_step(self._parts, optimizer)
+            try:
+                optimizer_step(self._parts, optimizer)
+            finally:
+                self._steps.forget()
         elif self.settings.scaler is not None:
             self.settings.scaler.step(optimizer)
         else:
@@ -415,6 +427,8 @@ class ElasticMBS:
         if self._call is not None:
             self._refuse_incomplete()
         parts = self._parts
+        if self._steps.unfinished and (left := self._steps.left_behind()) is not None:
+            parts.log.emit(Warned(self.settings.name, "optimizer-step", left))
         if parts.moved():
             parts.monitor.stop()
             vars(parts).update(self._on_devices(parts.inventory))

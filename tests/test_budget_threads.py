@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -225,7 +225,8 @@ class Allocator:
         if new > 0 and self.live + new > self.limit:
             self.ooms += 1
             return False
-        self.peak = max(self.peak, self.live + max(0, new))
+        if new > 0:  # an operation that brings nothing is not looked at, though a storage may have grown where another failed
+            self.peak = max(self.peak, self.live + new)
         return True
 
     def new(self, slot: int, size: int) -> bool:
@@ -245,6 +246,7 @@ STEP = st.tuples(st.sampled_from(["new", "free", "resize", "view", "inplace", "c
 
 
 @settings(max_examples=100)
+@example(steps=[("new", 0, 0), ("resize", 0, 1), ("new", 0, 0)], limit=0)
 @given(steps=st.lists(STEP, max_size=40), limit=st.integers(0, 200))
 def test_live_peak_and_errors_equal_a_model_of_the_allocator(steps: list[tuple[str, int, int]], limit: int) -> None:
     slots: dict[int, Tensor] = {}

@@ -146,7 +146,7 @@ class MemoryBudget:
 
     @property
     def peak(self) -> int:
-        """Most live bytes since the last `reset_peak`, at the end of any operation that succeeded."""
+        """Most live bytes since the last `reset_peak`, at the end of any operation that brought some and succeeded."""
         return self._peak
 
     def reset_peak(self) -> None:
