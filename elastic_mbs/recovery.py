@@ -22,6 +22,7 @@ from elastic_mbs.commits import drain, walk
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
 from elastic_mbs.events import OutOfMemory
 from elastic_mbs.floor import hold
+from elastic_mbs.memory import Headroom
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.partition import partition
 from elastic_mbs.parts import Parts
@@ -144,6 +145,8 @@ def recover(call: Call) -> None:
     oom.release(devices=parts.inventory.devices(), thorough=history.since_progress > 1 or not splits)
     if size is not None:
         call.size = size
+    reading = parts.monitor.last()
+    seen = reading if isinstance(reading, Headroom) else None
     parts.log.emit(
         OutOfMemory(
             parts.settings.name,
@@ -156,6 +159,11 @@ def recover(call: Call) -> None:
             committed=len(failure.fired),
             kind=failure.verdict.kind.name.lower(),
             message=failure.verdict.message,
+            key=str(call.key),
+            requested=failure.verdict.requested,
+            free=None if seen is None else seen.free,
+            held_by_others=None if seen is None else seen.held_by_others,
+            seconds_lost=None if parts.telemetry is None else parts.telemetry.failed(mode),
         )
     )
     if not splits:
