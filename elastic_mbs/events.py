@@ -57,6 +57,7 @@ class OutOfMemory(Event):
         requested: bytes that were asked for, where the error tells.
         free: bytes that this process could still get, by the latest reading; None without one.
         held_by_others: bytes that somebody else has, by the same reading.
+        reading_age: seconds since that reading was taken: the others may have moved meanwhile.
         seconds_lost: seconds of the host's clock from the start of what failed until it was undone, in mode "step" from the call's start; None where
             nobody listens.
     """
@@ -75,6 +76,7 @@ class OutOfMemory(Event):
     requested: int | None = None
     free: int | None = None
     held_by_others: int | None = None
+    reading_age: float | None = None
     seconds_lost: float | None = None
 
     def line(self) -> str:
@@ -160,7 +162,7 @@ class CallDone(Event):
     @property
     def rate(self) -> float | None:
         """Samples per second, or None where the time is not known."""
-        return self.samples / self.seconds if self.seconds else None
+        return self.samples / self.seconds if self.seconds is not None and self.seconds > 0 else None
 
     def line(self) -> str:
         """The event as one log line."""

@@ -13,6 +13,7 @@ What none of them makes exact is refused. Source: shared/reference/autograd.md a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -163,6 +164,7 @@ def recover(call: Call) -> None:
             requested=failure.verdict.requested,
             free=None if seen is None else seen.free,
             held_by_others=None if seen is None else seen.held_by_others,
+            reading_age=None if seen is None else max(0.0, time.monotonic() - seen.at),
             seconds_lost=None if parts.telemetry is None else parts.telemetry.failed(mode),
         )
     )

@@ -396,7 +396,7 @@ def _decode(record: Mapping[str, Any]) -> Event | None:
         value, allowed = record[item.name], _TYPES[str(item.type)]
         if float in allowed and isinstance(value, str):
             value = _NOT_IN_JSON.get(value, value)
-        if not isinstance(value, allowed) or isinstance(value, bool):
+        if not isinstance(value, allowed) or isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 2**63):
             return None
         values[item.name] = value
     try:
@@ -406,7 +406,7 @@ def _decode(record: Mapping[str, Any]) -> Event | None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
 
 def _excerpt(line: bytes) -> str:
