@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_arguments(command)
     command.set_defaults(run=doctor.main)
     command = commands.add_parser("report", help="make a page of a run log: memory, micro-batch, throughput and loss over time", description=report.__doc__)
+    command = commands.add_parser(
+        "report", help="make a page of a run log: memory, micro-batch, throughput and loss over time", description=report.__doc__
+    )
     report.add_arguments(command)
     command.set_defaults(run=report.main)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +12,7 @@ from elastic_mbs.report.decimate import Point
 from elastic_mbs.report.scale import duration, number
 from elastic_mbs.run_log import Entry, Run
 
+_SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take
 _REASONS = {
     "grow": "it is predicted to fit and to be faster",
     "thrash": "the allocator had to empty its cache in several calls in a row",
@@ -94,7 +95,7 @@ class RunData:
 
 def read_run(run: Run) -> RunData:
     """The run, put in order."""
-    entries = sorted(run.entries, key=lambda entry: entry.t)
+    entries = [_finite(entry) for entry in sorted(run.entries, key=lambda entry: entry.t)]
     calls = [(entry.t, entry.event) for entry in entries if isinstance(entry.event, CallDone)]
     marks = [_mark(entry) for entry in entries if not isinstance(entry.event, CallDone)]
     margin = _number(_part(run.header, "policy").get("margin"), 0.0)
@@ -110,6 +111,16 @@ def read_run(run: Run) -> RunData:
         loss=[(t, call.loss) for t, call in calls if call.mode == "train"],
         marks=marks,
     )
+
+
+def _finite(entry: Entry) -> Entry:
+    """A call without times that are no times."""
+    call = entry.event
+    if not isinstance(call, CallDone):
+        return entry
+    seconds = call.seconds if call.seconds is not None and _SHORTEST < call.seconds < _LONGEST else None
+    lost = call.seconds_lost if 0 <= call.seconds_lost < _LONGEST else 0.0
+    return replace(entry, event=replace(call, seconds=seconds, seconds_lost=lost))
 
 
 # ---------------------------------------------------------------------- lines

@@ -32,8 +32,13 @@
       hair.hidden = false;
       hair.style.left = `${event.clientX - lanes.getBoundingClientRect().left}px`;
       readouts.forEach((readout, number) => {
-        const told = values[number].map((line) => [line.name, at(line, x), line.unit]).filter(([, value]) => value !== null);
-        readout.textContent = `${clock(x * lanes.dataset.seconds)}   ` + told.map(([name, value, unit]) => `${name} ${write[unit](value)}`).join("  ·  ");
+        const swatches = readout.parentNode.querySelectorAll(".swatch");
+        readout.replaceChildren(clock(x * lanes.dataset.seconds), ...values[number].flatMap((line, i) => {
+          const value = at(line, x), item = document.createElement("span"), name = document.createElement("span");
+          name.textContent = ` ${line.name}`;
+          item.append(swatches[i].cloneNode(true), name, ` ${value === null ? "" : write[line.unit](value)}`);
+          return value === null ? [] : [item];
+        }));
       });
     });
     lanes.addEventListener("pointerleave", () => { hair.hidden = true; for (const readout of readouts) readout.textContent = ""; });

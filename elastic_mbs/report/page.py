@@ -68,7 +68,7 @@ def _section(run: RunData, number: int, *, opened: bool) -> str:
 
 
 def _lane(lane: svg.Lane, x: scale.Scale, failures: Sequence[float]) -> str:
-    chips = [(line.look, line.name) for line in reversed(lane.lines)] + list(lane.chips)
+    chips = [(line.look, line.name) for line in lane.legend] + list(lane.chips)
     legend = "".join(f"<li>{_swatch(look)}{escape(text)}</li>" for look, text in chips)
     return f"""
 <section class="lane lane-{lane.name.split()[0].lower()}">
@@ -98,7 +98,7 @@ def _values(lanes: Sequence[svg.Lane], x: scale.Scale) -> list[list[dict[str, ob
                 "x": [round(x.place(t), 5) for t, _ in points],
                 "y": [value if value is None else float(f"{value:.6g}") for _, value in points],
             }
-            for line in reversed(lane.lines)
+            for line in lane.legend
             for points in (decimate(line.points),)
         ]
         for lane in lanes

@@ -96,6 +96,8 @@ def number(value: float) -> str:
 
 def duration(value: float) -> str:
     """Seconds as a person writes them: `250 ms`, `12 s`, `4:05`, `2:30:00`, `3 d 4:00`."""
+    if not math.isfinite(value):
+        return "unknown"
     if value < 60:
         if value == 0:
             return "0 s"

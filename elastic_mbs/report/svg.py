@@ -82,6 +82,11 @@ class Lane:
     chips: Sequence[tuple[str, str]] = field(default_factory=tuple)
     empty: str = ""
 
+    @property
+    def legend(self) -> list[Line]:
+        """The lines from front to back, and a limit after what it limits."""
+        return sorted(self.lines[::-1], key=lambda line: line.look == "margin")
+
 
 def lanes(run: RunData) -> list[Lane]:
     """The four lanes of a run."""
@@ -216,7 +221,7 @@ def _path(corners: Sequence[tuple[float, float]]) -> str:
 
 
 def _glyph(mark: Mark, x: float, y: float) -> str:
-    tip = "\n".join([mark.title, f"at {scale.duration(mark.t)}", *(f"{name}: {value}" for name, value in mark.facts)])
+    tip = "\n".join([mark.title, f"when: {scale.duration(mark.t)}", *(f"{name}: {value}" for name, value in mark.facts)])
     return (
         f'<svg class="at" x="{percent(x)}" y="{percent(y)}"><path class="mark mark-{mark.kind}" d="{GLYPHS[mark.kind]}" '
         f'role="img" aria-label="{escape(mark.title, quote=True)}" data-tip="{escape(tip, quote=True)}"/></svg>'
