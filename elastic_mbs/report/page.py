@@ -96,7 +96,7 @@ def _values(lanes: Sequence[svg.Lane], x: scale.Scale) -> list[list[dict[str, ob
                 "unit": line.unit,
                 "after": line.shape == "after",
                 "x": [round(x.place(t), 5) for t, _ in points],
-                "y": [value if value is None else float(f"{value:.6g}") for _, value in points],
+                "y": [None if value is None else float(f"{line.below - value if line.below else value:.6g}") for _, value in points],
             }
             for line in lane.legend
             for points in (decimate(line.points),)

@@ -49,6 +49,7 @@ class Line:
         shape: "before" (a step up to each point), "after" (a step from each point) or "straight".
         area: down to the axis ("down"), up to the top ("up"), or "" for a line alone.
         part: whether its scale is that of shares, 0 to 1.
+        below: told beside the pointer is how far a value lies below this; 0 to tell the value itself.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Line:
     shape: str = "straight"
     area: str = ""
     part: bool = False
+    below: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Lane:
     @property
     def legend(self) -> list[Line]:
         """The lines from front to back, and a limit after what it limits."""
-        return sorted(self.lines[::-1], key=lambda line: line.look == "margin")
+        front = list(reversed(self.lines))
+        return [line for line in front if line.look != "margin"] + [line for line in front if line.look == "margin"]
 
 
 def lanes(run: RunData) -> list[Lane]:
@@ -95,7 +98,7 @@ def lanes(run: RunData) -> list[Lane]:
 
 def _memory(memory: Memory, marks: Iterable[Mark]) -> Lane:
     lines = [
-        Line("held by others", memory.capacity, "others", "bytes", "after", "up"),
+        Line("held by others", memory.capacity, "others", "bytes", "after", "up", below=memory.total),
         Line("ours, at its peak", memory.peak, "peak", "bytes", "before", "down"),
         Line("ours, reserved", memory.reserved, "reserved", "bytes", "before", "down"),
         Line("ours, allocated", memory.allocated, "allocated", "bytes", "before", "down"),
