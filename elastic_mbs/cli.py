@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from elastic_mbs import __version__, demo, doctor, report
+from elastic_mbs import __version__, demo, doctor, report, watch
 from elastic_mbs.errors import RecoveryError, UsageError
 
 BAD_INPUT = 2
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     report.add_arguments(command)
     command.set_defaults(run=report.main)
+    command = commands.add_parser("watch", help="follow a run log in a live panel", description=watch.__doc__)
+    watch.add_arguments(command)
+    command.set_defaults(run=watch.main)
     try:
         parsed = parser.parse_args(arguments)
         code: int = parsed.run(parsed)
