@@ -19,6 +19,7 @@ from typing import Any
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, ClosingSink, Event, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned, logger
+from elastic_mbs.sizes import SizeReader
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _PREFIX = "elastic_mbs_"
@@ -123,6 +124,7 @@ class PrometheusTextfile(GuardedSink):
                 )
         self._every, self._clock, self._wall = every, clock, wall
         self._labels: Labels = tuple((label, str(value)) for label, value in (labels or {}).items())
+        self._size_readers: dict[str, SizeReader] = {}
         self._values: dict[str, dict[Labels, float]] = {}
         self._written: float | None = None
         self._waiting = False
@@ -163,14 +165,15 @@ class PrometheusTextfile(GuardedSink):
 
     def _count(self, event: Event) -> None:
         name = event.name
+        size = self._size_readers.setdefault(name, SizeReader()).read(event)
+        if size is not None:
+            self._set("micro_batch_size", size[1], name=name, key=size[0])
         if isinstance(event, CallDone):
             self._count_call(event)
         elif isinstance(event, OutOfMemory):
             self._add("out_of_memory_total", 1, name=name, phase=event.phase, kind=event.kind)
-            self._set("micro_batch_size", event.size_after, name=name, key=event.key)
         elif isinstance(event, Resized):
             self._add("resizes_total", 1, name=name, reason=event.reason)
-            self._set("micro_batch_size", event.after, name=name, key=event.key)
         elif isinstance(event, WaitingForMemory):
             self._add("waits_total", 1, name=name)
         elif isinstance(event, Warned):
@@ -185,7 +188,6 @@ class PrometheusTextfile(GuardedSink):
         self._add("replayed_samples_total", call.replayed_samples, name=name, mode=mode)
         self._add("seconds_total", call.seconds or 0.0, name=name, mode=mode)
         self._add("lost_seconds_total", call.seconds_lost, name=name, mode=mode)
-        self._set("micro_batch_size", call.micro_batch_size, name=name, key=call.key)
         self._set("samples_per_second", call.rate, name=name, mode=mode)
         self._set("loss", call.loss, name=name)
         for metric in ("allocated", "reserved", "free", "held_by_others", "total"):

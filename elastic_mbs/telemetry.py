@@ -146,14 +146,21 @@ class _OnDevice:  # cuda-only
         self._loss: torch.Tensor | None = None
         self._ends: list[torch.cuda.Event] = []
         try:
-            if result is not None and result.loss.is_cuda:
-                loss = result.loss
-                self._loss = torch.empty_like(loss, device="cpu", pin_memory=True).copy_(loss, non_blocking=True)
-                self._ends.append(_record(loss.device))
-            end = _record(start.device)
-            self._ends.append(end)
+            if result is not None:
+                self._fetch(result.loss)
+        except RuntimeError:  # there is no room for one number: it stays unknown
+            self._loss = None
+        try:
+            self._ends.append(_record(start.device))
         except RuntimeError:
             self._ends.clear()
+
+    def _fetch(self, loss: torch.Tensor) -> None:
+        if not loss.is_cuda:
+            self._loss = loss
+            return
+        self._loss = torch.empty_like(loss, device="cpu", pin_memory=True).copy_(loss, non_blocking=True)
+        self._ends.append(_record(loss.device))
 
     def ready(self) -> bool:
         try:
@@ -181,7 +188,10 @@ def _stamp(device: torch.device) -> torch.cuda.Event | None:
     """A time stamp in the device's own stream of work, where it has one that can be asked later."""
     if device.type != "cuda":
         return None
-    return _record(device)  # cuda-only
+    try:  # cuda-only
+        return _record(device)
+    except RuntimeError:  # cuda-only
+        return None  # a lost device: the step itself says more
 
 
 def _record(device: torch.device | None) -> torch.cuda.Event:  # cuda-only

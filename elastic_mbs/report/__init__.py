@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic_mbs.errors import UsageError
 from elastic_mbs.report.data import read_run
 from elastic_mbs.report.page import page
-from elastic_mbs.run_log import open_lines, read_runs
+from elastic_mbs.run_reader import open_lines, read_runs
 
 __all__ = ["add_arguments", "main", "render"]
 

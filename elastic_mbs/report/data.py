@@ -10,7 +10,8 @@ from typing import Any
 from elastic_mbs.events import CallDone, Event, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, format_bytes
 from elastic_mbs.report.decimate import Point
 from elastic_mbs.report.scale import duration, number
-from elastic_mbs.run_log import Entry, Run
+from elastic_mbs.run_reader import Entry, Run
+from elastic_mbs.sizes import SizeReader
 
 _SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take
 _REASONS = {
@@ -158,7 +159,7 @@ def _memory(entries: Sequence[Entry], margin: float) -> Memory:
 
 def _sizes(entries: Sequence[Entry]) -> dict[str, list[Point]]:
     found: dict[str, list[Point]] = {}
-    moved: set[str] = set()  # tracks that were resized at the end of a call whose own event comes after that
+    reader = SizeReader()
     for entry in entries:
         event = entry.event
         if isinstance(event, CallDone):
@@ -166,15 +167,9 @@ def _sizes(entries: Sequence[Entry]) -> dict[str, list[Point]]:
             began = entry.t - (event.seconds or 0.0)
             if not line or line[-1][0] <= began:  # else a failure within the call has said more
                 line.append((began, event.size_before))
-            if event.key not in moved:
-                line.append((entry.t, event.micro_batch_size))
-            moved.discard(event.key)
-        elif isinstance(event, OutOfMemory) and event.key:
-            line = found.setdefault(event.key, [])
-            line += [(entry.t, event.size_before)] * (not line) + [(entry.t, event.size_after)]
-        elif isinstance(event, Resized):
-            found.setdefault(event.key, []).append((entry.t, event.after))
-            moved.add(event.key)
+        told = reader.read(event)
+        if told is not None:
+            found.setdefault(told[0], []).append((entry.t, told[1]))
     return found
 
 

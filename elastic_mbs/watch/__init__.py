@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from elastic_mbs.errors import UsageError
+from elastic_mbs.run_reader import EMPTY
 from elastic_mbs.watch.follow import Follower
 from elastic_mbs.watch.state import Watched
 
@@ -75,7 +76,7 @@ def follow(log: Path, *, once: bool, interval: float) -> None:
         watched = look()
         state = watched.current
         if state is None:
-            raise UsageError(f"{log}: there is no line of a run log in it: it was made by ElasticMBS(..., log=...), or it is empty so far")
+            raise UsageError(f"{log}: {EMPTY}")
         if once or not console.is_terminal:
             console.print(panel(state, time.time()))
             return

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_mbs.events import CallDone, Event, OutOfMemory, Resized
-from elastic_mbs.run_log import Entry, Reader
+from elastic_mbs.events import CallDone, Event, OutOfMemory
+from elastic_mbs.run_reader import Entry, Reader
+from elastic_mbs.sizes import SizeReader
 
 EVENTS, POINTS = 8, 400
 """How many of the last events and figures are kept."""
@@ -49,46 +50,34 @@ class State:
     events: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=EVENTS))
     t: float = 0.0
     time: float = 0.0
-    _resized: dict[str, float] = field(default_factory=dict)
-    _moved: set[str] = field(default_factory=set)
+    _size_reader: SizeReader = field(default_factory=SizeReader)
 
     def add(self, entry: Entry) -> None:
         """Takes one event."""
         self.t, self.time = max(self.t, entry.t), max(self.time, float(entry.record["time"]))
         event = entry.event
+        told = self._size_reader.read(event)
+        if told is not None:
+            self.sizes.pop(told[0], None)
+            self.sizes[told[0]] = told[1]
         if isinstance(event, CallDone):
-            self._add_call(event, entry.t)
+            self._add_call(event)
             return
-        if isinstance(event, OutOfMemory):
-            self.ooms += 1
-            self._resize(event.key, event.size_after, entry.t)
-        elif isinstance(event, Resized):
-            self._resize(event.key, event.after, entry.t)
-            self._moved.add(event.key)
+        self.ooms += isinstance(event, OutOfMemory)
         self.events.append((entry.t, str(entry.record.get("level", "")), _line(event, entry)))
 
-    def _add_call(self, call: CallDone, t: float) -> None:
+    def _add_call(self, call: CallDone) -> None:
         self.calls += 1
         self.samples += call.samples
         self.replayed += call.replayed_samples
         self.seconds += call.seconds or 0.0
         self.lost += call.seconds_lost
         self.last = call
-        if call.key in self._moved:
-            self._moved.remove(call.key)  # it was resized when the call ended, and its own event came after that
-        else:
-            self._resize(call.key, call.micro_batch_size, t)
         if call.mode == "train":
             if call.loss is not None:
                 self.losses.append(call.loss)
             if call.rate is not None:
                 self.rates.append(call.rate)
-
-    def _resize(self, key: str, size: int, t: float) -> None:
-        if t >= self._resized.get(key, t):  # a call on CUDA is told of when the next one may have run
-            self._resized[key] = t
-            self.sizes.pop(key, None)
-            self.sizes[key] = size
 
 
 class Watched:
