@@ -98,7 +98,7 @@ def memory_line(call: CallDone) -> Text:
         (others, "▒", "bright_black"),
     ):
         bar.append(sign * count, style)
-    return Text.assemble(bar, "  ", ", ".join(words))
+    return Text.assemble(bar, "\n", ", ".join(words))
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
