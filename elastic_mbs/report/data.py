@@ -237,8 +237,10 @@ def _about(run: Run) -> tuple[tuple[str, str], ...]:
 
 
 def _moment(value: object) -> str | None:
+    if not isinstance(value, int | float):
+        return None
     try:
-        return datetime.fromtimestamp(_number(value, -1.0), UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if value is not None else None
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):
         return None
 

@@ -118,7 +118,7 @@ def _nice(step: float) -> float:
 
 def _spread(low: float, high: float) -> tuple[float, float]:
     """The two ends, with something between them."""
-    low, high = max(-1e300, min(low, high)), min(1e300, max(low, high))
+    low, high = (min(1e300, max(-1e300, end)) for end in (min(low, high), max(low, high)))
     least = max(abs(low), abs(high), 1e-12) * 1e-6
     if high - low >= least:
         return low, high

@@ -128,7 +128,11 @@ def _throughput(run: RunData) -> Lane:
     rates = [value for points in run.rates.values() for _, value in points if value is not None]
     lines = [Line("time lost to replays", run.lost, "lost", "share", "before", "down", part=True)] if any(share for _, share in run.lost) else []
     names = {"train": "samples per second", "eval": "samples per second, eval"}
-    lines += [Line(names.get(mode, mode), points, f"rate-{mode}", "rate", "before") for mode, points in run.rates.items() if _drawn(points)]
+    lines += [
+        Line(names.get(mode, mode), points, "rate-eval" if mode == "eval" else "rate-train", "rate", "before")
+        for mode, points in run.rates.items()
+        if _drawn(points)
+    ]
     chips = () if lines and lines[0].part else (("nothing", "no time lost to replays"),)
     y = scale.linear(0.0, max(rates, default=1.0), count=4)
     return Lane("Throughput", lines, y, shares=bool(lines) and lines[0].part, chips=chips, empty="no call has told of its time")

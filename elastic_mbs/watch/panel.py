@@ -63,7 +63,7 @@ def _rows(state: State, now: float) -> list[tuple[str, Text]]:
         (
             "survived",
             Text(
-                f"{state.ooms:,} out-of-memory errors, {state.replayed:,} samples replayed{share}, {duration(state.lost)} lost{lost}",
+                f"{state.ooms:,} OOMs, {state.replayed:,} samples replayed{share}, {duration(state.lost)} lost{lost}",
                 style="yellow" if state.ooms else "green",
             ),
         )
@@ -85,7 +85,7 @@ def memory_line(call: CallDone) -> Text:
     if call.total is None or call.held_by_others is None:
         return Text(", ".join([*words, "no reading of the device"]))
     free = call.total - call.held_by_others - (ours or 0)
-    words += [f"free {format_bytes(max(0, free))}", f"others {format_bytes(call.held_by_others)}", f"of {format_bytes(call.total)}"]
+    words += [f"free {format_bytes(max(0, free))}", f"others {format_bytes(call.held_by_others)}"]
     bar = Text()
     total = max(1, call.total)
     highest, mine = (min(_WIDTH, max(0, round(_WIDTH * (value or 0) / total))) for value in (max(peak or 0, ours or 0), ours))
@@ -98,7 +98,7 @@ def memory_line(call: CallDone) -> Text:
         (others, "▒", "bright_black"),
     ):
         bar.append(sign * count, style)
-    return Text.assemble(bar, "\n", ", ".join(words))
+    return Text.assemble(bar, f"  {format_bytes(call.total)}\n", ", ".join(words))
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
