@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="look at this machine: what will hurt training, and what to do", description=doctor.__doc__)
     doctor.add_arguments(command)
     command.set_defaults(run=doctor.main)
-    command = commands.add_parser("report", help="make a page of a run log: memory, micro-batch, throughput and loss over time", description=report.__doc__)
     command = commands.add_parser(
         "report", help="make a page of a run log: memory, micro-batch, throughput and loss over time", description=report.__doc__
     )

@@ -57,6 +57,7 @@ class OutOfMemory(Event):
         requested: bytes that were asked for, where the error tells.
         free: bytes that this process could still get, by the latest reading; None without one.
         held_by_others: bytes that somebody else has, by the same reading.
+        holders: the biggest of them in words, where they are known.
         reading_age: seconds since that reading was taken: the others may have moved meanwhile.
         seconds_lost: seconds of the host's clock from the start of what failed until it was undone, in mode "step" from the call's start; None where
             nobody listens.
@@ -76,6 +77,7 @@ class OutOfMemory(Event):
     requested: int | None = None
     free: int | None = None
     held_by_others: int | None = None
+    holders: str = ""
     reading_age: float | None = None
     seconds_lost: float | None = None
 

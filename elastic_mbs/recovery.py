@@ -24,6 +24,7 @@ from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, Recove
 from elastic_mbs.events import OutOfMemory
 from elastic_mbs.floor import hold
 from elastic_mbs.memory import Headroom
+from elastic_mbs.memory.holders import describe
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.partition import partition
 from elastic_mbs.parts import Parts
@@ -164,6 +165,7 @@ def recover(call: Call) -> None:
             requested=failure.verdict.requested,
             free=None if seen is None else seen.free,
             held_by_others=None if seen is None else seen.held_by_others,
+            holders="" if seen is None else describe(seen.holders),
             reading_age=None if seen is None else max(0.0, time.monotonic() - seen.at),
             seconds_lost=None if parts.telemetry is None else parts.telemetry.failed(mode),
         )

@@ -256,8 +256,8 @@ def test_a_failure_tells_cause_asked_free_who_and_action() -> None:
         ("cause", "allocator, samples 16:32: CUDA out of memory. Tried to allocate 2.00 GiB."),
         ("asked", "2.0 GiB"),
         ("free", "5.0 MiB (read 250 ms before)"),
-        ("others", "36.0 MiB"),
-        ("who", KEY),
+        ("who", "others hold 36.0 MiB: python (pid 4711) 30.0 MiB"),
+        ("track", KEY),
         ("action", "micro-batch 16 → 8, the piece is replayed (mode piece)"),
         ("lost", "0.125 s"),
     )
@@ -265,6 +265,7 @@ def test_a_failure_tells_cause_asked_free_who_and_action() -> None:
     assert [name for name, _ in data.facts_of_failure(bare)] == ["cause", "action"]
     assert "the batch is replayed" in data.facts_of_failure(bare)[-1][1]
     assert dict(data.facts_of_failure(failure(reading_age=None)))["free"] == "5.0 MiB"
+    assert dict(data.facts_of_failure(failure(holders="")))["who"] == "others hold 36.0 MiB"
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def _mark(entry: Entry) -> Mark:
         return Mark(t, "oom", f"out of memory in {event.phase}", facts_of_failure(event), event.line(), event.key, event.size_after)
     if isinstance(event, Resized):
         kind = "thrash" if event.reason == "thrash" else "grow" if event.after > event.before else "shrink"
-        facts = [("who", event.key), ("why", _REASONS.get(event.reason, event.reason))]
+        facts = [("track", event.key), ("cause", _REASONS.get(event.reason, event.reason))]
         if event.capacity is not None:
             facts.append(("capacity", format_bytes(event.capacity)))
         facts.append(("action", f"micro-batch {event.before} → {event.after}"))
@@ -277,7 +277,7 @@ def _mark(entry: Entry) -> Mark:
 
 
 def facts_of_failure(event: OutOfMemory) -> tuple[tuple[str, str], ...]:
-    """Cause, asked, free, who, action, as far as they are known."""
+    """Cause, asked, free, who has the rest, track, action and cost, as far as they are known."""
     facts = [("cause", f"{event.kind}, samples {event.start}:{event.stop}: {event.message}")]
     if event.requested is not None:
         facts.append(("asked", format_bytes(event.requested)))
@@ -285,9 +285,9 @@ def facts_of_failure(event: OutOfMemory) -> tuple[tuple[str, str], ...]:
         age = "" if event.reading_age is None else f" (read {duration(max(0.0, event.reading_age))} before)"
         facts.append(("free", f"{format_bytes(event.free)}{age}"))
     if event.held_by_others is not None:
-        facts.append(("others", format_bytes(event.held_by_others)))
+        facts.append(("who", f"others hold {format_bytes(event.held_by_others)}{_named(event.holders)}"))
     if event.key:
-        facts.append(("who", event.key))
+        facts.append(("track", event.key))
     what = "batch" if event.mode == "step" else "piece"
     facts.append(("action", f"micro-batch {event.size_before} → {event.size_after}, the {what} is replayed (mode {event.mode})"))
     if event.seconds_lost is not None:
@@ -295,12 +295,16 @@ def facts_of_failure(event: OutOfMemory) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
+def _named(holders: str) -> str:
+    return f": {holders}" if holders else ""
+
+
 def _note(event: Event) -> tuple[str, list[tuple[str, str]]]:
     if isinstance(event, WaitingForMemory):
-        facts = [("free", format_bytes(event.free)), ("others", format_bytes(event.held_by_others))]
+        facts = [("free", format_bytes(event.free)), ("who", f"others hold {format_bytes(event.held_by_others)}{_named(event.holders)}")]
         return "waiting for memory", [*facts, ("action", f"up to {event.seconds:.1f} s, then try again")]
     if isinstance(event, SensorLost):
-        return "no memory reading", [("cause", event.reason), ("action", "micro-batches stop growing until there is one")]
+        return "no memory reading to rely on", [("cause", event.reason), ("action", "micro-batches stop growing until there is one")]
     if isinstance(event, SensorBack):
-        return "memory readings are back", [("who", event.source)]
+        return "memory readings are back", [("from", event.source)]
     return "warning", [("cause", event.line())]

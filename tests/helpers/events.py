@@ -80,6 +80,7 @@ def failure(**changes: Any) -> OutOfMemory:
         requested=2048 * MIB,
         free=5 * MIB,
         held_by_others=36 * MIB,
+        holders="python (pid 4711) 30.0 MiB",
         reading_age=0.25,
         seconds_lost=0.125,
     )
