@@ -75,7 +75,7 @@ class ElasticMBS:
         sensor: a `MemorySensor` in place of the device's own.
         monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
         is_oom: a predicate for errors that this package does not know to be out-of-memory.
-        on_event: functions that get each `Event`.
+        on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
         log: a file to which each event is added as a line of JSON (see `elastic_mbs.run_log`), for `elastic-mbs report` and `elastic-mbs watch`.
         on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
         wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
@@ -235,9 +235,11 @@ class ElasticMBS:
             self._parts.guard.restore()
         self._parts.commits.close()
         self._parts.inventory.forget()
-        if self._parts.telemetry is not None:
-            self._parts.telemetry.rest()
-        self._parts.log.close()
+        try:
+            if self._parts.telemetry is not None:
+                self._parts.telemetry.rest()
+        finally:  # a user's sink may raise
+            self._parts.log.close()
 
     # ------------------------------------------------------------------ the doors
 

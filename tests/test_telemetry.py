@@ -304,6 +304,21 @@ def test_a_call_is_told_of_when_its_figures_have_arrived_and_in_order() -> None:
     assert heard.closed == 1
 
 
+def test_a_users_sink_that_raises_at_the_end_keeps_no_file_open() -> None:
+    heard = Heard()
+
+    def broken(event: Event) -> None:
+        raise ZeroDivisionError
+
+    mbs, _, _, model = runtime(heard, LateTelemetry)
+    mbs._parts.log._sinks = (heard, broken)
+    mbs._parts.log._closing = (heard,)
+    mbs.backward(cross_entropy(model), pairs())
+    with pytest.raises(ZeroDivisionError):
+        mbs.close()
+    assert heard.closed == 1
+
+
 def test_a_forked_child_tells_nothing_of_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard()
     mbs, watch, _, model = runtime(heard, LateTelemetry)
