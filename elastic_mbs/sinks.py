@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import CallDone, ClosingSink, Event, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned, logger
+from elastic_mbs.events import (
+    CallDone,
+    ClosingSink,
+    Event,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Resized,
+    SensorBack,
+    SensorLost,
+    WaitingForMemory,
+    Warned,
+    logger,
+)
 from elastic_mbs.sizes import SizeReader
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -172,6 +184,8 @@ class PrometheusTextfile(GuardedSink):
             self._count_call(event)
         elif isinstance(event, OutOfMemory):
             self._add("out_of_memory_total", 1, name=name, phase=event.phase, kind=event.kind)
+        elif isinstance(event, OptimizerOutOfMemory):
+            self._add("out_of_memory_total", 1, name=name, phase="optimizer", kind=event.kind)
         elif isinstance(event, Resized):
             self._add("resizes_total", 1, name=name, reason=event.reason)
         elif isinstance(event, WaitingForMemory):

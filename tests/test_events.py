@@ -8,7 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_mbs import events
-from elastic_mbs.events import CallDone, Event, EventLog, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned, format_bytes
+from elastic_mbs.events import (
+    CallDone,
+    Event,
+    EventLog,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Resized,
+    SensorBack,
+    SensorLost,
+    WaitingForMemory,
+    Warned,
+    format_bytes,
+)
 
 OOM = OutOfMemory(
     name="run",
@@ -49,6 +61,7 @@ EVENTS: list[tuple[Event, list[str]]] = [
     (OOM, ["backward", "16:48", "32 → 15", "piece", "7 leaves", "Tried to allocate 2.00 GiB"]),
     (DONE, ["64 samples", "3 pieces", "up to 24", "1.25 s", "loss 0.5", "2 out-of-memory errors", "0.25 s lost", "3.0 MiB", "loss_fn/train/7"]),
     (replace(DONE, seconds=None, loss=None), ["an unknown time"]),
+    (OptimizerOutOfMemory("run", "AdamW", "one by one", "allocator", "no room"), ["AdamW.step()", "taken back", "one by one", "no room"]),
     (WaitingForMemory("run", seconds=2.5, free=3 << 30, held_by_others=None), ["2.5 s", "3.0 GiB", "unknown"]),
     (Resized("run", before=8, after=16, reason="grow", key="loss_fn/train/7"), ["8 → 16", "grow", "loss_fn/train/7"]),
     (SensorLost("run", reason="NVML: driver not loaded"), ["NVML: driver not loaded", "stop growing"]),

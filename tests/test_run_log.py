@@ -67,6 +67,10 @@ def test_every_event_comes_back_as_it_was(kind: type[Event], data: st.DataObject
     assert (entry.t, run.id) == (1.5, "abc")
 
 
+def test_the_samples_of_these_tests_are_one_of_each_kind() -> None:
+    assert {type(event) for event in ONE_OF_EACH} | {Event} == set(KINDS)
+
+
 def test_no_field_of_an_event_hides_one_of_the_line() -> None:
     ours = {"event", "run", "time", "t", "level"}
     assert not [kind for kind in KINDS if ours & {item.name for item in fields(kind)}]

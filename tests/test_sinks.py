@@ -62,6 +62,7 @@ elastic_mbs_samples_total{{rank="0",name="run",mode="eval"}} 64
 # HELP elastic_mbs_out_of_memory_total Out-of-memory errors.
 # TYPE elastic_mbs_out_of_memory_total counter
 elastic_mbs_out_of_memory_total{{rank="0",name="run",phase="backward",kind="allocator"}} 1
+elastic_mbs_out_of_memory_total{{rank="0",name="run",phase="optimizer",kind="allocator"}} 1
 # HELP elastic_mbs_replayed_samples_total Samples that were run again.
 # TYPE elastic_mbs_replayed_samples_total counter
 elastic_mbs_replayed_samples_total{{rank="0",name="run",mode="train"}} 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from elastic_mbs.events import CallDone, Event, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, format_bytes
+from elastic_mbs.events import CallDone, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, format_bytes
 from elastic_mbs.report.decimate import Point
 from elastic_mbs.report.scale import duration, number
 from elastic_mbs.run_reader import Entry, Run
@@ -199,7 +199,7 @@ def tiles(calls: Sequence[tuple[float, CallDone]], marks: Sequence[Mark]) -> tup
     samples, replayed = sum(call.samples for call in done), sum(call.replayed_samples for call in done)
     spent, lost = sum(call.seconds or 0.0 for call in done), sum(call.seconds_lost for call in done)
     ooms = sum(call.ooms for call in done)
-    unfinished = sum(mark.kind == "oom" for mark in marks) - ooms
+    unfinished = sum(mark.kind == "oom" and mark.size is not None for mark in marks) - ooms
     sizes = [call.micro_batch_size for call in train] or [call.micro_batch_size for call in done]
     resized = [mark.size for mark in marks if mark.kind in ("grow", "shrink", "thrash") and calls and mark.t >= calls[-1][0]]
     peak = max((peak for call in done for peak in (call.peak_allocated, call.peak_reserved, call.reserved) if peak is not None), default=None)
@@ -265,6 +265,9 @@ def _mark(entry: Entry) -> Mark:
         return Mark(t, "note", str(entry.record["event"]), told, " ".join(f"{name}={value}" for name, value in told))
     if isinstance(event, OutOfMemory):
         return Mark(t, "oom", f"out of memory in {event.phase}", facts_of_failure(event), event.line(), event.key, event.size_after)
+    if isinstance(event, OptimizerOutOfMemory):
+        told = (("cause", f"{event.kind}: {event.message}"), ("action", f"taken back, and tried again {event.action}"))
+        return Mark(t, "oom", f"out of memory in {event.optimizer}.step()", told, event.line())
     if isinstance(event, Resized):
         kind = "thrash" if event.reason == "thrash" else "grow" if event.after > event.before else "shrink"
         facts = [("track", event.key), ("cause", _REASONS.get(event.reason, event.reason))]

@@ -8,7 +8,18 @@ from typing import Any
 from hypothesis import strategies as st
 
 from elastic_mbs import events
-from elastic_mbs.events import CallDone, ClosingSink, Event, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
+from elastic_mbs.events import (
+    CallDone,
+    ClosingSink,
+    Event,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Resized,
+    SensorBack,
+    SensorLost,
+    WaitingForMemory,
+    Warned,
+)
 from elastic_mbs.run_log import event_line, header_line
 
 KINDS: list[type[Event]] = sorted(
@@ -96,6 +107,7 @@ ONE_OF_EACH: list[Event] = [
     SensorLost("run", "NVML: driver not loaded"),
     SensorBack("run", "nvml"),
     Warned("run", "count", "labels of -100 and no count="),
+    OptimizerOutOfMemory("run", "AdamW", "one parameter at a time", "allocator", "CUDA out of memory."),
 ]
 
 
