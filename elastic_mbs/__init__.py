@@ -26,7 +26,7 @@ from elastic_mbs.errors import (
     UnsupportedError,
     UsageError,
 )
-from elastic_mbs.events import Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
+from elastic_mbs.events import CallDone, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.result import StepResult
@@ -39,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BackwardInsideError",
     "BatchError",
+    "CallDone",
     "CountError",
     "ElasticMBS",
     "ElasticMBSError",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from elastic_mbs import __version__, demo, doctor
+from elastic_mbs import __version__, demo, doctor, report, watch
 from elastic_mbs.errors import RecoveryError, UsageError
 
 BAD_INPUT = 2
@@ -40,6 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="look at this machine: what will hurt training, and what to do", description=doctor.__doc__)
     doctor.add_arguments(command)
     command.set_defaults(run=doctor.main)
+    command = commands.add_parser(
+        "report", help="make a page of a run log: memory, micro-batch, throughput and loss over time", description=report.__doc__
+    )
+    report.add_arguments(command)
+    command.set_defaults(run=report.main)
+    command = commands.add_parser("watch", help="follow a run log in a live panel", description=watch.__doc__)
+    watch.add_arguments(command)
+    command.set_defaults(run=watch.main)
     try:
         parsed = parser.parse_args(arguments)
         code: int = parsed.run(parsed)

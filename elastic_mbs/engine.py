@@ -174,6 +174,8 @@ class Call:
         """Snapshots what the attempt may change and brings the piece to the device; None when that itself ran out of memory."""
         parts = self.parts
         micro = MicroBatch(self, piece, self.stream_start)
+        if parts.telemetry is not None:
+            parts.telemetry.attempt()
         try:
             if self.stream_start is None:
                 self._snapshot_call(micro)

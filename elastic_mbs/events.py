@@ -6,6 +6,7 @@ Events hold numbers and strings only, never tensors or exceptions: whoever keeps
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -52,6 +53,14 @@ class OutOfMemory(Event):
         committed: leaves that the failed attempt had already committed.
         kind: what sort of error it was (see `elastic_mbs.oom.Kind`).
         message: first line of the error's text.
+        key: which track of the controller it belongs to (loss function, train or eval, shape class).
+        requested: bytes that were asked for, where the error tells.
+        free: bytes that this process could still get, by the latest reading; None without one.
+        held_by_others: bytes that somebody else has, by the same reading.
+        holders: the biggest of them in words, where they are known.
+        reading_age: seconds since that reading was taken: the others may have moved meanwhile.
+        seconds_lost: seconds of the host's clock from the start of what failed until it was undone, in mode "step" from the call's start; None where
+            nobody listens.
     """
 
     level: ClassVar[int] = logging.WARNING
@@ -64,6 +73,13 @@ class OutOfMemory(Event):
     committed: int
     kind: str
     message: str
+    key: str = ""
+    requested: int | None = None
+    free: int | None = None
+    held_by_others: int | None = None
+    holders: str = ""
+    reading_age: float | None = None
+    seconds_lost: float | None = None
 
     def line(self) -> str:
         """The event as one log line."""
@@ -93,6 +109,71 @@ class OptimizerOutOfMemory(Event):
     def line(self) -> str:
         """The event as one log line."""
         return f"out of memory in {self.optimizer}.step(), which has been taken back; trying again {self.action}: {self.message}"
+
+
+@dataclass(frozen=True)
+class CallDone(Event):
+    """A call has finished. Made only where somebody listens: a sink of `on_event`, or a run log.
+
+    It comes once everything in it is known. On CUDA that is one or two calls later, because nothing waits for the device; what is left comes when the
+    runtime is closed.
+
+    Attributes:
+        key: which track of the controller it belongs to (loss function, train or eval, shape class).
+        mode: "train" or "eval".
+        samples: samples of the batch.
+        pieces: micro-batches that committed.
+        size_before: micro-batch size in force when the call began, in samples.
+        micro_batch_size: the size in force when it ended, in samples.
+        ooms: out-of-memory errors survived in it.
+        replayed_samples: samples that were run again.
+        seconds: time of the call, in seconds of the device where it keeps time and of the host elsewhere; None where the device was lost.
+        seconds_lost: part of it that went into attempts that failed, by the host's clock: see `OutOfMemory`.
+        loss: of the whole batch; None for an eval, or where it could not be read without waiting.
+        allocated: bytes in live tensors when it ended; None where nobody knows.
+        reserved: bytes that the allocator held then; without a meter what the latest reading leaves of the capacity.
+        peak_allocated: most bytes allocated since the peaks were reset, which is this call's start while a size is being learned, and earlier else.
+        peak_reserved: most bytes reserved since then.
+        free: bytes that this process could still get, by the latest reading.
+        held_by_others: bytes that somebody else has, by the same reading.
+        total: bytes that the device has, by the same reading.
+        ended: when it ended, in seconds of `time.monotonic`.
+    """
+
+    level: ClassVar[int] = logging.DEBUG
+    key: str
+    mode: str
+    samples: int
+    pieces: int
+    size_before: int
+    micro_batch_size: int
+    ooms: int
+    replayed_samples: int
+    seconds: float | None
+    seconds_lost: float
+    loss: float | None
+    allocated: int | None
+    reserved: int | None
+    peak_allocated: int | None
+    peak_reserved: int | None
+    free: int | None
+    held_by_others: int | None
+    total: int | None
+    ended: float
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second, or None where the time is not known."""
+        return self.samples / self.seconds if self.seconds is not None and self.seconds > 0 else None
+
+    def line(self) -> str:
+        """The event as one log line."""
+        took = "an unknown time" if self.seconds is None else f"{self.seconds:.3g} s"
+        loss = "" if self.loss is None else f", loss {self.loss:.6g}"
+        return (
+            f"{self.samples} samples in {self.pieces} pieces of up to {self.micro_batch_size} in {took}{loss}, {self.ooms} out-of-memory errors, "
+            f"{self.seconds_lost:.3g} s lost to them, {format_bytes(self.allocated)} allocated for {self.key}"
+        )
 
 
 @dataclass(frozen=True)
@@ -129,12 +210,14 @@ class Resized(Event):
         after: size after, in samples.
         reason: "grow", "thrash" or "limit".
         key: which track of the controller it belongs to (loss function, train or eval, shape class).
+        capacity: bytes that this process could hold in all when that was decided; None without a reading.
     """
 
     before: int
     after: int
     reason: str
     key: str
+    capacity: int | None = None
 
     def line(self) -> str:
         """The event as one log line."""
@@ -180,12 +263,42 @@ class Warned(Event):
 Sink = Callable[[Event], None]
 
 
+class ClosingSink(ABC):
+    """A sink of this package, which has something to end or to write out when its runtime is closed; the next call begins again."""
+
+    def begin(self) -> None:  # noqa: B027
+        """A call begins."""
+
+    @abstractmethod
+    def __call__(self, event: Event) -> None:
+        """Takes an event; raises nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what is open; raises nothing."""
+
+
 class EventLog:
-    """Sends each event to the logger and to the sinks. An error in a sink passes through: nothing is swallowed."""
+    """Sends each event to the logger and to the sinks. An error in a sink passes through: nothing is swallowed.
+
+    Args:
+        sinks: get each event, in this order. Those that have something to end are `ClosingSink`s.
+    """
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = tuple(sinks)
+        self._closing = tuple(sink for sink in self._sinks if isinstance(sink, ClosingSink))
         self._warned: set[str] = set()
+
+    @property
+    def listened(self) -> bool:
+        """Whether anybody but the logger gets events."""
+        return bool(self._sinks)
+
+    def begin(self) -> None:
+        """Tells the sinks of this package that a call begins."""
+        for sink in self._closing:
+            sink.begin()
 
     def emit(self, event: Event) -> None:
         """Logs the event in one line and hands it to every sink."""
@@ -193,6 +306,11 @@ class EventLog:
             logger.log(event.level, "[%s] %s", event.name, event.line())
         for sink in self._sinks:
             sink(event)
+
+    def close(self) -> None:
+        """Ends what the sinks of this package have open."""
+        for sink in self._closing:
+            sink.close()
 
     def warn_once(self, name: str, topic: str, message: str) -> None:
         """Emits `Warned` the first time that `topic` comes up."""

@@ -94,6 +94,8 @@ def tell_controller(call: Call, pieces: int) -> None:
         parts.controller.timed(key, earlier._replace(seconds=seconds))
     if seen.seconds is None and not call.plan.probing:
         parts.stopwatch.later((call.key, seen))
-    move = parts.controller.end(call.key, seen, parts.capacity())
+    capacity = parts.capacity()
+    move = parts.controller.end(call.key, seen, capacity)
     if move is not None:
-        parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(call.key)))
+        available = None if capacity is None else capacity.bytes
+        parts.log.emit(Resized(parts.settings.name, move.before, move.after, move.reason, str(call.key), available))

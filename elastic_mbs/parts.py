@@ -16,6 +16,7 @@ from elastic_mbs.memory import Headroom, HostGuard, Monitor, Reading, UsageMeter
 from elastic_mbs.rollback import BufferCopies, RandomStreams
 from elastic_mbs.settings import Settings
 from elastic_mbs.stream import Streamer
+from elastic_mbs.telemetry import Telemetry
 from elastic_mbs.timing import Stopwatch
 from elastic_mbs.traits import Traits
 
@@ -34,6 +35,7 @@ class Parts:
     stopwatch: Stopwatch[tuple[Key, Observation]]
     streamer: Streamer
     devices: list[torch.device]
+    telemetry: Telemetry | None = None
     commits: CommitLog = field(default_factory=CommitLog)
     buffers: BufferCopies = field(default_factory=BufferCopies)
     traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)

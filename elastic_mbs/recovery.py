@@ -13,6 +13,7 @@ What none of them makes exact is refused. Source: shared/reference/autograd.md a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -22,6 +23,8 @@ from elastic_mbs.commits import drain, walk
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
 from elastic_mbs.events import OutOfMemory
 from elastic_mbs.floor import hold
+from elastic_mbs.memory import Headroom
+from elastic_mbs.memory.holders import describe
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.partition import partition
 from elastic_mbs.parts import Parts
@@ -144,6 +147,8 @@ def recover(call: Call) -> None:
     oom.release(devices=parts.inventory.devices(), thorough=history.since_progress > 1 or not splits)
     if size is not None:
         call.size = size
+    reading = parts.monitor.last()
+    seen = reading if isinstance(reading, Headroom) else None
     parts.log.emit(
         OutOfMemory(
             parts.settings.name,
@@ -156,6 +161,13 @@ def recover(call: Call) -> None:
             committed=len(failure.fired),
             kind=failure.verdict.kind.name.lower(),
             message=failure.verdict.message,
+            key=str(call.key),
+            requested=failure.verdict.requested,
+            free=None if seen is None else seen.free,
+            held_by_others=None if seen is None else seen.held_by_others,
+            holders="" if seen is None else describe(seen.holders),
+            reading_age=None if seen is None else max(0.0, time.monotonic() - seen.at),
+            seconds_lost=None if parts.telemetry is None else parts.telemetry.failed(mode),
         )
     )
     if not splits:

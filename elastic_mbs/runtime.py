@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +31,12 @@ from elastic_mbs.parts import Parts
 from elastic_mbs.recovery import retrying
 from elastic_mbs.result import OutputPlace, StepResult, check_place
 from elastic_mbs.rollback import RandomStreams, check_generators
+from elastic_mbs.run_log import RunLog, describe
 from elastic_mbs.settings import Reduction, Replay, Settings
 from elastic_mbs.stats import Stats
 from elastic_mbs.step_watch import StepWatch
 from elastic_mbs.stream import Streamer, choose_device
+from elastic_mbs.telemetry import Telemetry
 from elastic_mbs.timing import Stopwatch
 from elastic_mbs.verify import VerifyReport, verify
 
@@ -74,7 +77,8 @@ class ElasticMBS:
         sensor: a `MemorySensor` in place of the device's own.
         monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
         is_oom: a predicate for errors that this package does not know to be out-of-memory.
-        on_event: functions that get each `Event`.
+        on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
+        log: a file to which each event is added as a line of JSON (see `elastic_mbs.run_log`), for `elastic-mbs report` and `elastic-mbs watch`.
         on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
         wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
         policy: how eager the controller is.
@@ -112,6 +116,7 @@ class ElasticMBS:
         monitor_interval: float = 1.0,
         is_oom: Callable[[BaseException], bool] | None = None,
         on_event: Sink | Iterable[Sink] = (),
+        log: str | os.PathLike[str] | None = None,
         on_fatal: Callable[[ElasticMBSError], object] | None = None,
         wait_for_memory: float = 30.0,
         policy: Policy | None = None,
@@ -156,6 +161,9 @@ class ElasticMBS:
         self._dims = dims
         self._sensor, self._device, self._generators, self._interval = sensor, device, generators, monitor_interval
         self._guarded = host_guard is not False and enabled
+        policy = policy or Policy()
+        run_log = () if log is None else (RunLog(log, partial(describe, settings, policy, inventory.devices)),)
+        events = EventLog((*run_log, *sinks_of(on_event)))  # the run log first: a user's sink may raise
         self._parts = Parts(
             settings=settings,
             inventory=inventory,
@@ -167,7 +175,8 @@ class ElasticMBS:
                 clock=time.monotonic,
                 random=random.Random(time.time_ns() if seed is None else seed),
             ),
-            log=EventLog(sinks_of(on_event)),
+            log=events,
+            telemetry=Telemetry(events) if enabled and events.listened else None,
             **self._on_devices(inventory),
         )
         if enabled:
@@ -235,6 +244,11 @@ class ElasticMBS:
             self._parts.guard.restore()
         self._parts.commits.close()
         self._parts.inventory.forget()
+        try:
+            if self._parts.telemetry is not None:
+                self._parts.telemetry.rest()
+        finally:  # a user's sink may raise
+            self._parts.log.close()
 
     # ------------------------------------------------------------------ the doors
 
@@ -436,6 +450,8 @@ class ElasticMBS:
             refuse_capture()
         if not parts.monitor.running:
             parts.monitor.start()
+        if parts.telemetry is not None:
+            parts.telemetry.begin(parts.devices[0])
         view = BatchView(batch, self._dims, self._readings.get(name))
         self._readings[name] = view.readings
         if name not in self._looked_at:
@@ -480,6 +496,8 @@ class ElasticMBS:
         self._stats.add(result, call.view.length, training=call.training)
         if call.training:
             self.last_result = result
+        if self._parts.telemetry is not None:
+            self._parts.telemetry.done(call)
         return result
 
     def _refuse_incomplete(self) -> None:

@@ -29,6 +29,9 @@ from elastic_mbs import MicroBatchFloorError, __version__, cli, demo
         (["demo", "--text", "no/such/place"], "no/such/place"),
         (["demo", "--out", "no/such/folder/demo.png"], "no/such/folder"),
         (["demo", "--out", "."], "this is a folder"),
+        (["demo", "--log", "no/such/folder/run.jsonl"], "no/such/folder"),
+        (["report"], "RUN.jsonl"),
+        (["watch"], "RUN.jsonl"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +49,9 @@ def test_cuda_without_a_device_is_bad_input(capsys: pytest.CaptureFixture[str], 
     assert "--device cpu" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("option", "told"), [("--version", f"elastic-mbs {__version__}"), ("--help", "demo")])
+@pytest.mark.parametrize(
+    ("option", "told"), [("--version", f"elastic-mbs {__version__}"), ("--help", "demo"), ("--help", "report"), ("--help", "watch")]
+)
 def test_it_tells_its_version_and_how_it_is_used(option: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([option])

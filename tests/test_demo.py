@@ -26,6 +26,7 @@ from elastic_mbs.demo.record import Record, Sample, Step
 from elastic_mbs.demo.tenant import write_script
 from elastic_mbs.events import OutOfMemory, Resized
 from elastic_mbs.memory import NoMeter, NoSensor
+from elastic_mbs.report import render
 
 MIB = 2**20
 SMALL = GPTConfig(context=64, width=16, heads=2, layers=2)
@@ -59,11 +60,16 @@ def test_it_survives_and_trains_the_same_model(dtype: str, capsys: pytest.Captur
     assert "picture" not in out
 
 
-def test_it_grows_back_when_the_co_tenant_has_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_grows_back_when_the_co_tenant_has_left_and_its_log_tells_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(run, "POLICY", replace(run.POLICY, cooldown=0.0))  # a run of two seconds
-    assert cli.main([*QUICK, "--steps", "24", "--no-plot"]) == 0
+    assert cli.main([*QUICK, "--steps", "24", "--no-plot", "--log", str(tmp_path / "run.jsonl")]) == 0
     _, _, alone_again = capsys.readouterr().out.partition("it leaves")
     assert "(grow)" in alone_again
+    page = render(tmp_path / "run.jsonl")
+    assert page.count('class="mark mark-grow" d=') > 2  # one in the legend, one in the table, the others in the lane
+    assert page.count('class="mark mark-oom" d=') > 2
 
 
 def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,26 @@
 """One line per event, with its figures."""
 
 import logging
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_mbs import events
-from elastic_mbs.events import Event, EventLog, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned, format_bytes
+from elastic_mbs.events import (
+    CallDone,
+    Event,
+    EventLog,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Resized,
+    SensorBack,
+    SensorLost,
+    WaitingForMemory,
+    Warned,
+    format_bytes,
+)
 
 OOM = OutOfMemory(
     name="run",
@@ -22,9 +34,34 @@ OOM = OutOfMemory(
     kind="allocator",
     message="CUDA out of memory. Tried to allocate 2.00 GiB.",
 )
+DONE = CallDone(
+    name="run",
+    key="loss_fn/train/7",
+    mode="train",
+    samples=64,
+    pieces=3,
+    size_before=32,
+    micro_batch_size=24,
+    ooms=2,
+    replayed_samples=16,
+    seconds=1.25,
+    seconds_lost=0.25,
+    loss=0.5,
+    allocated=3 << 20,
+    reserved=4 << 20,
+    peak_allocated=5 << 20,
+    peak_reserved=6 << 20,
+    free=7 << 20,
+    held_by_others=None,
+    total=16 << 20,
+    ended=1234.5,
+)
 # each event, with what its line has to tell
 EVENTS: list[tuple[Event, list[str]]] = [
     (OOM, ["backward", "16:48", "32 → 15", "piece", "7 leaves", "Tried to allocate 2.00 GiB"]),
+    (DONE, ["64 samples", "3 pieces", "up to 24", "1.25 s", "loss 0.5", "2 out-of-memory errors", "0.25 s lost", "3.0 MiB", "loss_fn/train/7"]),
+    (replace(DONE, seconds=None, loss=None), ["an unknown time"]),
+    (OptimizerOutOfMemory("run", "AdamW", "one by one", "allocator", "no room"), ["AdamW.step()", "taken back", "one by one", "no room"]),
     (WaitingForMemory("run", seconds=2.5, free=3 << 30, held_by_others=None), ["2.5 s", "3.0 GiB", "unknown"]),
     (Resized("run", before=8, after=16, reason="grow", key="loss_fn/train/7"), ["8 → 16", "grow", "loss_fn/train/7"]),
     (SensorLost("run", reason="NVML: driver not loaded"), ["NVML: driver not loaded", "stop growing"]),
@@ -49,6 +86,11 @@ def test_every_kind_of_event_is_looked_at_here() -> None:
 def test_an_event_without_words_of_its_own_tells_its_fields() -> None:
     assert Event("run").line() == "Event: "
     assert Event.line(SensorBack("run", "nvml")) == "SensorBack: source=nvml"
+
+
+@pytest.mark.parametrize(("seconds", "rate"), [(1.25, 51.2), (None, None), (0.0, None)])
+def test_the_rate_is_samples_per_second_where_the_time_is_known(seconds: float | None, rate: float | None) -> None:
+    assert replace(DONE, seconds=seconds).rate == rate
 
 
 @pytest.mark.parametrize(("mode", "told"), [("piece", "replaying the piece"), ("isolate", "replaying the piece"), ("step", "replaying the batch")])

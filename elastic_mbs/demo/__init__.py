@@ -18,6 +18,7 @@ from elastic_mbs.demo.compare import Options, prepare, run_both
 from elastic_mbs.demo.console import Lines, introduction, summary, table, verdict
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import parse_bytes
+from elastic_mbs.run_log import checked_path
 
 __all__ = ["add_arguments", "main"]
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64, help="documents per step, at least 2 (default: %(default)s)")
     parser.add_argument("--text", type=Path, metavar="PATH", help="a file or a folder to train on (default: the source of Python's standard library)")
     parser.add_argument("--out", type=Path, metavar="PNG", default=Path("elastic_mbs_demo.png"), help="where the picture goes (default: %(default)s)")
+    parser.add_argument("--log", type=Path, metavar="JSONL", help="log the run to this file, for `elastic-mbs report` and `elastic-mbs watch`")
     parser.add_argument("--no-plot", action="store_true", help="draw no picture")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is CUDA where there is one (default: %(default)s)")
     parser.add_argument(
@@ -86,6 +88,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         text=arguments.text,
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         dtype=getattr(torch, arguments.dtype),
+        log=None if arguments.log is None else checked_path(arguments.log),
     )
 
 

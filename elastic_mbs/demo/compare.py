@@ -50,6 +50,7 @@ class Options:
         text: file or folder, or None for the standard library.
         device: where to train.
         dtype: float64 or float32.
+        log: where the run with elastic_mbs is logged.
     """
 
     steps: int
@@ -59,6 +60,7 @@ class Options:
     text: Path | None
     device: torch.device
     dtype: torch.dtype
+    log: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def run_both(setting: Setting, console: Console) -> Outcome:
     began = time.perf_counter()
     with open_tenant(setting, model) as tenant, Record(model, *sensor_for(options.device), console) as record:
         tenant.on_move = record.moved
-        train(model, record.steps_of(setting.loader, tenant.begin_step), record.note, record.result)
+        train(model, record.steps_of(setting.loader, tenant.begin_step), record.note, record.result, options.log)
     between = time.perf_counter()
     twin = copy.deepcopy(setting.model).to(options.device)
     reference: list[float] = []

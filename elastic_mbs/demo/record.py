@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_mbs.demo.tenant import Move
 from elastic_mbs.demo.text import Batch
-from elastic_mbs.events import Event, OutOfMemory, Resized
+from elastic_mbs.events import CallDone, Event, OutOfMemory, Resized
 from elastic_mbs.memory import Headroom, MemorySensor, UsageMeter
 from elastic_mbs.result import StepResult
 
@@ -147,6 +147,8 @@ class Record:
         An attempt that failed is lost from the start of its forward until it has been undone, which is when its event comes. Where the whole batch is
         replayed, everything since the step began is lost.
         """
+        if isinstance(event, CallDone):
+            return  # `result` has that
         now, step = self._clock(), self.steps[-1]
         self._sample()
         step.events.append((now, event))

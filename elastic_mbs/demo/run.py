@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,10 +16,16 @@ POLICY = Policy(patience=2, cooldown=0.3, min_gain=0.0)
 """Less patient than the default (4 calls, 5 s, 0.5 % of time), because the whole demo takes a minute and growth is to be seen in it."""
 
 
-def train(model: nn.Module, batches: Iterable[Batch], on_event: Callable[[Event], None], on_result: Callable[[StepResult], None]) -> None:
+def train(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    on_event: Callable[[Event], None],
+    on_result: Callable[[StepResult], None],
+    log: Path | None = None,
+) -> None:
     """Trains with elastic_mbs: each batch as large as it is wanted, in whatever memory there is."""
     optimizer = make_optimizer(model)
-    with ElasticMBS(model, count=count_tokens("labels"), policy=POLICY, monitor_interval=0.02, on_event=on_event) as mbs:
+    with ElasticMBS(model, count=count_tokens("labels"), policy=POLICY, monitor_interval=0.02, on_event=on_event, log=log) as mbs:
         for batch in batches:
             result = mbs.backward(token_loss, batch, model)  # was: loss = token_loss(batch, model); loss.backward()
             optimizer.step()

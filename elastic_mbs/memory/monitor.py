@@ -104,6 +104,10 @@ class Monitor:
         self._after_fork(restart=True)
         return self._latest.reading
 
+    def last(self) -> Reading:
+        """The latest reading and never a new one, not even at interval 0: for whoever only tells of it."""
+        return self._latest.reading
+
     def poll(self) -> Reading:
         """One reading now, in the caller's thread; it becomes the latest."""
         self._after_fork(restart=True)

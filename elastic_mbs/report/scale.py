@@ -1,0 +1,130 @@
+"""From values to places on an axis, and the ticks on it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from elastic_mbs.events import format_bytes
+
+_TIMES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
+_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A tick: its value, and what is written beside it."""
+
+    value: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis.
+
+    Attributes:
+        low: value at its beginning.
+        high: value at its end; above `low`.
+        ticks: between the two.
+        log: whether equal ratios take equal lengths; both ends are positive then.
+    """
+
+    low: float
+    high: float
+    ticks: tuple[Tick, ...]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where a value lies, as a fraction of the axis; 0 or 1 where it lies outside."""
+        low, high = self.low, self.high
+        if self.log:
+            value, low, high = math.log(max(value, low)), math.log(low), math.log(high)
+        return min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def seconds(high: float) -> Scale:
+    """The time since the run began, with about ten ticks."""
+    high = high if high > 0 else 1.0
+    step = next((step for step in _TIMES if high / step <= 10), 0.0) or _DAY * max(1.0, _nice(high / _DAY / 10))
+    return Scale(0.0, high, tuple(Tick(i * step, duration(i * step)) for i in range(int(high / step + 1e-9) + 1)))
+
+
+def linear(low: float, high: float, *, count: int = 5) -> Scale:
+    """An axis from `low` to `high` or a little further, with about `count` ticks."""
+    low, high = _spread(low, high)
+    step = _nice((high - low) / count)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Scale(first * step, last * step, tuple(Tick(i * step, number(i * step)) for i in range(first, last + 1)))
+
+
+def bytes_from_zero(high: float, *, count: int = 5) -> Scale:
+    """An axis of bytes that ends at `high`, the device's size, which has a tick beside the round ones."""
+    high = max(high, 1024.0)
+    unit = 1024 ** min(4, int(math.log(high, 1024) + 1e-9))
+    step = max(1.0, _nice(high / unit / count)) if high / unit >= count else _nice(high / unit / count)
+    ticks = [i * step * unit for i in range(int(high / unit / step + 1e-9) + 1)]
+    if high - ticks[-1] < 0.4 * step * unit:
+        ticks.pop()  # no room for both
+    ticks.append(high)
+    return Scale(0.0, high, tuple(Tick(value, _round_bytes(value)) for value in ticks))
+
+
+def powers_of_two(low: float, high: float) -> Scale:
+    """A logarithmic axis for sizes, with room around them and a tick at each power of two, or at each second, third, ... one."""
+    low, high = max(1.0, low), max(1.0, low, high)
+    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    every = max(1, -(-(last - first + 1) // 7))
+    ticks = tuple(Tick(2.0**power, f"{2**power:,}") for power in range(first, last + 1, every))
+    return Scale(2.0 ** (first - 0.35), 2.0 ** (last + 0.35), ticks, log=True)
+
+
+def powers_of_ten(low: float, high: float) -> Scale:
+    """A logarithmic axis for positive values."""
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    last = max(last, first + 1)
+    every = max(1, -(-(last - first) // 5))
+    return Scale(10.0**first, 10.0**last, tuple(Tick(10.0**power, f"{10.0**power:g}") for power in range(first, last + 1, every)), log=True)
+
+
+def number(value: float) -> str:
+    """A number as a person writes it: `12,000`, `0.5`, `1.2e-07`."""
+    if value and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.6g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def duration(value: float) -> str:
+    """Seconds as a person writes them: `250 ms`, `12 s`, `4:05`, `2:30:00`, `3 d 4:00`."""
+    if not math.isfinite(value):
+        return "unknown"
+    if value < 60:
+        if value == 0:
+            return "0 s"
+        return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
+    whole = round(value)
+    days, rest = divmod(whole, _DAY)
+    hours, minutes, left = rest // 3600, rest // 60 % 60, rest % 60
+    if days:
+        return f"{days} d {hours}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _nice(step: float) -> float:
+    """The next of 1, 2, 5 × 10ⁿ that is not below `step`."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(nice * power for nice in (1.0, 2.0, 5.0, 10.0) if nice * power >= step * (1 - 1e-9))
+
+
+def _spread(low: float, high: float) -> tuple[float, float]:
+    """The two ends, with something between them."""
+    low, high = (min(1e300, max(-1e300, end)) for end in (min(low, high), max(low, high)))
+    least = max(abs(low), abs(high), 1e-12) * 1e-6
+    if high - low >= least:
+        return low, high
+    room = max(abs(low) * 0.05, least, 1e-9)
+    return low - room, high + room
+
+
+def _round_bytes(value: float) -> str:
+    return "0" if value == 0 else format_bytes(value).replace(".0 ", " ")

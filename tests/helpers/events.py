@@ -1,0 +1,143 @@
+"""Events for the tests of whatever reads them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from elastic_mbs import events
+from elastic_mbs.events import (
+    CallDone,
+    ClosingSink,
+    Event,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Resized,
+    SensorBack,
+    SensorLost,
+    WaitingForMemory,
+    Warned,
+)
+from elastic_mbs.run_log import event_line, header_line
+
+KINDS: list[type[Event]] = sorted(
+    (kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)), key=lambda kind: kind.__name__
+)
+MIB = 2**20
+KEY = "loss_fn (train, 2^7 elements per sample)"
+
+_TEXT = st.text(max_size=20)
+_WHOLE = st.integers(-(2**62), 2**62)
+_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "int": _WHOLE,
+    "int | None": st.none() | _WHOLE,
+    "float": st.floats(),
+    "float | None": st.none() | st.floats(),
+    "str": _TEXT,
+}
+
+
+def any_event(kind: type[Event]) -> st.SearchStrategy[Event]:
+    """Every event of a class that can be made."""
+    return st.builds(kind, **{item.name: _FIELDS[str(item.type)] for item in fields(kind)})
+
+
+ANY_EVENT = st.one_of(*(any_event(kind) for kind in KINDS))
+
+
+def done(ended: float = 1.0, **changes: Any) -> CallDone:
+    """A call that finished at `ended`."""
+    call = CallDone(
+        name="run",
+        key=KEY,
+        mode="train",
+        samples=64,
+        pieces=4,
+        size_before=16,
+        micro_batch_size=16,
+        ooms=0,
+        replayed_samples=0,
+        seconds=0.5,
+        seconds_lost=0.0,
+        loss=2.5,
+        allocated=10 * MIB,
+        reserved=12 * MIB,
+        peak_allocated=30 * MIB,
+        peak_reserved=40 * MIB,
+        free=52 * MIB,
+        held_by_others=36 * MIB,
+        total=100 * MIB,
+        ended=ended,
+    )
+    return replace(call, **changes)
+
+
+def failure(**changes: Any) -> OutOfMemory:
+    """An error that was survived."""
+    event = OutOfMemory(
+        name="run",
+        phase="backward",
+        start=16,
+        stop=32,
+        mode="piece",
+        size_before=16,
+        size_after=8,
+        committed=3,
+        kind="allocator",
+        message="CUDA out of memory. Tried to allocate 2.00 GiB.",
+        key=KEY,
+        requested=2048 * MIB,
+        free=5 * MIB,
+        held_by_others=36 * MIB,
+        holders="python (pid 4711) 30.0 MiB",
+        reading_age=0.25,
+        seconds_lost=0.125,
+    )
+    return replace(event, **changes)
+
+
+GROWN = Resized("run", 8, 16, "grow", KEY, 64 * MIB)
+ONE_OF_EACH: list[Event] = [
+    done(),
+    failure(),
+    GROWN,
+    WaitingForMemory("run", 2.5, 5 * MIB, 36 * MIB),
+    SensorLost("run", "NVML: driver not loaded"),
+    SensorBack("run", "nvml"),
+    Warned("run", "count", "labels of -100 and no count="),
+    OptimizerOutOfMemory("run", "AdamW", "one parameter at a time", "allocator", "CUDA out of memory."),
+]
+
+
+def log_of(*runs: list[tuple[float, Event]], name: str = "run", **header: Any) -> bytes:
+    """A run log: each run a list of events with their times."""
+    lines = []
+    for number, entries in enumerate(runs):
+        run = f"{number:012x}"
+        about = {"name": name, "device": "cpu", "versions": {"torch": "2.13.0"}, "settings": {}, "policy": {"margin": 0.1}, **header}
+        lines.append(header_line(run, 0.0, 1.7e9, about))
+        lines += [event_line(event, run, at, 1.7e9 + at) for at, event in entries]
+    return b"".join(lines)
+
+
+class Heard(ClosingSink):
+    """A sink that notes everything it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.begun = self.closed = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    @property
+    def calls(self) -> list[CallDone]:
+        return [event for event in self.events if isinstance(event, CallDone)]
