@@ -27,6 +27,7 @@ from elastic_mbs.errors import (
     UsageError,
 )
 from elastic_mbs.events import CallDone, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
+from elastic_mbs.join import PerPiece
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.result import StepResult
@@ -59,6 +60,7 @@ __all__ = [
     "OptimizerOutOfMemory",
     "OptimizerStepError",
     "OutOfMemory",
+    "PerPiece",
     "PoisonedDeviceError",
     "Policy",
     "RecoveryError",

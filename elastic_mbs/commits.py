@@ -132,7 +132,7 @@ class CommitLog:
         """Between two attempts: forgets what committed, by whomever."""
         self.fired.clear()
 
-    def sample(self, most: int = 4) -> list[torch.Tensor]:
+    def sample(self, most: int = 2) -> list[torch.Tensor]:
         """A few of the leaves that committed, spread over all of them."""
         return list(islice(self.fired, 0, None, max(1, -(-len(self.fired) // most))))
 

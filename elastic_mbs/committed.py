@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
-
-import torch
+from collections.abc import Iterable
 
 from elastic_mbs.history import History
 from elastic_mbs.micro_batch import MicroBatch
-from elastic_mbs.result import StepResult, StoredOutput
-
-
-class _Piece(NamedTuple):
-    """A piece whose contribution is in every leaf."""
-
-    start: int
-    stop: int
-    loss: torch.Tensor | None
-    weight: float
-    stored: StoredOutput | None
-    callbacks: list[Callable[[], object]] | None
+from elastic_mbs.result import StepResult
 
 
 class Committed:
     """What has committed so far."""
 
     def __init__(self) -> None:
-        self._pieces: list[_Piece] = []
+        self._pieces: list[MicroBatch] = []
 
     def add(self, micro: MicroBatch) -> None:
-        """Takes over what the result needs of an attempt that has succeeded."""
-        self._pieces.append(_Piece(micro.start, micro.stop, micro._loss, micro._weight, micro._stored, micro._callbacks))
+        """Keeps an attempt that has succeeded, for what the result needs of it: its range, its loss and its outputs."""
+        self._pieces.append(micro)
 
     def clear(self) -> None:
         """Forgets everything: the batch is replayed from its start, or over."""
+        for piece in self._pieces:
+            piece._let_go()
         self._pieces.clear()
 
     def __len__(self) -> int:
@@ -49,22 +37,22 @@ class Committed:
     def run_callbacks(self) -> None:
         """Runs what `on_commit` was given, in the batch's order."""
         for piece in self._in_order():
-            for callback in piece.callbacks or ():
+            for callback in piece._callbacks or ():
                 callback()
 
     def result(self, size: int, history: History, skipped: Iterable[tuple[int, int]]) -> StepResult:
         """The result of the whole call, which ended at micro-batch `size` and left `skipped` out because nothing in them counts."""
         done = self._in_order()
-        stored = [piece.stored for piece in done]
+        stored = [piece._stored for piece in done]
         return StepResult(
             partition=tuple([(piece.start, piece.stop) for piece in done]),
             micro_batch_size=size,
             ooms=history.failures,
             replayed_samples=history.replayed_samples,
             skipped=tuple(sorted(skipped)),
-            _losses=tuple([(piece.loss, piece.weight) for piece in done if piece.loss is not None]),
+            _losses=tuple([(piece._loss, piece._weight) for piece in done if piece._loss is not None]),
             _outputs=stored if any(stored) else [],
         )
 
-    def _in_order(self) -> list[_Piece]:
-        return sorted(self._pieces)  # no two start at the same sample
+    def _in_order(self) -> list[MicroBatch]:
+        return sorted(self._pieces, key=lambda piece: piece.start)

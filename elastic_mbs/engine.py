@@ -30,9 +30,9 @@ from elastic_mbs.learning import learn, meet_inner_leaves, take_census, tell_con
 from elastic_mbs.losses import read_losses, seed, takes_seed, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
+from elastic_mbs.random_streams import StreamState
 from elastic_mbs.recovery import Failure, note_failure, recover, retrying, unwind
 from elastic_mbs.result import OutputPlace, StepResult, StoredOutput
-from elastic_mbs.rollback import StreamState
 from elastic_mbs.saved_tensors import SavedTensorTable
 from elastic_mbs.schedule import Range, Schedule
 
@@ -318,14 +318,19 @@ class Call:
             parts.commits.clear()
         if parts.buffers.watched:
             traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
-        if not traits.edits_batch and self.view.versions() != self.versions:
-            traits.edits_batch = self.history.edited = True
+        if not self.steady:
+            self._look_at_batch()
         self.committed.add(micro)
-        micro._let_go()
+        micro._drop_graph()
         self.history.progress()
         if self.plan.probing:
             usage = parts.meter.usage()
             self.size = parts.controller.piece_done(self.key, len(micro), usage.peak_allocated if usage else None, parts.capacity())
+
+    def _look_at_batch(self) -> None:
+        """Notices a `loss_fn` that edits its samples in place. After a piece while it is new, and at a call's end from then on."""
+        if not self.traits.edits_batch and self.view.versions() != self.versions:
+            self.traits.edits_batch = self.history.edited = True
 
     def _learn_and_fold(self, micro: MicroBatch) -> None:
         parts, traits = self.parts, self.traits
@@ -342,6 +347,8 @@ class Call:
         parts = self.parts
         if self.isolation is not None:
             retrying(parts, "write the gradient in its own type", self.isolation.finish)
+        if self.steady:
+            self._look_at_batch()
         self._look_at_streams()
         self.result = self.committed.result(self.size, self.history, self.schedule.skipped)
         tell_controller(self, len(self.committed))

@@ -9,8 +9,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch.autograd.graph import Node
 
+from elastic_mbs.random_streams import StreamState
 from elastic_mbs.result import StoredOutput
-from elastic_mbs.rollback import StreamState
 from elastic_mbs.schedule import Range
 
 Totals = float | int | Mapping[str, float | int]
@@ -122,7 +122,12 @@ class MicroBatch:
             self._callbacks = []
         self._callbacks.append(fn)
 
-    def _let_go(self) -> None:
-        """Drops what keeps tensors alive: whoever still holds this attempt holds nothing of it."""
-        self.data = self._root = self._leaves = self._loss = self._stored = self._callbacks = None
+    def _drop_graph(self) -> None:
+        """Drops what keeps the attempt's tensors alive, but for its loss and outputs."""
+        self.data = self._root = self._leaves = None
         self._losses = ()
+
+    def _let_go(self) -> None:
+        """Drops everything: whoever still holds this attempt holds nothing of it."""
+        self._drop_graph()
+        self._loss = self._stored = self._callbacks = None

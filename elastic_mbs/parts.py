@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from elastic_mbs.buffers import BufferCopies
 from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Capacity, Controller, Key, Observation
 from elastic_mbs.events import EventLog
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import Headroom, HostGuard, Monitor, Reading, UsageMeter
-from elastic_mbs.rollback import BufferCopies, RandomStreams
+from elastic_mbs.random_streams import RandomStreams
 from elastic_mbs.settings import Settings
 from elastic_mbs.stream import Streamer
 from elastic_mbs.telemetry import Telemetry

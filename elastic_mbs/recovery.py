@@ -28,7 +28,7 @@ from elastic_mbs.memory.holders import describe
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.partition import partition
 from elastic_mbs.parts import Parts
-from elastic_mbs.rollback import StreamState
+from elastic_mbs.random_streams import StreamState
 from elastic_mbs.schedule import Range
 
 if TYPE_CHECKING:

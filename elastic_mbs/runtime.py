@@ -28,9 +28,9 @@ from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, MemorySensor, 
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.optimizer_step import optimizer_step
 from elastic_mbs.parts import Parts
+from elastic_mbs.random_streams import RandomStreams, check_generators
 from elastic_mbs.recovery import retrying
 from elastic_mbs.result import OutputPlace, StepResult, check_place
-from elastic_mbs.rollback import RandomStreams, check_generators
 from elastic_mbs.run_log import RunLog, describe
 from elastic_mbs.settings import Reduction, Replay, Settings
 from elastic_mbs.stats import Stats

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from elastic_mbs.buffers import BufferCopies
 from elastic_mbs.commits import CommitLog
 from elastic_mbs.history import History
 from elastic_mbs.isolation import Isolation
-from elastic_mbs.rollback import BufferCopies, RandomStreams
+from elastic_mbs.random_streams import RandomStreams
 from stress.cases import CASES, build
 from stress.exhaustive import PATTERNS, WrongOutcomeError, main, run, sweep
 from stress.injection import InjectOOM

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS
-from elastic_mbs.rollback import BufferCopies, RandomStreams, check_generators
+from elastic_mbs.buffers import BufferCopies
+from elastic_mbs.random_streams import RandomStreams, check_generators
 
 F64 = torch.float64
 

@@ -16,13 +16,14 @@ import torch
 from elastic_mbs import ElasticMBS, engine, runtime
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView
+from elastic_mbs.buffers import BufferCopies
 from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Controller
 from elastic_mbs.guards import GradientSentinels
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import CudaMeter, HostMeter, Monitor
 from elastic_mbs.parts import Parts
-from elastic_mbs.rollback import BufferCopies, RandomStreams
+from elastic_mbs.random_streams import RandomStreams
 from elastic_mbs.schedule import Schedule
 from elastic_mbs.stream import Streamer
 from elastic_mbs.timing import Stopwatch
