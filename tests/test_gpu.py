@@ -3,6 +3,7 @@
 On CUDA the errors are the allocator's own: a memory fraction stands for a small device, another process for the co-tenant.
 """
 
+import contextlib
 import gc
 import json
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS, Event, Headroom, OutOfMemory, Policy, count_tokens
+from elastic_mbs import ElasticMBS, Event, Headroom, OptimizerOutOfMemory, OutOfMemory, Policy, count_tokens, oom
 from elastic_mbs.memory import CudaSensor
 from elastic_mbs.memory.holders import pids_are_ours
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
@@ -426,6 +427,73 @@ def test_a_scaled_step_is_the_same_after_an_oom(device: torch.device) -> None:
         assert twin.get_scale() == scaler.get_scale()
         for mine, other in zip(trained, model.parameters(), strict=True):
             assert torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(device: torch.device, implementation: str, first: bool) -> None:
+    side = 1024 if device.type == "cuda" else 64  # on CUDA 16 parameters of 4 MiB, which are blocks of their own
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(16))).to(device)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(side, side).to(device)
+        optimizer = (
+            torch.optim.AdamW(model.parameters(), fused=True) if implementation == "fused" else torch.optim.AdamW(model.parameters(), foreach=True)
+        )
+        if not first:
+            optimizer.step()
+        return model, optimizer
+
+    reference, plain = make()
+    plain.step()
+    model, optimizer = make()
+    events: list[Event] = []
+    size = 16 * side * side * 4
+    with Room(device, model) as room:
+        room.track(optimizer)
+        # The state where it is new, and a quarter of the temporaries that foreach needs; a fused step whose state is there needs nothing.
+        room.allow((2 * size if first else 0) + (size // 4 if implementation == "foreach" else size // 16))
+        mbs = ElasticMBS(model, monitor_interval=0, on_event=events.append)
+        mbs.optimizer_step(optimizer)
+        mbs.close()
+    tries = [event.action for event in events if isinstance(event, OptimizerOutOfMemory)]
+    assert tries == ([] if implementation == "fused" else ["with the caches let go of", "one parameter at a time"])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(gpu: torch.device, record_property: Any) -> None:
+    ballast: list[Tensor] = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for size in (2**30, 2**25, 2**20):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                while True:
+                    ballast.append(torch.empty(size, dtype=torch.uint8, device=gpu))
+    seen: list[str] = []
+    works: dict[str, Callable[[], object]] = {
+        "cublas": lambda: torch.ones(8, 8, device=gpu) @ torch.ones(8, 8, device=gpu),
+        "cusolver": lambda: torch.linalg.svd(torch.ones(64, 64, device=gpu)),
+        "cufft": lambda: torch.fft.fft(torch.ones(2**12, device=gpu)),
+        "conv": lambda: functional.conv2d(torch.ones(1, 8, 32, 32, device=gpu), torch.ones(8, 8, 3, 3, device=gpu)),
+    }
+    for name, work in works.items():
+        try:
+            work()
+            torch.cuda.synchronize(gpu)
+        except Exception as error:
+            verdict = oom.classify(error)
+            seen.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]} -> {verdict.kind.name if verdict else None}")
+            assert verdict is not None, seen[-1]
+            oom.forget(error)
+    ballast.clear()
+    oom.release(devices=[gpu], thorough=True)
+    answer = oom.probe(gpu)
+    record_property("driver_errors", "; ".join(seen))
+    record_property("probe", str(answer))
+    assert answer is None
+    assert torch.equal(torch.ones(4, 4, device=gpu) @ torch.ones(4, 4, device=gpu), torch.full((4, 4), 4.0, device=gpu))
 
 
 @pytest.mark.gpu

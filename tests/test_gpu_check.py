@@ -52,7 +52,7 @@ def test_without_a_device_it_says_so(tool: Any, monkeypatch: pytest.MonkeyPatch,
 
 def test_all_parts_together_take_less_than_nine_minutes(tool: Any, tmp_path: Path) -> None:
     real = tool.parts(tmp_path, dry=False)
-    assert [each.name for each in real] == ["tests", "demo", "overhead", "breakdown"]
+    assert [each.name for each in real] == ["tests", "doctor", "demo", "overhead", "breakdown"]
     assert sum(each.limit + 2 * tool.GRACE for each in real) < 9 * 60
     assert "gpu" in real[0].command
     assert all("cuda" in each.command for each in real[1:])

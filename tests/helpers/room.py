@@ -48,6 +48,11 @@ class Room:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
             torch.cuda.empty_cache()
 
+    def track(self, *objects: Any) -> None:
+        """Counts what else is on the device already."""
+        if self._budget is not None:
+            self._budget.track(*objects)
+
     def taken(self) -> int:
         """Bytes of live tensors."""
         gc.collect()
