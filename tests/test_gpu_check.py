@@ -55,7 +55,7 @@ def test_all_parts_together_take_less_than_nine_minutes(tool: Any, tmp_path: Pat
     assert [each.name for each in real] == ["tests", "doctor", "demo", "overhead", "breakdown"]
     assert sum(each.limit + 2 * tool.GRACE for each in real) < 9 * 60
     assert "gpu" in real[0].command
-    assert all("cuda" in each.command for each in real[1:])
+    assert all("cuda" in each.command for each in real[1:] if each.name != "doctor")
 
 
 def test_a_part_that_runs_over_is_ended_with_all_that_it_started(tool: Any, tmp_path: Path) -> None:
