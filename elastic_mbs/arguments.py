@@ -68,6 +68,16 @@ def refuse_graphs(view: BatchView) -> None:
             )
 
 
+def refuse_no_function(fn: object, usage: str) -> None:
+    """Refuses a loss, a batch or anything else in the place of the function.
+
+    Raises:
+        UsageError: it cannot be called.
+    """
+    if not callable(fn):
+        raise UsageError(f"mbs.{usage}: the function comes first and is called on pieces of the batch; got a {type(fn).__name__} in its place")
+
+
 def refuse_capture() -> None:
     """Refuses to run where a failure could not be recovered from.
 

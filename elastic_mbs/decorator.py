@@ -56,7 +56,13 @@ def elastic_step(model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], 
         return lambda fn: _on_function(fn, ElasticMBS(model, **options))
     if isinstance(model, type):
         raise UsageError(f"elastic_step({model.__name__}) got a class: give the module itself, or `lambda self: self.model` on a method")
-    return lambda fn: _on_method(fn, model, options)
+
+    def on_method(fn: Callable[..., Any]) -> ElasticStep:
+        if not callable(fn):  # `@elastic_step` alone: what was to be the model is the step function, and this is its first batch
+            raise UsageError(f"{getattr(model, '__name__', model)} was decorated without its model: write @elastic_step(model) above it")
+        return _on_method(fn, model, options)
+
+    return on_method
 
 
 def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_mbs import oom
 from elastic_mbs.accumulate import CountFn, Counts, looks_like_token_labels
-from elastic_mbs.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, sinks_of
+from elastic_mbs.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, refuse_no_function, sinks_of
 from elastic_mbs.batch import BatchView, Dims
 from elastic_mbs.controller import Controller, Limits, Policy
 from elastic_mbs.disabled import WholeBatch
@@ -30,7 +30,7 @@ from elastic_mbs.optimizer_step import optimizer_step
 from elastic_mbs.parts import Parts
 from elastic_mbs.random_streams import RandomStreams, check_generators
 from elastic_mbs.recovery import retrying
-from elastic_mbs.result import OutputPlace, StepResult, check_place
+from elastic_mbs.result import OutputPlace, StepResult
 from elastic_mbs.run_log import RunLog, describe
 from elastic_mbs.settings import Reduction, Replay, Settings
 from elastic_mbs.stats import Stats
@@ -270,6 +270,7 @@ class ElasticMBS:
             MisuseError: `loss_fn` stepped an optimizer, ran backward, and the like.
             RecoveryError: memory ran out and the batch could not be finished.
         """
+        refuse_no_function(loss_fn, "backward(loss_fn, batch)")
         if not self.enabled:
             for micro in self._loop_whole(batch):
                 with micro:
@@ -324,13 +325,13 @@ class ElasticMBS:
             BatchError: the batch cannot be cut.
             RecoveryError: memory ran out and the batch could not be finished.
         """
-        place = check_place(to)
-        if place is None:
-            raise UsageError('to=None would drop what eval is for: use "device" or "cpu"')
+        if to not in ("device", "cpu"):
+            raise UsageError(f'to={to!r} is not known: use "device" (the default), or "cpu" for outputs that would fill the device')
+        refuse_no_function(fn, "eval(fn, batch)")
         if not self.enabled:
             with torch.no_grad():
                 return fn(batch, *args, **kwargs)
-        with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=place) as call, torch.no_grad():
+        with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=to) as call, torch.no_grad():
             for micro in call:
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))
@@ -384,6 +385,7 @@ class ElasticMBS:
             samples: how many samples to compare on.
             **kwargs: passed on to `loss_fn`.
         """
+        refuse_no_function(loss_fn, "verify(loss_fn, batch)")
         self._refuse_incomplete()
         if running_call() is not None:
             raise NestedCallError("verify() was called inside a step function; call it beside the training loop")

@@ -26,9 +26,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def frozen_garbage() -> None:
-    """Recovery collects garbage; what has been imported by now need not be looked at each time."""
+    """Recovery collects garbage; what has been imported, and what earlier modules have left, need not be looked at each time."""
     importlib.import_module("torch._dynamo")  # torch does so at the first checkpoint or optimizer step: 100 000 objects
     gc.collect()
     gc.freeze()
