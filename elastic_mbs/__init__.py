@@ -26,7 +26,18 @@ from elastic_mbs.errors import (
     UnsupportedError,
     UsageError,
 )
-from elastic_mbs.events import CallDone, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
+from elastic_mbs.events import (
+    CallDone,
+    CallFailed,
+    Event,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Resized,
+    SensorBack,
+    SensorLost,
+    WaitingForMemory,
+    Warned,
+)
 from elastic_mbs.join import PerPiece
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.micro_batch import MicroBatch
@@ -41,6 +52,7 @@ __all__ = [
     "BackwardInsideError",
     "BatchError",
     "CallDone",
+    "CallFailed",
     "CountError",
     "ElasticMBS",
     "ElasticMBSError",

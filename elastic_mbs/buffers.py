@@ -51,7 +51,7 @@ class _Slot:
     changing: bool
     at_call: _Mark
     at_piece: _Mark
-    statistics: bool = False  # running ones of a module in training mode: a forward writes to them and puts no others in their place
+    statistics: bool = False  # running ones of torch's own in training mode: a forward writes to them and puts no others in their place
 
     def now(self) -> torch.Tensor | None:
         return self.owner.get(self.key)
@@ -110,7 +110,7 @@ class BufferCopies:
         else:
             self._slots = [self._slot(module, name, tensor) for module in owners for name, tensor in module._buffers.items()]
         self._modules, self._owners, self._tensors, self._key = modules, owners, tensors, key
-        self._plain = [module for module in owners if "running_mean" not in module._buffers] if known else list(modules)
+        self._plain = [module for module in owners if not _keeps_statistics(module)] if known else list(modules)
         self._attributes = {"call": _attributes(self._plain)}
         self._begun = False
         self._sort()
@@ -124,7 +124,7 @@ class BufferCopies:
 
     def _slot(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> _Slot:
         buffers = module._buffers
-        statistics = module.training and "running_mean" in buffers and _copyable(tensor)
+        statistics = module.training and _keeps_statistics(module) and _copyable(tensor)
         mark = _Mark(tensor, _version(tensor))
         changing = statistics or (id(buffers), name) in self._changing
         return _Slot(buffers, name, f"{type(module).__name__}.{name}", changing, mark, mark, statistics)
@@ -255,6 +255,11 @@ def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or not (a.is_floating_point() and a.is_contiguous() and b.is_contiguous()):
         return False
     return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Whether it is one of torch's own with running statistics. One of the user's may put new tensors in their place, or count in an attribute."""
+    return "running_mean" in module._buffers and type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _begin(slots: list[_Slot], copies: _Copies) -> None:

@@ -83,6 +83,7 @@ class CommitLog:
     def __init__(self) -> None:
         # The hook is its `append`, the cheapest call there is: one runs for every leaf of every piece.
         self.fired = _Fired(maxlen=MOST)
+        self._turn = 0
         self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         self._guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._watched, self._guests)
@@ -133,8 +134,10 @@ class CommitLog:
         self.fired.clear()
 
     def sample(self, most: int = 2) -> list[torch.Tensor]:
-        """A few of the leaves that committed, spread over all of them."""
-        return list(islice(self.fired, 0, None, max(1, -(-len(self.fired) // most))))
+        """A few of the leaves that committed, spread over all of them, and others each time."""
+        step = max(1, -(-len(self.fired) // most))
+        self._turn += 1
+        return list(islice(self.fired, self._turn % step, None, step))
 
     def close(self) -> None:
         """Removes every hook."""

@@ -407,6 +407,8 @@ class Call:
             finally:
                 self.parts.controller.abandon(self.key)
                 self._close()
+                if self.parts.telemetry is not None:
+                    self.parts.telemetry.ended(self, error)
 
     def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses a step of an optimizer over the leaves of this batch while it is incomplete."""

@@ -177,6 +177,31 @@ class CallDone(Event):
 
 
 @dataclass(frozen=True)
+class CallFailed(Event):
+    """A call has ended by an exception, which passes on to the caller. Only where somebody listens.
+
+    Attributes:
+        key: which track of the controller it belongs to.
+        error: the exception's class.
+        message: its first line.
+        ooms: out-of-memory errors survived before it.
+        seconds: since the call began.
+        seconds_lost: of those, what failed attempts had cost.
+    """
+
+    key: str
+    error: str
+    message: str
+    ooms: int
+    seconds: float
+    seconds_lost: float
+
+    def line(self) -> str:
+        """The event as one log line."""
+        return f"a call has ended by {self.error} after {self.seconds:.3g} s and {self.ooms} out-of-memory errors, for {self.key}: {self.message}"
+
+
+@dataclass(frozen=True)
 class WaitingForMemory(Event):
     """The smallest micro-batch does not fit now; waiting, for a bounded time, for others to free memory.
 

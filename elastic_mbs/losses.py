@@ -84,24 +84,13 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-_seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
-"""Weights as tensors. A balanced split has one or two of them."""
-MOST_SEEDS = 64
-
-
 def seed(loss: torch.Tensor, weight: float) -> torch.Tensor:
     """What a backward of `loss` starts from for its gradient to be weighed: the result is that of `(weight * loss).backward()`.
 
-    It saves the multiplication and its part of the graph. Nothing writes to a seed: autograd copies what it does not own.
+    It saves the multiplication and its part of the graph. A new one each time: where only views and sums lie between a leaf and the loss, autograd
+    makes it the leaf's `.grad`, and a hook on the loss may write to it.
     """
-    key = weight, loss.dtype, loss.device
-    found = _seeds.get(key)
-    if found is None:
-        if len(_seeds) >= MOST_SEEDS:
-            _seeds.clear()  # counts in tokens give a weight of its own to nearly every piece
-        with torch.inference_mode(False):
-            found = _seeds[key] = torch.full((), weight, dtype=loss.dtype, device=loss.device)
-    return found
+    return torch.full((), weight, dtype=loss.dtype, device=loss.device)
 
 
 def takes_seed(loss: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from elastic_mbs import oom
 from elastic_mbs.errors import MisuseError, OptimizerStepError, PoisonedDeviceError, UsageError
 from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.floor import facts_of, last_headroom
-from elastic_mbs.optimizers import need_of, one_by_one, only_in_place, with_gradient
+from elastic_mbs.optimizers import has_state, is_torchs, need_of, one_by_one, only_in_place, with_gradient
 from elastic_mbs.parts import Parts
 from elastic_mbs.undo import Undo
 
@@ -45,7 +45,8 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
     if next(with_gradient(optimizer), None) is None:
         step()  # it changes nothing: for its hooks, and for a scheduler that counts steps
         return
-    undo = Undo(optimizer, gradients=not one_by_one(optimizer), values=not only_in_place(optimizer))
+    undo = Undo(optimizer, foreign=not is_torchs(optimizer), values=not only_in_place(optimizer))
+    streams = parts.streams.read(slow=True)
     _make_room_and_copy(parts, optimizer, undo)
     ways: list[tuple[str, Way]] = [("", step), ("with the caches let go of", step)]
     if one_by_one(optimizer):
@@ -62,6 +63,7 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
             verdict = _attempt(parts, optimizer, way, undo, hooks)
             if verdict is None:
                 break
+            parts.streams.restore(streams)  # one may round at random
     if verdict is not None:
         how = ", not even one parameter at a time" if one_by_one(optimizer) else ""
         raise OptimizerStepError(
@@ -174,7 +176,7 @@ def _attempt(parts: Parts, optimizer: Optimizer, way: Way, undo: Undo, hooks: _H
         _run(parts.settings.scaler, optimizer, way)
         return None
     except BaseException as error:
-        if hooks.fired and not undo.complete:
+        if hooks.fired and not hooks.failed and not undo.complete:
             error.add_note("elastic_mbs: a fused step, of which no copies are taken, ended half-way: load the last checkpoint.")
             raise
         undo.restore()
@@ -236,40 +238,57 @@ class _HooksOnce:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.failed = False
+        self.fired = self.failed = False
         self._optimizer = optimizer
-        self.fired = False
         self._before: dict[int, Any] = {}
         self._after: dict[int, Any] = {}
 
     def __enter__(self) -> _HooksOnce:
         before, after = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         self._before, self._after = dict(before), dict(after)
+        # In their own places, so that one that takes itself off, or another one on, finds what it looks for.
         before.clear()
-        after.clear()
-        before[-1] = self._fire_before
+        before[-1] = self._begin
+        for key, hook in self._before.items():
+            before[key] = self._once(hook)
+        for key in self._after:
+            after[key] = _nothing
         return self
 
     def __exit__(self, *error: object) -> None:
-        before = self._optimizer._optimizer_step_pre_hooks
-        before.clear()
-        before.update(self._before)
-        self._optimizer._optimizer_step_post_hooks.update(self._after)
+        before, after = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
+        before.pop(-1, None)
+        for hooks, own in ((before, self._before), (after, self._after)):
+            for key in own.keys() & hooks.keys():
+                hooks[key] = own[key]
 
-    def _fire_before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.fired:
-            return
-        self.fired = self.failed = True
-        for hook in self._before.values():
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.fired = True
+
+    def _once(self, hook: Any) -> Callable[[Optimizer, Any, Any], None]:
+        ran = False
+
+        def run(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal ran
+            if ran:
+                return
+            ran = self.failed = True
             if hook(optimizer, args, kwargs) is not None:
                 raise MisuseError("a step hook that changes the arguments of step() does not go with optimizer_step(), which passes none")
-        self.failed = False
+            self.failed = False
+
+        return run
 
     def fire_after(self) -> None:
         """Runs the hooks that wait for a step to be made; none where the scaler has left it out."""
         if self.fired:
-            for hook in self._after.values():
-                hook(self._optimizer, (), {})
+            for key, hook in self._after.items():
+                if key in self._optimizer._optimizer_step_post_hooks:
+                    hook(self._optimizer, (self._optimizer,), {})
+
+
+def _nothing(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """In the place of a hook that waits."""
 
 
 # ---------------------------------------------------------------------- what steps of others' optimizers take
@@ -299,5 +318,5 @@ def _signature(optimizer: Optimizer) -> tuple[str, int, bool]:
     size, fresh = 0, False
     for _, parameter in with_gradient(optimizer):
         size += parameter.numel() * parameter.element_size()
-        fresh = fresh or not optimizer.state.get(parameter)
+        fresh = fresh or not has_state(optimizer, parameter)
     return type(optimizer).__qualname__, size, fresh

@@ -89,9 +89,21 @@ def with_gradient(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor
                 yield group, parameter
 
 
-def one_by_one(optimizer: Optimizer) -> bool:
-    """Whether its parameters may be stepped one after the other with the same result. Exactly torch's classes: a subclass may couple them."""
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it is exactly one of torch's classes that treat each parameter by itself: a subclass may do anything."""
     return _known(optimizer) is not None
+
+
+def one_by_one(optimizer: Optimizer) -> bool:
+    """Whether its parameters may be stepped one after the other with the same result."""
+    own = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return is_torchs(optimizer) and len(own) == len(set(own))  # one that is there twice is stepped twice
+
+
+def has_state(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether a step has left a state for it: a dict with something in it, with torch's optimizers, and anything with others."""
+    state = optimizer.state.get(parameter)
+    return state is not None and not (isinstance(state, dict) and not state)
 
 
 def only_in_place(optimizer: Optimizer) -> bool:
@@ -99,7 +111,7 @@ def only_in_place(optimizer: Optimizer) -> bool:
     return (
         _known(optimizer) is not None
         and all(group.get("fused") is True for group in optimizer.param_groups)
-        and all(optimizer.state.get(parameter) and not parameter.grad.is_sparse for _, parameter in with_gradient(optimizer))  # type: ignore[union-attr]  # it has one
+        and all(has_state(optimizer, parameter) and not parameter.grad.is_sparse for _, parameter in with_gradient(optimizer))  # type: ignore[union-attr]  # it has one
     )
 
 
@@ -117,7 +129,7 @@ def need_of(optimizer: Optimizer, learned: int | None = None) -> Need:
         if known is None:
             together += _MANY * size
             continue
-        if not optimizer.state.get(parameter):
+        if not has_state(optimizer, parameter):
             state += known.state(group) * (_row_and_column(parameter) if known.factored else size)
         if group.get("fused") is True:
             continue

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.optimizers import takes_lists
+from elastic_mbs.undo import tensors_in_state
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class StepWatch:
         return f"{name} did not end, and has changed nothing: it may be called again when there is memory. {guard}"
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if len(args) > 1 or kwargs:  # a closure, which runs forward and backward, and this very code, inside the step
+            self._begun = None
+            return
         states = len(optimizer.state)
         self._begun = _Begun(weakref.ref(optimizer), states, _versions(optimizer, states))
 
@@ -105,4 +109,4 @@ def _firsts(optimizer: Optimizer, states: int) -> Iterator[Tensor]:
         if parameter is not None:
             yield parameter
             if states:
-                yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
+                yield from tensors_in_state(optimizer.state.get(parameter))

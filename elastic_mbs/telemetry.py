@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 
-from elastic_mbs.events import CallDone, EventLog
+from elastic_mbs.events import CallDone, CallFailed, EventLog
 from elastic_mbs.memory import Headroom, Monitor, UsageMeter
 from elastic_mbs.result import StepResult
 
@@ -86,6 +86,23 @@ class Telemetry:
         self._open.append((event, self._figures(result if call.training else None, ended - self._began)))
         while self._open and self._open[0][1].ready():
             self._emit()
+
+    def ended(self, call: Call, error: BaseException) -> None:
+        """A call has ended by `error`. A sink that fails now is told of on it: it must not take its place."""
+        message = next(iter(str(error).splitlines()), "")
+        event = CallFailed(
+            call.parts.settings.name,
+            key=str(call.key),
+            error=type(error).__name__,
+            message=message,
+            ooms=call.history.failures,
+            seconds=self._clock() - self._began,
+            seconds_lost=self._lost,
+        )
+        try:
+            self._log.emit(event)
+        except Exception as trouble:
+            error.add_note(f"elastic_mbs: a function in on_event failed at CallFailed: {type(trouble).__name__}: {trouble}")
 
     def rest(self) -> None:
         """Emits what is still open, waiting for the device: for the end of a runtime. Does nothing in a forked child, which has no device to ask."""

@@ -20,6 +20,8 @@ _BLOCK = 64 * 2**20
 piece of memory that large."""
 
 _PLAIN = (bool, int, float, str, type(None))
+_OWN = frozenset({"state", "param_groups", "defaults"}) | {name for name in vars(Optimizer([torch.zeros(1)], {})) if "hook" in name}
+"""Attributes of every optimizer that are looked at by themselves, or hold no state."""
 
 
 class Undo:
@@ -27,7 +29,7 @@ class Undo:
 
     Args:
         optimizer: with its gradients there.
-        gradients: whether the step may change gradients too; torch's own optimizers do not.
+        foreign: whether it is no optimizer of torch's, which may change gradients, and keep state in attributes and in optimizers that it wraps.
         values: whether copies are taken of what is large. False for a step that works in place alone and allocates nothing, so that memory cannot end
             it half-way.
 
@@ -35,26 +37,34 @@ class Undo:
         complete: whether copies are taken of everything.
     """
 
-    def __init__(self, optimizer: Optimizer, *, gradients: bool, values: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer, *, foreign: bool, values: bool = True) -> None:
         self._optimizer = optimizer
         groups = optimizer.param_groups
         self._parameters = [parameter for group in groups for parameter in group["params"]]
-        self._grads = [(parameter, parameter.grad) for parameter in self._parameters] if gradients else []
+        self._grads = [(parameter, parameter.grad) for parameter in self._parameters] if foreign else []
         self._state = {parameter: _renewed(state) for parameter, state in optimizer.state.items()}
         self._groups = [(group, {key: _renewed(value) for key, value in group.items() if key != "params"}) for group in groups]
-        self._attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
-        own = [p for p in self._parameters if p.grad is not None or gradients]
+        kinds = (*_PLAIN, dict, list, tuple, Tensor) if foreign else _PLAIN
+        attributes = {name: value for name, value in vars(optimizer).items() if name not in _OWN and isinstance(value, kinds)}
+        self._attributes = {name: _renewed(value) for name, value in attributes.items()}
+        self._copied: list[Tensor] = []
+        self._inner = [Undo(value, foreign=True) for value in vars(optimizer).values() if isinstance(value, Optimizer)] if foreign else []
+        own = [p for p in self._parameters if p.grad is not None or foreign]
         found = [*own, *(grad for _, grad in self._grads if grad is not None)]
-        found += [tensor for part in (*self._state.values(), *(saved for _, saved in self._groups)) for tensor in _tensors(part)]
-        unique = list({id(tensor): tensor for tensor in found}.values())
-        self._copied = unique if values else []
+        parts = (*self._state.values(), *(saved for _, saved in self._groups), *self._attributes.values())
+        found += [tensor for part in parts for tensor in tensors_in_state(part)]
+        unique = {id(tensor): tensor for tensor in found}
+        for inner in self._inner:  # an optimizer that wraps another one shares its parameters with it
+            unique |= {id(tensor): tensor for tensor in inner._copied}
+            inner._copied = []
+        self._copied = list(unique.values()) if values else []
         self.complete = values
         self._blocks: list[_Block] = []
 
     @classmethod
     def of_gradients(cls, optimizer: Optimizer) -> Undo:
         """Of nothing but the gradients."""
-        undo = cls(optimizer, gradients=True)
+        undo = cls(optimizer, foreign=True)
         grads = {id(grad) for _, grad in undo._grads if grad is not None}
         undo._copied = [tensor for tensor in undo._copied if id(tensor) in grads]
         return undo
@@ -83,21 +93,24 @@ class Undo:
         state = self._optimizer.state
         wanted: set[int] | None = None
         if only is not None:
-            wanted = {id(only), *(id(tensor) for tensor in _tensors(self._state.get(only, {})))}
-        for parameter in [only] if only is not None else list(state):
+            wanted = {id(only), *(id(tensor) for tensor in tensors_in_state(self._state.get(only, {})))}
+        for parameter in [only] if only is not None else list({**state, **self._state}):
             if parameter not in self._state:
                 state.pop(parameter, None)
-            else:
-                present = state[parameter]
+            elif isinstance(saved := _renewed(self._state[parameter]), dict) and isinstance(present := state[parameter], dict):
                 present.clear()
-                present.update(_renewed(self._state[parameter]))
+                present.update(saved)
+            else:
+                state[parameter] = saved
         if only is None:
             for group, saved in self._groups:
                 for key in group.keys() - saved.keys() - {"params"}:
                     del group[key]
                 group.update(_renewed(saved))
             for name, value in self._attributes.items():
-                setattr(self._optimizer, name, value)
+                setattr(self._optimizer, name, _renewed(value))
+            for inner in self._inner:
+                inner.restore()
             for parameter, grad in self._grads:
                 parameter.grad = grad
         for block in self._blocks:
@@ -171,12 +184,13 @@ def _renewed(value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in_state(value: Any) -> Iterator[Tensor]:
+    """The tensors in a parameter's state, which is a dict with torch's optimizers and anything with others."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in_state(item)
     elif type(value) in (list, tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in_state(item)

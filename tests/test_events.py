@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from elastic_mbs import events
 from elastic_mbs.events import (
     CallDone,
+    CallFailed,
     Event,
     EventLog,
     OptimizerOutOfMemory,
@@ -67,6 +68,7 @@ EVENTS: list[tuple[Event, list[str]]] = [
     (SensorLost("run", reason="NVML: driver not loaded"), ["NVML: driver not loaded", "stop growing"]),
     (SensorBack("run", source="nvml"), ["nvml"]),
     (Warned("run", topic="count", message="labels hold -100: pass count="), ["labels hold -100: pass count="]),
+    (CallFailed("run", "loss (train)", "ValueError", "no", 2, 1.5, 1.0), ["ended by ValueError after 1.5 s and 2 out-of-memory errors", "no"]),
 ]
 
 

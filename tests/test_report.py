@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_mbs import UsageError, cli
-from elastic_mbs.events import Event, Resized, SensorLost, Warned
+from elastic_mbs.events import CallFailed, Event, Resized, SensorLost, Warned
 from elastic_mbs.report import data, render, scale, svg
 from elastic_mbs.report.data import RunData, read_run
 from elastic_mbs.report.decimate import Point, decimate
@@ -193,7 +193,7 @@ def test_the_head_tells_what_the_run_was_and_what_it_survived() -> None:
         ("samples", "256", "73.1 per second"),
         ("OOMs survived", "1", ""),
         ("samples replayed", "16", "6.25% of all"),
-        ("time lost", "7.14%", "250 ms of 3.5 s"),
+        ("time lost", "28.95%", "1.38 s of 4.75 s"),
         ("final micro-batch", "8", "between 8 and 16"),
         ("peak memory", "40.0 MiB", "of 100.0 MiB"),
     )
@@ -492,3 +492,15 @@ def test_render_names_the_file_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         render(tmp_path / "run.jsonl")
     assert str(caught.value).count("run.jsonl") == 1
+
+
+def test_a_run_that_ended_by_an_error_says_so_and_counts_what_that_has_cost() -> None:
+    ended = CallFailed("run", KEY, "MicroBatchFloorError", "a micro-batch of 1 does not fit", 1, 3.0, 2.0)
+    told = [(1.0, done(1.0, seconds=1.0, seconds_lost=0.0)), (2.0, failure(size_after=2)), (4.0, ended)]
+    run = run_of(told)
+    tiles = {name: (value, remark) for name, value, remark in run.tiles}
+    assert tiles["ended by"] == ("MicroBatchFloorError", "a micro-batch of 1 does not fit")
+    assert tiles["time lost"][0] == "50.00%"
+    assert tiles["final micro-batch"][0] == "2"
+    assert [mark.title for mark in run.marks][-1] == "a call has ended by MicroBatchFloorError"
+    assert "ended by" not in {name for name, _, _ in run_of([*told, (5.0, done(5.0))]).tiles}

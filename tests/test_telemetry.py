@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import CallDone, ElasticMBS, Event, Headroom, MemoryBudget, OutOfMemory, Unavailable, telemetry
+from elastic_mbs import CallDone, CallFailed, ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, OutOfMemory, Unavailable, telemetry
 from elastic_mbs.events import EventLog
 from elastic_mbs.memory import NoMeter, NoSensor
 from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.sensor import Reading, Usage
 from elastic_mbs.result import StepResult
 from elastic_mbs.telemetry import Figures, Telemetry, memory_figures
+from stress.injection import InjectOOM
 from tests.helpers.events import Heard
 from tests.helpers.steps import cross_entropy, elastic, mlp, pairs
 
@@ -122,17 +123,41 @@ def test_an_eval_is_told_of_without_a_loss() -> None:
     assert (call.mode, call.loss, call.samples, call.pieces) == ("eval", None, 8, 2)
 
 
-def test_a_call_that_fails_is_not_told_of_as_finished() -> None:
+def test_a_call_that_fails_is_told_of_as_that_and_not_as_finished() -> None:
     heard, model = Heard(), mlp()
+    failed: list[CallFailed] = []
 
     def broken(batch: object) -> Tensor:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("by zero\nand more")
 
-    with elastic(model, on_event=heard) as mbs:
+    def listen(event: Event) -> None:
+        if isinstance(event, CallFailed):
+            failed.append(event)
+
+    with elastic(model, on_event=[heard, listen]) as mbs:
         with pytest.raises(ZeroDivisionError):
             mbs.backward(broken, pairs())
         mbs.backward(cross_entropy(model), pairs())
+        batch = pairs()
+        with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
+            mbs.backward(cross_entropy(model), batch)
     assert len(heard.calls) == 1
+    assert [(event.error, event.message) for event in failed[:1]] == [("ZeroDivisionError", "by zero")]
+    assert failed[1].error == "MicroBatchFloorError"
+    assert failed[1].ooms > 1
+    assert 0 < failed[1].seconds_lost <= failed[1].seconds
+
+
+def test_a_sink_that_fails_when_a_call_has_failed_does_not_hide_why() -> None:
+    def broken(event: Event) -> None:
+        raise ValueError("disk")
+
+    def loss_fn(batch: object) -> Tensor:
+        raise ZeroDivisionError
+
+    with elastic(mlp(), on_event=broken) as mbs, pytest.raises(ZeroDivisionError) as caught:
+        mbs.backward(loss_fn, pairs())
+    assert caught.value.__notes__ == ["elastic_mbs: a function in on_event failed at CallFailed: ValueError: disk"]
 
 
 def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_whole() -> None:

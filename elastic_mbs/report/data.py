@@ -7,7 +7,18 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from elastic_mbs.events import CallDone, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, format_bytes
+from elastic_mbs.events import (
+    CallDone,
+    CallFailed,
+    Event,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Resized,
+    SensorBack,
+    SensorLost,
+    WaitingForMemory,
+    format_bytes,
+)
 from elastic_mbs.report.decimate import Point
 from elastic_mbs.report.scale import duration, number
 from elastic_mbs.run_reader import Entry, Run
@@ -103,7 +114,7 @@ def read_run(run: Run) -> RunData:
     return RunData(
         title=str(run.header.get("name", "elastic_mbs")),
         about=_about(run),
-        tiles=tiles(calls, marks),
+        tiles=tiles(calls, marks, [entry.event for entry in entries if isinstance(entry.event, CallFailed)], entries[-1].event if entries else None),
         seconds=max((entry.t for entry in entries), default=0.0),
         memory=_memory(entries, margin),
         sizes=_sizes(entries),
@@ -117,11 +128,16 @@ def read_run(run: Run) -> RunData:
 def _finite(entry: Entry) -> Entry:
     """A call without times that are no times."""
     call = entry.event
+    if isinstance(call, CallFailed):
+        return replace(entry, event=replace(call, seconds=_seconds(call.seconds), seconds_lost=_seconds(call.seconds_lost)))
     if not isinstance(call, CallDone):
         return entry
     seconds = call.seconds if call.seconds is not None and _SHORTEST < call.seconds < _LONGEST else None
-    lost = call.seconds_lost if 0 <= call.seconds_lost < _LONGEST else 0.0
-    return replace(entry, event=replace(call, seconds=seconds, seconds_lost=lost))
+    return replace(entry, event=replace(call, seconds=seconds, seconds_lost=_seconds(call.seconds_lost)))
+
+
+def _seconds(value: float) -> float:
+    return value if 0 <= value < _LONGEST else 0.0
 
 
 # ---------------------------------------------------------------------- lines
@@ -192,22 +208,36 @@ def _with_start(calls: Sequence[tuple[float, CallDone]], points: Sequence[Point]
 # ---------------------------------------------------------------------- figures
 
 
-def tiles(calls: Sequence[tuple[float, CallDone]], marks: Sequence[Mark]) -> tuple[tuple[str, str, str], ...]:
-    """The figures at the head of a run: name, value, remark."""
+def tiles(
+    calls: Sequence[tuple[float, CallDone]], marks: Sequence[Mark], failed: Sequence[CallFailed] = (), last: Event | None = None
+) -> tuple[tuple[str, str, str], ...]:
+    """The figures at the head of a run: name, value, remark.
+
+    Args:
+        calls: those that finished, with their times.
+        marks: everything else that happened.
+        failed: those that ended by an exception.
+        last: the last event.
+    """
     done = [call for _, call in calls]
     train = [call for call in done if call.mode == "train"]
     samples, replayed = sum(call.samples for call in done), sum(call.replayed_samples for call in done)
-    spent, lost = sum(call.seconds or 0.0 for call in done), sum(call.seconds_lost for call in done)
+    spent = sum(call.seconds or 0.0 for call in done)
+    rate = f"{samples / spent:,.1f} per second" if spent > 0 else ""
+    spent += sum(call.seconds for call in failed)
+    lost = sum(call.seconds_lost for call in done) + sum(call.seconds_lost for call in failed)
     ooms = sum(call.ooms for call in done)
     unfinished = sum(mark.kind == "oom" and mark.size is not None for mark in marks) - ooms
     sizes = [call.micro_batch_size for call in train] or [call.micro_batch_size for call in done]
-    resized = [mark.size for mark in marks if mark.kind in ("grow", "shrink", "thrash") and calls and mark.t >= calls[-1][0]]
+    resized = [mark.size for mark in marks if mark.size is not None and calls and mark.t >= calls[-1][0]]
     peak = max((peak for call in done for peak in (call.peak_allocated, call.peak_reserved, call.reserved) if peak is not None), default=None)
     total = max((call.total for call in done if call.total is not None), default=None)
     evals = len(done) - len(train)
+    ended = (("ended by", last.error, last.message[:80]),) if isinstance(last, CallFailed) else ()
     return (
+        *ended,
         ("calls", f"{len(done):,}", f"{evals:,} of them eval" if evals else ""),
-        ("samples", f"{samples:,}", f"{samples / spent:,.1f} per second" if spent > 0 else ""),
+        ("samples", f"{samples:,}", rate),
         ("OOMs survived", f"{ooms:,}", f"and {unfinished:,} in a call that did not finish" if unfinished > 0 else ""),
         ("samples replayed", f"{replayed:,}", f"{replayed / samples:.2%} of all" if samples else ""),
         ("time lost", f"{lost / spent:.2%}" if spent > 0 else "0 %", f"{duration(lost)} of {duration(spent)}" if spent > 0 else ""),
@@ -306,6 +336,8 @@ def _note(event: Event) -> tuple[str, list[tuple[str, str]]]:
     if isinstance(event, WaitingForMemory):
         facts = [("free", format_bytes(event.free)), ("who", f"others hold {format_bytes(event.held_by_others)}{_named(event.holders)}")]
         return "waiting for memory", [*facts, ("action", f"up to {event.seconds:.1f} s, then try again")]
+    if isinstance(event, CallFailed):
+        return f"a call has ended by {event.error}", [("cause", event.message), ("track", event.key)]
     if isinstance(event, SensorLost):
         return "no memory reading to rely on", [("cause", event.reason), ("action", "micro-batches stop growing until there is one")]
     if isinstance(event, SensorBack):

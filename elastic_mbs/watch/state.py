@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_mbs.events import CallDone, Event, OptimizerOutOfMemory, OutOfMemory
+from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory
 from elastic_mbs.run_reader import Entry, Reader
 from elastic_mbs.sizes import SizeReader
 
@@ -63,6 +63,9 @@ class State:
         if isinstance(event, CallDone):
             self._add_call(event)
             return
+        if isinstance(event, CallFailed):
+            self.seconds += event.seconds
+            self.lost += event.seconds_lost
         self.ooms += isinstance(event, OutOfMemory | OptimizerOutOfMemory)
         self.events.append((entry.t, str(entry.record.get("level", "")), _line(event, entry)))
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from elastic_mbs import events
 from elastic_mbs.events import (
     CallDone,
+    CallFailed,
     ClosingSink,
     Event,
     OptimizerOutOfMemory,
@@ -107,6 +108,7 @@ ONE_OF_EACH: list[Event] = [
     SensorLost("run", "NVML: driver not loaded"),
     SensorBack("run", "nvml"),
     Warned("run", "count", "labels of -100 and no count="),
+    CallFailed("run", KEY, "MicroBatchFloorError", "a micro-batch of 1 does not fit", 10, 1.25, 1.125),
     OptimizerOutOfMemory("run", "AdamW", "one parameter at a time", "allocator", "CUDA out of memory."),
 ]
 

@@ -1,0 +1,259 @@
+"""What has been wrong once: each test tells the story of one mistake."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs import ElasticMBS, GradientsChangedError, Warned
+from stress.injection import InjectOOM
+from tests.helpers.steps import elastic, mlp, off_by, pairs, whole_gradient
+
+
+def test_the_tensor_that_weighs_a_loss_does_not_become_the_gradient_of_a_leaf_and_of_every_later_batch() -> None:
+    """It was kept and used again. Where only views lie between a leaf and the loss, autograd makes it the leaf's `.grad`: clipping wrote to it."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+    shift = model.shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    x = torch.randn(8, 3, dtype=torch.float64)
+
+    def loss_fn(piece: Tensor) -> Tensor:
+        loss: Tensor = model(piece).pow(2).mean() + shift.squeeze()
+        return loss
+
+    mbs, unrelated = elastic(model, micro_batch_size=2, grow=False), elastic(other, micro_batch_size=2, grow=False)
+    for _ in range(4):
+        model.zero_grad()
+        mbs.backward(loss_fn, x)
+        assert shift.grad is not None
+        assert float(shift.grad) == 1.0
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        other.zero_grad()
+        unrelated.backward(lambda piece: other(piece).pow(2).mean(), x)
+        assert off_by(other, whole_gradient(other, lambda net: net(x).pow(2).mean())) <= 1e-12
+
+
+def test_a_hook_on_the_loss_that_writes_to_its_gradient_does_so_once() -> None:
+    model, batch = mlp(), pairs(8)
+
+    def loss_fn(b: tuple[Tensor, Tensor]) -> Tensor:
+        loss = nn.functional.cross_entropy(model(b[0]), b[1])
+        loss.register_hook(lambda gradient: gradient.mul_(2))
+        return loss
+
+    mbs = elastic(model, micro_batch_size=2, grow=False)
+    for _ in range(4):
+        model.zero_grad()
+        mbs.backward(loss_fn, batch)
+        assert off_by(model, whole_gradient(model, lambda net: 2 * nn.functional.cross_entropy(net(batch[0]), batch[1]))) <= 1e-12
+
+
+class Normalised(nn.Module):
+    """Running statistics as a person writes them: a new tensor each time, and a count beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+        self.running_mean: Tensor
+        self.register_buffer("running_mean", torch.zeros(3, dtype=torch.float64))
+        self.count = 0
+        self.fails = [-1]  # in a list, which does not go back
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.fails[0] == self.count:
+            self.fails[0] = -1
+            raise torch.OutOfMemoryError("CUDA out of memory. in the middle")
+        self.running_mean = 0.5 * self.running_mean + 0.5 * x.detach().mean(0) * self.count
+        return (x - self.running_mean) * self.w
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 4])
+def test_running_statistics_of_a_module_of_the_users_go_back_with_all_that_belongs_to_them(piece: int) -> None:
+    """Everything named `running_mean` was taken for torch's own: written to in place, and with nothing beside it."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, dtype=torch.float64)
+
+    def trained(fail: bool) -> Normalised:
+        module = Normalised()
+        mbs = elastic(module, micro_batch_size=2, min_micro_batch_size=2, grow=False)
+        for call in range(4):
+            module.zero_grad()
+            if fail and call == 3:
+                module.fails[0] = module.count + piece
+            result = mbs.backward(lambda b: module(b).pow(2).mean(), x)
+            assert result.partition == ((0, 2), (2, 4), (4, 6), (6, 8))
+        assert mbs.stats.ooms == int(fail)
+        return module
+
+    clean, failed = trained(fail=False), trained(fail=True)
+    assert failed.count == clean.count
+    assert torch.equal(failed.running_mean, clean.running_mean)
+    assert off_by(failed, [clean.w.grad] if clean.w.grad is not None else []) <= 1e-12
+
+
+def test_clearing_a_part_of_the_gradients_in_the_middle_of_a_batch_is_noticed_in_the_end() -> None:
+    """Only a few gradients are looked at once a loss function is known; always the same few would never see the others."""
+    model, batch = mlp(), pairs(8)
+    clear = False
+
+    def loss_fn(b: tuple[Tensor, Tensor]) -> Tensor:
+        if clear:
+            next(iter(model.children())).zero_grad()
+        return nn.functional.cross_entropy(model(b[0]), b[1])
+
+    mbs = elastic(model, micro_batch_size=2, grow=False)
+    for _ in range(3):
+        model.zero_grad()
+        mbs.backward(loss_fn, batch)
+    clear = True
+    with pytest.raises(GradientsChangedError):
+        for _ in range(4):
+            model.zero_grad()
+            mbs.backward(loss_fn, batch)
+
+
+# ---------------------------------------------------------------------- the optimizer's step
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, which has the state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step()
+
+
+class Averaged(torch.optim.SGD):
+    """Keeps an average of the weights in an attribute."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, foreach=False)
+        self.average = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        own = [p for group in self.param_groups for p in group["params"]]
+        for average, p in zip(self.average, own, strict=True):
+            average.mul_(0.9)
+            average.add_(p * 0.1)
+            p.add_(average * 0.01)
+        super().step()
+
+
+class Noisy(torch.optim.Optimizer):
+    """Draws random numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * 0.1 + torch.randn_like(p) * 0.01)
+
+
+class Bare(torch.optim.Optimizer):
+    """Its state is a tensor for each parameter, and a number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = self.state.get(p, torch.zeros_like(p)) + p.grad
+                p.sub_(self.state[p] * 0.1)
+        state: dict[Any, Any] = self.state
+        state["steps"] = state.get("steps", 0) + 1
+
+
+def _twice(parameters: Any) -> torch.optim.Optimizer:
+    own = list(parameters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that one is there twice
+        return torch.optim.SGD([own[0], *own], lr=0.1, momentum=0.9, foreach=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda own: Lookahead(torch.optim.Adam(own, foreach=False)), Averaged, Noisy, Bare, _twice],
+    ids=["wrapper", "attribute", "noise", "bare", "twice"],
+)
+def test_a_step_of_an_optimizer_with_state_in_other_places_is_not_made_twice(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def trained(number: int | None) -> tuple[list[Tensor], bool]:
+        torch.manual_seed(0)
+        model, batch = mlp(), pairs(8)
+        optimizer = make(model.parameters())
+        mbs = ElasticMBS(model, monitor_interval=0)
+        hit = False
+        for step in range(3):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            if number is None:
+                optimizer.step()
+                continue
+            with InjectOOM(at=[number] if step == 2 else []) as inject:
+                mbs.optimizer_step(optimizer)
+            hit = bool(inject.hits)
+        return [*model.parameters(), torch.randn(3)], hit
+
+    wanted, _ = trained(None)
+    number, hit = 0, True
+    while hit:
+        number += 1
+        found, hit = trained(number)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), number
+    assert number > 1
+
+
+def test_a_plain_step_of_any_optimizer_passes_under_the_watch() -> None:
+    model, batch = mlp(), pairs(8)
+    optimizer = Bare(model.parameters())
+    with ElasticMBS(model, monitor_interval=0) as mbs:
+        for _ in range(3):
+            mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+            optimizer.step()
+
+
+def test_a_closure_that_runs_a_batch_inside_the_step_is_no_step_that_did_not_end() -> None:
+    model, batch = mlp(), pairs(8)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    told: list[Any] = []
+    with ElasticMBS(model, monitor_interval=0, on_event=told.append) as mbs:
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            return float(mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch))
+
+        for _ in range(2):
+            optimizer.step(closure)
+    assert [event for event in told if isinstance(event, Warned)] == []
+
+
+def test_a_step_hook_that_takes_itself_off_stays_off() -> None:
+    model, batch = mlp(), pairs(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[str] = []
+
+    def once(*args: Any) -> None:
+        calls.append("once")
+        handle.remove()
+
+    handle = optimizer.register_step_pre_hook(once)
+    mbs = ElasticMBS(model, monitor_interval=0)
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    for _ in range(3):
+        mbs.optimizer_step(optimizer)
+    assert calls == ["once"]
