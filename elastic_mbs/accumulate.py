@@ -89,6 +89,12 @@ class Counts:
         return len(next(iter(self._columns.values())).prefix) - 1
 
     @property
+    def uniform(self) -> bool:
+        """Whether samples are counted, each as 1: then pieces of one length have one weight."""
+        only = self._columns.get(None)
+        return only is not None and isinstance(only.prefix, range)
+
+    @property
     def names(self) -> tuple[str, ...] | None:
         """The names of the losses; None where there is one without a name."""
         return tuple(name for name in self._columns if name is not None) or None

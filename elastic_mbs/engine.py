@@ -27,7 +27,7 @@ from elastic_mbs.history import History
 from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.learning import learn, meet_inner_leaves, take_census, tell_controller
-from elastic_mbs.losses import read_losses, seed, takes_seed, weighted_sum
+from elastic_mbs.losses import read_losses, takes_seed, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
 from elastic_mbs.random_streams import StreamState
@@ -229,9 +229,9 @@ class Call:
         if self.steady and self.names is None and takes_seed(loss := terms[None]):
             micro._loss, micro._weight, micro._root = loss.detach(), weights[None], loss.grad_fn
             self.history.touched = True
-            weight = seed(loss, micro._weight)
+            seed = self.parts.seeds.take(loss, micro._weight, repeats=self.counts.uniform)
             micro._phase = "backward"
-            torch.autograd.backward(loss, weight)
+            torch.autograd.backward(loss, seed)
         else:
             self._backward_with_care(micro, weighted_sum(terms, weights))
         micro._phase = "commit"

@@ -84,17 +84,36 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def seed(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """What a backward of `loss` starts from for its gradient to be weighed: the result is that of `(weight * loss).backward()`.
+class Seeds:
+    """What backwards start from for their gradients to be weighed: `backward(loss, seed)` does what `(weight * loss).backward()` does.
 
-    It saves the multiplication and its part of the graph. A new one each time: where only views and sums lie between a leaf and the loss, autograd
-    makes it the leaf's `.grad`, and a hook on the loss may write to it.
+    It saves the multiplication and its part of the graph. Each is given once: where only views and sums lie between a leaf and the loss, autograd
+    makes it the leaf's `.grad`, and a hook on the loss may write to it. Where weights repeat, because samples are counted, many are made at a time.
     """
-    return torch.full((), weight, dtype=loss.dtype, device=loss.device)
+
+    def __init__(self) -> None:
+        self._ready: dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def take(self, loss: torch.Tensor, weight: float, *, repeats: bool) -> torch.Tensor:
+        """A seed that nobody has had, for a backward of `loss`; `repeats` where others of this weight will follow."""
+        if not repeats:
+            return torch.full((), weight, dtype=loss.dtype, device=loss.device)
+        key = weight, loss.dtype, loss.device
+        ready = self._ready.get(key)
+        if not ready:
+            if len(self._ready) >= MOST_WEIGHTS:
+                self._ready.clear()
+            with torch.inference_mode(False):
+                ready = self._ready[key] = list(torch.full((AT_A_TIME,), weight, dtype=loss.dtype, device=loss.device).unbind())
+        return ready.pop()
+
+
+AT_A_TIME = 32
+MOST_WEIGHTS = 16
 
 
 def takes_seed(loss: torch.Tensor) -> bool:
-    """Whether `seed` weighs this loss as exactly as `weighted_sum`: half precision would round the weight, and a leaf has no backward to start."""
+    """Whether a seed weighs this loss as exactly as `weighted_sum`: half precision would round the weight, and a leaf has no backward to start."""
     return loss.grad_fn is not None and loss.dtype in (torch.float32, torch.float64)
 
 

@@ -20,8 +20,8 @@ _BLOCK = 64 * 2**20
 piece of memory that large."""
 
 _PLAIN = (bool, int, float, str, type(None))
-_OWN = frozenset({"state", "param_groups", "defaults"}) | {name for name in vars(Optimizer([torch.zeros(1)], {})) if "hook" in name}
-"""Attributes of every optimizer that are looked at by themselves, or hold no state."""
+_OWN = frozenset({"state", "param_groups", "defaults"})
+"""Attributes of every optimizer that are looked at by themselves. Those with hooks in them hold no state."""
 
 
 class Undo:
@@ -45,7 +45,7 @@ class Undo:
         self._state = {parameter: _renewed(state) for parameter, state in optimizer.state.items()}
         self._groups = [(group, {key: _renewed(value) for key, value in group.items() if key != "params"}) for group in groups]
         kinds = (*_PLAIN, dict, list, tuple, Tensor) if foreign else _PLAIN
-        attributes = {name: value for name, value in vars(optimizer).items() if name not in _OWN and isinstance(value, kinds)}
+        attributes = {name: value for name, value in vars(optimizer).items() if name not in _OWN and "hook" not in name and isinstance(value, kinds)}
         self._attributes = {name: _renewed(value) for name, value in attributes.items()}
         self._copied: list[Tensor] = []
         self._inner = [Undo(value, foreign=True) for value in vars(optimizer).values() if isinstance(value, Optimizer)] if foreign else []
