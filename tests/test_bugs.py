@@ -262,7 +262,7 @@ def test_a_step_hook_that_takes_itself_off_stays_off() -> None:
 
 
 def test_importing_the_package_does_not_import_the_compiler() -> None:
-    """An optimizer made for its attributes, at import, brought torch._dynamo along: more than a second, and numpy's random stream in every snapshot."""
+    """An optimizer made at import for its attributes brought torch._dynamo along: a second more, and numpy's stream in every snapshot."""
     code = "import sys, elastic_mbs; print([name for name in ('torch._dynamo', 'numpy.random', 'matplotlib', 'rich') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
