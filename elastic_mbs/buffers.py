@@ -71,11 +71,16 @@ class BufferCopies:
 
     Which ones those are is learned for each loss function: running statistics of modules in training mode always (eager BatchNorm changes their
     values and not their version), others once a version or an identity has moved. Its first call copies all of them to the host.
+
+    Attributes:
+        watched: whether there is something to learn after each piece: what moves already needs no second look.
     """
 
     def __init__(self) -> None:
         self._changing: set[tuple[int, str]] = set()
         self._learned: set[object] = set()
+        self._known = False  # whether the running loss function is among them: to ask is to hash a function's code
+        self.watched = True
         self._key: object = None
         self._modules: Sequence[nn.Module] = ()
         self._owners: list[nn.Module] = []
@@ -100,7 +105,7 @@ class BufferCopies:
         owners = [module for module in modules if module._buffers]
         key = key, tuple([module.training for module in owners])  # a codebook, say, is moved in training mode only
         tensors = [tensor for module in owners for tensor in module._buffers.values()]
-        known = key in self._learned
+        known = self._known = key in self._learned
         same = known and key == self._key and owners == self._owners and len(tensors) == len(self._tensors) == len(self._slots)
         # The same tensors in the same places as in the call before: what is known of the places holds, and only values are taken anew.
         if same and all(map(is_, tensors, self._tensors)):
@@ -134,16 +139,12 @@ class BufferCopies:
         self._statistics = [slot for slot in self._moving if slot.statistics]
         self._others = [slot for slot in self._moving if not slot.statistics] if len(self._statistics) < len(self._moving) else []
         self._still = [slot for slot in self._slots if not slot.changing] if len(self._moving) < len(self._slots) else []
+        self.watched = bool(self._still) or not self._known
 
     @property
     def busy(self) -> bool:
         """Whether there is something to copy before each piece."""
         return bool(self._plain or self._moving)
-
-    @property
-    def watched(self) -> bool:
-        """Whether there is something to learn after each piece: what moves already needs no second look."""
-        return bool(self._still) or self._key not in self._learned
 
     def begin_piece(self) -> None:
         """Copies the buffers that change, before a piece that is not the call's first (whose start is the call's)."""
@@ -163,7 +164,7 @@ class BufferCopies:
         After the first clean piece of a loss function values are compared too, so that a change that moves no version is seen, and buffers that the
         forward has made are taken in.
         """
-        first = self._key not in self._learned
+        first = not self._known
         for slot in self._still:
             mark = slot.at_piece
             if slot.moved(mark) or (first and not _same(mark)):
@@ -171,6 +172,7 @@ class BufferCopies:
                 self._changing.add((id(slot.owner), slot.key))
         if first:
             self._learned.add(self._key)
+            self._known = True
             for slot in self._new_slots():
                 self._changing.add((id(slot.owner), slot.key))
                 self._slots.append(slot)
@@ -202,7 +204,7 @@ class BufferCopies:
         lost = None
         with torch.no_grad():
             for slot in self._new_slots():
-                if self._key in self._learned and not to_call_start:
+                if self._known and not to_call_start:
                     lost = slot.label  # made by this attempt, or by an earlier piece: nobody looked
                 del slot.owner[slot.key]
             for slot in self._slots:

@@ -227,7 +227,7 @@ class Call:
         weights = micro._piece.weights
         assert weights is not None
         if self.steady and self.names is None and takes_seed(loss := terms[None]):
-            micro._loss, micro._weight, micro._root = loss.detach(), weights[None], loss.grad_fn
+            micro._loss, micro._weight, micro._weighed = loss.detach(), weights[None], loss
             self.history.touched = True
             seed = self.parts.seeds.take(loss, micro._weight, repeats=self.counts.uniform)
             micro._phase = "backward"
@@ -243,8 +243,8 @@ class Call:
 
     def _backward_with_care(self, micro: MicroBatch, loss: torch.Tensor) -> None:
         """Backward of what is new, special, or has failed in this call."""
-        micro._loss, micro._weight, micro._root = loss.detach(), 1.0, loss.grad_fn
-        if micro._root is not None:  # the terms with a graph may have no counts in this piece
+        micro._loss, micro._weight, micro._weighed = loss.detach(), 1.0, loss
+        if loss.grad_fn is not None:  # the terms with a graph may have no counts in this piece
             take_census(self, micro)
             self._set_gradients_aside()
             micro._phase = "backward"
@@ -265,8 +265,9 @@ class Call:
         if settings.scaler is not None:
             loss = settings.scaler.scale(loss)
         if traits.custom or micro._custom:
-            assert micro._root is not None
-            with inner_backwards(micro._root, partial(meet_inner_leaves, self)):
+            root = micro._root
+            assert root is not None
+            with inner_backwards(root, partial(meet_inner_leaves, self)):
                 self._backward_of(micro, loss)
         else:
             self._backward_of(micro, loss)

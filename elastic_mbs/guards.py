@@ -67,8 +67,9 @@ class GradientSentinels:
 
     def remember(self, leaves: Sequence[torch.Tensor]) -> None:
         """Notes the gradients as they are after a piece has committed."""
-        step = max(1, -(-len(leaves) // 16))
-        self.seen = [(leaf, grad, grad._version) for leaf in leaves[::step] if (grad := leaf.grad) is not None]
+        if len(leaves) > 16:
+            leaves = leaves[:: -(-len(leaves) // 16)]
+        self.seen = [(leaf, grad, grad._version) for leaf in leaves if (grad := leaf.grad) is not None]
 
     def forget(self) -> None:
         """Forgets them: gradients may be changed freely until the next commit."""

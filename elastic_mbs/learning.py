@@ -20,8 +20,9 @@ def take_census(call: Call, micro: MicroBatch) -> None:
     traits = call.traits
     if traits.walked and (call.walked or not traits.guests) and not call.history.failures:
         return
-    assert micro._root is not None
-    census = walk(micro._root)
+    root = micro._root
+    assert root is not None
+    census = walk(root)
     meet_leaves(call, census.leaves)
     traits.normalises_batch = traits.normalises_batch or census.normalises_batch or call.parts.inventory.normalises_batch()
     traits.walked = call.walked = True
@@ -48,11 +49,12 @@ def meet_inner_leaves(call: Call, leaves: tuple[torch.Tensor, ...]) -> None:
 def learn(call: Call, micro: MicroBatch) -> None:
     """Compares a clean backward with the census: the first one, and each with a number of commits not seen before."""
     parts, traits = call.parts, call.traits
-    assert micro._root is not None
+    root = micro._root
+    assert root is not None
     assert call.stream_start is not None
     committed = list(parts.commits.fired)
     if micro._leaves is None:
-        census = walk(micro._root)
+        census = walk(root)
         micro._leaves, micro._custom = census.leaves, census.custom
     reached = {id(leaf) for leaf in micro._leaves}
     traits.custom |= micro._custom

@@ -114,7 +114,7 @@ MOST_WEIGHTS = 16
 
 def takes_seed(loss: torch.Tensor) -> bool:
     """Whether a seed weighs this loss as exactly as `weighted_sum`: half precision would round the weight, and a leaf has no backward to start."""
-    return loss.grad_fn is not None and loss.dtype in (torch.float32, torch.float64)
+    return not loss.is_leaf and loss.dtype in (torch.float32, torch.float64)
 
 
 def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:

@@ -54,9 +54,9 @@ class MicroBatch:
         "_losses",
         "_phase",
         "_piece",
-        "_root",
         "_stored",
         "_streams",
+        "_weighed",
         "_weight",
         "data",
         "start",
@@ -70,7 +70,7 @@ class MicroBatch:
         self._piece = piece
         self._streams = streams
         self._phase = "load"
-        self._root: Node | None = None
+        self._weighed: torch.Tensor | None = None
         self._leaves: tuple[torch.Tensor, ...] | None = None
         self._custom: frozenset[str] = frozenset()
         self._losses: tuple[torch.Tensor, ...] = ()
@@ -122,9 +122,14 @@ class MicroBatch:
             self._callbacks = []
         self._callbacks.append(fn)
 
+    @property
+    def _root(self) -> Node | None:
+        """Where the attempt's graph begins. Asked for when it is needed: to wrap a node for Python is not free."""
+        return None if self._weighed is None else self._weighed.grad_fn
+
     def _drop_graph(self) -> None:
         """Drops what keeps the attempt's tensors alive, but for its loss and outputs."""
-        self.data = self._root = self._leaves = None
+        self.data = self._weighed = self._leaves = None
         self._losses = ()
 
     def _let_go(self) -> None:

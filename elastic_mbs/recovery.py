@@ -94,8 +94,9 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
     unknown: tuple[str, ...] = ()
     normalises_batch = surprising = False
     committed = list(parts.commits.fired) if micro._phase in ("backward", "commit") else []
-    if micro._root is not None:
-        census = walk(micro._root)
+    root = micro._root
+    if root is not None:
+        census = walk(root)
         unknown = tuple(str(tuple(leaf.shape)) for leaf in census.leaves if leaf.grad is not None and not parts.commits.watches(leaf))
         normalises_batch = census.normalises_batch
         marks = {id(leaf) for leaf in committed}
