@@ -650,3 +650,20 @@ def test_a_batch_that_carries_a_graph(model: nn.Module, door: int) -> None:
         through(door, elastic(model), cross_entropy(model), (encoder(x), y))
     assert encoder.weight.grad is None
     assert running_call() is None
+
+
+@pytest.mark.parametrize("door", ["backward", "eval", "verify"])
+def test_a_loss_or_a_batch_in_the_place_of_the_function(model: nn.Module, door: str) -> None:
+    mbs, batch = elastic(model), pairs(4)
+    for wrong in (cross_entropy(model)(batch), batch):
+        with pytest.raises(UsageError, match=rf"mbs\.{door}\(.*the function comes first and is called on pieces of the batch; got a (Tensor|tuple)"):
+            getattr(mbs, door)(wrong, batch)
+
+
+def test_the_decorator_without_its_model() -> None:
+    def train_step(batch: Pair) -> Tensor:
+        raise AssertionError("never called")
+
+    decorated: Any = elastic_step(train_step)
+    with pytest.raises(UsageError, match=r"train_step was decorated without its model: write @elastic_step\(model\) above it"):
+        decorated(pairs(4))
