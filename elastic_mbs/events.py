@@ -291,7 +291,7 @@ Sink = Callable[[Event], None]
 class ClosingSink(ABC):
     """A sink of this package, which has something to end or to write out when its runtime is closed; the next call begins again."""
 
-    def begin(self) -> None:  # noqa: B027
+    def begin(self) -> None:  # noqa: B027  # not abstract: most sinks have nothing to do when a call begins
         """A call begins."""
 
     @abstractmethod

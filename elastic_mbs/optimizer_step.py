@@ -23,6 +23,7 @@ from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.floor import facts_of, last_headroom
 from elastic_mbs.optimizers import has_state, is_torchs, need_of, one_by_one, only_in_place, with_gradient
 from elastic_mbs.parts import Parts
+from elastic_mbs.random_streams import StreamState
 from elastic_mbs.undo import Undo
 
 MARGIN = 0.02
@@ -60,10 +61,9 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
                     OptimizerOutOfMemory(parts.settings.name, type(optimizer).__name__, action, verdict.kind.name.lower(), verdict.message)
                 )
                 _let_go(parts, undo)
-            verdict = _attempt(parts, optimizer, way, undo, hooks)
+            verdict = _attempt(parts, optimizer, way, undo, hooks, streams)
             if verdict is None:
                 break
-            parts.streams.restore(streams)  # one may round at random
     if verdict is not None:
         how = ", not even one parameter at a time" if one_by_one(optimizer) else ""
         raise OptimizerStepError(
@@ -170,7 +170,7 @@ def _let_go(parts: Parts, undo: Undo) -> None:
 # ---------------------------------------------------------------------- the step
 
 
-def _attempt(parts: Parts, optimizer: Optimizer, way: Way, undo: Undo, hooks: _HooksOnce) -> oom.Verdict | None:
+def _attempt(parts: Parts, optimizer: Optimizer, way: Way, undo: Undo, hooks: _HooksOnce, streams: StreamState) -> oom.Verdict | None:
     """Tries to step; after an error everything is put back. Returns what sort of out-of-memory it was, or None after a success."""
     try:
         _run(parts.settings.scaler, optimizer, way)
@@ -180,6 +180,7 @@ def _attempt(parts: Parts, optimizer: Optimizer, way: Way, undo: Undo, hooks: _H
             error.add_note("elastic_mbs: a fused step, of which no copies are taken, ended half-way: load the last checkpoint.")
             raise
         undo.restore()
+        parts.streams.restore(streams)  # one may round at random
         ours = isinstance(error, Exception) and not hooks.failed
         verdict = oom.classify(error, parts.settings.is_oom) if ours else None
         if verdict is None or verdict.kind is oom.Kind.MASKED:

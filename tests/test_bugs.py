@@ -266,3 +266,20 @@ def test_importing_the_package_does_not_import_the_compiler() -> None:
     code = "import sys, elastic_mbs; print([name for name in ('torch._dynamo', 'numpy.random', 'matplotlib', 'rich') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_a_step_that_ends_by_another_error_puts_the_random_stream_back_as_well() -> None:
+    """It went back between two tries only, and not where the error passed through."""
+    model, batch = mlp(), pairs(8)
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+
+    class Ends(Noisy):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            raise ValueError("mine")
+
+    before, stream = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    with pytest.raises(ValueError, match="mine"):
+        ElasticMBS(model, monitor_interval=0).optimizer_step(Ends(model.parameters()))
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
