@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from elastic_mbs import __version__, demo, doctor, report, watch
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("watch", help="follow a run log in a live panel", description=watch.__doc__)
     watch.add_arguments(command)
     command.set_defaults(run=watch.main)
+    command = commands.add_parser("stress", help="make memory run out in many ways, and see whether training survives")
+    _stress_arguments()(command)
     try:
         parsed = parser.parse_args(arguments)
         code: int = parsed.run(parsed)
@@ -60,3 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
+
+
+def _stress_arguments() -> Callable[[argparse.ArgumentParser], None]:
+    """The stress tool's own: `elastic_mbs.stress` where it is installed, the folder beside the package in a checkout."""
+    name = "elastic_mbs.stress.command" if Path(__file__).with_name("stress").is_dir() else "stress.command"
+    add_arguments: Callable[[argparse.ArgumentParser], None] = importlib.import_module(name).add_arguments
+    return add_arguments

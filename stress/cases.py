@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import count_tokens
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 
 LossFn = Callable[[Any], Any]
 

@@ -31,8 +31,9 @@ from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.memory import NoSensor
-from stress.cases import CASES, Case, build
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
+
+from .cases import CASES, Case, build
 
 SIZE = 4
 """Micro-batch at the start: two pieces, so that a failure can meet a batch that is partly accumulated."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, GradientsChangedError, Warned
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic, mlp, off_by, pairs, whole_gradient
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.commits import Census, CommitLog, drain, has_foreign_hook, walk
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 
 F64 = torch.float64
 

@@ -31,7 +31,7 @@ from elastic_mbs import (
 )
 from elastic_mbs.join import PerPiece
 from elastic_mbs.memory import NoSensor
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, loop, mlp, off_by, pairs, whole_gradient
 
 DOORS = [1, 2, 3]

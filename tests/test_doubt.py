@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic_mbs import ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, Policy, SensorBack, SensorLost, WaitingForMemory
 from elastic_mbs.memory import Holder, Reading, Unavailable, trouble_with
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
 
 MIB = 1024**2

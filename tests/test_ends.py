@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, OutOfMemory, Policy, Resized, Unavailable, WaitingForMemory
 from elastic_mbs.memory import NoSensor, Reading
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
 
 DOORS = [1, 3]

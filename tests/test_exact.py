@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import MemoryBudget, ReplayUnsafeError, count_tokens
+from elastic_mbs.testing import InjectOOM
 from stress.exhaustive import run
-from stress.injection import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, loop, mlp, off_by, pairs, through, whole_gradient
 
 DOORS = [1, 3]

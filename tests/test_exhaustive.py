@@ -15,9 +15,9 @@ from elastic_mbs.commits import CommitLog
 from elastic_mbs.history import History
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.random_streams import RandomStreams
+from elastic_mbs.testing import InjectOOM
 from stress.cases import CASES, build
 from stress.exhaustive import PATTERNS, WrongOutcomeError, main, run, sweep
-from stress.injection import InjectOOM
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 POINTS = 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_mbs.isolation import Isolation
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 SHAPE = (3, 2)

@@ -31,7 +31,7 @@ from elastic_mbs import (
     elastic_step,
 )
 from elastic_mbs.guards import leave_call, running_call
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, loop, mlp, off_by, pairs, still_works, through, whole_gradient
 
 DOORS = [1, 3]

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import ElasticMBS, Event, MemoryBudget, MicroBatch, MicroBatchFloorError, OutOfMemory
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, loop, mlp, pairs, through
 
 DOORS = [1, 3]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_mbs import MicroBatchFloorError, count_tokens
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, pairs, through
 
 DOORS = [1, 3]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MisuseError, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
 from elastic_mbs.optimizers import only_in_place
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic_mbs import ElasticMBS, OptimizerStepError, Warned
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 
 
 def trained(cls: type[torch.optim.Optimizer] = torch.optim.Adam, steps: int = 1, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

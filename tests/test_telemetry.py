@@ -16,7 +16,7 @@ from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.sensor import Reading, Usage
 from elastic_mbs.result import StepResult
 from elastic_mbs.telemetry import Figures, Telemetry, memory_figures
-from stress.injection import InjectOOM
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.events import Heard
 from tests.helpers.steps import cross_entropy, elastic, mlp, pairs
 

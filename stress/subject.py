@@ -1,0 +1,35 @@
+"""What is trained under stress: a model, its loss, its batches and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A training run to be.
+
+    Attributes:
+        model: its module.
+        loss_fn: the loss of a piece, as ElasticMBS takes it.
+        batches: batches by number: a sequence, taken again from its start after its last, or a function of the step's number.
+        optimizer: makes the optimizer from the parameters.
+        options: for `ElasticMBS`, such as `count=`.
+        name: what it is called in tables.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[Any], Any]
+    batches: Sequence[Any] | Callable[[int], Any]
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    options: dict[str, Any] = field(default_factory=dict)
+    name: str = "model"
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step, from 0."""
+        return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
