@@ -5,7 +5,7 @@ Pieces hold `narrow()` views (nothing is copied) in new containers of the same t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,16 @@ from torch import Tensor
 
 from elastic_mbs.containers import Path, dotted, lookup, map_tensors, register_splitter, tensors_in
 from elastic_mbs.errors import BatchError
+from elastic_mbs.flat import flat
 from elastic_mbs.join import join
 from elastic_mbs.reading import Cut, Dims, Plan, Reading, checked, disagreement, fields, items, line, nothing_to_cut, whole
 from elastic_mbs.splitter import type_name
 
 __all__ = ["BatchView", "Dims", "Reading", "fields", "items", "join", "map_tensors", "register_splitter", "whole"]
+
+
+AT_A_TIME = 64
+"""Pieces cut ahead at most: their views take half a kilobyte each."""
 
 
 class BatchView:
@@ -41,13 +46,25 @@ class BatchView:
         BatchError: lengths that disagree, an empty batch, nothing to cut, two readings, or a type that cannot be cut.
     """
 
-    __slots__ = ("_elements", "_leaves", "_root", "_tensors", "_versioned", "batch", "doubt", "length", "readings", "unused")
+    __slots__ = ("_elements", "_flat", "_leaves", "_root", "_tensors", "_versioned", "batch", "doubt", "length", "readings", "unused")
 
     def __init__(self, batch: Any, dims: Dims | None = None, readings: Mapping[Path, Reading] | None = None) -> None:
+        self._elements: int | None = None
+        self._versioned: list[Tensor] | None = None
+        self._tensors: list[Tensor] | None = None
+        self.batch = batch
+        self._flat = None if dims or readings else flat(batch)
+        if self._flat is not None:
+            self._tensors = self._flat.tensors
+            self.length: int = self._flat.length
+            self.doubt: str | None = None
+            self.unused: tuple[str, ...] = ()
+            self.readings: Mapping[Path, Reading] = {}
+            return
         said = checked(dims) if dims else {}
         plan = Plan(said, set(), readings or {})
         root = plan.build(batch)
-        self.doubt: str | None = None
+        self.doubt = None
         sizes = {leaf.size for leaf in plan.leaves}
         if plan.open:
             self.doubt = None if sizes else plan.doubt()
@@ -56,16 +73,12 @@ class BatchView:
         self.unused = tuple(key for key in said if key not in plan.used)
         if len(sizes) != 1:
             raise BatchError(disagreement(batch, plan.leaves, self.unused) if sizes else nothing_to_cut(batch))
-        self.length: int = sizes.pop()
+        self.length = sizes.pop()
         if self.length == 0:
             raise BatchError(f"the batch is empty: {line(plan.leaves[0])}\n  skip it before the call")
-        self.batch = batch
         self.readings = plan.readings
         self._root = root
         self._leaves = plan.leaves
-        self._tensors: list[Tensor] | None = None
-        self._versioned: list[Tensor] | None = None
-        self._elements: int | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -75,11 +88,11 @@ class BatchView:
         """Elements of the tensors that are cut, per sample, rounded up; at least 1. What memory is modelled in."""
         if self._elements is None:
             total = 0
-            for leaf in self._leaves:
-                if leaf.cut is Cut.INDEX:
-                    total += leaf.value.size
-                else:
-                    total += sum(tensor.numel() for tensor in tensors_in(leaf.value))
+            if self._flat is not None:
+                total = sum([tensor.numel() for tensor in self._flat.tensors])
+            else:
+                for leaf in self._leaves:
+                    total += leaf.value.size if leaf.cut is Cut.INDEX else sum(tensor.numel() for tensor in tensors_in(leaf.value))
             self._elements = max(1, -(-total // self.length))
         return self._elements
 
@@ -91,7 +104,15 @@ class BatchView:
         """
         if not 0 <= start < stop <= self.length:
             raise BatchError(f"there is no piece {start}:{stop} in a batch of {self.length} samples")
-        return self._root.piece(start, stop)
+        return self._root.piece(start, stop) if self._flat is None else self._flat.pieces([(start, stop)])[0]
+
+    def pieces(self, bounds: Sequence[tuple[int, int]]) -> list[Any]:
+        """Several pieces at a time, where that is cheaper than one by one; else nothing.
+
+        Args:
+            bounds: (start, stop) of each, inside the batch.
+        """
+        return self._flat.pieces(bounds) if self._flat is not None and len(bounds) <= AT_A_TIME else []
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, whole ones and those inside per-sample items too."""
@@ -101,6 +122,9 @@ class BatchView:
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """(dotted path, tensor) for the tensors that are fields of the batch, those inside per-sample items left out."""
+        if self._flat is not None:
+            names = [dotted((key,)) for key in self._flat.keys] or [dotted(())]
+            return list(zip(names, self._flat.tensors, strict=True))
         found: list[tuple[str, Tensor]] = []
         todo = [self._root]
         while todo:

@@ -74,7 +74,9 @@ class Call:
         self.key = Key(name, "train" if training else "eval", shape_class(view.elements))
         self.result: StepResult | None = None
         self.finished = False
-        self.schedule = Schedule(counts, reduction=settings.reduction, minimum=settings.min_micro_batch_size, align=settings.align)
+        self.schedule = Schedule(
+            counts, reduction=settings.reduction, minimum=settings.min_micro_batch_size, align=settings.align, pieces=view.pieces
+        )
         self.isolation: Isolation | None = None
         self.stream_start: StreamState | None = None
         self.table = SavedTensorTable() if own_graph else None
@@ -184,7 +186,8 @@ class Call:
                     micro._streams = parts.streams.read(slow=parts.streams.draws_on_host)
                 if parts.buffers.busy:
                     parts.buffers.begin_piece()
-            data = self.view.piece(piece.start, piece.stop)
+            data = self.view.piece(piece.start, piece.stop) if piece.data is None else piece.data
+            piece.data = None
             if self.traits.edits_batch:
                 data = map_tensors(data, torch.Tensor.clone)
             micro.data = parts.streamer.load(data)

@@ -6,8 +6,9 @@ piece by piece between two backwards: next to real work every line of Python com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.partition import partition
@@ -23,12 +24,14 @@ class Range:
     Attributes:
         committed: ids of the leaves that they have contributed to already, in an attempt that failed half-way.
         weights: of a piece; None for a range that is not cut yet, and for a piece in which nothing counts.
+        data: the samples, where they were cut with the range.
     """
 
     start: int
     stop: int
     committed: frozenset[int] = frozenset()
     weights: Weights | None = None
+    data: Any = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -42,15 +45,25 @@ class Schedule:
         reduction: "mean" or "sum", see `Counts.weights`.
         minimum: smallest piece, in samples.
         align: unit of their lengths, in samples.
+        pieces: cuts the batch itself at several (start, stop), or gives nothing where each piece is better cut when its turn comes.
 
     Attributes:
         skipped: ranges that were not handed out, because nothing in them counts.
     """
 
-    def __init__(self, counts: Counts, *, reduction: str = "mean", minimum: int = 1, align: int = 1) -> None:
+    def __init__(
+        self,
+        counts: Counts,
+        *,
+        reduction: str = "mean",
+        minimum: int = 1,
+        align: int = 1,
+        pieces: Callable[[Sequence[tuple[int, int]]], Sequence[Any]] = lambda bounds: (),
+    ) -> None:
         self._counts = counts
         self._reduction = reduction
         self._minimum, self._align = minimum, align
+        self._data = pieces
         self._size = 0
         self._rests: list[Range] = []
         self._pieces: list[Range] = []  # of the range that was cut last; the next one stands last
@@ -92,9 +105,11 @@ class Schedule:
         return bool(self._pieces or self._rests)
 
     def _cut(self, rest: Range) -> None:
-        for start, stop in reversed(partition(rest.start, rest.stop, self._size, minimum=self._minimum, align=self._align)):
-            weights = self._counts.weights(start, stop, reduction=self._reduction)
-            self._pieces.append(Range(start, stop, rest.committed, weights))
+        bounds = partition(rest.start, rest.stop, self._size, minimum=self._minimum, align=self._align)
+        weights = [self._counts.weights(start, stop, reduction=self._reduction) for start, stop in bounds]
+        data = self._data(bounds) or (None,) * len(bounds)
+        self._pieces = [Range(*bound, rest.committed, *both) for bound, *both in zip(bounds, weights, data, strict=True)]
+        self._pieces.reverse()
 
     def _join(self) -> None:
         """Undoes the last cut."""
