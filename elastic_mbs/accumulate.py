@@ -128,6 +128,16 @@ class Counts:
         """`weight` before rounding."""
         return Fraction(*self._ratio(start, stop, name))
 
+    def weights_of(self, bounds: Sequence[tuple[int, int]], *, reduction: str = "mean") -> list[dict[str | None, float] | None]:
+        """The `weights` of several pieces, which may share them: of each (start, stop)."""
+        if not self.uniform or reduction != "mean":
+            return [self.weights(start, stop, reduction=reduction) for start, stop in bounds]
+        samples = self.n
+        by_length: dict[int, dict[str | None, float] | None] = {
+            length: {None: length / samples} for length in {stop - start for start, stop in bounds}
+        }
+        return [by_length[stop - start] for start, stop in bounds]
+
     def weights(self, start: int, stop: int, *, reduction: str = "mean") -> dict[str | None, float] | None:
         """What each loss of samples `start` to `stop` is multiplied by, by name; None where they have no loss term at all.
 

@@ -86,6 +86,7 @@ class Call:
         self.running: MicroBatch | None = None
         self.committed = Committed()
         self.walked = False
+        self._repeats = counts.uniform
         self._sentinels = GradientSentinels()
         self._enter()
         try:
@@ -147,30 +148,27 @@ class Call:
         return self
 
     def __next__(self) -> MicroBatch:
-        if not self.finished:
-            try:
-                micro = self.running = self._advance()
+        if self.finished:
+            raise StopIteration
+        try:
+            if self.running is not None:
+                raise self.left_early("a micro-batch was not entered with `with micro:`")
+            while True:
+                if self.failure is not None:
+                    recover(self)
+                piece = self.schedule.next(self.size)
+                if piece is None:
+                    break
+                micro = self._prepare(piece)
                 if micro is not None:
+                    self.running = micro
                     return micro
-                self._sentinels.check()
-                self._finish()  # the last piece was skipped
-            except BaseException as error:
-                self.abort(error)
-                raise
+            self._sentinels.check()
+            self._finish()  # the last piece was skipped
+        except BaseException as error:
+            self.abort(error)
+            raise
         raise StopIteration
-
-    def _advance(self) -> MicroBatch | None:
-        if self.running is not None:
-            raise self.left_early("a micro-batch was not entered with `with micro:`")
-        while True:
-            if self.failure is not None:
-                recover(self)
-            piece = self.schedule.next(self.size)
-            if piece is None:
-                return None
-            micro = self._prepare(piece)
-            if micro is not None:
-                return micro
 
     def _prepare(self, piece: Range) -> MicroBatch | None:
         """Snapshots what the attempt may change and brings the piece to the device; None when that itself ran out of memory."""
@@ -207,7 +205,7 @@ class Call:
         """Starts the attempt."""
         if micro is not self.running or micro._phase != "load":
             raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
-        self.parts.commits.clear()
+        self.parts.commits.fired.clear()
         if self.table is not None:
             self.table.__enter__()
         if self.parts.guard is not None:
@@ -232,7 +230,7 @@ class Call:
         if self.steady and self.names is None and takes_seed(loss := terms[None]):
             micro._loss, micro._weight, micro._weighed = loss.detach(), weights[None], loss
             self.history.touched = True
-            seed = self.parts.seeds.take(loss, micro._weight, repeats=self.counts.uniform)
+            seed = self.parts.seeds.take(loss, micro._weight, repeats=self._repeats)
             micro._phase = "backward"
             torch.autograd.backward(loss, seed)
         else:
@@ -313,13 +311,14 @@ class Call:
             if micro._phase != "commit":
                 self.refuse_own_backward()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
+            fired = parts.commits.fired
             some = parts.commits.sample()
             self._sentinels.remember(some)
             if len(self._sentinels.seen) < len(some):
                 check_gradients_stayed(some, parts.inventory.name_of)
-            if not self.steady or len(parts.commits.fired) not in traits.commits:
+            if not self.steady or len(fired) not in traits.commits:
                 self._learn_and_fold(micro)
-            parts.commits.clear()
+            fired.clear()
         if parts.buffers.watched:
             traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
         if not self.steady:

@@ -6,6 +6,8 @@ the device's speed, and would make the pieces before it larger than they need to
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from elastic_mbs.errors import UsageError
 
 
@@ -14,6 +16,7 @@ def aligned(size: int, align: int) -> int:
     return max(align, size // align * align)
 
 
+@lru_cache(maxsize=256)  # the batches of a run have few lengths, and a call asks three times
 def piece_count(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int:
     """How many pieces `partition` cuts out of `samples` samples.
 
@@ -68,6 +71,7 @@ def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
     return _ceiling_division(_ceiling_division(samples, align), count) * align
 
 
+@lru_cache(maxsize=8)  # few: of a long range in small pieces each takes megabytes
 def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1) -> tuple[tuple[int, int], ...]:
     """Cuts `[start, stop)` into balanced pieces that cover it once, in order.
 

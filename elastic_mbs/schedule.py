@@ -106,7 +106,7 @@ class Schedule:
 
     def _cut(self, rest: Range) -> None:
         bounds = partition(rest.start, rest.stop, self._size, minimum=self._minimum, align=self._align)
-        weights = [self._counts.weights(start, stop, reduction=self._reduction) for start, stop in bounds]
+        weights = self._counts.weights_of(bounds, reduction=self._reduction)
         data = self._data(bounds) or (None,) * len(bounds)
         self._pieces = [Range(*bound, rest.committed, *both) for bound, *both in zip(bounds, weights, data, strict=True)]
         self._pieces.reverse()

@@ -53,6 +53,7 @@ def test_the_weights_of_any_split_add_up_to_exactly_one(data: st.DataObject) -> 
         assert counts.weight(start, stop) == float(Fraction(terms) / total)  # correctly rounded
         assert counts.of(start, stop) == {None: terms if set(map(type, values)) == {int} else float(terms)}
         assert counts.weights(start, stop) == (None if terms == 0 else {None: counts.weight(start, stop)})
+        assert counts.weights_of([(start, stop)]) == [counts.weights(start, stop)]
         assert counts.weights(start, stop, reduction="sum") == (None if terms == 0 else {None: 1.0})
 
 

@@ -57,7 +57,7 @@ def test_the_breakdown_times_every_part_and_leaves_none_of_its_timers(tmp_path: 
     assert {"per_call", "per_piece", "hooks_per_piece", "parts"} == set(found)
     parts = {row["part"]: row["times"] for row in found["parts"]}
     assert (parts["user: loss_fn"], parts["user: backward"], parts["the loop itself"]) == (6, 6, 1)
-    assert {"streams: read", "batch: cut a piece", "inventory: refresh"} <= set(parts)
+    assert {"streams: read", "schedule: next piece", "inventory: refresh"} <= set(parts)
     assert [vars(owner)[name] for _, owner, name in PARTS] == before
 
 
