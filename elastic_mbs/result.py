@@ -51,6 +51,10 @@ class StepResult:
         """The loss as a number; waits for the device."""
         return float(self.loss)
 
+    def __format__(self, spec: str) -> str:
+        """The loss in an f-string: `f"{result:.4f}"`; waits for the device. Without a format, the whole result."""
+        return format(float(self), spec) if spec else str(self)
+
     @property
     def outputs(self) -> Any:
         """What `loss_fn` returned besides the loss, joined over the committed pieces in the batch's order, or None."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_mbs import oom
-from elastic_mbs.accumulate import CountFn, Counts, looks_like_token_labels
+from elastic_mbs.accumulate import CountFn, Counts
 from elastic_mbs.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, refuse_no_function, sinks_of
 from elastic_mbs.batch import BatchView, Dims
 from elastic_mbs.controller import Controller, Limits, Policy
@@ -22,6 +22,7 @@ from elastic_mbs.disabled import WholeBatch
 from elastic_mbs.engine import Call
 from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UsageError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned
+from elastic_mbs.first_look import first_look
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, MemorySensor, Monitor, Reading, margin_of, refuse_devices, sensor_for
@@ -277,7 +278,7 @@ class ElasticMBS:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
             assert self.last_result is not None
             return self.last_result
-        with self._start(batch, name_of(loss_fn), identity_of(loss_fn)) as call:
+        with self._start(batch, name_of(loss_fn), identity_of(loss_fn), beside=(args, kwargs)) as call:
             for micro in call:
                 with micro:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
@@ -331,7 +332,7 @@ class ElasticMBS:
         if not self.enabled:
             with torch.no_grad():
                 return fn(batch, *args, **kwargs)
-        with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=to) as call, torch.no_grad():
+        with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=to, beside=(args, kwargs)) as call, torch.no_grad():
             for micro in call:
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))
@@ -439,7 +440,17 @@ class ElasticMBS:
 
     # ------------------------------------------------------------------ how a call starts and ends
 
-    def _start(self, batch: Any, name: str, identity: object, *, training: bool = True, own_graph: bool = False, outputs: OutputPlace = None) -> Call:
+    def _start(
+        self,
+        batch: Any,
+        name: str,
+        identity: object,
+        *,
+        training: bool = True,
+        own_graph: bool = False,
+        outputs: OutputPlace = None,
+        beside: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
+    ) -> Call:
         if self._call is not None:
             self._refuse_incomplete()
         parts = self._parts
@@ -457,7 +468,7 @@ class ElasticMBS:
         view = BatchView(batch, self._dims, self._readings.get(name))
         self._readings[name] = view.readings
         if name not in self._looked_at:
-            retrying(parts, "look at the labels", lambda: self._warn(view, training))
+            self._look_at(view, training, *beside)
             self._looked_at.add(name)
         refuse_graphs(view)
         if self._count is None or not training:
@@ -509,18 +520,13 @@ class ElasticMBS:
             call.abort(error)
             raise error
 
-    def _warn(self, view: BatchView, training: bool) -> None:
-        if view.doubt is not None:
-            self._parts.log.warn_once(self.settings.name, "doubt", view.doubt)
-        if training and self._count is None:
-            label = looks_like_token_labels(view)
-            if label is not None:
-                self._parts.log.warn_once(
-                    self.settings.name,
-                    "count",
-                    f"{label!r} has labels of -100 and no count= was given, so every sample weighs the same, however many labels it has: "
-                    f"give count=count_tokens({label!r}), and verify(loss_fn, batch) to check",
-                )
+    def _look_at(self, view: BatchView, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        counted = self._count is not None
+        found = retrying(
+            self._parts, "look at the labels", lambda: [*first_look(view, training=training, counted=counted, beside=args, named=kwargs)]
+        )
+        for kind, sentence in found:
+            self._parts.log.warn_once(self.settings.name, kind, sentence)
 
     def _on_sensor_change(self, reading: Reading) -> None:
         if isinstance(reading, Headroom):

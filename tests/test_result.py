@@ -105,3 +105,9 @@ def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
     outputs = found.outputs
     assert len(found.partition) == len(outputs) == 3
     assert outputs[1] is None
+
+
+def test_a_result_is_formatted_as_its_loss() -> None:
+    found = result([], (0.25, 0.5))
+    assert f"{found:.4f}" == "0.7500"
+    assert f"{found}" == str(found)
