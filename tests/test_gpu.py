@@ -5,6 +5,7 @@ On CUDA the errors are the allocator's own: a memory fraction stands for a small
 
 import contextlib
 import gc
+import inspect
 import json
 import subprocess
 import sys
@@ -461,6 +462,42 @@ def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(devic
     tries = [event.action for event in events if isinstance(event, OptimizerOutOfMemory)]
     assert tries == ([] if implementation == "fused" else ["with the caches let go of", "one parameter at a time"])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+HAS_LAST_RESORT = "use_on_oom" in inspect.signature(torch.cuda.MemPool.__init__).parameters
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_LAST_RESORT, reason="this torch has no MemPool(use_on_oom=True)")
+@pytest.mark.parametrize("reserve", [False, True], ids=["no reserve", "reserve"])
+def test_what_a_pool_of_last_resort_does_for_a_step_is_known(gpu: torch.device, reserve: bool, record_property: Any) -> None:
+    """What `optimizer_step` would gain from it, and what of its memory nobody gets afterwards: the decision waits for these figures."""
+    model = nn.Linear(4096, 4096, bias=False, device=gpu)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    torch.cuda.empty_cache()
+    pool = torch.cuda.MemPool(use_on_oom=True) if reserve else None
+    if pool is not None:
+        with torch.cuda.use_mem_pool(pool, gpu):
+            torch.empty(6 * model.weight.nbytes, dtype=torch.uint8, device=gpu)
+    fraction = (torch.cuda.memory_reserved(gpu) + MEBI) / torch.cuda.get_device_properties(gpu).total_memory
+    torch.cuda.set_per_process_memory_fraction(fraction, gpu)
+    try:
+        optimizer.step()
+        made = True
+    except torch.OutOfMemoryError as error:
+        made = False
+        oom.forget(error)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, gpu)
+    del pool
+    gc.collect()
+    torch.cuda.empty_cache()
+    stranded = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+    record_property(
+        "last_resort" if reserve else "no_last_resort", f"step made: {made}; {stranded / MEBI:.0f} MiB reserved and not allocated after it"
+    )
+    assert reserve or not made
 
 
 @pytest.mark.gpu
