@@ -25,7 +25,7 @@ from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned
 from elastic_mbs.first_look import first_look
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
-from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, MemorySensor, Monitor, Reading, margin_of, refuse_devices, sensor_for
+from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, MemorySensor, Monitor, Reading, UsageMeter, margin_of, refuse_devices, sensor_for
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.optimizer_step import optimizer_step
 from elastic_mbs.parts import Parts
@@ -75,7 +75,7 @@ class ElasticMBS:
         generators: random generators of the user's (torch, random, numpy) that a step draws from, to be rolled back too.
         replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded (one extra copy of the gradients): for steps whose
             samples depend on each other in ways torch cannot show, such as MoE capacity.
-        sensor: a `MemorySensor` in place of the device's own.
+        sensor: a `MemorySensor` in place of the device's own; one that is also a `UsageMeter` takes the place of the device's meter, too.
         monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
         is_oom: a predicate for errors that this package does not know to be out-of-memory.
         on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
@@ -205,7 +205,7 @@ class ElasticMBS:
             "devices": devices,
             "streams": RandomStreams(self._generators, devices),
             "monitor": Monitor(self._sensor or found, interval=self._interval, on_change=self._on_sensor_change),
-            "meter": meter,
+            "meter": self._sensor if isinstance(self._sensor, UsageMeter) else meter,
             "stopwatch": Stopwatch(devices[0]),
             "streamer": Streamer(choose_device(self._device, devices)),
         }

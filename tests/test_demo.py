@@ -348,7 +348,7 @@ def test_the_co_tenant_on_cuda_leaves_what_the_script_says(monkeypatch: pytest.M
         assert tenant._wanted == 950 * MIB
         tenant.leave(200 * MIB)
         assert tenant._wanted == 0
-        process = tenant._process
+        process = tenant._neighbour._process
     assert process is not None
     assert process.returncode == 0
     assert card.fraction == 1.0
@@ -360,9 +360,8 @@ def test_a_ballast_process_that_fails_to_start_is_told(monkeypatch: pytest.Monke
     tenant = CudaTenant(200 * MIB, [], torch.nn.Linear(1, 1), torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match="'no device"):
         tenant.__enter__()
-    assert tenant._process is not None
-    with tenant._process:
-        pass
+    assert tenant._neighbour._process is not None
+    assert tenant._neighbour._process.returncode == 0, "waited for"
 
 
 @pytest.mark.parametrize(("ours", "budget", "told"), [(300, 200, "--device cpu"), (100, 950, "more than cuda:0 has free")])

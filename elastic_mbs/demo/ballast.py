@@ -1,22 +1,18 @@
-"""The co-tenant's process on CUDA: holds as much memory as it is told to, and exits when its parent does.
+"""The co-tenant's process on CUDA: holds as much of a GPU's memory as it is told to.
 
-Run as `python -m elastic_mbs.demo.ballast INDEX`. It says `ready` once it has the device. Then it reads lines `hold BYTES`, does what can be done at
-once, and answers `holding BYTES`. What it could not get it goes on trying to get, as any process does that waits for memory.
+Run as `python -m elastic_mbs.demo.ballast INDEX`; `elastic_mbs.demo.neighbour` has what the two processes say to each other.
 """
 
 from __future__ import annotations
 
-import queue
 import sys
-import threading
-from typing import TextIO
 
 import torch
 
+from elastic_mbs.demo.neighbour import serve
+
 GRAIN = 20 * 2**20
 """The allocator takes at least this much from the device at once: smaller pieces would hold more than they count for."""
-PATIENCE = 0.01
-"""Seconds between two attempts to get the rest."""
 
 
 class Ballast:
@@ -30,6 +26,7 @@ class Ballast:
         self._device = device
         self._blocks: list[torch.Tensor] = []
         self.wanted = 0
+        self.grain = GRAIN
         torch.empty(1, device=device)  # the context's own memory is taken before anybody counts
 
     @property
@@ -65,28 +62,7 @@ def main(device: torch.device) -> None:
     Args:
         device: where to hold memory.
     """
-    ballast, lines = Ballast(device), queue.SimpleQueue[str]()
-    threading.Thread(target=_read, args=(sys.stdin, lines), name="ballast-input", daemon=True).start()
-    print("ready", flush=True)
-    while True:
-        short = ballast.wanted - ballast.held >= GRAIN
-        try:
-            line = lines.get(timeout=PATIENCE if short else None)
-        except queue.Empty:
-            ballast.adjust()
-            continue
-        if not line:
-            return
-        ballast.wanted = int(line.removeprefix("hold "))
-        ballast.adjust()
-        print(f"holding {ballast.held}", flush=True)
-
-
-def _read(source: TextIO, lines: queue.SimpleQueue[str]) -> None:
-    """Hands on every line, and an empty one at the end."""
-    for line in source:
-        lines.put(line)
-    lines.put("")
+    serve(Ballast(device))
 
 
 if __name__ == "__main__":  # cuda-only

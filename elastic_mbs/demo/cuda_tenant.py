@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -11,6 +9,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from elastic_mbs.demo.neighbour import Neighbour
 from elastic_mbs.demo.tenant import Move, Tenant
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
@@ -35,7 +34,7 @@ class CudaTenant(Tenant):
         super().__init__(budget, script, module)
         self._device = device
         self._wanted = 0
-        self._process: subprocess.Popen[str] | None = None
+        self._neighbour = Neighbour.on_cuda(device.index)
 
     def __enter__(self) -> Self:
         """Starts the process and caps ours.
@@ -52,9 +51,7 @@ class CudaTenant(Tenant):
             )
         if self.budget > free:
             raise UsageError(f"--budget {format_bytes(self.budget)} is more than {self._device} has free ({format_bytes(free)})")
-        command = [sys.executable, "-m", "elastic_mbs.demo.ballast", str(self._device.index)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer("ready")
+        self._neighbour.__enter__()
         torch.cuda.set_per_process_memory_fraction(self.budget / total, self._device)
         return super().__enter__()
 
@@ -62,9 +59,7 @@ class CudaTenant(Tenant):
         """Ends the process and lifts the cap."""
         super().__exit__(kind, error, trace)
         torch.cuda.set_per_process_memory_fraction(1.0, self._device)
-        assert self._process is not None
-        with self._process:  # closes the pipes, which ends it, and waits for that
-            pass
+        self._neighbour.__exit__(kind, error, trace)
 
     def leave(self, free: int) -> None:
         """Has the ballast take what is too much for `free` bytes to be left to us.
@@ -73,30 +68,9 @@ class CudaTenant(Tenant):
         notice a neighbour. What it still holds then, the ballast gets as soon as we let go of it.
         """
         torch.cuda.empty_cache()
-        held = self._hold(self._wanted)  # it may have got more since it was last asked
+        held = self._neighbour.hold(self._wanted)  # it may have got more since it was last asked
         ours = torch.cuda.memory_reserved(self._device)
         on_device = torch.cuda.mem_get_info(self._device)[0]
         alone = free >= self.budget  # the memory fraction is limit enough then
         self._wanted = 0 if alone else max(0, held + on_device + ours - free)
-        self._hold(self._wanted)
-
-    def _hold(self, size: int) -> int:
-        """Tells the ballast how many bytes to hold; returns how many it holds."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"hold {size}\n")
-        self._process.stdin.flush()
-        return int(self._answer("holding"))
-
-    def _answer(self, word: str) -> str:
-        """The rest of a line that begins with `word`.
-
-        Raises:
-            RuntimeError: the process has ended, or says something else.
-        """
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.startswith(word):
-            raise RuntimeError(f"the ballast process said {line!r} where {word!r} was expected (exit code {self._process.poll()})")
-        return line.removeprefix(word)
+        self._neighbour.hold(self._wanted)

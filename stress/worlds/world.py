@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -20,24 +22,46 @@ class World(Protocol):
     Attributes:
         kind: "budget" (counted tensors, exact), "shim" (the allocator itself fails), "rlimit" (the process limit), "cuda".
         device: where the model is trained.
-        sensor: what ElasticMBS is to read; None where it finds its sensor by itself.
+        exact: whether `live`, `peak` and the moment of a failure are the same in every run.
     """
 
     kind: str
     device: torch.device
-    sensor: MemorySensor | None
+    exact: bool
+
+    @property
+    def sensor(self) -> MemorySensor | None:
+        """What ElasticMBS is to read, as sensor and as meter; None where it finds both by itself."""
 
     def __enter__(self) -> Self:
         """Opens it, without a limit yet."""
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Lifts every limit and ends the co-tenant."""
+
+    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
+        """Runs a piece of each size once, in the worlds where a first time under pressure could end the process.
+
+        Args:
+            run: runs one piece of the given size, forward and backward.
+            sizes: those that may be tried under the limit.
+        """
 
     def resize(self, capacity: int | None) -> None:
         """Sets how many bytes there are for all; None lifts the limit."""
 
+    def fragment(self, largest: int | None) -> None:
+        """Lets single allocations above `largest` bytes fail, whatever is free; None ends that.
+
+        Raises:
+            UsageError: this world cannot.
+        """
+
     def occupy(self, held: int) -> None:
         """Has the co-tenant hold so many bytes: at once what is free, the rest as soon as it is."""
+
+    def others(self) -> int:
+        """Bytes that are not ours to have: what the co-tenant holds now, or waits for where it cannot be told apart."""
 
     def live(self) -> int:
         """Bytes this process holds now, as this world counts them."""
@@ -48,5 +72,5 @@ class World(Protocol):
     def reset_peak(self) -> None:
         """Starts a new interval."""
 
-    def failures(self) -> int:
-        """Allocations that have failed so far."""
+    def failures(self) -> int | None:
+        """Allocations that have failed so far in this process; None where nobody counts them."""

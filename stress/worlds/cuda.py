@@ -1,0 +1,153 @@
+"""The world of a GPU: a cap on this process's share, and a co-tenant in another process that really takes the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from elastic_mbs.demo.ballast import GRAIN
+from elastic_mbs.demo.neighbour import Neighbour
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import format_bytes
+from elastic_mbs.memory import MemorySensor
+from elastic_mbs.memory.size import parse_bytes
+
+MOSTLY_FREE = 0.75
+"""Share of the device that must be free: its co-tenant fills it, and nobody else may starve of that."""
+
+
+class CudaWorld:
+    """One CUDA device.
+
+    ```
+        total ─┬─ outside    not to be had: others' and what the capacity leaves out; held by the ballast process
+               ├─ held       the co-tenant's; held by the ballast process, too
+               └─ ours       reserved by torch's allocator, at most capacity less held
+    ```
+
+    A capacity alone is a memory fraction, which is exact. As soon as there is a co-tenant, the ballast process fills the device up to what is left
+    to us, so that `cudaMalloc` itself fails; what our allocator has reserved it gets when we let go of it.
+
+    Args:
+        device: with its index, or the current one.
+    """
+
+    kind = "cuda"
+    exact = False
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        problem = trouble()
+        if problem is not None:
+            raise UsageError(problem)
+        device = torch.device(device)  # cuda-only
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self.sensor: MemorySensor | None = None  # NVML and the allocator's own statistics
+        self.capacity: int | None = None
+        self._held = self._wanted = 0
+        self._neighbour: Neighbour | None = None
+        self._highest = 0
+        self._failed_before = 0
+
+    def __enter__(self) -> Self:
+        """Looks whether the device is free enough.
+
+        Raises:
+            UsageError: others use it.
+        """
+        torch.cuda.init()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        if free < MOSTLY_FREE * total:
+            raise UsageError(
+                f"{format_bytes(total - free)} of {self.device} are in use, and the stress tool's co-tenant fills a device to the brim: run it on an "
+                "idle one, or with --device cpu"
+            )
+        self._failed_before = self._ooms()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Ends the ballast process and lifts the cap."""
+        if self._neighbour is not None:
+            self._neighbour.__exit__(kind, error, trace)
+            self._neighbour = None
+        self.capacity, self._held, self._wanted = None, 0, 0
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
+        """Nothing to do here."""
+
+    def resize(self, capacity: int | str | None) -> None:
+        """Sets how many bytes there are for both, by a memory fraction; None lifts the limit.
+
+        Raises:
+            UsageError: there are fewer on the device.
+        """
+        total = torch.cuda.mem_get_info(self.device)[1]
+        size = None if capacity is None else parse_bytes(capacity)
+        if size is not None and size > total:
+            raise UsageError(f"{format_bytes(size)} is more than {self.device} has ({format_bytes(total)})")
+        self.capacity = size
+        torch.cuda.set_per_process_memory_fraction(1.0 if size is None else size / total, self.device)
+        self.occupy(self._held)
+
+    def fragment(self, largest: int | None) -> None:
+        """Refuses: on a GPU memory is fragmented by what is allocated, not by a setting.
+
+        Raises:
+            UsageError: always, unless it is None.
+        """
+        if largest is not None:
+            raise UsageError("the world 'cuda' knows no setting for fragmentation: hold blocks of the allocator's own instead")
+
+    def occupy(self, held: int) -> None:
+        """Has the ballast take what is too much for us to have the capacity less `held`.
+
+        What our allocator keeps in reserve nobody can take from us, so it is given back first: an allocator that keeps all it ever had would never
+        notice a neighbour.
+        """
+        self._held = parse_bytes(held)
+        if self._neighbour is None:
+            if not self._held:
+                return
+            self._neighbour = Neighbour.on_cuda(self.device.index)
+            self._neighbour.__enter__()
+        torch.cuda.empty_cache()
+        holds = self._neighbour.hold(self._wanted)  # it may have got more since it was last asked
+        if self._held:
+            free, total = torch.cuda.mem_get_info(self.device)
+            left = (total if self.capacity is None else self.capacity) - self._held
+            self._wanted = max(0, holds + free + torch.cuda.memory_reserved(self.device) - left) // GRAIN * GRAIN
+        else:
+            self._wanted = 0  # the fraction is limit enough
+        self._neighbour.hold(self._wanted)
+
+    def others(self) -> int:
+        """What the co-tenant has been told to hold."""
+        return self._held
+
+    def live(self) -> int:
+        """Bytes in live tensors."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """Most of them since `reset_peak`, as far as no runtime has reset the allocator's own peak meanwhile."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        """Resets the allocator's peak."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def failures(self) -> int:
+        """Errors that the allocator has raised."""
+        return self._ooms() - self._failed_before
+
+    def _ooms(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
+
+def trouble() -> str | None:
+    """Why there is no such world here, or None."""
+    return None if torch.cuda.is_available() else "the world 'cuda' needs a CUDA device, and torch sees none here"

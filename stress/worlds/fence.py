@@ -1,0 +1,235 @@
+"""One device for several processes: the file that they share, and the library that holds them to it (`fence.c`).
+
+```
+   parent: Fence.create() ── budget, largest, minimum ──► file ◄── live, peak, failures ── every process under `environment(file)`
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import platform
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from elastic_mbs.errors import UsageError
+
+__all__ = ["UNLIMITED", "Fence", "Slot", "environment", "library", "trouble"]
+
+VARIABLE = "ELASTIC_MBS_FENCE"
+"""Names the file, in the environment of the processes that share it."""
+UNLIMITED = 2**63 - 1
+MINIMUM = 4096
+"""Bytes from which a block counts, unless told otherwise. What is smaller does not fail either."""
+
+_SOURCE = Path(__file__).with_name("fence.c")
+_FILE_SIZE, _SLOTS = 4096, 62
+_BUDGET, _LARGEST, _MINIMUM, _FAILURES = range(4)  # as fence.c has them, in units of 8 bytes
+_FIRST_SLOT, _SLOT_SIZE = 16, 8
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One process's account.
+
+    Attributes:
+        pid: whose.
+        live: bytes that it holds.
+        peak: most bytes that it held since `Fence.reset_peak`.
+        failures: allocations that were refused it.
+        blocks: how many blocks it holds.
+    """
+
+    pid: int
+    live: int
+    peak: int
+    failures: int
+    blocks: int
+
+
+class Fence:
+    """The shared file, mapped. A context manager: closed at the end, and deleted by whoever has created it.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._created = False
+        try:
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), _FILE_SIZE)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} is no fence file: {error}") from error
+        self._words = memoryview(self._map).cast("q")
+
+    @classmethod
+    def create(cls, budget: int = UNLIMITED, *, minimum: int = MINIMUM) -> Fence:
+        """A new device.
+
+        Args:
+            budget: bytes that all its processes may hold together.
+            minimum: bytes from which a block counts.
+        """
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory, where there is such a place
+        number, name = tempfile.mkstemp(prefix="elastic_mbs_fence_", dir=folder)
+        with open(number, "wb") as file:
+            file.write(struct.pack("3q", budget, UNLIMITED, minimum).ljust(_FILE_SIZE, b"\0"))
+        fence = cls(Path(name))
+        fence._created = True
+        return fence
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Closes it."""
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the file; processes that have it mapped keep it."""
+        self._words.release()
+        self._map.close()
+        if self._created:
+            self.path.unlink(missing_ok=True)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that all processes may hold together; may be set at any time."""
+        return self._words[_BUDGET]
+
+    @budget.setter
+    def budget(self, size: int) -> None:
+        self._words[_BUDGET] = min(size, UNLIMITED)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest single block there is room for, however much is free; may be set at any time."""
+        return self._words[_LARGEST]
+
+    @largest.setter
+    def largest(self, size: int) -> None:
+        self._words[_LARGEST] = min(size, UNLIMITED)
+
+    @property
+    def minimum(self) -> int:
+        """Bytes from which a block counts, and may fail."""
+        return self._words[_MINIMUM]
+
+    @property
+    def failures(self) -> int:
+        """Allocations refused to any process so far."""
+        return self._words[_FAILURES]
+
+    def slots(self) -> list[Slot]:
+        """The processes that have come so far and are still alive."""
+        places = range(_FIRST_SLOT, _FIRST_SLOT + _SLOTS * _SLOT_SIZE, _SLOT_SIZE)
+        found = (tuple(self._words[place : place + 6]) for place in places if self._words[place])
+        return [Slot(pid, *figures) for pid, started, *figures in found if start_time(pid) == started]
+
+    def live(self) -> int:
+        """Bytes that all processes hold."""
+        return sum(slot.live for slot in self.slots())
+
+    def of(self, pid: int) -> Slot:
+        """The account of one process, all zero before its first block."""
+        for place in range(_FIRST_SLOT, _FIRST_SLOT + _SLOTS * _SLOT_SIZE, _SLOT_SIZE):
+            if self._words[place] == pid:
+                return Slot(pid, *self._words[place + 2 : place + 6])
+        return Slot(pid, 0, 0, 0, 0)
+
+    def reset_peak(self) -> None:
+        """Starts a new interval for this process's peak; nothing happens where it was not started under the fence."""
+        if under(self.path):
+            ctypes.CDLL(None).fence_reset_peak()
+
+
+def start_time(pid: int) -> int:
+    """When a process began, in clock ticks since the machine did; -1 if it has ended, even if nobody has asked for its exit code yet."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return -1
+    fields = text.rpartition(")")[2].split()
+    return -1 if fields[0] in {"Z", "X", "x"} else int(fields[19])
+
+
+def under(path: Path) -> bool:
+    """Whether this process was started under the fence of that file."""
+    return os.environ.get(VARIABLE) == os.fspath(path) and hasattr(ctypes.CDLL(None), "fence_reset_peak")
+
+
+def environment(fence: Fence) -> dict[str, str]:
+    """Variables under which a process shares the device.
+
+    A library that was preloaded before is left out: an allocator of its own would not know the blocks of this one.
+
+    Raises:
+        UsageError: the library cannot be made here; `trouble` says why.
+    """
+    return {VARIABLE: os.fspath(fence.path), "LD_PRELOAD": os.fspath(library())}
+
+
+def trouble() -> str | None:
+    """Why the library cannot be made here, or None."""
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return f"the shim needs Linux with glibc, and this is {sys.platform} {platform.libc_ver()[0]}".rstrip()
+    if shutil.which(_compiler()[0]) is None:
+        return f"the shim needs a C compiler, and there is no {_compiler()[0]!r}: install one (apt install gcc), or name yours in the variable CC"
+    return None
+
+
+@functools.cache
+def library() -> Path:
+    """The library, compiled when it is first needed (0.2 s) and kept by the hash of its source.
+
+    Raises:
+        UsageError: there is no compiler, or it fails; or this is not Linux with glibc.
+    """
+    problem = trouble()
+    if problem is not None:
+        raise UsageError(problem)
+    command = [*_compiler(), "-O2", "-shared", "-fPIC", "-pthread"]
+    key = hashlib.sha256(_SOURCE.read_bytes() + repr((command, platform.machine())).encode()).hexdigest()[:16]
+    path = _folder() / f"fence-{key}.so"
+    if not path.exists():
+        _compile(command, path)
+    return path
+
+
+def _compile(command: list[str], path: Path) -> None:
+    made = path.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([*command, "-o", os.fspath(made), os.fspath(_SOURCE)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = next(iter(done.stderr.strip().splitlines()), "nothing")
+        raise UsageError(f"the shim's {_SOURCE.name} does not compile with {shlex.join(command)}, which said: {said}")
+    made.replace(path)  # whole or not at all, whoever else makes it at this moment
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CC", "")) or ["cc"]
+
+
+def _folder() -> Path:
+    """Where the library is kept: the user's cache, or a new folder of this process where that cannot be written to."""
+    with contextlib.suppress(OSError, RuntimeError):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "elastic_mbs")
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
+    return Path(tempfile.mkdtemp(prefix="elastic_mbs_"))

@@ -1,0 +1,57 @@
+"""The child's side of `child.py`: `python -m stress.worlds.job`, with the order on standard input."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any, TextIO
+
+from elastic_mbs.errors import UsageError
+
+
+def main() -> int:
+    """Runs the job that standard input names; returns the exit code."""
+    order = json.load(sys.stdin)
+    out = _take_output()
+    _leave_no_core()
+
+    def emit(message: dict[str, Any]) -> None:
+        out.write(json.dumps({"message": message}) + "\n")
+        out.flush()
+
+    module, _, name = order["job"].partition(":")
+    try:
+        job: Any = importlib.import_module(module)
+        for part in name.split("."):
+            job = getattr(job, part)
+        job(emit, **order["arguments"])
+    except Exception as error:
+        traceback.print_exc()
+        kind = "UsageError" if isinstance(error, UsageError) else type(error).__name__
+        out.write(json.dumps({"error": {"type": kind, "text": str(error)}}) + "\n")
+        out.flush()
+        return 1
+    return 0
+
+
+def _take_output() -> TextIO:
+    """Standard output for ourselves alone; what anybody prints goes to standard error."""
+    ours = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return ours
+
+
+def _leave_no_core() -> None:
+    """A crash is told of; its memory is not written to the disk."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The world of the process limit: the kernel refuses memory beyond RLIMIT_DATA, and every allocator in this process has to bear it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.memory.size import parse_bytes
+
+from .host_world import HostWorld
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
+
+_M_MMAP_THRESHOLD = -3  # mallopt's number for it
+_MAPPED = 65536
+"""Bytes from which a block of the heap is a mapping of its own, so that what is mapped is what is in use."""
+_HEAP = 2**20
+
+
+class RlimitWorld(HostWorld):
+    """RLIMIT_DATA of this process, moved while it trains: by itself, or by another process with `move`.
+
+    Counted is all private memory that was mapped since the world was opened, whatever it is for. Freed blocks below 64 KiB stay counted. The
+    co-tenant is the limit itself: what it holds is taken off, at once. It needs a process of its own, see `run_child`: what it tells the heap cannot
+    be undone, and a library that cannot bear a refusal ends the process. So run every size once with `warm`; oneDNN is off unless asked for.
+
+    Args:
+        onednn: leave oneDNN on. It crashes when it has no memory to make a convolution of a new shape.
+    """
+
+    kind = "rlimit"
+    exact = False
+
+    def __init__(self, *, onednn: bool = False) -> None:
+        super().__init__()
+        problem = trouble()
+        if problem is not None:
+            raise UsageError(problem)
+        self.base = 0
+        self._held = 0
+        self._onednn = onednn
+        self._limit = resource.getrlimit(resource.RLIMIT_DATA)
+        self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))
+        self._resident_base = 0
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Has the heap give every larger block a mapping of its own, and takes what is mapped now for the origin."""
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+        if not self._onednn:
+            self._undo.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        _make_threads()
+        self.base, self._resident_base = self._mapped(), self._resident()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Puts the user's limit back."""
+        resource.setrlimit(resource.RLIMIT_DATA, self._limit)
+        self.capacity, self._held = None, 0
+        self._undo.close()
+
+    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
+        """Runs each size once without a limit, the largest last, so that libraries have what they keep."""
+        resource.setrlimit(resource.RLIMIT_DATA, self._limit)
+        try:
+            for size in sorted(set(sizes)):
+                run(size)
+        finally:
+            self.apply()
+
+    def occupy(self, held: int) -> None:
+        """Takes it off the limit."""
+        self._held = parse_bytes(held)
+        self.apply()
+
+    def others(self) -> int:
+        """What the co-tenant has been told to hold; or what another process has taken off the limit."""
+        soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        return self._held if self.capacity is None or soft == resource.RLIM_INFINITY else max(0, self.base + self.capacity - soft)
+
+    def live(self) -> int:
+        """Bytes mapped since the world was opened."""
+        return max(0, self._mapped() - self.base)
+
+    def failures(self) -> None:
+        """Nobody counts what the kernel refuses."""
+        return
+
+    def apply(self) -> None:
+        """Moves this process's limit."""
+        if self.capacity is None:
+            resource.setrlimit(resource.RLIMIT_DATA, self._limit)
+        else:
+            move(os.getpid(), self.base + max(0, self.capacity - self._held))
+
+    def peak_of_interval(self) -> int:
+        """The highest resident memory, where the kernel lets it be reset: the peak of what is mapped nobody keeps."""
+        return max(self.live(), self._resident("VmHWM") - self._resident_base)
+
+    def begin_interval(self) -> None:
+        """Resets the kernel's high-water mark."""
+        with contextlib.suppress(OSError):  # then it is the mark of the whole run
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def _mapped(self) -> int:
+        """Bytes that count against the limit."""
+        return int(os.pread(self._statm, 256, 0).split()[5]) * mmap.PAGESIZE
+
+    def _resident(self, which: str = "VmRSS") -> int:
+        lines = (line.split() for line in os.pread(self._status, 8192, 0).decode().splitlines())
+        return next((int(words[1]) * 1024 for words in lines if words and words[0] == f"{which}:"), 0)
+
+
+def move(pid: int, limit: int) -> None:
+    """Moves the soft limit of a process, this one or another of the same user.
+
+    Args:
+        pid: whose.
+        limit: bytes that it may map in all, its `base` among them.
+    """
+    hard = resource.prlimit(pid, resource.RLIMIT_DATA)[1]
+    resource.prlimit(pid, resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def trouble() -> str | None:
+    """Why a process cannot be held to RLIMIT_DATA here, or None."""
+    if resource is None or sys.platform != "linux":
+        return f"the world 'rlimit' needs Linux, which holds all private memory of a process to RLIMIT_DATA, and this is {sys.platform}"
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        return "the world 'rlimit' needs glibc, whose heap can be told to map large blocks one by one"
+    return None
+
+
+def _make_threads() -> None:
+    """Makes torch's thread pools, which cannot bear a refusal: libgomp ends the process."""
+    torch.zeros(_HEAP, dtype=torch.uint8).add_(1)
+    torch.zeros((), requires_grad=True).clone().backward()
