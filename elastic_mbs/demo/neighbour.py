@@ -13,6 +13,7 @@ GPU's memory is `elastic_mbs.demo.ballast`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import subprocess
@@ -24,8 +25,8 @@ from typing import Protocol, Self, TextIO
 
 PATIENCE = 0.01
 """Seconds between two attempts to get the rest."""
-HEAP_GRAIN = 4096
-"""Bytes of the smallest block of the heap that is held."""
+HEAP_GRAIN = 1 << 16
+"""Bytes that blocks of the heap are multiples of."""
 _ALIGNMENT = 64  # as torch's allocator has it on a CPU
 
 
@@ -35,7 +36,7 @@ class Holder(Protocol):
     Attributes:
         wanted: bytes to hold.
         held: bytes held.
-        grain: bytes of the smallest block that it takes.
+        grain: bytes of the smallest block that it takes; less than that may be missing.
     """
 
     wanted: int
@@ -71,10 +72,7 @@ class Heap:
             self._libc.free(block)
         size = self.wanted - self.held
         while size >= self.grain:
-            if self._take(size):
-                size = self.wanted - self.held
-            else:
-                size //= 2
+            size = min(size, self.wanted - self.held) if self._take(size) else size // 2 // self.grain * self.grain
 
     def _take(self, size: int) -> bool:
         block = ctypes.c_void_p()
@@ -161,15 +159,21 @@ class Neighbour:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Ends the process, and with it what it holds."""
         assert self._process is not None
-        with self._process:  # closes the pipes, which ends it, and waits for that
+        with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes, which ends it, and waits for that
             pass
+        self._process.wait()
 
     def hold(self, size: int) -> int:
-        """Tells it how many bytes to hold; returns how many it holds."""
+        """Tells it how many bytes to hold; returns how many it holds.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(f"hold {size}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer will tell
+            self._process.stdin.write(f"hold {size}\n")
+            self._process.stdin.flush()
         return int(self._answer("holding"))
 
     def _answer(self, word: str) -> str:

@@ -176,13 +176,15 @@ class HostGuard:
         return max(0, min(most, anonymous + available) - margin)
 
     def _make_threads(self) -> None:
-        """Makes torch's thread pools, which cannot bear a refusal: libgomp ends the process."""
+        """Makes torch's thread pools, which cannot bear a refusal (libgomp ends the process), and imports what a piece would."""
         ready = os.getpid(), torch.get_num_threads()
         if ready == self._ready:
             return
         with torch.inference_mode(False), torch.enable_grad(), contextlib.suppress(torch.OutOfMemoryError):  # of a MemoryBudget
             torch.zeros(_GRAIN * ready[1], dtype=torch.uint8).add_(1)
-            torch.zeros((), requires_grad=True).clone().backward()  # autograd's, in a build that knows other devices
+            # autograd's, in a build that knows other devices; and what the first backward with a given gradient imports (sympy), as ours always are:
+            # refused memory in the middle of that, it would stay half imported for the rest of the process
+            torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
         self._ready = ready
 
     def _turn_off(self, error: Exception) -> None:

@@ -1,7 +1,7 @@
 """Runs a job in a process of its own, in the environment that a world needs, and hands on what it says.
 
 ```
-   parent                                child: python -m stress.worlds.job
+   parent                                child: job.py
    which function, its arguments ─────►  imports it, calls it with `emit`
                 ◄───── a line of JSON ─  emit({"step": 1, …})
    over time: stack asked for, killed    killed by a signal, ended by an error: told apart
@@ -39,6 +39,7 @@ Job = Callable[..., object]
 
 _LAST_WORDS = 4000  # characters of a child's standard error that are kept
 _GRACE = 5.0  # seconds for the stack of one that hangs, and for the exit of one that has closed its output
+_PROGRAM = Path(__file__).with_name("job.py")
 _TOP = __package__.rpartition(".")[0]  # `stress`, or `elastic_mbs.stress` where that is what this copy is called
 
 
@@ -153,7 +154,7 @@ class Child:
         self._undo = contextlib.ExitStack()
         self._began = 0.0
         self._process: subprocess.Popen[str] | None = None
-        self._error: dict[str, str] | None = None
+        self._error: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
         """Starts it.
@@ -164,7 +165,7 @@ class Child:
         with contextlib.ExitStack() as undo:
             self._stderr: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.job"],
+                [sys.executable, "-P", "-X", "faulthandler", os.fspath(_PROGRAM)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -247,7 +248,7 @@ class Child:
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             raise Crashed(f"the job {self._name} was ended by {name}; its last line: {last_line}", words, name)
-        if self._error is not None and self._error["type"] == "UsageError":
+        if self._error is not None and self._error["bad_input"]:
             raise UsageError(self._error["text"])
         if self._error is not None:
             raise Failed(f"the job {self._name} ended by {self._error['type']}: {self._error['text']}", words, code, self._error["type"])

@@ -32,8 +32,9 @@ __all__ = ["UNLIMITED", "Fence", "Slot", "environment", "library", "trouble"]
 VARIABLE = "ELASTIC_MBS_FENCE"
 """Names the file, in the environment of the processes that share it."""
 UNLIMITED = 2**63 - 1
-MINIMUM = 4096
-"""Bytes from which a block counts, unless told otherwise. What is smaller does not fail either."""
+MINIMUM = 8192
+"""Bytes from which a block counts, and may be refused, unless told otherwise: above the state of a random generator (5 KiB) and other bookkeeping, which
+lies beside the device where there is a real one."""
 
 _SOURCE = Path(__file__).with_name("fence.c")
 _FILE_SIZE, _SLOTS = 4096, 62

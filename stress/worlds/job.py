@@ -1,4 +1,7 @@
-"""The child's side of `child.py`: `python -m stress.worlds.job`, with the order on standard input."""
+"""The child's side of `child.py`, run as a file, with the order on standard input.
+
+Only the standard library is used here: what else is imported is the job's to say.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ import os
 import sys
 import traceback
 from typing import Any, TextIO
-
-from elastic_mbs.errors import UsageError
 
 
 def main() -> int:
@@ -31,8 +32,8 @@ def main() -> int:
         job(emit, **order["arguments"])
     except Exception as error:
         traceback.print_exc()
-        kind = "UsageError" if isinstance(error, UsageError) else type(error).__name__
-        out.write(json.dumps({"error": {"type": kind, "text": str(error)}}) + "\n")
+        bad_input = any(kind.__module__ == "elastic_mbs.errors" and kind.__name__ == "UsageError" for kind in type(error).__mro__)
+        out.write(json.dumps({"error": {"type": type(error).__name__, "text": str(error), "bad_input": bad_input}}) + "\n")
         out.flush()
         return 1
     return 0

@@ -27,7 +27,7 @@ except ImportError:  # Windows
 _M_MMAP_THRESHOLD = -3  # mallopt's number for it
 _MAPPED = 65536
 """Bytes from which a block of the heap is a mapping of its own, so that what is mapped is what is in use."""
-_HEAP = 2**20
+_PARALLEL = 2**20  # elements, enough for all threads
 
 
 class RlimitWorld(HostWorld):
@@ -54,16 +54,18 @@ class RlimitWorld(HostWorld):
         self._onednn = onednn
         self._limit = resource.getrlimit(resource.RLIMIT_DATA)
         self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))
-        self._resident_base = 0
+        self._live_at_start = self._resident_at_start = 0
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """Has the heap give every larger block a mapping of its own, and takes what is mapped now for the origin."""
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
         if not self._onednn:
-            self._undo.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        _make_threads()
-        self.base, self._resident_base = self._mapped(), self._resident()
+            self._undo.callback(setattr, torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)
+            torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch has a descriptor there
+        _make_what_cannot_be_refused()
+        self.base = self._mapped()
+        self.begin_interval()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -107,13 +109,14 @@ class RlimitWorld(HostWorld):
             move(os.getpid(), self.base + max(0, self.capacity - self._held))
 
     def peak_of_interval(self) -> int:
-        """The highest resident memory, where the kernel lets it be reset: the peak of what is mapped nobody keeps."""
-        return max(self.live(), self._resident("VmHWM") - self._resident_base)
+        """What was live at its start, and what the resident memory has risen by since at most: the peak of what is mapped nobody keeps."""
+        return max(self.live(), self._live_at_start + self._resident("VmHWM") - self._resident_at_start)
 
     def begin_interval(self) -> None:
         """Resets the kernel's high-water mark."""
         with contextlib.suppress(OSError):  # then it is the mark of the whole run
             Path("/proc/self/clear_refs").write_text("5")
+        self._live_at_start, self._resident_at_start = self.live(), self._resident()
 
     def _mapped(self) -> int:
         """Bytes that count against the limit."""
@@ -144,7 +147,7 @@ def trouble() -> str | None:
     return None
 
 
-def _make_threads() -> None:
-    """Makes torch's thread pools, which cannot bear a refusal: libgomp ends the process."""
-    torch.zeros(_HEAP, dtype=torch.uint8).add_(1)
-    torch.zeros((), requires_grad=True).clone().backward()
+def _make_what_cannot_be_refused() -> None:
+    """Torch's thread pools, which end the process, and what the first backward with a given gradient imports, which would stay half imported."""
+    torch.zeros(_PARALLEL, dtype=torch.uint8).add_(1)
+    torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))

@@ -1,0 +1,159 @@
+"""Jobs in processes of their own: what they say arrives, and how they end is told apart."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from elastic_mbs import UsageError
+from stress.worlds import Child, Crashed, Failed, Fence, Hung, run_child, run_children
+from stress.worlds import fence as fences
+from stress.worlds.child import name_of
+from tests.helpers import jobs
+
+LONG = 60.0
+needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="no signals there")
+needs_shim = pytest.mark.skipif(fences.trouble() is not None, reason="no shim here")
+
+
+def test_what_a_job_emits_arrives_in_order_whatever_it_prints() -> None:
+    words = ["one", "two ä", "three\nlines"]
+    assert [message["word"] for message in run_child("budget", jobs.say, {"words": words}, deadline=LONG)] == words
+
+
+def test_a_job_decides_what_is_imported() -> None:
+    (message,) = run_child("budget", jobs.say, {"words": ["x"]}, deadline=LONG)
+    assert message["modules"] is False
+
+
+@pytest.mark.parametrize("job", ["tests.helpers.jobs:Jobs.nested", jobs.Jobs.nested], ids=["by name", "by function"])
+def test_a_job_is_found_by_its_name_or_given_as_a_function(job: Any) -> None:
+    assert list(run_child("budget", job, deadline=LONG)) == [{"nested": True}]
+
+
+def test_a_name_that_begins_with_a_dot_belongs_to_the_tool_whatever_it_is_called_here() -> None:
+    assert name_of(".soak:main") == "stress.soak:main"
+
+
+@pytest.mark.parametrize("job", [lambda emit: None, "no_colon", ":main", "module:"], ids=["lambda", "no colon", "no module", "no function"])
+def test_what_cannot_be_found_in_another_process_is_refused(job: Any) -> None:
+    with pytest.raises(UsageError, match="module"):
+        Child("budget", job, deadline=LONG)
+
+
+def test_a_job_that_is_not_there_is_told() -> None:
+    with pytest.raises(Failed, match="no attribute 'nothing'"):
+        list(run_child("budget", "tests.helpers.jobs:nothing", deadline=LONG))
+
+
+@needs_signals
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
+def test_a_crash_is_told_by_its_signal_and_what_came_before_is_not_lost(name: str) -> None:
+    child = run_child("budget", jobs.end_by_signal, {"name": name}, deadline=LONG)
+    assert next(child) == {"about": "to go"}
+    with pytest.raises(Crashed, match=f"ended by {name}; its last line: on the edge") as error:
+        next(child)
+    assert error.value.signal == name
+    assert ("Segmentation fault" in error.value.last_words) == (name == "SIGSEGV"), "where it was, if Python could tell"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the pipe in /proc")
+def test_half_a_line_at_the_end_is_no_message() -> None:
+    child = run_child("budget", jobs.die_in_the_middle_of_a_line, deadline=LONG)
+    assert next(child) == {"whole": 1}
+    with pytest.raises(Crashed, match="SIGKILL"):
+        next(child)
+
+
+def test_an_exit_code_is_no_crash() -> None:
+    with pytest.raises(Failed, match="exit code 7; its last line: my last words") as error:
+        list(run_child("budget", jobs.exit_with, {"code": 7}, deadline=LONG))
+    assert (error.value.exit_code, error.value.error) == (7, None)
+
+
+def test_an_exception_is_told_with_its_traceback() -> None:
+    with pytest.raises(Failed, match="ended by KeyError: 'a mistake'") as error:
+        list(run_child("budget", jobs.fail, deadline=LONG))
+    assert error.value.error == "KeyError"
+    assert "in fail" in error.value.last_words
+
+
+def test_bad_input_is_bad_input_here_as_well() -> None:
+    with pytest.raises(UsageError, match="^this batch will not do$"):
+        list(run_child("budget", jobs.refuse, deadline=LONG))
+
+
+def test_a_hang_ends_at_the_deadline_and_shows_where() -> None:
+    began = time.monotonic()
+    child = Child("budget", jobs.wait_here_for_ever, deadline=1.0)
+    with child, pytest.raises(Hung, match="wait_here_for_ever had not ended after 1 s") as error:
+        assert [message for message in child] == [{"still": "here"}]
+    assert time.monotonic() - began < 30
+    if sys.platform != "win32":
+        assert "in wait_here_for_ever" in error.value.last_words
+
+
+def test_whoever_stops_listening_leaves_no_process() -> None:
+    child = run_child("budget", jobs.count_slowly, {"until": 10**6, "pause": 0.001}, deadline=LONG)
+    pid = next(child)["pid"]
+    child.close()  # type: ignore[attr-defined]  # a generator
+    assert fences.start_time(pid) == -1
+
+
+def test_children_run_at_the_same_time_and_are_told_apart() -> None:
+    children = [Child("budget", jobs.count_slowly, {"until": 5, "pause": 0.05}, deadline=LONG) for _ in range(2)]
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for index, message in run_children(children):
+        seen[index].append(message["number"])
+    assert seen == {0: list(range(5)), 1: list(range(5))}
+
+
+def test_one_of_several_that_fails_ends_the_others() -> None:
+    slow = Child("budget", jobs.count_slowly, {"until": 10**6, "pause": 0.01}, deadline=LONG)
+    with pytest.raises(Failed, match="KeyError"):
+        list(run_children([slow, Child("budget", jobs.fail, deadline=LONG)]))
+    assert fences.start_time(slow.pid) == -1
+
+
+def test_a_child_can_be_killed_from_outside() -> None:
+    with Child("budget", jobs.count_slowly, {"until": 10**6, "pause": 0.01}, deadline=LONG) as child:
+        messages = iter(child)
+        assert next(messages)["pid"] == child.pid
+        child.kill()
+        with pytest.raises(Crashed if sys.platform != "win32" else Failed):
+            list(messages)
+
+
+def test_each_kind_gets_its_environment_and_nothing_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fences.VARIABLE, "somebody else's")
+    names = [fences.VARIABLE, "LD_PRELOAD", "OMP_NUM_THREADS", "MINE"]
+    (found,) = run_child("budget", jobs.tell_environment, {"names": names}, deadline=LONG, environment={"MINE": "1"})
+    assert found == {fences.VARIABLE: None, "LD_PRELOAD": os.environ.get("LD_PRELOAD"), "OMP_NUM_THREADS": "1", "MINE": "1"}
+
+
+@needs_shim
+def test_a_child_of_the_shim_has_a_device_of_its_own_or_shares_one() -> None:
+    names = [fences.VARIABLE, "LD_PRELOAD"]
+    (own,) = run_child("shim", jobs.tell_environment, {"names": names}, deadline=LONG)
+    assert own["LD_PRELOAD"] == str(fences.library())
+    assert not os.path.exists(own[fences.VARIABLE]), "gone with the child"
+    with Fence.create() as fence:
+        (shared,) = run_child("shim", jobs.tell_environment, {"names": names}, deadline=LONG, fence=fence)
+        assert shared[fences.VARIABLE] == str(fence.path)
+        assert fence.path.exists()
+    assert not fence.path.exists()
+
+
+def test_no_thread_stays() -> None:
+    before = threading.active_count()
+    list(run_child("budget", jobs.say, {"words": ["x"]}, deadline=LONG))
+    for _ in range(100):
+        if threading.active_count() <= before:
+            break
+        time.sleep(0.01)
+    assert threading.active_count() <= before
