@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from elastic_mbs import UsageError
-from stress.worlds import Child, Crashed, Failed, Fence, Hung, run_child, run_children
+from stress.worlds import Child, Crashed, Failed, Fence, Hung, job, run_child, run_children
+from stress.worlds import child as child_module
 from stress.worlds import fence as fences
 from stress.worlds.child import name_of
 from tests.helpers import jobs
@@ -31,19 +35,19 @@ def test_a_job_decides_what_is_imported() -> None:
     assert message["modules"] is False
 
 
-@pytest.mark.parametrize("job", ["tests.helpers.jobs:Jobs.nested", jobs.Jobs.nested], ids=["by name", "by function"])
-def test_a_job_is_found_by_its_name_or_given_as_a_function(job: Any) -> None:
-    assert list(run_child("budget", job, deadline=LONG)) == [{"nested": True}]
+@pytest.mark.parametrize("which", ["tests.helpers.jobs:Jobs.nested", jobs.Jobs.nested], ids=["by name", "by function"])
+def test_a_job_is_found_by_its_name_or_given_as_a_function(which: Any) -> None:
+    assert list(run_child("budget", which, deadline=LONG)) == [{"nested": True}]
 
 
 def test_a_name_that_begins_with_a_dot_belongs_to_the_tool_whatever_it_is_called_here() -> None:
     assert name_of(".soak:main") == "stress.soak:main"
 
 
-@pytest.mark.parametrize("job", [lambda emit: None, "no_colon", ":main", "module:"], ids=["lambda", "no colon", "no module", "no function"])
-def test_what_cannot_be_found_in_another_process_is_refused(job: Any) -> None:
+@pytest.mark.parametrize("which", [lambda emit: None, "no_colon", ":main", "module:"], ids=["lambda", "no colon", "no module", "no function"])
+def test_what_cannot_be_found_in_another_process_is_refused(which: Any) -> None:
     with pytest.raises(UsageError, match="module"):
-        Child("budget", job, deadline=LONG)
+        Child("budget", which, deadline=LONG)
 
 
 def test_a_job_that_is_not_there_is_told() -> None:
@@ -84,7 +88,7 @@ def test_an_exception_is_told_with_its_traceback() -> None:
 
 
 def test_bad_input_is_bad_input_here_as_well() -> None:
-    with pytest.raises(UsageError, match="^this batch will not do$"):
+    with pytest.raises(UsageError, match=r"^this batch will not do$"):
         list(run_child("budget", jobs.refuse, deadline=LONG))
 
 
@@ -92,7 +96,7 @@ def test_a_hang_ends_at_the_deadline_and_shows_where() -> None:
     began = time.monotonic()
     child = Child("budget", jobs.wait_here_for_ever, deadline=1.0)
     with child, pytest.raises(Hung, match="wait_here_for_ever had not ended after 1 s") as error:
-        assert [message for message in child] == [{"still": "here"}]
+        assert list(child) == [{"still": "here"}]
     assert time.monotonic() - began < 30
     if sys.platform != "win32":
         assert "in wait_here_for_ever" in error.value.last_words
@@ -149,6 +153,12 @@ def test_a_child_of_the_shim_has_a_device_of_its_own_or_shares_one() -> None:
     assert not fence.path.exists()
 
 
+def test_one_that_has_closed_its_output_and_stays_is_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "_GRACE", 0.2)
+    with pytest.raises(Hung, match="close_output_and_stay"):
+        list(run_child("budget", jobs.close_output_and_stay, deadline=0.4))
+
+
 def test_no_thread_stays() -> None:
     before = threading.active_count()
     list(run_child("budget", jobs.say, {"words": ["x"]}, deadline=LONG))
@@ -157,3 +167,59 @@ def test_no_thread_stays() -> None:
             break
         time.sleep(0.01)
     assert threading.active_count() <= before
+
+
+# ---------------------------------------------------------------------- the child's side, in this process
+
+
+@pytest.fixture
+def as_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any]], tuple[int, list[dict[str, Any]]]]:
+    """Runs an order as `job.py` does; returns the exit code and what it wrote."""
+
+    def order(name: str, arguments: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        out = io.StringIO()
+        monkeypatch.setattr(job, "_take_output", lambda: out)
+        monkeypatch.setattr(job, "_leave_no_core", lambda: None)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"job": f"tests.helpers.jobs:{name}", "arguments": arguments})))
+        code = job.main()
+        return code, [json.loads(line) for line in out.getvalue().splitlines()]
+
+    return order
+
+
+def test_each_message_is_a_line(as_child: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    code, lines = as_child("say", {"words": ["a", "b"]})
+    assert (code, [line["message"]["word"] for line in lines]) == (0, ["a", "b"])
+    assert capfd.readouterr().out.count("noise") == 4
+
+
+@pytest.mark.parametrize(("name", "error", "bad_input"), [("fail", "KeyError", False), ("refuse", "BatchError", True)])
+def test_an_error_is_the_last_line(name: str, error: str, bad_input: bool, as_child: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = as_child(name, {})
+    assert code == 1
+    assert (lines[-1]["error"]["type"], lines[-1]["error"]["bad_input"]) == (error, bad_input)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_standard_output_is_the_jobs_no_more(capfd: pytest.CaptureFixture[str]) -> None:
+    kept = os.dup(1)
+    try:
+        with job._take_output() as ours:
+            os.write(1, b"printed")
+            ours.write("said")
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    assert capfd.readouterr() == ("said", "printed")
+
+
+def test_a_crash_leaves_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    try:
+        job._leave_no_core()
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (0, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    job._leave_no_core()  # Windows has none

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_mbs import UsageError
-from elastic_mbs.demo.neighbour import Neighbour
+from elastic_mbs.demo.neighbour import Heap, Neighbour
 from stress.worlds import Fence
 from stress.worlds import fence as fences
 
@@ -361,6 +361,26 @@ def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(fence: Fence) ->
             time.sleep(0.002)
         with pytest.raises(RuntimeError, match="said '' where 'holding' was expected"):
             neighbour.hold(MEBI)
+
+
+def test_a_holder_on_the_heap_frees_whole_blocks_and_takes_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap()
+    for wanted, held in ((4 * MEBI, 4 * MEBI), (10 * MEBI + 5, 10 * MEBI), (5 * MEBI, 5 * MEBI), (0, 0)):
+        heap.wanted = wanted
+        heap.adjust()
+        assert held <= heap.held <= wanted
+    there = heap._take
+    monkeypatch.setattr(heap, "_take", lambda size: size <= 3 * MEBI and there(size))  # no larger block is to be had
+    heap.wanted = 8 * MEBI
+    heap.adjust()
+    assert heap.held == 8 * MEBI
+    heap.wanted = heap.held + (1 << 60)
+    monkeypatch.setattr(heap, "_take", there)
+    monkeypatch.setattr(heap, "grain", 1 << 50)
+    heap.adjust()
+    assert heap.held == 8 * MEBI, "the machine has no more"
+    heap.wanted = 0
+    heap.adjust()
 
 
 def test_a_neighbour_ends_with_its_parent(fence: Fence) -> None:

@@ -190,5 +190,5 @@ class Neighbour:
         return line.removeprefix(word)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # pragma: no cover  # in a process of its own
     serve(Heap())

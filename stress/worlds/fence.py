@@ -33,8 +33,8 @@ VARIABLE = "ELASTIC_MBS_FENCE"
 """Names the file, in the environment of the processes that share it."""
 UNLIMITED = 2**63 - 1
 MINIMUM = 8192
-"""Bytes from which a block counts, and may be refused, unless told otherwise: above the state of a random generator (5 KiB) and other bookkeeping, which
-lies beside the device where there is a real one."""
+"""Bytes from which a block counts, and may be refused, unless told otherwise: more than the state of a random generator (5 KiB) and other
+bookkeeping, which is on the host where there is a real device."""
 
 _SOURCE = Path(__file__).with_name("fence.c")
 _FILE_SIZE, _SLOTS = 4096, 62

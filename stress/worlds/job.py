@@ -54,5 +54,5 @@ def _leave_no_core() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # pragma: no cover  # in a process of its own
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -63,6 +64,15 @@ def refuse(emit: Emit) -> None:
 def wait_here_for_ever(emit: Emit) -> None:
     """Hangs."""
     emit({"still": "here"})
+    time.sleep(3600)
+
+
+def close_output_and_stay(emit: Emit) -> None:
+    """Has nothing more to say, and does not go."""
+    for number in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(number).st_mode):
+                os.close(number)
     time.sleep(3600)
 
 
