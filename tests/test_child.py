@@ -102,6 +102,21 @@ def test_a_hang_ends_at_the_deadline_and_shows_where() -> None:
         assert "in wait_here_for_ever" in error.value.last_words
 
 
+def test_one_that_never_stops_talking_is_taken_for_hung_all_the_same() -> None:
+    with pytest.raises(Hung, match="count_slowly"):
+        list(run_child("budget", jobs.count_slowly, {"until": 10**9, "pause": 0.0005}, deadline=0.5))
+
+
+def test_one_that_has_ended_may_be_listened_to_after_its_deadline() -> None:
+    with Child("budget", jobs.count_slowly, {"until": 50, "pause": 0.0}, deadline=LONG) as child:
+        messages = iter(child)
+        numbers = [next(messages)["number"]]
+        assert child._process is not None
+        child._process.wait()
+        child._deadline = 0.0
+        assert numbers + [message["number"] for message in messages] == list(range(50))
+
+
 def test_whoever_stops_listening_leaves_no_process() -> None:
     child = run_child("budget", jobs.count_slowly, {"until": 10**6, "pause": 0.001}, deadline=LONG)
     pid = next(child)["pid"]

@@ -210,6 +210,11 @@ class Child:
         """Seconds until the deadline."""
         return self._began + self._deadline - time.monotonic()
 
+    def overdue(self) -> bool:
+        """Whether it is still running after its deadline. One that has ended may be listened to at leisure."""
+        assert self._process is not None
+        return self.left() < 0 and self._process.poll() is None
+
     def message_in(self, line: str) -> dict[str, Any] | None:
         """What a line of its output holds; None for one that only says by which error it ends."""
         try:
@@ -324,6 +329,8 @@ def _messages(lines: queue.SimpleQueue[tuple[Child, str | None]], running: dict[
             child, line = lines.get(timeout=max(0.0, first.left()))
         except queue.Empty:
             raise first.give_up() from None
+        if child.overdue():
+            raise child.give_up()
         if line is None:
             running.pop(child)
             child.check()

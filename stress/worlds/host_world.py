@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.memory import Headroom, Reading, Usage
+from elastic_mbs.memory import Headroom, Reading, Unavailable, Usage
 from elastic_mbs.memory.size import parse_bytes
 
 
@@ -124,7 +124,11 @@ class HostGauge:
 
     def read(self) -> Reading:
         """What this process could still get. Without a limit the machine's memory is the capacity."""
-        live, others, capacity, at = self._world.live(), self._world.others(), self._world.total(), time.monotonic()
+        at = time.monotonic()
+        try:
+            live, others, capacity = self._world.live(), self._world.others(), self._world.total()
+        except (OSError, ValueError) as error:
+            return Unavailable(f"the world {self._world.kind!r} cannot be read: {error}", at)
         total = psutil.virtual_memory().total if capacity is None else capacity
         others = min(others, total)
         return Headroom(max(0, total - others - live), total, others, self._world.kind, at)

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +54,9 @@ class RlimitWorld(HostWorld):
         self._held = 0
         self._onednn = onednn
         self._limit = resource.getrlimit(resource.RLIMIT_DATA)
-        self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))
+        self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))  # opened while there is room
+        for number in (self._statm, self._status):
+            weakref.finalize(self, os.close, number)
         self._live_at_start = self._resident_at_start = 0
         self._undo = contextlib.ExitStack()
 
