@@ -789,6 +789,25 @@ def test_threads_of_torch_are_made_before_the_first_piece() -> None:
     """)
 
 
+def test_what_the_first_backward_imports_is_there_before_the_first_piece() -> None:
+    """It imported sympy under the limit; refused memory in the middle of that, sympy stayed half imported, and every later backward failed."""
+    run_limited("""
+        guard, group = HostGuard("24MiB"), Group()
+        guard._cgroup = group
+        group.leave(256 * MEBI)
+        guard.renew()
+        guard.lift()
+        group.leave(0)
+        guard.renew()
+        loss = torch.zeros((), requires_grad=True).clone()
+        try:
+            torch.autograd.backward(loss, torch.ones(()))
+        finally:
+            guard.lift()
+        torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
+    """)
+
+
 def test_a_user_limit_below_the_container_is_kept() -> None:
     run_limited("""
         model = nn.Linear(4, 4).double()
