@@ -298,7 +298,9 @@ def test_the_shim_tells_its_own_bytes_from_those_of_others(shim: ShimWorld) -> N
     assert (shim.live(), shim.peak(), shim.failures(), shim.others()) == (5 * MEBI, 7 * MEBI, 3, 30 * MEBI)
     assert isinstance(unlimited := shim.sensor.read(), Headroom)
     assert unlimited.free > 1 << 28
+    onednn = torch.backends.mkldnn.enabled
     with shim:
+        assert not torch.backends.mkldnn.enabled, "it crashes where it gets no memory"
         shim.resize(50 * MEBI)
         shim.fragment(2 * MEBI)
         assert (shim.fence.budget, shim.fence.largest) == (50 * MEBI, 2 * MEBI)
@@ -306,11 +308,13 @@ def test_the_shim_tells_its_own_bytes_from_those_of_others(shim: ShimWorld) -> N
         assert (reading.free, reading.total, reading.held_by_others) == (15 * MEBI, 50 * MEBI, 30 * MEBI)
         shim.reset_peak()  # not under the library: nothing happens
     assert (shim.fence.budget, shim.fence.largest) == (fences.UNLIMITED, fences.UNLIMITED)
+    assert torch.backends.mkldnn.enabled == onednn
 
 
 @needs_shim
 def test_a_shared_device_keeps_its_capacity_when_one_leaves(shim: ShimWorld) -> None:
-    with ShimWorld(shared=True) as world:
+    with ShimWorld(shared=True, onednn=True) as world:
+        assert torch.backends.mkldnn.enabled
         world.fence.budget = 10 * MEBI
         assert world.total() == 10 * MEBI
     assert shim.fence.budget == 10 * MEBI

@@ -108,6 +108,17 @@ class HostWorld(ABC):
         self._highest = max(self._highest, self.peak_of_interval())
 
 
+def switch_onednn_off() -> Callable[[], None]:
+    """Has torch do without oneDNN, which crashes where its own allocations fail; returns what puts it back."""
+    was = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch has a descriptor there
+
+    def put_back() -> None:
+        torch.backends.mkldnn.enabled = was
+
+    return put_back
+
+
 class HostGauge:
     """Sensor and meter of a world on the CPU. May be read by any thread.
 

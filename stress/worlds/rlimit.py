@@ -18,7 +18,7 @@ import torch
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.size import parse_bytes
 
-from .host_world import HostWorld
+from .host_world import HostWorld, switch_onednn_off
 
 try:
     import resource
@@ -64,8 +64,7 @@ class RlimitWorld(HostWorld):
         """Has the heap give every larger block a mapping of its own, and takes what is mapped now for the origin."""
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
         if not self._onednn:
-            self._undo.callback(setattr, torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)
-            torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch has a descriptor there
+            self._undo.callback(switch_onednn_off())
         _make_what_cannot_be_refused()
         self.base = self._mapped()
         self.begin_interval()

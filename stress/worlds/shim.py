@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from elastic_mbs.demo.neighbour import Neighbour
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.size import parse_bytes
 
 from .fence import UNLIMITED, VARIABLE, Fence, under
-from .host_world import HostWorld
+from .host_world import HostWorld, switch_onednn_off
 
 
 class ShimWorld(HostWorld):
@@ -22,12 +24,13 @@ class ShimWorld(HostWorld):
 
     Args:
         shared: other processes train on the device, too: its capacity stays as it is when this one leaves.
+        onednn: leave oneDNN on, whose own buffers count as well. It crashes where it does not get them.
     """
 
     kind = "shim"
     exact = False
 
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self, *, shared: bool = False, onednn: bool = False) -> None:
         super().__init__()
         path = os.environ.get(VARIABLE)
         if path is None or not under(Path(path)):
@@ -35,13 +38,22 @@ class ShimWorld(HostWorld):
         self.fence = Fence(Path(path))
         self._pid = os.getpid()
         self._shared = shared
+        self._onednn = onednn
+        self._undo = contextlib.ExitStack()
         self._neighbour: Neighbour | None = None
+
+    def __enter__(self) -> Self:
+        """Opens it, without a limit yet."""
+        if not self._onednn:
+            self._undo.callback(switch_onednn_off())
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Ends the co-tenant and lifts the limit."""
         if self._neighbour is not None:
             self._neighbour.__exit__(kind, error, trace)
             self._neighbour = None
+        self._undo.close()
         if not self._shared:
             self.resize(None)
             self.fragment(None)
