@@ -643,9 +643,13 @@ PREPARE = """
 """
 
 
-def run_limited(code: str, timeout: float = 120) -> str:
-    """Runs a script in a process of its own, with this repository's package."""
-    script = textwrap.dedent(PREPARE) + textwrap.dedent(code)
+# what a guard has imported before its first piece, so that rooms are measured after it
+IMPORT = "torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))"
+
+
+def run_limited(code: str, timeout: float = 120, *, fresh: bool = False) -> str:
+    """Runs a script in a process of its own, with this repository's package; a fresh one has imported nothing beside it."""
+    script = textwrap.dedent(PREPARE) + ("" if fresh else IMPORT) + "\n" + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=timeout, env=environment)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -656,9 +660,6 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
     # every tensor of 64 KiB and more is a mapping of its own, so that what is mapped is what is in use
     out = run_limited("""
         ctypes.CDLL("libc.so.6").mallopt(-3, 65536)
-        first = HostGuard("24MiB")
-        first.renew()  # threads and imports are there before rooms are measured
-        first.restore()
         random_rooms = random.Random(7)
         torch.manual_seed(0)
         models = {
@@ -794,7 +795,8 @@ def test_threads_of_torch_are_made_before_the_first_piece() -> None:
 
 def test_what_the_first_backward_imports_is_there_before_the_first_piece() -> None:
     """It imported sympy under the limit; refused memory in the middle of that, sympy stayed half imported, and every later backward failed."""
-    run_limited("""
+    run_limited(
+        """
         guard, group = HostGuard("24MiB"), Group()
         guard._cgroup = group
         group.leave(256 * MEBI)
@@ -808,7 +810,9 @@ def test_what_the_first_backward_imports_is_there_before_the_first_piece() -> No
         finally:
             guard.lift()
         torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
-    """)
+    """,
+        fresh=True,
+    )
 
 
 def test_a_user_limit_below_the_container_is_kept() -> None:
