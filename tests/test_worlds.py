@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_mbs import MemoryBudget, UsageError
+from elastic_mbs import ElasticMBS, MemoryBudget, UsageError
 from elastic_mbs.demo.neighbour import Neighbour
-from elastic_mbs.memory import Headroom, MemorySensor, Unavailable, UsageMeter
+from elastic_mbs.memory import Headroom, MemorySensor, NoSensor, Unavailable, UsageMeter
 from stress.worlds import (
     KINDS,
     BudgetWorld,
@@ -248,6 +248,15 @@ def test_a_world_that_cannot_be_read_gives_no_reading_and_no_error(monkeypatch: 
     reading = BudgetWorld().sensor.read()
     assert isinstance(reading, Unavailable)
     assert "'budget' cannot be read: no such file" in reading.reason
+
+
+def test_a_sensor_that_is_a_meter_takes_the_meters_place() -> None:
+    # resident memory, which a CPU's own meter reads, cannot be held against the capacity of such a world
+    model = torch.nn.Linear(4, 4)
+    with BudgetWorld() as world, ElasticMBS(model, sensor=world.sensor, monitor_interval=0) as mbs:
+        assert mbs._parts.meter is world.sensor
+    with BudgetWorld() as world, ElasticMBS(model, sensor=NoSensor(""), monitor_interval=0) as mbs:
+        assert mbs._parts.meter is world.budget
 
 
 def test_the_peak_of_an_interval_begins_with_what_is_live() -> None:
