@@ -42,7 +42,7 @@ class CudaWorld:
         problem = trouble()
         if problem is not None:
             raise UsageError(problem)
-        device = torch.device(device)  # cuda-only
+        device = torch.device(device)
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.sensor: MemorySensor | None = None  # NVML and the allocator's own statistics
         self.capacity: int | None = None
