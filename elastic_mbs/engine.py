@@ -373,7 +373,8 @@ class Call:
         traits = self.traits
         traits.calls += 1
         if not traits.draws and self.stream_start is not None and (self.filled or traits.calls & (traits.calls - 1) == 0):
-            traits.draws = self.parts.streams.moved_on_devices(self.stream_start)
+            start = self.stream_start
+            traits.draws = retrying(self.parts, "read the random streams", lambda: self.parts.streams.moved_on_devices(start))
 
     def _leave(self) -> None:
         self.finished = True

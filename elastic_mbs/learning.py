@@ -8,6 +8,7 @@ from elastic_mbs.commits import has_foreign_hook, walk
 from elastic_mbs.controller import Observation
 from elastic_mbs.events import Resized
 from elastic_mbs.micro_batch import MicroBatch
+from elastic_mbs.recovery import streams_moved
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,7 @@ def learn(call: Call, micro: MicroBatch) -> None:
     traits.custom |= micro._custom
     marks = [id(leaf) for leaf in committed]
     traits.hidden = traits.hidden or len(set(marks)) < len(marks) or not reached.issuperset(marks)
-    traits.draws = traits.draws or parts.streams.moved(call.stream_start)
+    traits.draws = traits.draws or streams_moved(parts, call.stream_start)
     parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(call.stream_start)
     traits.commits.add(len(marks))
     for leaf in committed:

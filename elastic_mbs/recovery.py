@@ -225,7 +225,7 @@ def _choose_mode(call: Call, failure: Failure) -> str:
 def _why_from_the_start(call: Call, failure: Failure) -> str | None:
     """Why replaying the piece alone would not be exact, or None."""
     parts, traits = call.parts, call.traits
-    if failure.streams is call.stream_start and call.stream_start is not None and len(call.committed) and parts.streams.moved(call.stream_start):
+    if failure.streams is call.stream_start and call.stream_start is not None and len(call.committed) and streams_moved(parts, call.stream_start):
         traits.draws = True
         parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(call.stream_start)
         return "random numbers were drawn for the first time in this batch, so the state of their streams at the piece's start was not kept"
@@ -256,7 +256,7 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
         return "backward= gives no way to leave out the leaves that had committed"
     if traits.normalises_batch or failure.normalises_batch or parts.buffers.moved():
         return "the piece had partly committed and depends on who is in it"
-    if failure.streams is not None and parts.streams.moved(failure.streams):
+    if failure.streams is not None and streams_moved(parts, failure.streams):
         return "the piece had partly committed and drew random numbers"
     return None
 
@@ -315,6 +315,11 @@ def retrying(parts: Parts, what: str, operation: Callable[[], T]) -> T:
             message = verdict.message
         oom.release(devices=parts.inventory.devices(), thorough=attempt > 0)
     raise MicroBatchFloorError(f"there is no room to {what}: {message}")
+
+
+def streams_moved(parts: Parts, since: StreamState) -> bool:
+    """Whether any random stream has moved; where memory is short, after letting go: a state of torch's takes 5 KiB of the host's."""
+    return retrying(parts, "read the random streams", lambda: parts.streams.moved(since))
 
 
 def unwind(call: Call, error: BaseException) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, GradientsChangedError, Warned
+from elastic_mbs.random_streams import RandomStreams, StreamState
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic, mlp, off_by, pairs, whole_gradient
 
@@ -283,3 +284,25 @@ def test_a_step_that_ends_by_another_error_puts_the_random_stream_back_as_well()
         ElasticMBS(model, monitor_interval=0).optimizer_step(Ends(model.parameters()))
     assert torch.equal(torch.get_rng_state(), stream)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_looking_at_the_random_streams_may_run_out_of_memory_as_well(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of torch's takes 5 KiB of the host's memory: refused those, a raw error left the call, one even after the gradient was whole."""
+    model, batch = mlp(), pairs(8)
+    reference = whole_gradient(model, lambda twin: nn.functional.cross_entropy(twin(batch[0]), batch[1]))
+    looks, look = 0, RandomStreams.moved_on_devices
+
+    def refused(self: RandomStreams, since: StreamState) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == at:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5056 bytes. Error code 12")
+        return look(self, since)
+
+    monkeypatch.setattr(RandomStreams, "moved_on_devices", refused)
+    mbs = ElasticMBS(model, micro_batch_size=4, monitor_interval=0)
+    with InjectOOM(at=(25,)):
+        assert mbs.backward(lambda piece: nn.functional.cross_entropy(model(piece[0]), piece[1]), batch).ooms == 1
+    assert off_by(model, reference) <= 1e-12
+    assert looks >= at
