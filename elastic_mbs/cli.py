@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,9 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch.add_arguments(command)
     command.set_defaults(run=watch.main)
     command = commands.add_parser("stress", help="make memory run out in many ways, and see whether training survives")
-    _stress_arguments()(command)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        parsed = parser.parse_args(arguments)
+        if given[:1] == ["stress"]:  # no other command needs its modules
+            _stress_arguments()(command)
+        parsed = parser.parse_args(given)
         code: int = parsed.run(parsed)
     except UsageError as error:
         print(f"elastic-mbs: {error}", file=sys.stderr)
@@ -67,7 +70,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stress_arguments() -> Callable[[argparse.ArgumentParser], None]:
-    """The stress tool's own: `elastic_mbs.stress` where it is installed, the folder beside the package in a checkout."""
-    name = "elastic_mbs.stress.command" if Path(__file__).with_name("stress").is_dir() else "stress.command"
-    add_arguments: Callable[[argparse.ArgumentParser], None] = importlib.import_module(name).add_arguments
+    """The stress tool's own: `elastic_mbs.stress` where it is installed, the folder beside the package in a checkout.
+
+    Raises:
+        UsageError: it is in neither place, or another package has its name.
+    """
+    package = Path(__file__).resolve().parent
+    beside = package.parent / "stress"
+    if (package / "stress" / "command.py").is_file():
+        name = "elastic_mbs.stress"
+    elif (beside / "command.py").is_file():
+        name = "stress"
+        _import_from(name, beside)
+    else:
+        raise UsageError(f"there is no stress tool in {package} or beside it: install the wheel, or use a whole checkout")
+    add_arguments: Callable[[argparse.ArgumentParser], None] = importlib.import_module(f"{name}.command").add_arguments
     return add_arguments
+
+
+def _import_from(name: str, folder: Path) -> None:
+    """Imports a package from its folder: the path may not lead there, or lead to another distribution's package of that name first.
+
+    Raises:
+        UsageError: another one has been imported already.
+    """
+    loaded = sys.modules.get(name)
+    if loaded is None:
+        spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    elif folder not in [Path(place).resolve() for place in getattr(loaded, "__path__", ())]:
+        raise UsageError(f"another package named {name} ({loaded.__file__}) has been imported in the place of {folder}: start a fresh interpreter")

@@ -1,6 +1,8 @@
-"""Trains three steps from the installed wheel under a budget too small for the batch, and checks every gradient (`make wheel-test`)."""
+"""Run by `make wheel-test` from the installed wheel: three steps in a budget too small for the batch, every gradient checked; the stress tool."""
 
 import copy
+import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,7 +46,19 @@ def main() -> None:
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
             optimizer.step()
     assert ooms > 0, "the budget was never exceeded"
-    print(f"wheel: 3 steps, {ooms} out-of-memory recovered, gradients exact")
+    look_for_the_stress_tool(package)
+    print(f"wheel: 3 steps, {ooms} out-of-memory recovered, gradients exact; the stress tool is in it")
+
+
+def look_for_the_stress_tool(package: Path) -> None:
+    """Checks that it lies inside the package, whole but for its results, and that no other name is taken."""
+    tool = package / "stress"
+    assert not (tool / "results").exists(), "stress/results is in the wheel"
+    assert importlib.util.find_spec("stress") is None, "the wheel takes the top-level name `stress`"
+    script = Path(sys.executable).with_name("elastic-mbs")
+    for command in ([str(script), "stress"], [sys.executable, "-m", "elastic_mbs.stress"]):
+        told = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+        assert "usage: elastic-mbs stress" in told, told
 
 
 if __name__ == "__main__":
