@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from elastic_mbs import guards
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.committed import Committed
@@ -210,6 +211,8 @@ class Call:
             self.table.__enter__()
         if self.parts.guard is not None:
             self.parts.guard.renew()
+        if guards.attempt_watch is not None:
+            guards.attempt_watch.begin(self, self.parts.inventory.modules, ready=self.history.since_progress == 0)
         micro._phase = "forward"  # last: until here the loop stands between two attempts
 
     def backward(self, micro: MicroBatch, value: Any) -> None:
@@ -288,6 +291,8 @@ class Call:
         """Ends the attempt: commits, or notes the failure; returns whether the error is swallowed."""
         if self.parts.guard is not None:
             self.parts.guard.lift()  # first of all: what follows needs memory itself
+        if guards.attempt_watch is not None:
+            guards.attempt_watch.end()
         self.running = None
         if self.table is not None:
             self.table.__exit__(None, None, None)

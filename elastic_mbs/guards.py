@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -19,6 +19,29 @@ _thread = threading.local()
 _running: list[Any] = []
 """Every call that is running, on any thread: a backward on a GPU has its own, and an optimizer could step there."""
 _watching: list[RemovableHandle] = []
+
+
+class AttemptWatch(Protocol):
+    """Told of every guarded attempt; for tests that make some of them fail (`elastic_mbs.testing`). Attempts nest."""
+
+    def begin(self, owner: object, modules: Iterable[torch.nn.Module], *, ready: bool, protected: Callable[[], bool] | None = None) -> None:
+        """An attempt begins.
+
+        Args:
+            owner: what it belongs to: a call, or a step of an optimizer.
+            modules: what runs in it.
+            ready: whether nothing has failed since something last succeeded, so that one more failure is not the last.
+            protected: whether what runs now must not fail, because it is the user's and is not tried again; None for never.
+        """
+        ...
+
+    def end(self) -> None:
+        """The latest attempt has ended."""
+        ...
+
+
+attempt_watch: AttemptWatch | None = None
+"""Who is told. Read through the module, because it comes and goes."""
 
 
 def running_call() -> Any:

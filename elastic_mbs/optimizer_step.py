@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elastic_mbs import oom
+from elastic_mbs import guards, oom
 from elastic_mbs.errors import MisuseError, OptimizerStepError, PoisonedDeviceError, UsageError
 from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.floor import facts_of, last_headroom
@@ -172,8 +172,16 @@ def _let_go(parts: Parts, undo: Undo) -> None:
 
 def _attempt(parts: Parts, optimizer: Optimizer, way: Way, undo: Undo, hooks: _HooksOnce, streams: StreamState) -> oom.Verdict | None:
     """Tries to step; after an error everything is put back. Returns what sort of out-of-memory it was, or None after a success."""
+    watch = guards.attempt_watch
     try:
-        _run(parts.settings.scaler, optimizer, way)
+        if watch is None:
+            _run(parts.settings.scaler, optimizer, way)
+        else:
+            watch.begin(hooks, (), ready=undo.complete and not hooks.fired, protected=lambda: hooks.failed)
+            try:
+                _run(parts.settings.scaler, optimizer, way)
+            finally:
+                watch.end()
         return None
     except BaseException as error:
         if hooks.fired and not hooks.failed and not undo.complete:

@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# pytester tests the other one, which injects out-of-memory errors (`make test-injected`)
+pytest_plugins = ["pytester", "elastic_mbs.testing"]
+
 # Sums in one thread come out the same on every machine, and test runs beside each other do not fight for cores.
 torch.set_num_threads(1)
 

@@ -1,0 +1,175 @@
+"""Out-of-memory errors at random places inside guarded attempts: what `--oom-injection` does to a test.
+
+```
+    plain code        │ attempt (forward, backward; a try of optimizer_step) │ plain code
+    never hit         │ a dispatch mode is on: one operation may fail        │ never hit
+```
+
+Where errors strike follows from the seed, the test's name and, for a property test, the example's arguments; not from time, memory or threads.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic_mbs import guards
+from elastic_mbs.testing.injection import can_allocate
+
+CHOSEN = 0.5
+"""Fraction of the tests that `random` chooses."""
+
+PER_CALL = 2
+"""Most errors in one call. A real shortage lasts and is answered by smaller pieces; one that strikes at random must not use up the retries."""
+
+_FIRST_LENGTH = 48
+"""Operations that an attempt is taken to have before one has been seen to its end."""
+
+
+def is_chosen(seed: int, test: str) -> bool:
+    """Whether `random` chooses a test."""
+    return random.Random(f"{seed}:{test}:chosen").random() < CHOSEN
+
+
+class RandomFaults:
+    """A context manager in which operations of guarded attempts fail with `torch.OutOfMemoryError` at random places.
+
+    An error strikes one operation that can allocate, once, in the thread that entered the block. A piece is not struck again before another one has
+    committed, so that errors alone never lead to the floor; a try of the optimizer's step is struck only where its next try is real. Steps that
+    torch.compile has a part in are left alone: it does not run under a dispatch mode.
+
+    Args:
+        seed: of all draws.
+        test: what the errors belong to; another test gets others.
+        always: whether each call is struck at its first attempt, where it is long enough, and not by chance.
+
+    Attributes:
+        hits: what was made to fail: operation, its number in its attempt, and the attempt's number.
+        attempts: guarded attempts seen.
+    """
+
+    def __init__(self, seed: int, test: str, *, always: bool = False) -> None:
+        self.hits: list[str] = []
+        self.attempts = 0
+        self._seed, self._test, self._always = seed, test, always
+        self._thread = 0
+        self._open: list[_Attempt] = []
+        self._compiles = False
+        self.restart()
+
+    def restart(self, example: str = "") -> None:
+        """Goes back to the first draw, as for each example of a property test: it has to behave the same when it is run again.
+
+        Args:
+            example: its arguments in words; addresses in it are left out.
+        """
+        self._random = random.Random(f"{self._seed}:{self._test}:{re.sub(r'0x[0-9a-fA-F]+', '', example)}")
+        self._length = _FIRST_LENGTH
+        self._left: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __enter__(self) -> Self:
+        """Watches attempts from here on."""
+        self._thread = threading.get_ident()
+        self._compile, torch.compile = torch.compile, self._noting(torch.compile)
+        self._watch_before, guards.attempt_watch = guards.attempt_watch, self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stops, and ends attempts that were left open."""
+        guards.attempt_watch = self._watch_before
+        torch.compile = self._compile
+        for attempt in reversed([attempt for attempt in self._open if attempt.at]):
+            attempt.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._open.clear()
+
+    def _noting(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._compiles = True
+            return compile_(*args, **kwargs)
+
+        return noted
+
+    # ------------------------------------------------------------------ guards.AttemptWatch
+
+    def begin(self, owner: object, modules: Iterable[nn.Module], *, ready: bool, protected: Callable[[], bool] | None = None) -> None:
+        """An attempt begins."""
+        if threading.get_ident() != self._thread:
+            return
+        self.attempts += 1
+        at = self._draw(owner) if ready and not self._compiles and not any(map(_is_compiled, modules)) else 0
+        attempt = _Attempt(self, owner, at, protected)
+        self._open.append(attempt)
+        if at:
+            attempt.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def end(self) -> None:
+        """The latest attempt has ended."""
+        if threading.get_ident() == self._thread and self._open:
+            attempt = self._open.pop()
+            if attempt.at:
+                attempt.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                if not attempt.struck:
+                    self._length = max(1, attempt.count)
+
+    def _draw(self, owner: object) -> int:
+        """The number of the operation that is to fail, from 1, or 0 for none."""
+        left = self._left.get(owner)
+        if left is None:
+            left = self._random.randint(1 if self._always else 0, PER_CALL)
+            self._left[owner] = left
+        if not left or (not self._always and self._random.random() < 0.5):
+            return 0
+        # as often among the first few as among the many that follow
+        return round(math.exp(self._random.random() * math.log(self._length))) if self._length > 1 else 1
+
+    def strikes(self, attempt: _Attempt, name: str) -> bool:
+        """Whether an operation of an attempt fails now."""
+        if self._open[-1:] != [attempt] or attempt.struck:
+            return False
+        attempt.count += 1
+        if attempt.count < attempt.at or (attempt.protected is not None and attempt.protected()):
+            return False
+        attempt.struck = True
+        self._left[attempt.owner] -= 1
+        self.hits.append(f"{name}, operation {attempt.count} of attempt {self.attempts}")
+        return True
+
+
+class _Attempt(TorchDispatchMode):
+    """Sees the operations of one attempt."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, faults: RandomFaults, owner: object, at: int, protected: Callable[[], bool] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.faults = faults
+        self.owner = owner
+        self.at = at
+        self.protected = protected
+        self.count = 0
+        self.struck = False
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Runs the operation, or makes it fail."""
+        if isinstance(func, torch._ops.OpOverload) and can_allocate(func, args):
+            name = func._schema.name
+            if self.faults.strikes(self, name):
+                args, kwargs = (), None  # the error's traceback keeps this frame
+                raise torch.OutOfMemoryError(f"out of memory, injected by --oom-injection in {name}")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")  # not imported here: it is large, and without it nothing is compiled
+    return getattr(module, "_compiled_call_impl", None) is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))

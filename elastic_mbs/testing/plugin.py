@@ -1,0 +1,107 @@
+"""The pytest plugin's hooks; what it is for stands in `elastic_mbs.testing`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from elastic_mbs.testing.faults import RandomFaults, is_chosen
+
+MARKER = "no_oom_injection"
+_FAULTS = pytest.StashKey[RandomFaults]()
+_TITLE = "injected out-of-memory errors"
+_SHOWN = 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options."""
+    group = parser.getgroup("elastic_mbs", "out-of-memory errors in elastic_mbs calls")
+    group.addoption(
+        "--oom-injection",
+        choices=("never", "random", "always"),
+        default="never",
+        help="make operations inside guarded attempts of elastic_mbs run out of memory: in half of the tests, chosen by seed and name, or in all",
+    )
+    group.addoption(
+        "--oom-injection-seed", type=int, metavar="N", default=None, help="where errors strike; the same seed repeats them (default: drawn)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker, and draws a seed where none was given."""
+    config.addinivalue_line("markers", f"{MARKER}: out-of-memory errors are not injected here: it asserts how many there are, sizes, or memory")
+    if config.option.oom_injection_seed is None:
+        # xdist hands the options to its workers after this, so that all of them have the same
+        config.option.oom_injection_seed = random.SystemRandom().randrange(2**31)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Tells mode and seed."""
+    mode = config.option.oom_injection
+    return None if mode == "never" else f"oom injection: {mode}, --oom-injection-seed={config.option.oom_injection_seed}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Runs the test's body under errors, where it is chosen. Fixtures are left alone: they may serve tests that are not."""
+    mode, seed = item.config.option.oom_injection, item.config.option.oom_injection_seed
+    left_alone = mode == "never" or item.get_closest_marker(MARKER) is not None
+    if left_alone or (mode == "random" and not is_chosen(seed, item.nodeid)) or _is_state_machine(item):
+        return (yield)
+    faults = item.stash[_FAULTS] = RandomFaults(seed, item.nodeid, always=mode == "always")
+    with faults, _each_example_anew(item, faults):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tells in a failing test's report what was injected, and how to repeat it."""
+    report = yield
+    faults = item.stash.get(_FAULTS, None)
+    if faults is not None and report.when == "call" and report.failed:
+        hits = faults.hits[-_SHOWN:]
+        told = [
+            f"{len(faults.hits)} in {faults.attempts} attempts{', the last of them' if len(hits) < len(faults.hits) else ''}:"[: None if hits else -1]
+        ]
+        told += [f"  {hit}" for hit in hits]
+        report.sections.append((_TITLE, "\n".join([*told, f"repeat with: {command(item)}"])))
+    return report
+
+
+def command(item: pytest.Item) -> str:
+    """The command that runs a test under the same errors, from the folder of pytest's configuration."""
+    option = item.config.option
+    named = [f"-p {name} " for name in option.plugins if name == __package__]
+    return f"pytest {''.join(named)}--oom-injection={option.oom_injection} --oom-injection-seed={option.oom_injection_seed} '{item.nodeid}'"
+
+
+def _is_state_machine(item: pytest.Item) -> bool:
+    """Whether it is a hypothesis test whose examples do not begin at a function that can be wrapped: the same example would meet other errors."""
+    body = getattr(item, "obj", None)
+    return getattr(body, "is_hypothesis_test", False) and not hasattr(body, "hypothesis")
+
+
+@contextmanager
+def _each_example_anew(item: pytest.Item, faults: RandomFaults) -> Iterator[None]:
+    """Has each example of a hypothesis test begin at the first draw, so that what it does follows from its arguments, as hypothesis demands."""
+    handle = getattr(getattr(item, "obj", None), "hypothesis", None)
+    if handle is None:
+        yield
+        return
+    inner: Callable[..., Any] = handle.inner_test
+
+    @wraps(inner)
+    def anew(*args: Any, **kwargs: Any) -> Any:
+        faults.restart(f"{args[1:] if getattr(item, 'cls', None) else args} {kwargs}")
+        return inner(*args, **kwargs)
+
+    handle.inner_test = anew
+    try:
+        yield
+    finally:
+        handle.inner_test = inner
