@@ -54,6 +54,7 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
         ways.append(("one parameter at a time", partial(_each, parts, optimizer, step, undo)))
     learning = _Learning(parts, optimizer)
     verdict: oom.Verdict | None = None
+    first = True
     with _HooksOnce(optimizer) as hooks:
         for action, way in ways:
             if verdict is not None:
@@ -61,6 +62,7 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
                     OptimizerOutOfMemory(parts.settings.name, type(optimizer).__name__, action, verdict.kind.name.lower(), verdict.message)
                 )
                 _let_go(parts, undo)
+                first = False
             verdict = _attempt(parts, optimizer, way, undo, hooks, streams)
             if verdict is None:
                 break
@@ -72,7 +74,8 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
             "Ways out: free what others hold; fused=True (no temporaries) or foreach=False; an optimizer with a smaller state. "
             f"The error was: {verdict.message}"
         )
-    learning.end()
+    if first:  # else the copies have moved, and with them what a peak would be compared with
+        learning.end()
     hooks.fire_after()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, GradientsChangedError, Warned
 from elastic_mbs.random_streams import RandomStreams, StreamState
-from elastic_mbs.testing import InjectOOM
+from elastic_mbs.testing import InjectOOM, MemoryBudget
 from tests.helpers.steps import elastic, mlp, off_by, pairs, whole_gradient
 
 
@@ -306,3 +306,27 @@ def test_looking_at_the_random_streams_may_run_out_of_memory_as_well(at: int, mo
         assert mbs.backward(lambda piece: nn.functional.cross_entropy(model(piece[0]), piece[1]), batch).ooms == 1
     assert off_by(model, reference) <= 1e-12
     assert looks >= at
+
+
+def test_what_a_step_takes_is_not_learned_from_one_that_was_tried_again() -> None:
+    """Its copies had gone to the host in between, so the peak was compared with more than there was then: 56 bytes were learned, not 256 KiB."""
+    model = nn.Linear(128, 256, bias=False)
+    grad = model.weight.grad = torch.ones_like(model.weight)
+
+    class Tight(torch.optim.Optimizer):
+        tries = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's signature is wider
+            self.tries += 1
+            if self.tries == 1:
+                raise torch.OutOfMemoryError("out of memory")
+            model.weight.sub_(grad * 0.1)
+
+    optimizer = Tight(model.parameters(), {})
+    with MemoryBudget("64MiB", track=[model]):
+        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs.optimizer_step(optimizer)
+        assert (optimizer.tries, mbs._parts.optimizer_needs) == (2, {})
+        mbs.optimizer_step(optimizer)
+        assert min(mbs._parts.optimizer_needs.values()) >= grad.nbytes

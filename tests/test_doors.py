@@ -110,6 +110,7 @@ def test_losses_and_outputs_are_told_apart(door: int, returns: str) -> None:
 # ---------------------------------------------------------------------- door 2: the decorator
 
 
+@pytest.mark.no_oom_injection
 def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> None:
     model, seen = mlp(), []
 
@@ -158,6 +159,7 @@ class _Trainer:
         return loss
 
 
+@pytest.mark.no_oom_injection
 def test_the_decorator_on_a_method_gives_each_instance_its_own_runtime() -> None:
     batch = pairs()
     first, second = _Trainer(1), _Trainer(2)
@@ -375,6 +377,7 @@ def test_works_without_a_with_block_and_after_it(door: int) -> None:
     assert not [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()]
 
 
+@pytest.mark.no_oom_injection
 def test_what_was_learned_survives_a_round_trip_through_json() -> None:
     model, batch = mlp(), pairs()
     mbs = elastic(model, micro_batch_size=8)
@@ -398,6 +401,7 @@ def _without_clock(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [{key: value for key, value in track.items() if key != "cooldown_left"} for track in state["controller"]["tracks"]]
 
 
+@pytest.mark.no_oom_injection
 def test_statistics_and_the_last_result_tell_what_happened() -> None:
     model, batch = mlp(), pairs()
     mbs = elastic(model, micro_batch_size=4)
@@ -429,6 +433,7 @@ def test_events_of_two_runtimes_are_told_apart_by_name() -> None:
     assert [event.name for event in events if type(event).__name__ == "OutOfMemory"] == ["generator", "critic"]
 
 
+@pytest.mark.no_oom_injection
 def test_the_budget_around_a_runtime_is_found_by_itself() -> None:
     model, batch = mlp(width=64), pairs(64)
     wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
@@ -496,6 +501,7 @@ def test_what_eval_gives_does_not_depend_on_the_split() -> None:
     assert whole["hits"].sum() == split["hits"].sum()
 
 
+@pytest.mark.no_oom_injection
 def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
     model, batch = mlp(), torch.ones(64, 6, dtype=torch.float64)
 
@@ -519,6 +525,7 @@ def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
             mbs.eval(fn, batch, to=bad)  # type: ignore[arg-type]  # the mistake
 
 
+@pytest.mark.no_oom_injection
 def test_evaluation_fits_more_than_training_and_has_sizes_of_its_own() -> None:
     model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), torch.ones(64, 64)
     with MemoryBudget("4MiB", track=(model, batch)) as budget:
@@ -647,6 +654,7 @@ def test_verify_works_for_a_loss_that_reads_the_total() -> None:
     assert report.ok
 
 
+@pytest.mark.no_oom_injection
 def test_verify_leaves_no_trace() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
     model[1].eval()

@@ -48,6 +48,7 @@ def test_every_split_gives_the_whole_batchs_gradient(size: int, minimum: int, al
     assert not any(piece in result.partition for piece in result.skipped)
 
 
+@pytest.mark.no_oom_injection
 @given(
     name=st.sampled_from(["mlp", "gpt_tied", "two_losses", "guests", "sparse_embedding", "routed_experts"]),
     at=st.sets(st.integers(1, 120), min_size=1, max_size=3),
@@ -60,6 +61,7 @@ def test_failures_at_any_operations_give_the_whole_batchs_gradient(name: str, at
     assert outcome.error is None
 
 
+@pytest.mark.no_oom_injection
 @given(fractions=st.lists(st.floats(0.02, 1.1), min_size=1, max_size=6), door=st.sampled_from(DOORS))
 @settings(max_examples=25)
 def test_moving_memory_limits_give_the_whole_batchs_gradient(fractions: list[float], door: int) -> None:
@@ -132,6 +134,7 @@ def test_each_of_several_losses_is_weighed_by_its_own_count(door: int) -> None:
     assert float(result) == pytest.approx(sum(value.item() for value in losses(model, batch).values()), rel=1e-12)
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_a_sum_normalised_by_the_batchs_total_is_exact(door: int) -> None:
     model, batch = mlp(), pairs(11)
@@ -152,6 +155,7 @@ def test_a_sum_normalised_by_the_batchs_total_is_exact(door: int) -> None:
     assert off_by(model, whole_gradient(model, lambda net: loss(net, batch, 0, 55))) <= EXACT
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_piece_without_counts_is_skipped_and_leaves_no_nan(reduction: str) -> None:
     model, (x, y) = mlp(), pairs(8)
@@ -508,6 +512,7 @@ def test_autocast_equals_a_plain_accumulation_of_the_same_pieces(n: int) -> None
     assert off_by(model, got) <= 1e-6  # float32: a piece that had half committed is split on, so the order of the sums may differ
 
 
+@pytest.mark.no_oom_injection
 def test_a_trainers_own_backward_is_called_once_per_piece_and_stays_exact() -> None:
     model, batch = mlp(), pairs(8)
     calls: list[float] = []
@@ -529,6 +534,7 @@ def test_a_trainers_own_backward_is_called_once_per_piece_and_stays_exact() -> N
         assert off_by(model, wanted) <= EXACT
 
 
+@pytest.mark.no_oom_injection
 def test_the_loss_reported_is_the_whole_batchs_unscaled_and_detached() -> None:
     model, batch = mlp(), pairs(9)
     scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)

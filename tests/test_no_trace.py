@@ -104,6 +104,7 @@ class _Sources:
         )
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("fails", [(1,), (2,), (1, 2), (1, 3), (2, 4)])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("door", DOORS)

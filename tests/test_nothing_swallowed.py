@@ -100,6 +100,7 @@ def _prefill(model: nn.Module) -> list[Tensor]:
     return before
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("make", ERRORS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("door", DOORS)
@@ -131,6 +132,7 @@ def test_an_error_passes_through_as_the_same_object_and_state_goes_back(door: in
         mbs.close()
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("make", [ValueError, KeyboardInterrupt, _CustomExit])
 def test_an_error_between_two_blocks_of_the_loop_passes_through_and_state_goes_back(make: Callable[[], BaseException]) -> None:
     """Outside `with micro:` the engine does not see it happen, but what it left behind has to be noticed at the latest when it is used."""
@@ -155,6 +157,7 @@ def test_an_error_between_two_blocks_of_the_loop_passes_through_and_state_goes_b
     assert mbs.backward(_step(model, FailOn(), "forward"), batch).partition == ((0, 4), (4, 8))
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_an_error_in_a_commit_callback_passes_through_and_empties_the_gradients(door: int) -> None:
     model, batch = _Noisy().double(), pairs(8)
@@ -194,6 +197,7 @@ def test_an_error_in_an_event_sink_passes_through_and_state_goes_back(door: int)
     assert _same(_state(model), state)
 
 
+@pytest.mark.no_oom_injection
 def test_an_error_in_the_sink_of_a_growth_leaves_no_gradients_behind() -> None:
     """The call ends by an exception, so promise 4 holds for it too, although every piece has been accumulated."""
     model, batch = nn.Linear(6, 4).double(), pairs(64)
@@ -218,6 +222,7 @@ def test_an_error_in_the_sink_of_a_growth_leaves_no_gradients_behind() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_gradients_that_were_there_are_reported_when_they_hold_a_part_of_the_batch(door: int) -> None:
     model, batch = nn.Linear(6, 4).double(), pairs(8)
@@ -246,6 +251,7 @@ def _failing(model: nn.Module, fail: FailOn) -> Callable[[Pair], Tensor]:
 # ---------------------------------------------------------------------- what counts as out of memory
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_the_users_predicate_adds_errors_and_its_own_errors_pass(door: int) -> None:
     model, batch = nn.Linear(6, 4).double(), pairs(8)
@@ -269,6 +275,7 @@ def test_the_users_predicate_adds_errors_and_its_own_errors_pass(door: int) -> N
     assert still_works(elastic(model), model)
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_a_masked_error_shrinks_once_with_a_warning_and_then_passes(door: int) -> None:
     model, batch, events = nn.Linear(6, 4).double(), pairs(8), list[Event]()

@@ -128,6 +128,7 @@ def test_outputs_leave_out_pieces_that_were_skipped_and_none_are_kept_when_dropp
     assert elastic(model, micro_batch_size=2, count=count_tokens(1), outputs=None).backward(loss_fn, (x, y)).outputs is None
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_samples_replayed_are_counted(door: int) -> None:
     model, fail, ran = _PerSample(8), FailOn(2), []
@@ -146,6 +147,7 @@ def test_samples_replayed_are_counted(door: int) -> None:
     assert (mbs.stats.ooms, mbs.stats.replayed_samples, mbs.stats.samples, mbs.stats.pieces) == (1, 4, 8, 3)
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_nothing_after_the_return_is_replayed(door: int) -> None:
     """The commit point is `optimizer.step()`: its failure is its caller's."""

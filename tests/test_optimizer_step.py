@@ -279,6 +279,7 @@ def test_an_optimizer_of_others_is_taken_back_and_tried_again_as_a_whole() -> No
     assert number > 60
 
 
+@pytest.mark.no_oom_injection
 def test_what_a_step_of_others_takes_is_learned_for_the_next() -> None:
     model, _ = _wide(torch.optim.SGD, lr=0.1)
     optimizer = Coupled(model.parameters())

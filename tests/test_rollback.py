@@ -380,6 +380,7 @@ def test_a_change_through_data_is_seen_after_an_eval_in_which_nothing_changed() 
     assert module["codebook"].tolist() == [2]
 
 
+@pytest.mark.no_oom_injection
 def test_a_codebook_that_is_moved_through_data_is_exact_after_an_eval_and_a_failure() -> None:
     class Quantizer(Holder):
         def forward(self, x: Tensor) -> Tensor:

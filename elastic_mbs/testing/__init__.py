@@ -27,7 +27,8 @@ def test_halves_the_micro_batch(): ...
 
 In a hypothesis test each example starts again, and what it meets follows from its arguments, so that it can be run again; state machines, whose
 examples cannot be told apart from outside, are left alone. So are steps that go through `torch.compile`, which does not run under the dispatch
-mode that injects, if it was called in the test's body or on a module of the model. Parametrised tests have errors of their own for each id.
+mode that injects, if it was called in the test's body or on a module of the model, and so is what runs under the test's own `InjectOOM`.
+Parametrised tests have errors of their own for each id.
 
 pytest is imported only by the plugin. There is no entry point: it would import torch into every run of pytest wherever this package is installed.
 

@@ -22,10 +22,10 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from elastic_mbs import guards
-from elastic_mbs.testing.injection import can_allocate
+from elastic_mbs.testing.injection import InjectOOM, can_allocate
 
 CHOSEN = 0.5
 """Fraction of the tests that `random` chooses."""
@@ -46,8 +46,8 @@ class RandomFaults:
     """A context manager in which operations of guarded attempts fail with `torch.OutOfMemoryError` at random places.
 
     An error strikes one operation that can allocate, once, in the thread that entered the block. A piece is not struck again before another one has
-    committed, so that errors alone never lead to the floor; a try of the optimizer's step is struck only where its next try is real. Steps that
-    torch.compile has a part in are left alone: it does not run under a dispatch mode.
+    committed, so that errors alone never lead to the floor; a try of the optimizer's step is struck only where its next try is real. Left alone are
+    steps that torch.compile has a part in, because it does not run under a dispatch mode, and what runs under `InjectOOM`.
 
     Args:
         seed: of all draws.
@@ -107,7 +107,8 @@ class RandomFaults:
         if threading.get_ident() != self._thread:
             return
         self.attempts += 1
-        at = self._draw(owner) if ready and not self._compiles and not any(map(_is_compiled, modules)) else 0
+        ready = ready and not self._compiles and not any(map(_is_compiled, modules)) and not _is_injected()
+        at = self._draw(owner) if ready else 0
         attempt = _Attempt(self, owner, at, protected)
         self._open.append(attempt)
         if at:
@@ -168,6 +169,11 @@ class _Attempt(TorchDispatchMode):
                 args, kwargs = (), None  # the error's traceback keeps this frame
                 raise torch.OutOfMemoryError(f"out of memory, injected by --oom-injection in {name}")
         return func(*args, **(kwargs or {}))
+
+
+def _is_injected() -> bool:
+    """Whether the test injects by itself here: then it says what is to fail."""
+    return any(isinstance(mode, InjectOOM) for mode in _get_current_dispatch_mode_stack())
 
 
 def _is_compiled(module: nn.Module) -> bool:

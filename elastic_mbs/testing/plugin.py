@@ -15,7 +15,9 @@ from elastic_mbs.testing.faults import RandomFaults, is_chosen
 MARKER = "no_oom_injection"
 _FAULTS = pytest.StashKey[RandomFaults]()
 _TITLE = "injected out-of-memory errors"
+_SEED = "oom_injection_seed"
 _SHOWN = 20
+"""Most errors that a report lists: a property test may have met thousands."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,8 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker, and draws a seed where none was given."""
     config.addinivalue_line("markers", f"{MARKER}: out-of-memory errors are not injected here: it asserts how many there are, sizes, or memory")
     if config.option.oom_injection_seed is None:
-        # xdist hands the options to its workers after this, so that all of them have the same
-        config.option.oom_injection_seed = random.SystemRandom().randrange(2**31)
+        given: int | None = getattr(config, "workerinput", {}).get(_SEED)
+        config.option.oom_injection_seed = random.SystemRandom().randrange(2**31) if given is None else given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Gives a worker of pytest-xdist the seed of all."""
+    node.workerinput[_SEED] = node.config.option.oom_injection_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
