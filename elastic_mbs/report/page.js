@@ -44,6 +44,10 @@
     lanes.addEventListener("pointerleave", () => { hair.hidden = true; for (const readout of readouts) readout.textContent = ""; });
   }
 
+  const open = () => { const named = location.hash && document.getElementById(location.hash.slice(1)); if (named && named.matches("details")) named.open = true; };
+  addEventListener("hashchange", open);
+  open();
+
   const show = (event) => {
     const text = event.target.dataset && event.target.dataset.tip;
     tip.hidden = !text;

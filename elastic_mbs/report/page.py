@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
@@ -22,20 +22,33 @@ def page(runs: Sequence[RunData], source: str) -> str:
     Returns:
         HTML. Everything that comes from the log is escaped.
     """
-    sections = "".join(_section(run, number, opened=number == len(runs) - 1) for number, run in enumerate(runs))
-    many = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+    sections = "".join(
+        section(run, remark=dict(run.about).get("began", f"run {number + 1}"), opened=number == len(runs) - 1) for number, run in enumerate(runs)
+    )
+    return document(source, f"elastic_mbs run report · {len(runs)} runs" if len(runs) > 1 else "elastic_mbs run report · 1 run", sections)
+
+
+def document(title: str, subtitle: str, main: str, *, style: str = "") -> str:
+    """The page around what it shows.
+
+    Args:
+        title: its heading, as text.
+        subtitle: below the heading, as text.
+        main: its contents, as HTML.
+        style: style sheet beside that of the lanes.
+    """
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(source)} · elastic_mbs</title>
-<style>{_asset("page.css")}</style>
+<title>{escape(title)} · elastic_mbs</title>
+<style>{_asset("page.css")}{style}</style>
 </head>
 <body>
-<header class="top"><div><h1>{escape(source)}</h1><p>elastic_mbs run report · {many}</p></div>
+<header class="top"><div><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></div>
 <button id="theme" type="button" aria-label="switch between light and dark">◐</button></header>
-<main>{sections}</main>
+<main>{main}</main>
 <div id="tip" role="tooltip" hidden></div>
 <script>{_asset("page.js")}</script>
 </body>
@@ -43,20 +56,35 @@ def page(runs: Sequence[RunData], source: str) -> str:
 """
 
 
-def _section(run: RunData, number: int, *, opened: bool) -> str:
+def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Figures as tiles: name, value, and a remark."""
+    return "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="remark">{escape(remark)}</dd></div>'
+        for name, value, remark in figures
+    )
+
+
+def section(run: RunData, *, remark: str, opened: bool, name: str = "", badge: str = "", note: str = "") -> str:
+    """A run: its figures, its lanes, and what happened.
+
+    Args:
+        run: what to show.
+        remark: beside its title, as text.
+        opened: whether it is shown from the start.
+        name: its anchor in the page.
+        badge: before its title, as HTML.
+        note: above its figures, as HTML.
+    """
     x = scale.seconds(run.seconds)
     drawn = svg.lanes(run)
     failures = [mark.t for mark in run.marks if mark.kind == "oom"]
-    tiles = "".join(
-        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="remark">{escape(remark)}</dd></div>'
-        for name, value, remark in run.tiles
-    )
     about = "".join(f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in run.about)
     lanes = "".join(_lane(lane, x, failures) for lane in drawn)
-    return f"""<details class="run"{" open" if opened else ""}>
-<summary><h2>{escape(run.title)}</h2> <span class="when">{escape(dict(run.about).get("began", f"run {number + 1}"))}</span></summary>
-<p class="about">{about}</p>
-<dl class="tiles">{tiles}</dl>
+    anchor = f' id="{escape(name, quote=True)}"' if name else ""
+    return f"""<details class="run"{anchor}{" open" if opened else ""}>
+<summary>{badge}<h2>{escape(run.title)}</h2> <span class="when">{escape(remark)}</span></summary>
+<p class="about">{about}</p>{note}
+<dl class="tiles">{tiles(run.tiles)}</dl>
 <div class="lanes" data-seconds="{x.high}">{lanes}
 <div class="row"><span></span>{svg.x_axis(x)}<span></span></div>
 <div class="hair" hidden></div>
