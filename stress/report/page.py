@@ -46,7 +46,7 @@ def _table(runs: Sequence[Run]) -> str:
         ("kind", ""),
         ("steps", "n wide"),
         ("OOMs", "n"),
-        ("replayed", "n"),
+        ("replayed", "n wide"),
         ("sizes", "n wide"),
         ("difference", "n"),
         ("time lost", "n wide"),
@@ -57,7 +57,7 @@ def _table(runs: Sequence[Run]) -> str:
     for number, run in enumerate(runs):
         values = (
             _badge(run),
-            f'<a href="#{_name(number)}">{escape(run.title)}</a>',
+            f'<a href="#{_name(number)}">{escape(run.title).replace("_", "_<wbr>")}</a>',
             escape(run.kind),
             f"{len(run.steps):,}",
             f"{run.ooms:,}",
