@@ -283,6 +283,8 @@ def test_marked():
     done = suite.runpytest_inprocess("--strict-markers", "--oom-injection=always", "--oom-injection-seed=7")
     done.assert_outcomes(passed=4)
     assert _told(str(done.stdout), "oom injection: always, --oom-injection-seed=7")
+    (summary,) = _told(str(done.stdout), "in 3 tests of 3 chosen")
+    assert int(summary.split()[2]) >= 3
 
 
 def test_never_installs_nothing(suite: pytest.Pytester) -> None:

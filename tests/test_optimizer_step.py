@@ -95,6 +95,7 @@ def off_by(a: Any, b: Any) -> float:
     return 0.0 if type(a) is type(b) and a == b else float("inf")
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])
 @pytest.mark.parametrize(("name", "implementation"), CASES, ids=["-".join(case).replace(" ", "_") for case in CASES])

@@ -16,6 +16,7 @@ MARKER = "no_oom_injection"
 _FAULTS = pytest.StashKey[RandomFaults]()
 _TITLE = "injected out-of-memory errors"
 _SEED = "oom_injection_seed"
+_COUNT = "oom_injection"
 _SHOWN = 20
 """Most errors that a report lists: a property test may have met thousands."""
 
@@ -71,6 +72,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Tells in a failing test's report what was injected, and how to repeat it."""
     report = yield
     faults = item.stash.get(_FAULTS, None)
+    if faults is not None and report.when == "call":
+        report.user_properties.append((_COUNT, len(faults.hits)))
     if faults is not None and report.when == "call" and report.failed:
         hits = faults.hits[-_SHOWN:]
         told = [
@@ -79,6 +82,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         told += [f"  {hit}" for hit in hits]
         report.sections.append((_TITLE, "\n".join([*told, f"repeat with: {command(item)}"])))
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tells how much was injected: a suite that was never struck has shown nothing."""
+    option = terminalreporter.config.option
+    if option.oom_injection != "never":
+        reports = [report for found in terminalreporter.stats.values() for report in found if isinstance(report, pytest.TestReport)]
+        counts = [int(str(value)) for report in reports if report.when == "call" for name, value in report.user_properties if name == _COUNT]
+        struck = sum(count > 0 for count in counts)
+        terminalreporter.write_line(
+            f"oom injection: {sum(counts)} errors in {struck} tests of {len(counts)} chosen (--oom-injection={option.oom_injection} "
+            f"--oom-injection-seed={option.oom_injection_seed})"
+        )
 
 
 def command(item: pytest.Item) -> str:
