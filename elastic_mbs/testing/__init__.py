@@ -49,5 +49,4 @@ def pytest_addoption(parser: Any, pluginmanager: Any) -> None:
     """Brings the plugin's hooks in; called by pytest alone."""
     from elastic_mbs.testing import plugin
 
-    if not pluginmanager.is_registered(plugin):
-        pluginmanager.register(plugin, plugin.__name__)
+    pluginmanager.register(plugin, plugin.__name__)

@@ -63,8 +63,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if left_alone or (mode == "random" and not is_chosen(seed, item.nodeid)) or _is_state_machine(item):
         return (yield)
     faults = item.stash[_FAULTS] = RandomFaults(seed, item.nodeid, always=mode == "always")
-    with faults, _each_example_anew(item, faults):
-        return (yield)
+    try:
+        with faults, _each_example_anew(item, faults):
+            return (yield)
+    finally:
+        item.user_properties.append((_COUNT, len(faults.hits)))  # from here it comes to xdist's controller, and into junit.xml
 
 
 @pytest.hookimpl(wrapper=True)
@@ -72,8 +75,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Tells in a failing test's report what was injected, and how to repeat it."""
     report = yield
     faults = item.stash.get(_FAULTS, None)
-    if faults is not None and report.when == "call":
-        report.user_properties.append((_COUNT, len(faults.hits)))
     if faults is not None and report.when == "call" and report.failed:
         hits = faults.hits[-_SHOWN:]
         told = [
