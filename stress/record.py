@@ -51,6 +51,7 @@ class Needs(_Plain):
         sizes: micro-batch sizes that were measured, in samples, rising; the last is the whole batch.
         peaks: for each of them the peak of a step that adds to gradients which are there.
         optimizer: peak of the optimizer's first step, which creates its state.
+        held: what is held after that step, with the gradients still there.
         seconds: a step of the whole batch.
     """
 
@@ -59,6 +60,7 @@ class Needs(_Plain):
     sizes: list[int]
     peaks: list[int]
     optimizer: int = 0
+    held: int = 0
     seconds: float = 0.0
 
     @property
@@ -202,7 +204,7 @@ class End(_Plain):
     Attributes:
         held: bytes still held when model, optimizer and runtime were at rest, with gradients emptied.
         expected: bytes that they should hold then.
-        failures: allocations that the world has refused, in all.
+        failures: allocations that the world has refused, in all; None where nobody counts them.
         error: class and first line of the error that ended training; None where all steps were made.
         restored: after an error: whether parameters, buffers, gradients and random streams were as at the start of the call; None without one.
         seconds: from that call's start to the error.
@@ -210,7 +212,7 @@ class End(_Plain):
 
     held: int
     expected: int
-    failures: int
+    failures: int | None
     error: str | None = None
     restored: bool | None = None
     seconds: float = 0.0

@@ -74,6 +74,7 @@ BROKEN = {
     "failed": run(passed=False, complaints=["<script>alert(1)</script>", "3 & 4"]),
     "two lengths": run(steps=[step(0), step(1, elements=64, size=4), step(2)]),
     "a mark of a step that was not made": run(marks=[Mark(9.0, 7, "oom", "in the last one", 16, 8)]),
+    "failures that were not counted": run(kind="rlimit", end=End(0, 0, None)),
     "a mark without a size before": run(marks=[Mark(6.0, 1, "resumed", "from its checkpoint", None, 8), Mark(5.0, 0, "oom", "first", None, 4)]),
 }
 

@@ -61,7 +61,7 @@ def overview(runs: Sequence[Run]) -> tuple[tuple[str, str, str], ...]:
     """The figures of all runs together: name, value, remark."""
     passed = sum(run.passed for run in runs)
     steps = sum(len(run.steps) for run in runs)
-    real = sum(run.end.failures for run in runs if run.end is not None and run.kind != COUNTED)
+    real = sum(run.end.failures or 0 for run in runs if run.end is not None and run.kind != COUNTED)
     replayed = sum(step.replayed for run in runs for step in run.steps)
     samples = sum(step.samples for run in runs for step in run.steps)
     worst = max((run for run in runs if run.differences is not None), key=_largest, default=None)
@@ -189,7 +189,7 @@ def _tiles(run: Run) -> tuple[tuple[str, str, str], ...]:
     return (
         *ended,
         ("steps", f"{len(steps):,}", duration(busy)),
-        ("OOMs survived", f"{run.ooms:,}", "" if end is None else f"{end.failures:,} allocations refused"),
+        ("OOMs survived", f"{run.ooms:,}", "" if end is None or end.failures is None else f"{end.failures:,} allocations refused"),
         ("samples replayed", f"{sum(step.replayed for step in steps):,}", f"{run.replayed:.2%} of all"),
         ("time lost", f"{run.time_lost / busy:.2%}" if busy > 0 else "0 %", duration(run.time_lost)),
         ("micro-batch", sizes(run) or "none", f"{number(steps[-1].size)} at the end" if steps else ""),
