@@ -37,7 +37,7 @@ _TITLES = {
 
 def run_data(run: Run) -> RunData:
     """The run as lines, marks and figures; time begins with its first step."""
-    zero = min([step.at for step in run.steps] + [mark.at for mark in run.marks], default=0.0)
+    zero = began(run)
     tracks = _tracks(run.steps)
     moves = sum(mark.what == "move" for mark in run.marks)
     told = [mark for mark in run.marks if mark.what != "move" or moves <= MOVES]
@@ -55,6 +55,11 @@ def run_data(run: Run) -> RunData:
         loss=[(step.at + step.seconds - zero, step.loss if math.isfinite(step.loss) else None) for step in run.steps],
         marks=marks,
     )
+
+
+def began(run: Run) -> float:
+    """When its first step began, or what happened before that."""
+    return min([step.at for step in run.steps] + [mark.at for mark in run.marks], default=0.0)
 
 
 def overview(runs: Sequence[Run]) -> tuple[tuple[str, str, str], ...]:
@@ -143,7 +148,9 @@ def _sizes(run: Run, zero: float, tracks: dict[int, str]) -> dict[str, list[Poin
         first = moves[0].before if moves else step.size
         line.append((step.at - zero, first if first is not None else line[-1][1] if line else step.size))
         line += [(mark.at - zero, mark.after) for mark in moves]
-        line.append((step.at + step.seconds - zero, step.size))
+        # a growth at its boundary is told before the step is over, and belongs to the next one
+        last = moves[-1] if moves else None
+        line.append((max(step.at + step.seconds, last.at if last else 0.0) - zero, last.after if last else step.size))
     return {name: sorted(line, key=lambda point: point[0]) for name, line in found.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from elastic_mbs.demo.timeline import FAILED, GROWN, LINE, MIB, OTHERS, USED
+from elastic_mbs.report.scale import powers_of_two
 
-from ..record import Mark, Run
-from .data import available
+from ..record import Run
+from .data import available, began, run_data
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,31 +77,36 @@ def _draw_memory(axes: Axes, run: Run) -> None:
 
 def _draw_sizes(axes: Axes, run: Run) -> None:
     position = _positions(run)
-    lengths = sorted({step.elements for step in run.steps})
-    for rank, length in enumerate(lengths):
-        own = [float(step.size) if step.elements == length else math.nan for step in run.steps]
-        label, color = (("micro-batch", LINE), ("micro-batch of longer samples", LONGER))[min(rank, 1)]
-        axes.stairs(own, list(range(len(own) + 1)), baseline=None, color=color, linewidth=1.5, label=label)
+    zero, lines = began(run), run_data(run).sizes
+    for rank, (_, points) in enumerate(sorted(lines.items(), key=lambda item: -len(item[1]))):
+        label, color, width = (("micro-batch", LINE, 1.5), ("micro-batch of samples of another length", LONGER, 3.0))[min(rank, 1)]
+        x = [position(zero + t) for t, _ in points] + [float(len(run.steps))]
+        y = [size or 0.0 for _, size in points]
+        axes.plot(x, [*y, y[-1]], drawstyle="steps-post", color=color, linewidth=width, zorder=3 - min(rank, 1), label=label)
     for what, marker, color, label in (("oom", "v", FAILED, "out of memory, survived"), ("grow", "^", GROWN, "grown")):
         marks = [mark for mark in run.marks if mark.what == what and mark.after is not None]
         if marks:
-            x, y = [position(mark) for mark in marks], [float(mark.after or 0) for mark in marks]
+            x, y = [position(mark.at) for mark in marks], [float(mark.after or 0) for mark in marks]
             axes.plot(x, y, marker, color=color, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, clip_on=False, zorder=5, label=label)
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    seen = [size for points in lines.values() for _, size in points if size is not None]
+    scale = powers_of_two(min(seen, default=1.0), max(seen, default=1.0))
+    axes.set_yticks([tick.value for tick in scale.ticks], [tick.label for tick in scale.ticks])
     axes.minorticks_off()
+    axes.set_ylim(scale.low, scale.high)
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel("samples", fontsize=8)
 
 
-def _positions(run: Run) -> Callable[[Mark], float]:
-    """Mark → place on the axis: steps have the same width, whatever they took."""
-    places = {step.step: (index, step) for index, step in enumerate(run.steps)}
+def _positions(run: Run) -> Callable[[float], float]:
+    """Time → place on the axis: steps have the same width, whatever they took."""
+    starts = [step.at for step in run.steps]
 
-    def position(mark: Mark) -> float:
-        if mark.step not in places:
-            return float(len(run.steps))
-        index, step = places[mark.step]
-        return index + (min(1.0, max(0.0, (mark.at - step.at) / step.seconds)) if step.seconds > 0 else 0.5)
+    def position(at: float) -> float:
+        index = bisect_right(starts, at) - 1
+        if index < 0:
+            return 0.0
+        step = run.steps[index]
+        return index + (min(1.0, (at - step.at) / step.seconds) if step.seconds > 0 else 0.5)
 
     return position
