@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 
 __all__ = ["add_arguments"]
+
+COMMANDS = {
+    "exhaustive": (".exhaustive.command", "make memory run out at every operation of a step, one after the other"),
+}
+"""Beside the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, which returns the exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,4 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of `python -m stress`, or of `elastic-mbs stress`.
     """
-    parser.add_subparsers(metavar="COMMAND", dest="command")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    for name, (where, purpose) in COMMANDS.items():
+        module = import_module(where, __package__)
+        command = commands.add_parser(name, help=purpose, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.add_arguments(command)
+        command.set_defaults(run=module.main)

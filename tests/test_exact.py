@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from elastic_mbs import MemoryBudget, ReplayUnsafeError, count_tokens
 from elastic_mbs.testing import InjectOOM
-from stress.exhaustive import run
+from stress.exhaustive import builtin, run
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, loop, mlp, off_by, pairs, through, whole_gradient
 
 DOORS = [1, 3]
@@ -57,7 +57,7 @@ def test_every_split_gives_the_whole_batchs_gradient(size: int, minimum: int, al
 )
 @settings(max_examples=40)
 def test_failures_at_any_operations_give_the_whole_batchs_gradient(name: str, at: set[int], warm: bool, door: int) -> None:
-    outcome = run(name, InjectOOM(at=at), warm=warm, door=door)  # which raises where the gradient differs
+    outcome = run(builtin(name), InjectOOM(at=at), warm=warm, door=door)  # which raises where the gradient differs
     assert outcome.error is None
 
 

@@ -25,7 +25,7 @@ from elastic_mbs import ElasticMBS, Event, Headroom, OptimizerOutOfMemory, OutOf
 from elastic_mbs.memory import CudaSensor
 from elastic_mbs.memory.holders import pids_are_ours
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
-from stress.exhaustive import error_of
+from stress.state import error_of
 from tests.helpers.room import MEBI, PLENTY, ROOT, Neighbour, Pair, Room, Wide, batch_on, by_hand, loss_of, needs, scale, wide
 from tests.helpers.steps import elastic, grads, off_by, through, whole_gradient
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, StepResult
 from elastic_mbs.memory import NoSensor
-from stress.exhaustive import error_of
+from stress.state import error_of
 
 Pair = tuple[Tensor, Tensor]
 LossFn = Callable[..., Any]

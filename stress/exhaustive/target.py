@@ -1,0 +1,143 @@
+"""What is made to fail: a built-in case or the user's model, rebuilt from its seed each time, and what its gradients have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_mbs.accumulate import Counts
+from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.errors import UsageError
+from elastic_mbs.losses import read_losses, weighted_sum
+from elastic_mbs.partition import partition
+
+from ..cases import CASES, Case, build
+from ..factory import make
+from ..state import State, error_of
+
+Partition = tuple[tuple[int, int], ...]
+
+SAME_AS = {"compiled": "mlp"}
+"""Cases whose reference is another one: what is compiled must equal what is not."""
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+"""Largest difference of a gradient of the user's, relative to its largest entry, by the narrowest type of the parameters: pieces are summed in another
+order than the whole."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is made to fail.
+
+    Attributes:
+        name: in tables.
+        build: makes it from its seed.
+        plain: makes what its reference is computed from, the same except where it is compiled.
+        size: micro-batch at the start, in samples.
+    """
+
+    name: str
+    build: Callable[[], Case]
+    plain: Callable[[], Case]
+    size: int = 4
+
+
+@cache
+def builtin(name: str) -> Target:
+    """A case of `stress.cases` by name. Its micro-batch of 4 makes two pieces, so that a failure can meet a batch that is partly accumulated."""
+    if name not in CASES:
+        raise UsageError(f"unknown case {name!r}; one of {', '.join(CASES)}, or your own with --model path.py:factory")
+    return Target(name, partial(build, name), partial(build, SAME_AS.get(name, name)))
+
+
+def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
+    """The user's own model, or a built-in one of `stress.models`, on the first samples of its first batch.
+
+    Whether it is separable is found out: the gradient of the whole batch is compared with that of the batch in pieces, without a failure.
+
+    Args:
+        name: as `stress.factory.find` takes it.
+        samples: how many; the whole batch where it has fewer.
+        seed: of model and batch.
+
+    Raises:
+        UsageError: there is no such model, it cannot be cut or does not run, or two of it from the same seed differ.
+    """
+
+    def built(separable: bool = True, tolerance: float = 0.0) -> Case:
+        subject = make(name, seed)
+        dims = subject.options.get("dims")
+        view = BatchView(subject.batch(0), dims)
+        batch = view.piece(0, min(samples, view.length))
+        return Case(subject.model, subject.loss_fn, batch, separable, options=dict(subject.options), tolerance=tolerance)
+
+    case = built()
+    length = BatchView(case.batch, case.options.get("dims")).length
+    if length < 2:
+        raise UsageError(f"--model {name}: a batch of {length} sample cannot be split; give at least 2 (--samples {samples})")
+    if not any(parameter.requires_grad for parameter in case.model.parameters()):
+        raise UsageError(f"--model {name}: the model has no parameter that requires a gradient")
+    tolerance = max(TOLERANCES.get(parameter.dtype, 3e-2) for parameter in case.model.parameters())
+    size = -(-length // 2)
+    probe = Target(name, built, built, size)
+    halves = partition(0, length, size)
+    try:
+        whole, again, split = (_reference_of(probe, pieces) for pieces in (((0, length),), ((0, length),), halves))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"--model {name}: its step does not run: {type(error).__name__}: {error}") from error
+    if error_of(again.grads, whole.grads) > 0:
+        raise UsageError(
+            f"--model {name}: two runs from the same seed differ, so nothing can be compared: draw from torch's, Python's or numpy's stream"
+        )
+    separable = error_of(split.grads, whole.grads) <= tolerance
+    return replace(probe, build=partial(built, separable, tolerance), plain=partial(built, separable, tolerance))
+
+
+@lru_cache(maxsize=256)
+def whole_batch(target: Target) -> Partition:
+    """The partition of a batch that is not split."""
+    case = target.plain()
+    return ((0, BatchView(case.batch, case.options.get("dims")).length),)
+
+
+def reference(target: Target, pieces: Partition) -> State:
+    """The state after a hand-written accumulation over these pieces, without the engine and without a failure."""
+    return _kept(target, pieces)
+
+
+def _reference_of(target: Target, pieces: Partition) -> State:
+    case = target.plain()
+    view = BatchView(case.batch, case.options.get("dims"))
+    counts = Counts.read(case.options.get("count"), view)
+    scaler, wide = case.options.get("scaler"), case.options.get("accumulate_dtype")
+    edits = map_tensors if target.name == "edited_batch" else _as_it_is
+    totals: dict[Tensor, Tensor] = {}
+    for start, stop in pieces:
+        terms = read_losses(case.loss_fn(edits(view.piece(start, stop), torch.clone)), counts.names)[0]
+        weights = counts.weights(start, stop, reduction=case.options.get("reduction", "mean"))
+        if weights is None:
+            continue
+        loss = weighted_sum(terms, weights)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if wide is not None:
+            for leaf in case.leaves():
+                if leaf.grad is not None:
+                    totals[leaf] = totals[leaf] + leaf.grad if leaf in totals else leaf.grad.to(wide)
+                    leaf.grad = None
+    for leaf, total in totals.items():
+        leaf.grad = total.to(leaf.dtype)
+    return State.of(case.leaves(), case.model)
+
+
+def _as_it_is(batch: Any, fn: object) -> Any:
+    return batch
+
+
+_kept = lru_cache(maxsize=4096)(_reference_of)

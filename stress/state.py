@@ -1,0 +1,78 @@
+"""What a call may change, and whether two such states are the same."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class WrongOutcomeError(AssertionError):
+    """Neither the right gradient nor a typed error with its state."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where the random streams stand: torch's, Python's, and numpy's legacy one where numpy is there."""
+
+    torch: Tensor
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Streams:
+        """As they stand now."""
+        numpy = sys.modules.get("numpy.random")
+        return cls(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state())
+
+    def restore(self) -> None:
+        """Puts them back."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+    def same(self, other: Streams) -> bool:
+        """Whether all of them stand at the same place."""
+        return torch.equal(self.torch, other.torch) and self.python == other.python and repr(self.numpy) == repr(other.numpy)
+
+
+@dataclass(frozen=True)
+class State:
+    """Gradients, buffers and random streams, copied."""
+
+    grads: list[Tensor | None]
+    buffers: list[Tensor]
+    streams: Streams
+
+    @classmethod
+    def of(cls, leaves: Iterable[Tensor], model: nn.Module) -> State:
+        """The state now."""
+        return cls(
+            [None if leaf.grad is None else leaf.grad.detach().clone() for leaf in leaves],
+            [buffer.detach().clone() for buffer in model.buffers()],
+            Streams.now(),
+        )
+
+
+def error_of(got: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
+    """Largest difference over the leaves, relative to the largest entry of each; infinite where one has a gradient and the other has none."""
+    worst = 0.0
+    for a, b in zip(got, wanted, strict=True):
+        if (a is None) != (b is None):
+            return float("inf")
+        if a is not None and b is not None:
+            left, right = a.to_dense().double(), b.to_dense().double()
+            if left.numel() == 0:
+                continue
+            scale = right.abs().max()
+            off = ((left - right).abs().max() / scale.clamp_min(1e-300) if scale > 0 else left.abs().max()).item()
+            if off != off:  # NaN is not small
+                return float("inf")
+            worst = max(worst, off)
+    return worst
