@@ -105,6 +105,16 @@ class Controller:
         track.call = Call(size, samples, elements, learning, track.probing, started=track.size)
         return Plan(size, track.epoch, track.probing, learning)
 
+    def holds(self, key: Key, held: int | None) -> None:
+        """Tells what the process holds as a call whose peaks are wanted begins.
+
+        Args:
+            key: the track.
+            held: bytes in use beside what the call itself will need, or None where that is not known.
+        """
+        if held is not None:
+            self._running(key)[0].memory.hold(held)
+
     def piece_done(self, key: Key, size: int, peak: int | None, capacity: Capacity | None) -> int:
         """A piece of `size` samples (its length) has committed.
 

@@ -27,7 +27,7 @@ from elastic_mbs.guards import GradientSentinels, check_gradients_stayed, enter_
 from elastic_mbs.history import History
 from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
-from elastic_mbs.learning import learn, meet_inner_leaves, take_census, tell_controller
+from elastic_mbs.learning import held_beside, learn, meet_inner_leaves, take_census, tell_controller
 from elastic_mbs.losses import read_losses, takes_seed, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
@@ -129,6 +129,7 @@ class Call:
         self.size = self.plan.size
         if self.plan.learning:
             parts.meter.reset_peak()
+            parts.controller.holds(self.key, held_beside(self))
         self.resets = parts.meter.resets
         parts.stopwatch.start()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from elastic_mbs.commits import has_foreign_hook, walk
 from elastic_mbs.controller import Observation
 from elastic_mbs.events import Resized
@@ -11,8 +13,6 @@ from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.recovery import streams_moved
 
 if TYPE_CHECKING:
-    import torch
-
     from elastic_mbs.engine import Call
 
 
@@ -72,6 +72,15 @@ def learn(call: Call, micro: MicroBatch) -> None:
                 f"{parts.inventory.name_of(leaf)} has a hook on its gradient, which runs once per micro-batch: it must be linear (no clamp, no norm) "
                 "for the gradient to be the whole batch's",
             )
+
+
+def held_beside(call: Call) -> int | None:
+    """Bytes that are in use when a call begins, without gradients: those are in its peak, whether they were there or are made in it."""
+    usage = call.parts.meter.usage()
+    if usage is None:
+        return None
+    grads = (leaf.grad for leaf in call.parts.inventory.leaves if id(leaf) in call.filled)
+    return usage.allocated - sum(grad.nbytes for grad in grads if grad is not None and grad.layout is torch.strided)
 
 
 def tell_controller(call: Call, pieces: int) -> None:

@@ -48,8 +48,9 @@ class MemoryFit:
       begin above `SPREAD` of it are ignored, because noise would decide their slope; without any other, slope and peak are not known.
     - Below the smallest: that one's peak, an upper bound.
 
-    What the process holds besides (optimizer state after the first step) moves all peaks alike: when a size is measured again and differs, the
-    readings that are older than its previous one move with it. A reading that contradicts an older one (less memory for more samples) replaces it.
+    What the process holds besides (optimizer state after the first step) moves all peaks alike: see `hold`. Where that is not known, a size that is
+    measured again and differs tells of it: the readings that are older than its previous one move with it. A reading that contradicts an older one
+    (less memory for more samples) replaces it.
     """
 
     RECENT = 3
@@ -59,6 +60,21 @@ class MemoryFit:
     def __init__(self) -> None:
         self._knots: dict[int, _Knot] = {}
         self._seen = 0
+        self._held: int | None = None
+
+    def hold(self, held: int) -> None:
+        """Moves all peaks by as much as the process holds more or less than when they were measured.
+
+        Without it, a size measured before there was an optimizer's state and the next one measured with it make a slope that is too steep by the
+        whole state: all larger sizes then seem not to fit, for good, because the smaller one is not measured again.
+
+        Args:
+            held: bytes in use beside what a call itself needs.
+        """
+        before, self._held = self._held, held
+        if before is not None and before != held:
+            for knot in self._knots.values():
+                knot.readings = [max(0, reading + held - before) for reading in knot.readings]
 
     @property
     def largest_observed(self) -> int:

@@ -226,3 +226,23 @@ def test_malformed_memory_states_are_refused(bad: list[list[object]]) -> None:
 def test_malformed_time_states_are_refused(bad: list[list[object]]) -> None:
     with pytest.raises(UsageError, match="no saved time measurement"):
         TimeFit.restored(bad)
+
+
+def test_peaks_move_with_what_the_process_holds_besides() -> None:
+    fit = MemoryFit()
+    fit.hold(1000)
+    fit.add(8, 1800)
+    fit.hold(3000)
+    fit.add(16, 4600)
+    assert fit.predict(8) == 3800
+    assert fit.slope == 100
+    fit.hold(500)
+    assert fit.predict(16) == 2100
+
+
+def test_what_is_held_at_first_moves_nothing() -> None:
+    """A fit that was saved and loaded does not know what was held when it was measured."""
+    fit = MemoryFit()
+    fit.add(8, 1800)
+    fit.hold(10_000)
+    assert fit.predict(8) == 1800
