@@ -134,9 +134,9 @@ def _make_room_and_copy(parts: Parts, optimizer: Optimizer, undo: Undo) -> None:
             oom.release(devices=parts.inventory.devices(), thorough=True)
         host = _has_host(parts) and seen.free + cached < need.total + undo.nbytes + MARGIN * seen.total
     verdict = None
-    for place in (host, True):
+    for place, apart in ((host, False), (True, False), (True, True)):  # at last one by one, where there is memory but no large block of it
         try:
-            undo.take(host=place)
+            undo.take(host=place, apart=apart)
             return
         except Exception as error:
             verdict = oom.classify(error, parts.settings.is_oom)

@@ -74,10 +74,16 @@ class Undo:
         """Bytes that the copies take."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._copied)
 
-    def take(self, *, host: bool) -> None:
-        """Copies the values, beside the originals or on the host. Changes nothing; after an error it may be called again."""
+    def take(self, *, host: bool, apart: bool = False) -> None:
+        """Copies the values, beside the originals or on the host. Changes nothing; after an error it may be called again.
+
+        Args:
+            host: on the host.
+            apart: each in a piece of memory of its own.
+        """
         self._blocks = []
-        self._blocks = [_Block(tensors, host=host) for tensors in _in_blocks(self._copied)]
+        together = ([tensor] for tensor in self._copied) if apart else _in_blocks(self._copied)
+        self._blocks = [_Block(tensors, host=host) for tensors in together]
 
     def to_host(self) -> None:
         """Moves the copies to the host, block by block."""
