@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, GradientsChangedError, Warned
+from elastic_mbs import ElasticMBS, GradientsChangedError, MemoryBudget, Policy, Warned
 from elastic_mbs.random_streams import RandomStreams, StreamState
 from elastic_mbs.testing import InjectOOM, MemoryBudget
 from tests.helpers.steps import elastic, mlp, off_by, pairs, whole_gradient
@@ -330,3 +330,52 @@ def test_what_a_step_takes_is_not_learned_from_one_that_was_tried_again() -> Non
         assert (optimizer.tries, mbs._parts.optimizer_needs) == (2, {})
         mbs.optimizer_step(optimizer)
         assert min(mbs._parts.optimizer_needs.values()) >= grad.nbytes
+
+
+def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_next_size_look_too_large_for_good() -> None:
+    """The slope ran from a size measured without the state to one measured with it: too steep by the whole state.
+
+    The small size was never measured again, so the batch ran in two pieces beside memory for all of it, for ever. Found by the stress tool's
+    `sensor_dies`.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 8), nn.Tanh(), nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 4)).double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(64, 8, dtype=torch.float64), torch.randint(0, 4, (64,))
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(piece[0]), piece[1])
+
+    policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
+    with MemoryBudget(2**40, [model]) as budget:
+        for _ in range(2):
+            budget.reset_peak()
+            loss_fn(batch).backward()
+            optimizer.step()
+        need = budget.peak
+        optimizer.zero_grad()
+        optimizer = torch.optim.AdamW(model.parameters())  # its state comes after the first call
+        budget.limit = int(1.08 * need)
+        with ElasticMBS(model, monitor_interval=0, policy=policy, micro_batch_size=16) as mbs:
+            for _ in range(12):
+                result = mbs.backward(loss_fn, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(result.partition) == 1
+
+
+def test_copies_for_a_step_are_made_one_by_one_where_no_large_block_can_be_had() -> None:
+    """They were put into one block of up to 64 MiB, and the step was refused although there was memory for each of them. Found by `fragmentation`."""
+    from stress.worlds import BudgetWorld
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).double()
+    twin = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 64, dtype=torch.float64)).sum().backward()
+    with BudgetWorld() as world, ElasticMBS(model, sensor=world.sensor, monitor_interval=0) as mbs:
+        world.fragment(64 * 64 * 8)
+        mbs.optimizer_step(optimizer)
+    for parameter, before in zip(model.parameters(), twin, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter, before - 0.1 * parameter.grad)
