@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := -m pip --quiet --quiet --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test test-injected lint format wheel wheel-test clean
+.PHONY: demo test test-injected lint format stress wheel wheel-test clean
 
 demo: .venv/installed
 	@$(BIN)/python -m elastic_mbs demo
@@ -24,6 +24,10 @@ SEED ?= 20
 test-injected: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=auto -m "not no_oom_injection" --oom-injection=random --oom-injection-seed=$(SEED) \
 		$(INJECTED:%=tests/test_%.py)
+
+# Every scenario on counted tensors with few steps, and some under each limit that the machine itself can set.
+stress: .venv/installed
+	@$(BIN)/python -m stress --quick
 
 lint: .venv/installed
 	@$(BIN)/ruff check --quiet . tools/gpu_check

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
+from .scenarios import command as scenarios
+
 __all__ = ["add_arguments"]
 
 COMMANDS = {
@@ -19,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of `python -m stress`, or of `elastic-mbs stress`.
     """
+    scenarios.add_arguments(parser)
+    parser.set_defaults(run=scenarios.main)
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, (where, purpose) in COMMANDS.items():
         module = import_module(where, __package__)

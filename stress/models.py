@@ -29,6 +29,62 @@ def _stream(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * (step + 1))
 
 
+class Wide(nn.Module):
+    """Few weights and large activations, so that memory is a matter of the micro-batch, and little work: most scenarios train it.
+
+    Args:
+        width: bytes of one activation per sample, over 8.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, 8) → (samples, 4)."""
+        scores: Tensor = self.last(torch.tanh(torch.sin(torch.tanh(self.first(x)))))
+        return scores
+
+
+def _wide(name: str, samples: int, width: int, optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None) -> Subject:
+    model = Wide(width).double()
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        stream = _stream(step)
+        return torch.randn(samples, 8, generator=stream, dtype=torch.float64), torch.randint(0, 4, (samples,), generator=stream)
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(piece[0]), piece[1])
+
+    return Subject(model, loss_fn, batch, name=name) if optimizer is None else Subject(model, loss_fn, batch, optimizer, name=name)
+
+
+def wide() -> Subject:
+    """Two small layers and large activations between them: the quick case."""
+    return _wide("wide", SAMPLES, 8192)
+
+
+def large() -> Subject:
+    """The same in the size of a GPU, where blocks and workspaces of libraries are megabytes."""
+    return _wide("large", 1024, 16384)
+
+
+def adam() -> Subject:
+    """The opposite: more weights than activations, under AdamW, whose state is twice the weights and whose step takes as much again."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(192, 192), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(192, 8)).double()
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        stream = _stream(step)
+        return torch.randn(SAMPLES, 192, generator=stream, dtype=torch.float64), torch.randint(0, 8, (SAMPLES,), generator=stream)
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(piece[0]), piece[1])
+
+    return Subject(model, loss_fn, batch, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True), name="adam")
+
+
 def mlp() -> Subject:
     """Linear layers on long rows: the plain case."""
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10)).double()
@@ -87,5 +143,5 @@ def gpt_bursts() -> Subject:
     return _language("gpt_bursts", lambda step: 256 if step % 10 in (6, 7) else 64)
 
 
-BUILTIN: dict[str, Callable[[], Any]] = {make.__name__: make for make in (mlp, cnn, gpt, gpt_bursts)}
+BUILTIN: dict[str, Callable[[], Any]] = {make.__name__: make for make in (wide, mlp, cnn, gpt, gpt_bursts, adam, large)}
 """Models by name."""

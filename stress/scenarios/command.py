@@ -1,0 +1,218 @@
+"""Scripted ways of running out of memory, each with assertions: is the training still exact, does it end, how often does it fail?
+
+Kinds of limit: `budget` counts tensors, exactly, in this process; under `shim` torch's own allocator fails, and the co-tenant is another process;
+under `rlimit` the kernel refuses memory to the whole process; `cuda` is a real GPU with a ballast process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.memory import parse_bytes
+
+from ..record import Run, write_json
+from ..worlds import KINDS, available
+from .catalogue import SCENARIOS, Scenario
+from .console import Progress, summary, table
+from .facts import check
+from .order import Order
+from .perform import perform
+
+QUICK = {
+    "shim": ("too_big", "cliff", "fragmentation", "two_elastic"),
+    "rlimit": ("too_big", "sawtooth"),
+    "cuda": ("too_big", "cliff", "sawtooth"),
+}
+"""What the bounded set runs of each real kind, beside everything on the budget."""
+
+FEWEST = 6
+"""Steps below which the scripts have no room for what they do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the scenarios, which are what the tool does without a command."""
+    parser.add_argument("--scenario", action="append", metavar="NAME", help="which to run; may be given again (default: all, see --list)")
+    parser.add_argument("--list", action="store_true", help="list the scenarios and end")
+    parser.add_argument(
+        "--kind", action="append", metavar="KIND", help=f"kind of limit: {', '.join(KINDS)}; may be given again (default: all that can be had here)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the CPU, and CUDA where there is one (default: auto)"
+    )
+    parser.add_argument("--model", metavar="NAME", help="a built-in model, or your own as path.py:factory (default: the scenario's)")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: the scenario's)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of models, batches and scripts (default: 0)")
+    parser.add_argument("--budget", metavar="BYTES", help="memory there is, such as 96MiB (default: what the whole batch needs)")
+    parser.add_argument("--quick", action="store_true", help="the bounded set: few steps, and a few scenarios of each real kind")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of them there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs scenarios.
+
+    Returns:
+        0 if all assertions held, 1 if one did not.
+
+    Raises:
+        UsageError: an option makes no sense.
+    """
+    if options.list:
+        print(listing())
+        return 0
+    for name in ("json", "html", "png"):
+        check_output(f"--{name}", getattr(options, name))
+    if options.png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--png needs matplotlib, which is not installed: pip install 'elastic-mbs[plot]'")
+    orders, missing = plan(options)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # pieces this small gain nothing from more
+    try:
+        check_models(orders)
+        for line in missing:
+            print(line, flush=True)
+        runs = run_all(orders)
+    finally:
+        torch.set_num_threads(threads)
+    print(f"\n{table(runs)}\n\n{summary(runs)}")
+    write(runs, options)
+    return 0 if all(run.passed for run in runs) else 1
+
+
+def listing() -> str:
+    """Name, kinds and one line of each scenario."""
+    wide = max(map(len, SCENARIOS))
+    kinds = max(len(" ".join(scenario.kinds)) for scenario in SCENARIOS.values())
+    return "\n".join(f"{name:<{wide}}  {' '.join(scenario.kinds):<{kinds}}  {scenario.line}" for name, scenario in SCENARIOS.items())
+
+
+def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
+    """What to run, kind by kind, and lines that say what cannot be run here.
+
+    Raises:
+        UsageError: an option makes no sense, or nothing is left to run.
+    """
+    for name in options.scenario or ():
+        if name not in SCENARIOS:
+            raise UsageError(f"--scenario {name}: no such scenario; one of {', '.join(SCENARIOS)}")
+    for kind in options.kind or ():
+        if kind not in KINDS:
+            raise UsageError(f"--kind {kind}: no such kind of limit; one of {', '.join(KINDS)}")
+    if options.steps is not None and options.steps < FEWEST:
+        raise UsageError(f"--steps {options.steps} is too few for a script: at least {FEWEST}")
+    if options.seed < 0:
+        raise UsageError(f"--seed {options.seed} is negative")
+    kinds, missing = _kinds(options)
+    budget = None if options.budget is None else parse_bytes(int(options.budget) if options.budget.isdecimal() else options.budget)
+    orders = [
+        Order(scenario.name, kind, model_for(scenario, kind, options.model), options.seed, steps_of(scenario, options), _device(kind), budget)
+        for kind in kinds
+        for scenario in chosen(options, kind)
+    ]
+    if not orders:
+        raise UsageError(f"none of the scenarios {', '.join(options.scenario or ())} runs on {', '.join(kinds)}; see --list")
+    return orders, missing
+
+
+def _kinds(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    on_gpu = {"auto": {True, False}, "cpu": {False}, "cuda": {True}}[options.device]
+    wanted = [kind for kind in KINDS if (options.kind is None or kind in options.kind) and (kind == "cuda") in on_gpu]
+    if not wanted:
+        raise UsageError(f"--device {options.device} leaves none of --kind {' '.join(options.kind)}")
+    troubles = {kind: trouble for kind in wanted if (trouble := available(kind)) is not None}
+    by_name = set(options.kind or ()) | ({"cuda"} if options.device == "cuda" else set())
+    for kind, trouble in troubles.items():
+        if kind in by_name:
+            raise UsageError(f"--kind {kind}: {trouble}")
+    return [kind for kind in wanted if kind not in troubles], [f"not run: {trouble}" for trouble in troubles.values()]
+
+
+def chosen(options: argparse.Namespace, kind: str) -> list[Scenario]:
+    """The scenarios to run under a kind of limit."""
+    names: Sequence[str] = options.scenario or list(SCENARIOS)
+    if options.quick and not options.scenario and kind in QUICK:
+        names = QUICK[kind]
+    return [SCENARIOS[name] for name in dict.fromkeys(names) if kind in SCENARIOS[name].kinds]
+
+
+def model_for(scenario: Scenario, kind: str, asked: str | None) -> str:
+    """The user's model, or the scenario's; on a GPU the small ones would be lost in what libraries take."""
+    if asked is not None:
+        return asked
+    return "large" if kind == "cuda" else scenario.model
+
+
+def steps_of(scenario: Scenario, options: argparse.Namespace) -> int:
+    """How many steps."""
+    given: int | None = options.steps
+    return given if given is not None else scenario.quick if options.quick else scenario.steps
+
+
+def _device(kind: str) -> str:
+    return "cuda" if kind == "cuda" else "cpu"
+
+
+def check_models(orders: Sequence[Order]) -> None:
+    """Looks at each model before anything is run.
+
+    Raises:
+        UsageError: there is none of that name, it cannot be trained, or it is not the same each time.
+    """
+    for model, device, seed in dict.fromkeys((order.model, order.device, order.seed) for order in orders):
+        check(model, seed, device)
+
+
+def run_all(orders: Sequence[Order]) -> list[Run]:
+    """Runs one after the other, and tells of each."""
+    progress, runs = Progress(orders), []
+    for order in orders:
+        progress.begin(order)
+        found = perform(order, progress.step)
+        progress.end(found)
+        runs += found
+    return runs
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Looks at a file's place before minutes of work and not after them.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: this is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {path}: it cannot be written; name another file")
+
+
+def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
+    """Writes what was asked for.
+
+    Raises:
+        UsageError: the system refuses.
+    """
+    try:
+        if options.json is not None:
+            write_json(runs, options.seed, options.json)
+        if options.html is not None:
+            from ..report import write_html
+
+            write_html(runs, options.html)
+        if options.png is not None:
+            from ..report import write_png
+
+            write_png(runs, options.png)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: it cannot be written: {error.strerror}") from error

@@ -1,0 +1,115 @@
+"""What a run of scenarios prints: a line for each that rewrites itself, and a table at the end."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from ..record import Run, Step
+from .order import Order
+
+
+class Progress:
+    """One line per scenario. On a terminal it is rewritten in place while training runs.
+
+    Args:
+        orders: what will be run.
+        out: where to.
+    """
+
+    def __init__(self, orders: Sequence[Order], out: TextIO | None = None) -> None:
+        self._out = sys.stdout if out is None else out
+        self._live = self._out.isatty()
+        self._count = len(orders)
+        self._wide = max((len(order.scenario) for order in orders), default=0) + 4
+        self._done = 0
+        self._ooms = 0
+
+    def begin(self, order: Order) -> None:
+        """A scenario begins."""
+        self._order, self._ooms = order, 0
+        self._done += 1
+        self._rewrite(f"{self._head(order.scenario)} measuring")
+
+    def step(self, step: Step) -> None:
+        """A step of it is done."""
+        self._ooms += step.ooms
+        where = f"step {step.step + 1}/{self._order.steps}"
+        self._rewrite(f"{self._head(self._order.scenario)} {where}, micro-batch {step.size}, loss {step.loss:.4g}, {_ooms(self._ooms)}")
+
+    def end(self, runs: Sequence[Run]) -> None:
+        """It is over."""
+        for run in runs:
+            sizes = f"micro-batch {run.sizes[0]}–{run.sizes[-1]}" if run.sizes else "no step"
+            self._rewrite(
+                f"{self._head(run.title)} {verdict(run):<6} {len(run.steps)} steps, {sizes}, {_ooms(run.ooms)}, {run.seconds:.1f} s", last=True
+            )
+
+    def _head(self, title: str) -> str:
+        return f"[{self._done:>{len(str(self._count))}}/{self._count}] {title:<{self._wide}} {self._order.kind:<6}"
+
+    def _rewrite(self, text: str, *, last: bool = False) -> None:
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            self._out.write(f"\r{text[:width]:<{width}}" + ("\n" if last else ""))
+        elif last:
+            self._out.write(f"{text}\n")
+        self._out.flush()
+
+
+def verdict(run: Run) -> str:
+    """One word."""
+    return "ok" if run.passed else "FAILED"
+
+
+def _ooms(count: int) -> str:
+    return f"{count} OOM{'' if count == 1 else 's'}"
+
+
+_HEADINGS = ("scenario", "kind", "model", "steps", "OOMs", "replayed", "sizes", "difference", "seconds", "verdict")
+
+
+def table(runs: Sequence[Run]) -> str:
+    """A row per record."""
+    rows = [_HEADINGS, *map(_row, runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    left = {0, 1, 2, 6, 9}
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{width}}" if column in left else f"{cell:>{width}}" for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    difference = "–" if run.differences is None else f"{run.differences.largest:.1e}"
+    sizes = [str(size) for size in run.sizes]
+    if len(sizes) > 6:
+        sizes = [*sizes[:3], "…", *sizes[-2:]]
+    return (
+        run.title,
+        run.kind,
+        run.model,
+        str(len(run.steps)),
+        str(run.ooms),
+        f"{run.replayed:.1%}",
+        " ".join(sizes),
+        difference,
+        f"{run.seconds:.1f}",
+        verdict(run),
+    )
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """The last lines: what went wrong, in words, and the count."""
+    lines = [f"{run.title} on {run.kind}: {complaint}" for run in runs for complaint in run.complaints]
+    failed = sum(not run.passed for run in runs)
+    survived = sum(run.ooms for run in runs)
+    rounding = sorted({f"{d.tolerance_loss:.0e} of a loss, {d.tolerance_weight:.0e} of a weight in {r.dtype}" for r in runs if (d := r.differences)})
+    if rounding:
+        lines.append(f"counts as rounding: up to {'; '.join(rounding)}")
+    lines.append(f"{len(runs) - failed} of {len(runs)} passed, {survived} out-of-memory errors survived" + (f", {failed} FAILED" if failed else ""))
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""What a child process does: carries out one order, or only measures, and tells of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ..worlds import Emit, ShimWorld, World, open_world
+from .order import Order
+from .session import needs_of, run
+
+
+def open_for(order: Order) -> World:
+    """The world of an order. Of two processes on one device, neither moves its limit."""
+    options: dict[str, Any] = {"shared": True} if order.kind == "shim" and order.needs is not None else {}
+    return open_world(order.kind, **options)
+
+
+def main(emit: Emit, **arguments: Any) -> None:
+    """Carries out an order: emits `{"step": …}` after each step and `{"run": …}` at the end."""
+    torch.set_num_threads(1)
+    order = Order.from_json(arguments)
+    world = open_for(order)
+
+    def wait() -> None:
+        """Where two share a limit, neither compares before both have trained: references are not made for it."""
+        if isinstance(world, ShimWorld) and order.needs is not None:
+            limit = world.fence.budget  # before the parent can have heard
+            emit({"trained": order.process})
+            while world.fence.budget == limit:
+                time.sleep(0.05)
+
+    emit({"run": run(order, world, lambda step: emit({"step": step.to_json()}), wait).to_json()})
+
+
+def measure(emit: Emit, **arguments: Any) -> None:
+    """Emits `{"needs": …}`."""
+    torch.set_num_threads(1)
+    order = Order.from_json(arguments)
+    with open_for(order) as world:
+        emit({"needs": needs_of(order, world).to_json()})

@@ -1,0 +1,163 @@
+"""What training takes: measured once, by plain steps in the world of the run, before there is a limit."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from elastic_mbs.accumulate import Counts
+from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.errors import UsageError
+from elastic_mbs.inventory import Inventory
+from elastic_mbs.losses import read_losses
+from elastic_mbs.memory.budget import on_host
+from elastic_mbs.oom import classify
+
+from ..record import Needs
+from ..subject import Subject
+from ..worlds import World
+
+TRIALS = 9
+"""Halvings until a capacity is known to a few hundredths of what a piece takes."""
+
+LOOKED_AT = 64
+"""Batches among which the one with the longest samples is looked for."""
+
+
+def batch_of(subject: Subject, step: int) -> Any:
+    """The batch of a step: a copy, made beside the world's count, that is gone when it is let go of."""
+    with on_host():
+        return map_tensors(subject.batch(step), torch.clone)
+
+
+def view_of(subject: Subject, batch: Any) -> BatchView:
+    """How the batch is cut, as the subject's options say."""
+    return BatchView(batch, subject.options.get("dims"))
+
+
+def smallest(subject: Subject) -> int:
+    """The smallest micro-batch that the runtime would use: one sample, or two where a layer normalises over the batch."""
+    given = subject.options.get("min_micro_batch_size")
+    if given is not None:
+        return int(given)
+    return 2 if Inventory((subject.model,)).normalises_batch() else 1
+
+
+def ladder(least: int, samples: int) -> list[int]:
+    """Sizes to measure, rising: the smallest, a quarter, half, and the whole."""
+    return sorted({min(samples, max(least, size)) for size in (least, samples // 4, samples // 2, samples)})
+
+
+def longest_batch(subject: Subject, steps: int) -> tuple[Any, BatchView]:
+    """The batch with the most numbers among those of the first steps."""
+    best: tuple[Any, BatchView] | None = None
+    for step in range(min(steps, LOOKED_AT)):
+        batch = batch_of(subject, step)
+        view = view_of(subject, batch)
+        if best is None or view.elements * view.length > best[1].elements * best[1].length:
+            best = batch, view
+    if best is None or best[1].length < 2:
+        raise UsageError(f"--model {subject.name}: batches of one sample cannot be split; give it batches of at least two")
+    return best
+
+
+def measure(world: World, subject: Subject, steps: int) -> Needs:
+    """Runs steps of several sizes, without a limit.
+
+    Args:
+        world: open, without a limit yet.
+        subject: is changed; not the one to be trained.
+        steps: of the run to come.
+
+    Raises:
+        UsageError: a batch of one sample.
+    """
+    model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
+    batch, view = longest_batch(subject, steps)
+    counts = Counts.read(subject.options.get("count"), view)
+    sizes = ladder(smallest(subject), view.length)
+    for _ in range(2):  # what libraries keep for good is there the second time, and there are gradients to add to
+        _piece(world, subject, view, counts.names, sizes[0])
+    world.reset_peak()
+    optimizer.step()
+    first, held = world.peak(), world.live()
+    optimizer.zero_grad()
+    _piece(world, subject, view, counts.names, sizes[0])
+    peaks, seconds = [], 0.0
+    for size in sizes:
+        world.reset_peak()
+        began = time.perf_counter()
+        _piece(world, subject, view, counts.names, size)
+        seconds = time.perf_counter() - began
+        peaks.append(world.peak())
+    world.reset_peak()
+    optimizer.step()
+    peaks = [max(peak, world.peak()) for peak in peaks]
+    optimizer.zero_grad()
+    model.zero_grad()
+    samples = view.length
+    del batch, view
+    gc.collect()
+    return Needs(samples, world.live(), sizes, _rising(peaks), first, held, seconds)
+
+
+def measure_by_trial(world: World, subject: Subject, needs: Needs, steps: int) -> Needs:
+    """The same in a world whose own account of a peak is too coarse: for each size the smallest capacity under which a piece comes through.
+
+    Args:
+        world: without a limit, and warm.
+        subject: is changed; not the one to be trained.
+        needs: as measured; its peaks are upper bounds.
+        steps: of the run to come.
+    """
+    optimizer = subject.optimizer(subject.model.parameters())
+    _, view = longest_batch(subject, steps)
+    names = Counts.read(subject.options.get("count"), view).names
+    _piece(world, subject, view, names, needs.sizes[0])
+    optimizer.step()
+    peaks = []
+    for size, most in zip(needs.sizes, needs.peaks, strict=True):
+        low, high = world.live(), most
+        for _ in range(TRIALS):
+            world.resize((low + high) // 2)
+            if _fits(world, subject, view, names, size):
+                high = (low + high) // 2
+            else:
+                low = (low + high) // 2
+        world.resize(None)
+        peaks.append(high)
+    return replace(needs, peaks=_rising(peaks))
+
+
+def _fits(world: World, subject: Subject, view: BatchView, names: tuple[str, ...] | None, size: int) -> bool:
+    try:
+        _piece(world, subject, view, names, size)
+    except RuntimeError as error:
+        if classify(error) is None:
+            raise
+        return False
+    return True
+
+
+def _piece(world: World, subject: Subject, view: BatchView, names: tuple[str, ...] | None, size: int) -> None:
+    piece = map_tensors(view.piece(0, size), lambda tensor: tensor.to(world.device))
+    terms, _ = read_losses(subject.loss_fn(piece), names)
+    total: torch.Tensor = sum(terms.values())  # type: ignore[assignment]  # at least one
+    total.backward()
+
+
+def _rising(peaks: Sequence[int]) -> list[int]:
+    """What a smaller size took, a larger one takes at least."""
+    return [max(peaks[: i + 1]) for i in range(len(peaks))]
+
+
+def warm(world: World, subject: Subject, steps: int, size: int) -> None:
+    """Runs one piece of a size."""
+    _, view = longest_batch(subject, steps)
+    _piece(world, subject, view, Counts.read(subject.options.get("count"), view).names, size)
+    subject.model.zero_grad()

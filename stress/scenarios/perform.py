@@ -1,0 +1,118 @@
+"""Carries scenarios out, in this process or in others, and judges their records."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..record import Mark, Needs, Run, Step
+from ..worlds import Child, ChildError, Crashed, Fence, in_child, run_child, run_children
+from . import checks, job
+from .order import Order
+from .session import run as run_here
+from .weather import Room
+
+Tell = Callable[[Step], object]
+
+DEADLINE = 180.0
+"""Seconds after which a child is taken for hung."""
+
+_MAIN, _MEASURE = ".scenarios.job:main", ".scenarios.job:measure"
+
+
+def perform(order: Order, tell: Tell) -> list[Run]:
+    """Carries an order out and judges it.
+
+    Args:
+        order: what to run; `process`, `folder`, `dies` and `needs` are set here where the scenario wants them.
+        tell: told of each step of the (first) process.
+
+    Returns:
+        The record; two where the scenario has two processes.
+
+    Raises:
+        UsageError: the model cannot be trained like this, or the budget is below it.
+    """
+    play = {"train": _train, "kill": _kill, "two": _two}[order.entry.play]
+    return judge(play(order, tell), order)
+
+
+def judge(runs: list[Run], order: Order) -> list[Run]:
+    """Asks everything that is asserted of the records, and notes what is wrong on them."""
+    for run in runs:
+        if run.end is not None:
+            run.complaints += [complaint for check in order.entry.everything(order.steps) for complaint in check(run)]
+    if len(runs) > 1 and all(run.end is not None for run in runs):
+        runs[0].complaints += checks.fair(runs)
+    for run in runs:
+        run.passed = not run.complaints
+    return runs
+
+
+def _train(order: Order, tell: Tell) -> list[Run]:
+    return [_in_child(order, tell)] if in_child(order.kind) else [run_here(order, job.open_for(order), tell)]
+
+
+def _in_child(order: Order, tell: Tell) -> Run:
+    try:
+        for message in run_child(order.kind, _MAIN, order.to_json(), deadline=DEADLINE):
+            if "step" in message:
+                tell(Step.from_json(message["step"]))
+            if "run" in message:
+                return Run.from_json(message["run"])
+    except ChildError as error:
+        return failed(order, str(error))
+    return failed(order, "the process ended without a record")
+
+
+def failed(order: Order, complaint: str) -> Run:
+    """The record of a run that has left none."""
+    return Run(order.scenario, order.kind, order.model, "", order.seed, Needs(0, 0, [1], [0]), process=order.process, complaints=[complaint])
+
+
+def _kill(order: Order, tell: Tell) -> list[Run]:
+    """Two processes, one after the other: the first kills itself in the middle of a backward, the second goes on from the checkpoint."""
+    dies = order.steps * 5 // 8
+    with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder:
+        doomed = replace(order, folder=folder, dies=dies)
+        try:
+            for message in run_child(order.kind, _MAIN, doomed.to_json(), deadline=DEADLINE):
+                if "step" in message:
+                    tell(Step.from_json(message["step"]))
+            return [failed(order, f"it was to be killed in step {dies}, but went on to its end")]
+        except Crashed as error:
+            if error.signal != "SIGKILL":
+                return [failed(order, str(error))]
+        except ChildError as error:
+            return [failed(order, str(error))]
+        run = _in_child(replace(order, folder=folder), tell)
+    resumed = next((mark for mark in run.marks if mark.what == "resumed"), None)
+    if resumed is not None:
+        at = run.marks.index(resumed)
+        run.marks.insert(at, Mark(resumed.at, dies, "killed", f"SIGKILL in a backward of step {dies}"))
+    return [run]
+
+
+def _two(order: Order, tell: Tell) -> list[Run]:
+    """Two processes at the same time on one device, which is made as large as both together may need."""
+    try:
+        needs = next(Needs.from_json(message["needs"]) for message in run_child(order.kind, _MEASURE, order.to_json(), deadline=DEADLINE))
+        orders = [replace(order, process=process, needs=needs.to_json()) for process in (0, 1)]
+        capacity = Room(needs, needs.samples, copies=2).capacity(order.entry.script(0, order.steps, order.seed))
+        found: list[Run | None] = [None, None]
+        training = {0, 1}
+        with Fence.create(capacity) as fence:
+            children = [Child(order.kind, _MAIN, each.to_json(), deadline=DEADLINE, fence=fence) for each in orders]
+            for index, message in run_children(children):
+                if "step" in message and index == 0:
+                    tell(Step.from_json(message["step"]))
+                if "trained" in message:
+                    training.discard(index)
+                    if not training:
+                        fence.budget = 2 * capacity + 16 * needs.whole  # for the references
+                if "run" in message:
+                    found[index] = Run.from_json(message["run"])
+    except ChildError as error:
+        return [failed(order, str(error))]
+    return [failed(replace(order, process=i), "the process ended without a record") if run is None else run for i, run in enumerate(found)]

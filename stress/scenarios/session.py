@@ -1,0 +1,175 @@
+"""Runs an order in this process: measures, trains under the script, and compares with a run without limits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import format_bytes
+
+from ..factory import make
+from ..record import Differences, Needs, Run, Step
+from ..worlds import World
+from .checkpoint import Checkpoint
+from .facts import separable, whole
+from .needs import measure, measure_by_trial, warm
+from .notes import Notes
+from .order import Order
+from .reference import Curve, relative, rounding_of, train_by_hand, weight_difference
+from .train import Session, Trained, open_session, train
+from .weather import MARGIN, Room
+
+Tell = Callable[[Step], object]
+
+
+def nobody(step: Step) -> None:
+    """Is told of steps and does nothing."""
+
+
+def run(order: Order, world: World, tell: Tell = nobody, trained_all: Callable[[], object] = lambda: None) -> Run:
+    """Carries an order out.
+
+    Args:
+        order: what to run.
+        world: of its kind, not open yet.
+        tell: told of each step.
+        trained_all: called between training and comparison.
+
+    Raises:
+        UsageError: the model cannot be trained like this, or the budget is below it.
+    """
+    began = time.perf_counter()
+    with world:
+        room = room_of(order, world)
+        record = _about(order, world, room.needs)
+        gc.collect()  # what was measured with is gone
+        if order.entry.largest is not None:
+            world.fragment(largest_block(order, room.needs))
+        trained = _train(order, world, room, record, tell)
+    trained_all()
+    if trained is not None:
+        record.differences = compare(order, trained)
+    record.seconds = time.perf_counter() - began
+    return record
+
+
+def _about(order: Order, world: World, needs: Needs) -> Run:
+    """A record without steps."""
+    subject = make(order.model, order.seed, world.device)
+    return Run(order.scenario, order.kind, subject.name, rounding_of(subject.model)[0], order.seed, needs, process=order.process)
+
+
+def room_of(order: Order, world: World) -> Room:
+    """What the model needs in this world, and what a share of it is.
+
+    Raises:
+        UsageError: the budget is below what the smallest micro-batch takes.
+    """
+    needs = needs_of(order, world)
+    unit = float(needs.samples)
+    if order.budget is not None:
+        unit = float(needs.fits(order.budget * (1 - MARGIN)))
+        if unit < needs.sizes[0]:
+            raise UsageError(
+                f"--budget: {format_bytes(order.budget)} are below the model: its smallest micro-batch ({needs.sizes[0]}) takes "
+                f"{format_bytes(needs.one)}, and {MARGIN:.0%} stay free; give at least {round(needs.one / (1 - MARGIN)) + 1}"
+            )
+    return Room(needs, unit, copies=2 if order.entry.play == "two" else 1)
+
+
+_known: dict[tuple[object, ...], Needs] = {}
+
+
+def needs_of(order: Order, world: World) -> Needs:
+    """What the model takes in this world; measured once in a process, unless the order says."""
+    if order.needs is not None:
+        return Needs.from_json(order.needs)
+    key = (order.kind, order.model, order.seed, order.device, order.steps)
+    if key not in _known:
+        subject = make(order.model, order.seed, world.device)
+        needs = measure(world, subject, order.steps)
+        if order.kind == "rlimit":  # the kernel keeps no peak of what is mapped, and a size that runs for the first time under pressure may crash
+            world.warm(partial(warm, world, subject, order.steps), range(needs.sizes[0], needs.samples + 1))
+            needs = measure_by_trial(world, make(order.model, order.seed, world.device), needs, order.steps)
+        _known[key] = needs
+    return _known[key]
+
+
+def largest_block(order: Order, needs: Needs) -> int:
+    """Bytes of the largest block that can be had, where memory is fragmented: a share of the activations, but no parameter is larger."""
+    subject = make(order.model, order.seed, "cpu")
+    parameter = max((tensor.nbytes for tensor in subject.model.parameters()), default=0)
+    return max(parameter, round((order.entry.largest or 1.0) * (needs.whole - needs.rest)))
+
+
+def _train(order: Order, world: World, room: Room, record: Run, tell: Tell) -> Trained | None:
+    """Trains, resuming where there is a checkpoint. An error that training does not promise is noted on the record."""
+    notes = Notes()
+    record.began, record.marks = notes.began, notes.marks
+    session, mortal = open_session(make(order.model, order.seed, world.device), order.entry, world, notes, order.seed + 7919 * order.process)
+    keeper = None if order.folder is None else Checkpoint(Path(order.folder))
+    before = keeper.load(session, notes) if keeper is not None else Trained()
+    try:
+        trained = train(
+            session,
+            order.entry,
+            world,
+            room,
+            notes,
+            steps=order.steps,
+            seed=order.seed,
+            mortal=mortal,
+            tell=tell,
+            after=_nothing if keeper is None else partial(keeper.save, notes=notes, before=before),
+            inside=None if order.dies is None else partial(_die_in, order.dies),
+        )
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        record.complaints.append(f"unexpected error: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
+        return None
+    record.end = trained.end
+    trained = before.followed_by(trained)
+    record.steps = trained.steps
+    return trained
+
+
+def _nothing(session: Session, trained: Trained) -> None:
+    return
+
+
+def _die_in(dies: int, step: int) -> None:
+    if step == dies:
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def compare(order: Order, trained: Trained) -> Differences:
+    """Largest differences from training without limits: over the same pieces, and on whole batches where the model is separable."""
+    subject = make(order.model, order.seed, order.device)
+    limits = rounding_of(subject.model)[1]
+    mine = trained.curve
+    other = train_by_hand(subject, [step.partition for step in trained.steps], order.seed, trained.evaluated)
+    found = Differences(
+        loss=relative(mine.losses, other.losses),
+        norm=relative(mine.norms, other.norms),
+        weight=weight_difference(mine.final, other.final),
+        outputs=_outputs(mine, other),
+        tolerance_loss=limits.loss,
+        tolerance_weight=limits.weight,
+    )
+    if not separable(order.model, order.seed, order.device):
+        return found
+    unlimited = whole(order.model, order.seed, order.device, len(trained.steps))
+    return replace(found, whole_loss=relative(mine.losses, unlimited.losses), whole_weight=weight_difference(mine.final, unlimited.final))
+
+
+def _outputs(mine: Curve, other: Curve) -> float | None:
+    pairs = list(zip(mine.outputs, other.outputs, strict=True))
+    return max((relative(a, b) for a, b in pairs), default=None)
