@@ -76,6 +76,7 @@ class Normalised(nn.Module):
         return (x - self.running_mean) * self.w
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("piece", [1, 2, 3, 4])
 def test_running_statistics_of_a_module_of_the_users_go_back_with_all_that_belongs_to_them(piece: int) -> None:
     """Everything named `running_mean` was taken for torch's own: written to in place, and with nothing beside it."""
@@ -308,6 +309,7 @@ def test_looking_at_the_random_streams_may_run_out_of_memory_as_well(at: int, mo
     assert looks >= at
 
 
+@pytest.mark.no_oom_injection
 def test_what_a_step_takes_is_not_learned_from_one_that_was_tried_again() -> None:
     """Its copies had gone to the host in between, so the peak was compared with more than there was then: 56 bytes were learned, not 256 KiB."""
     model = nn.Linear(128, 256, bias=False)

@@ -89,6 +89,7 @@ def test_the_floor_is_the_smallest_allowed_micro_batch(minimum: int, align: int,
     assert min(sizes) >= min(8, max(minimum, align))
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("name", ["plain", "dropout"])
 @pytest.mark.parametrize("door", DOORS)
 def test_replays_from_the_start_are_capped(door: int, name: str) -> None:
@@ -260,6 +261,7 @@ def test_does_not_wait_where_nobody_else_holds_memory_or_nobody_can_tell(sensor:
 # ---------------------------------------------------------------------- sensors
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("death", [OSError("driver gone"), Unavailable("unplugged"), "nonsense", None])
 def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None:
     model, batch, events = nn.Linear(6, 4).double(), pairs(64), list[Event]()

@@ -75,6 +75,7 @@ def test_an_optimizer_step_inside_the_step_function(model: nn.Module, door: int)
     optimizer.step()
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("on", ["first", "second"])
 @pytest.mark.parametrize("then", ["returns", "runs out of memory"])
 @pytest.mark.parametrize("door", DOORS)
@@ -156,6 +157,7 @@ def test_eval_by_the_same_runtime_inside_a_call_is_refused(model: nn.Module) -> 
     assert still_works(mbs, model)
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself(model: nn.Module, door: int) -> None:
     teacher, batch = mlp(seed=9), pairs()
@@ -246,6 +248,7 @@ def _leave_early(mbs: ElasticMBS, model: nn.Module, how: str) -> None:
 LEFT = ["after the block", "before the block"]
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("how", LEFT)
 def test_a_loop_left_early_is_named_by_the_next_call(model: nn.Module, how: str) -> None:
     mbs = elastic(model, micro_batch_size=4)
@@ -267,6 +270,7 @@ def test_a_loop_left_early_is_named_by_the_optimizer(model: nn.Module, how: str)
     optimizer.step()
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("how", LEFT)
 def test_a_loop_left_early_is_named_by_the_end_of_the_with_block(model: nn.Module, how: str) -> None:
     mbs = elastic(model, micro_batch_size=4)
@@ -391,6 +395,7 @@ LOSSES: list[tuple[str, Callable[[nn.Module, Pair], Any], str]] = [
 ]
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize(("kind", "make", "says"), LOSSES, ids=[case[0] for case in LOSSES])
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_no_loss(model: nn.Module, door: int, kind: str, make: Callable[[nn.Module, Pair], Any], says: str) -> None:
@@ -602,6 +607,7 @@ def test_verify_of_too_few_samples(model: nn.Module) -> None:
     assert still_works(mbs, model)
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize(
     "state",
     [{}, {"version": 2, "controller": {}}, {"version": 1}, {"version": 1, "controller": 3}, None, [], {"version": 1, "controller": {"tracks": 5}}],

@@ -92,6 +92,7 @@ def test_a_disabled_runtime_tells_of_nothing() -> None:
 # ---------------------------------------------------------------------- what is told
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", [1, 3])
 def test_each_call_is_told_of_once_with_its_loss(door: int) -> None:
     heard, model = Heard(), mlp()
@@ -115,6 +116,7 @@ def test_each_call_is_told_of_once_with_its_loss(door: int) -> None:
             assert call.seconds > 0
 
 
+@pytest.mark.no_oom_injection
 def test_an_eval_is_told_of_without_a_loss() -> None:
     heard, model = Heard(), mlp()
     with elastic(model, on_event=heard, micro_batch_size=4) as mbs:
@@ -173,6 +175,7 @@ def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_w
         assert mbs.last_result is not None
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("mode", ["piece", "step"])
 def test_lost_is_the_time_of_the_attempts_that_failed(mode: str) -> None:
     heard = Heard()
