@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := -m pip --quiet --quiet --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test test-injected lint format stress wheel wheel-test clean
+.PHONY: demo test test-injected lint format stress montecarlo wheel wheel-test clean
 
 demo: .venv/installed
 	@$(BIN)/python -m elastic_mbs demo
@@ -28,6 +28,10 @@ test-injected: .venv/installed
 # Every scenario on counted tensors with few steps, and some under each limit that the machine itself can set.
 stress: .venv/installed
 	@$(BIN)/python -m stress --quick
+
+# Random cases, the same each time; `python -m stress montecarlo` alone draws others.
+montecarlo: .venv/installed
+	@$(BIN)/python -m stress montecarlo --runs 300 --seed 1 --minutes 0.6
 
 lint: .venv/installed
 	@$(BIN)/ruff check --quiet . tools/gpu_check
