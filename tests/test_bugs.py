@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, GradientsChangedError, MemoryBudget, Policy, Warned
 from elastic_mbs.random_streams import RandomStreams, StreamState
-from elastic_mbs.testing import InjectOOM, MemoryBudget
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic, mlp, off_by, pairs, whole_gradient
 
 
