@@ -218,7 +218,7 @@ def checkpoint_reentrant() -> Case:
     return Case(model, _language(model), _tokens(ignore=False))
 
 
-class _Recompute(torch.autograd.Function):
+class Recompute(torch.autograd.Function):
     """Recomputes its module in backward and calls backward by itself, as offloaded checkpointing and reversible blocks do."""
 
     @staticmethod
@@ -247,7 +247,7 @@ class _Hidden(nn.Module):
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(_Recompute.apply(self.block, self.stem(x)))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        out: Tensor = self.head(Recompute.apply(self.block, self.stem(x)))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return out
 
 

@@ -1,0 +1,96 @@
+"""What goes wrong: operations that fail as one of several errors, and sensors that fail or lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elastic_mbs.memory import Headroom, MemorySensor, NoSensor, Reading
+from elastic_mbs.testing import InjectOOM
+
+from .plan import Fault
+
+
+class AlienError(Exception):
+    """No lack of memory: it has to pass through unchanged."""
+
+
+ERRORS: dict[str, Callable[[str], BaseException]] = {
+    "device": lambda name: torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 MiB in {name}"),
+    "host": lambda name: RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 64 bytes"),
+    "heap": lambda name: MemoryError(),
+    "library": lambda name: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "alien": lambda name: AlienError(f"injected into {name}"),
+}
+
+
+class Faults(InjectOOM):
+    """Fails operations of one block as its faults say.
+
+    Args:
+        faults: those of the block.
+        operations: how many it has without a fault, about.
+
+    Attributes:
+        alien: the error that has to pass through, once it was raised.
+    """
+
+    def __init__(self, faults: Sequence[Fault], operations: int) -> None:
+        super().__init__()
+        self._faults = [(1 + int(fault.at * operations), fault) for fault in faults]
+        self.alien: BaseException | None = None
+
+    def step(self, name: str) -> None:
+        """Counts one operation, and fails it where it is its turn."""
+        self.count += 1
+        for first, fault in self._faults:
+            past = self.count - first
+            if past >= 0 and (fault.times == 0 or (past % fault.gap == 0 and past // fault.gap < fault.times)):
+                self.hits.append(name)
+                error = ERRORS[fault.error](name)
+                if fault.error == "alien":
+                    self.alien = error
+                raise error
+
+
+class _Failing:
+    """Answers now and then."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def read(self) -> Reading:
+        self._asked += 1
+        if self._asked % 3:
+            raise OSError("the driver does not answer")
+        return Headroom(1 << 20, 1 << 22, 0, "failing", 0.0)
+
+
+class _Nonsense:
+    """Answers something that makes no sense."""
+
+    def read(self) -> Reading:
+        return Headroom(-5, -1, 1 << 60, "nonsense", float("nan"))
+
+
+class _Constant:
+    def __init__(self, free: int) -> None:
+        self._free = free
+
+    def read(self) -> Reading:
+        return Headroom(self._free, 1 << 40, (1 << 40) - self._free, "constant", 0.0)
+
+
+def sensor_of(name: str) -> MemorySensor | None:
+    """The sensor that a plan names; None for the budget's own."""
+    if name == "budget":
+        return None
+    made: dict[str, Callable[[], MemorySensor]] = {
+        "none": lambda: NoSensor("none in this case"),
+        "fails": _Failing,
+        "high": lambda: _Constant(1 << 39),
+        "low": lambda: _Constant(0),
+        "nonsense": _Nonsense,
+    }
+    return made[name]()

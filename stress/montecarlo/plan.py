@@ -1,0 +1,256 @@
+"""A random case as plain values: what is trained, in which way, and what goes wrong. Everything else follows from it.
+
+The default of each field is the plainest there is, so that a case that fails can be made smaller by putting one field after the other back to it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from elastic_mbs.errors import UsageError
+
+from .network import LAYERS
+
+PLACES = ("call", "eval", "optimizer")
+ERRORS = ("device", "host", "heap", "library", "alien")
+CONTAINERS = ("pair", "dict", "nested", "items", "record", "columns")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Operations that fail.
+
+    Attributes:
+        step: in which step, from 0.
+        place: in the "call", in the "eval" after it, or in the "optimizer"'s step.
+        at: where, as a fraction of the operations that it takes without a fault, about.
+        times: how many operations fail; 0 is all from there on.
+        gap: operations between two that fail.
+        error: as what: a "device"'s allocator, the "host"'s, Python's own "heap", a "library"; or "alien": no lack of memory, which has to pass through.
+    """
+
+    step: int = 0
+    place: str = "call"
+    at: float = 0.0
+    times: int = 1
+    gap: int = 1
+    error: str = "device"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One case.
+
+    Attributes:
+        seed: of weights, batches and random streams.
+        layers: of the network, by name (see `network`).
+        width: of its layers.
+        tokens: its input is indices: "no", "dense" or "sparse" by the gradient of their embedding.
+        samples: in a batch.
+        length: positions of a sample.
+        steps: how many.
+        container: what a batch is.
+        count: what its loss counts: "samples", "tokens", "weights" or, by name, "both".
+        reduction: "mean" or "sum".
+        returns: what the loss function returns: "loss", "pair", "dict" or "object".
+        size: micro-batch at the start; 0 is "auto".
+        minimum: smallest micro-batch.
+        maximum: largest one; 0 is none.
+        align: unit of their sizes.
+        grow: whether they may grow.
+        door: 1 `backward`, 2 the decorator, 3 the loop.
+        replay: "auto" or "isolate".
+        outputs: "cpu", "device" or "none".
+        half: whether parameters are bfloat16, summed in float32.
+        scaler: whether the loss is scaled.
+        gradients: there at the start: "none", "some", "all" or "flat" (views of one buffer).
+        keep: whether gradients of a step stay for the next.
+        optimizer: its name.
+        guarded: whether it steps by `mbs.optimizer_step`.
+        clip: whether gradients are clipped.
+        evaluate: whether there is an evaluation after each step.
+        sensor: "budget", "none", "fails", "high", "low" or "nonsense".
+        limits: memory of each step as a multiple of what its whole batch needs; 0 is none.
+        moves: (number of a forward in the step, multiple): the limit moves in the middle of a call.
+        guests: leaves outside the model: "no", "weight" or "prompt".
+        edits: whether the loss function edits its batch in place.
+        backward: whether a backward of the trainer's own is used.
+        faults: what else goes wrong.
+    """
+
+    seed: int = 0
+    layers: tuple[str, ...] = ()
+    width: int = 2
+    tokens: str = "no"
+    samples: int = 4
+    length: int = 2
+    steps: int = 1
+    container: str = "pair"
+    count: str = "samples"
+    reduction: str = "mean"
+    returns: str = "loss"
+    size: int = 2
+    minimum: int = 1
+    maximum: int = 0
+    align: int = 1
+    grow: bool = False
+    door: int = 1
+    replay: str = "auto"
+    outputs: str = "cpu"
+    half: bool = False
+    scaler: bool = False
+    gradients: str = "none"
+    keep: bool = False
+    optimizer: str = "sgd"
+    guarded: bool = False
+    clip: bool = False
+    evaluate: bool = False
+    sensor: str = "none"
+    limits: tuple[float, ...] = ()
+    moves: tuple[tuple[int, float], ...] = ()
+    guests: str = "no"
+    edits: bool = False
+    backward: bool = False
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def separable(self) -> bool:
+        """Whether the gradient of the batch does not depend on how it is split."""
+        return not self.half and all(LAYERS[name].separable for name in self.layers)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing may go wrong."""
+        return not self.faults and not self.limits and not self.moves
+
+    def calmed(self) -> Plan:
+        """The same without anything that goes wrong: for the baseline."""
+        return replace(self, faults=(), limits=(), moves=())
+
+    def changes(self) -> dict[str, Any]:
+        """What differs from the plainest case, ready for JSON."""
+        plain = Plan()
+        found = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != getattr(plain, each.name)}
+        if self.faults:
+            found["faults"] = [{key: value for key, value in vars(fault).items() if value != getattr(Fault(), key)} for fault in self.faults]
+        return found
+
+    def words(self) -> str:
+        """What differs from the plainest case, for a person."""
+        return ", ".join(f"{name} {_shown(value)}" for name, value in self.changes().items()) or "the plainest case"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":")).replace('"', "")
+
+
+def read(text: str) -> Plan:
+    """The plan that `json.dumps(plan.changes())` has written.
+
+    Raises:
+        UsageError: it is no such thing.
+    """
+    try:
+        given = json.loads(text)
+        if not isinstance(given, Mapping):
+            raise TypeError("it is no object")
+        kinds = {each.name: type(getattr(Plan(), each.name)) for each in fields(Plan)}
+        unknown = [name for name in given if name not in kinds]
+        if unknown:
+            raise TypeError(f"there is no field {unknown[0]!r}")
+        values = {name: tuple(value) if kinds[name] is tuple else kinds[name](value) for name, value in given.items()}
+        values["faults"] = tuple(Fault(**each) for each in given.get("faults", ()))
+        values["moves"] = tuple((int(at), float(to)) for at, to in given.get("moves", ()))
+        plan = Plan(**values)
+        missing = [name for name in plan.layers if name not in LAYERS]
+        if missing:
+            raise TypeError(f"there is no layer {missing[0]!r}")
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--case {text}: this is no case, which is an object as JSON such as the tool prints: {error}") from error
+    return plan
+
+
+def case_seed(seed: int, number: int) -> int:
+    """The seed of a run by the seed of all and its number: one integer, and another for each pair."""
+    return random.Random(f"{seed}:{number}").getrandbits(48)
+
+
+def draw(seed: int) -> Plan:
+    """A random case from its seed."""
+    rng = random.Random(seed)
+    maybe = lambda chance: rng.random() < chance  # noqa: E731  # read aloud it is a word
+    half = maybe(0.06)
+    names = [name for name, layer in LAYERS.items() if layer.half or not half]
+    layers = tuple(rng.choices(names, k=rng.choice((0, 1, 1, 2, 2, 3, 4))))
+    isolate = maybe(0.15) or any(LAYERS[name].hidden_mixing for name in layers)
+    batch_statistics = "batchnorm" in layers
+    samples = min(40, 1 + int(rng.expovariate(1 / 8)))
+    align = rng.choice((1, 1, 1, 1, 2, 3, 4))
+    minimum = max(2 if batch_statistics else 1, rng.choice((1, 1, 1, 1, 2, 3)))
+    floor = -(-minimum // align) * align
+    maximum = 0 if maybe(0.8) else floor + align * rng.randrange(6)
+    size = 0 if maybe(0.3) else max(floor, rng.randint(1, max(1, samples)))
+    if maximum:
+        size = min(size, maximum)
+    steps = rng.choice((1, 1, 2, 2, 3, 4))
+    length = rng.randint(2 if batch_statistics else 1, 4)
+    own_backward = not half and maybe(0.05)
+    plan = Plan(
+        seed=rng.getrandbits(31),
+        layers=layers,
+        width=rng.choice((2, 4, 4, 6)),
+        tokens=rng.choices(("no", "dense", "sparse"), (5, 3, 1 if not half else 0))[0],
+        samples=samples,
+        length=length,
+        steps=steps,
+        container=rng.choice(CONTAINERS),
+        count=rng.choices(("samples", "tokens", "weights", "both"), (4, 4, 2, 2))[0],
+        reduction="sum" if maybe(0.2) else "mean",
+        returns=rng.choices(("loss", "pair", "dict", "object"), (5, 2, 1, 1))[0],
+        size=size,
+        minimum=minimum,
+        maximum=maximum,
+        align=align,
+        grow=maybe(0.5),
+        door=rng.choices((1, 2, 3), (3, 2, 3))[0],
+        replay="isolate" if isolate else "auto",
+        outputs=rng.choice(("cpu", "cpu", "device", "none")),
+        half=half,
+        scaler=not half and not own_backward and maybe(0.12),
+        gradients=rng.choices(("none", "some", "all", "flat"), (6, 1, 1, 1))[0],
+        keep=maybe(0.12),
+        optimizer=rng.choice(OPTIMIZERS),
+        guarded=maybe(0.7),
+        clip=maybe(0.3),
+        evaluate=maybe(0.3),
+        sensor=rng.choices(("budget", "none", "fails", "high", "low", "nonsense"), (4, 2, 1, 1, 1, 1))[0],
+        limits=() if maybe(0.5) else tuple(round(0.05 * 40 ** rng.random(), 3) if maybe(0.8) else 0.0 for _ in range(steps)),
+        guests=rng.choices(("no", "weight", "prompt"), (8, 1, 1))[0],
+        edits=maybe(0.04),
+        backward=own_backward,
+        faults=() if maybe(0.25) else tuple(_fault(rng, steps) for _ in range(rng.choice((1, 1, 1, 2, 2, 3)))),
+    )
+    if plan.limits and maybe(0.4):
+        moves = tuple((rng.randint(1, 8), round(0.05 * 40 ** rng.random(), 3)) for _ in range(rng.randint(1, 3)))
+        plan = replace(plan, moves=moves)
+    return plan if plan.tokens != "sparse" or plan.optimizer in SPARSE else replace(plan, optimizer=rng.choice(SPARSE), clip=False)
+
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adam foreach", "adam fused", "adagrad", "rmsprop", "nadam")
+SPARSE = ("sgd", "adagrad")
+"""Those that take sparse gradients."""
+
+
+def _fault(rng: random.Random, steps: int) -> Fault:
+    return Fault(
+        step=rng.randrange(steps),
+        place=rng.choices(PLACES, (8, 1, 2))[0],
+        at=round(rng.random() * 1.1, 4),
+        times=rng.choices((1, 2, 3, 6, 12, 0), (10, 4, 3, 2, 1, 2))[0],
+        gap=rng.choice((1, 1, 2, 3, 5, 9, 17, 40)),
+        error=rng.choices(ERRORS, (10, 4, 2, 2, 1))[0],
+    )

@@ -1,0 +1,453 @@
+"""One case from its start to its end, each step held against the reference.
+
+What may come out of a call: the right gradient, with loss, outputs, buffers and random streams of a run without faults over the same pieces; or a
+typed error with everything as it was. The optimizer's step and an evaluation likewise. Nothing of it may stay alive, and what the events tell has
+to add up.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_mbs import (
+    CallDone,
+    CallFailed,
+    ElasticMBS,
+    Event,
+    MemoryBudget,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Policy,
+    RecoveryError,
+    StepResult,
+    elastic_step,
+)
+from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.testing import InjectOOM
+
+from ..state import State, Streams, WrongOutcomeError, error_of
+from .batches import count_of, counts_by_hand, dims_of, make_batch
+from .faults import AlienError, Faults, sensor_of
+from .plan import Plan
+from .reference import Wanted, accumulate
+from .setup import Setup, set_up
+
+TOLERANCE = 1e-12
+SCALE = 4.0
+PLENTY = "1TiB"
+
+
+@dataclass
+class Outcome:
+    """What one case came to.
+
+    Attributes:
+        calls: training calls.
+        faults: faults that were planned.
+        struck: operations that were made to fail.
+        limits_hit: times that a memory limit was passed.
+        splits: failures after which the micro-batch was made smaller.
+        errors: typed errors that ended a call, by name.
+        modes: replays by mode.
+        phases: failures by phase.
+        seconds: spent in calls.
+        lost: of those, in attempts that failed.
+        worst: largest relative error of a gradient.
+    """
+
+    calls: int = 0
+    faults: int = 0
+    struck: int = 0
+    limits_hit: int = 0
+    splits: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
+    phases: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    lost: float = 0.0
+    worst: float = 0.0
+
+
+def run_trial(plan: Plan) -> Outcome:
+    """Runs a case.
+
+    Raises:
+        WrongOutcomeError: an outcome is not one of those allowed; the text says which.
+        Exception: any error that may not come of what was made to go wrong passes through.
+    """
+    streams = Streams.now()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about what a case is made of
+            return _Trial(plan).run()
+    finally:
+        streams.restore()
+
+
+def demand(holds: bool, what: Callable[[], str] | str) -> None:
+    """Ends the case unless `holds`."""
+    if not holds:
+        raise WrongOutcomeError(what if isinstance(what, str) else what())
+
+
+class _Trial:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.outcome = Outcome(faults=len(plan.faults))
+        self.real, self.twin = set_up(plan), set_up(plan)
+        self.budget = MemoryBudget(PLENTY, track=(self.real.model, self.real.guests, self.real.flat))
+        self.rest = self.budget.live - sum(_bytes(leaf.grad) for leaf in self.real.leaves())
+        self.events: list[Event] = []
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if plan.scaler else None
+        self.forwards = 0
+        self.finished = self.pieces = self.replayed = self.ooms = self.samples = 0
+        self.operations = self.need = 0
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self) -> Outcome:
+        plan = self.plan
+        self._measure()
+        with self.budget if plan.sensor == "budget" else nullcontext():
+            step, mbs = self._runtime()
+        try:
+            for number in range(plan.steps):
+                self._step(mbs, step, number)
+            self._check_events(mbs)
+        finally:
+            mbs.close()
+        self._check_left_behind(mbs)
+        del mbs, step
+        self._check_alive()
+        return self.outcome
+
+    def _measure(self) -> None:
+        """How many operations a batch has and how much memory it takes, on the twin, which is then as it was."""
+        streams, batch = Streams.now(), make_batch(self.plan, 0)
+        counting, budget = InjectOOM(), MemoryBudget(PLENTY, track=(self.twin.model, self.twin.guests, self.twin.flat))
+        before = budget.live
+        with budget, counting:
+            accumulate(self.twin, batch, [(0, self.plan.samples)])
+        self.operations, self.need = counting.count, budget.peak - before
+        streams.restore()
+
+    def _runtime(self) -> tuple[Callable[[Any], StepResult], ElasticMBS]:
+        plan, real = self.plan, self.real
+        options: dict[str, Any] = {
+            "micro_batch_size": plan.size or "auto",
+            "min_micro_batch_size": plan.minimum,
+            "max_micro_batch_size": plan.maximum or None,
+            "align": plan.align,
+            "grow": plan.grow,
+            "reduction": plan.reduction,
+            "count": count_of(plan),
+            "dims": dims_of(plan),
+            "accumulate_dtype": torch.float32 if plan.half else None,
+            "outputs": None if plan.outputs == "none" else plan.outputs,
+            "scaler": self.scaler,
+            "backward": torch.Tensor.backward if plan.backward else None,
+            "replay": plan.replay,
+            "sensor": sensor_of(plan.sensor),
+            "monitor_interval": 0,
+            "wait_for_memory": 0,
+            "on_event": self.events.append,
+            "policy": Policy(patience=1, cooldown=0.0, max_cooldown=0.0),
+            "seed": plan.seed,
+        }
+
+        def loss_fn(piece: Any) -> Any:
+            self._forward()
+            return real.loss_fn(piece)
+
+        if plan.door == 2:
+            step = elastic_step(real.model, **options)(loss_fn)
+            return step, step.mbs
+        mbs = ElasticMBS(real.model, **options)
+        if plan.door == 1:
+            return (lambda batch: mbs.backward(loss_fn, batch)), mbs
+
+        def loop(batch: Any) -> StepResult:
+            for micro in mbs.micro_batches(batch):
+                with micro:
+                    micro.backward(loss_fn(micro.data))
+            assert mbs.last_result is not None
+            return mbs.last_result
+
+        return loop, mbs
+
+    def _forward(self) -> None:
+        self.forwards += 1
+        for at, factor in self.plan.moves:
+            if at == self.forwards:
+                self._limit(factor)
+
+    def _limit(self, factor: float) -> None:
+        self.budget.limit = PLENTY if factor == 0 else max(1, self.start + int(factor * self.need))
+
+    def _faults(self, number: int, place: str, operations: int) -> Faults:
+        return Faults([fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)], operations)
+
+    # ------------------------------------------------------------------ a step
+
+    def _step(self, mbs: ElasticMBS, step: Callable[[Any], StepResult], number: int) -> None:
+        plan, real, twin = self.plan, self.real, self.twin
+        batch = make_batch(plan, number)
+        pristine = map_tensors(batch, torch.clone)
+        twin.take(real)
+        before, counters = State.of(real.leaves(), real.model), real.counters()
+        weights = [p.detach().clone() for p in real.leaves()]
+        faults = self._faults(number, "call", self.operations * max(1, -(-plan.samples // (plan.size or 4))))
+        self.forwards, self.start = 0, self.budget.live
+        if plan.limits:
+            self._limit(plan.limits[number % len(plan.limits)])
+        hits = self.budget.ooms
+        result, error = self._guarded(faults, lambda: step(batch))
+        self.budget.limit = PLENTY
+        limits_hit = self.budget.ooms - hits
+        self.outcome.calls += 1
+        self.outcome.struck += len(faults.hits)
+        self.outcome.limits_hit += limits_hit
+        where = f"step {number}"
+        demand(all(torch.equal(a, b) for a, b in zip(weights, real.leaves(), strict=True)), f"{where}: a parameter changed in backward")
+        if error is not None:
+            self._check_failed(error, faults, limits_hit, before, counters, where)
+            return
+        assert result is not None
+        demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
+        self._check_partition(result, pristine, where)
+        self._check_state(result, pristine, before, where)
+        self._check_attempts(result, len(faults.hits) + limits_hit, where)
+        del result
+        if plan.evaluate:
+            self._evaluate(mbs, pristine, number)
+        self._optimize(mbs, number)
+
+    def _guarded(self, faults: Faults, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        with self.budget, faults:
+            try:
+                return call(), None
+            except (RecoveryError, AlienError) as error:
+                return None, error.with_traceback(None)
+
+    def _check_failed(self, error: Exception, faults: Faults, limits_hit: int, before: State, counters: list[int], where: str) -> None:
+        kind, real = type(error).__name__, self.real
+        self.outcome.errors[kind] += 1
+        if isinstance(error, AlienError):
+            demand(error is faults.alien, f"{where}: another error than the one that was raised came out")
+        else:
+            demand(bool(faults.hits or limits_hit), lambda: f"{where}: {kind} although nothing failed: {error}")
+        after, notes = State.of(real.leaves(), real.model), "\n".join(getattr(error, "__notes__", []))
+        for old, new in zip(before.grads, after.grads, strict=True):
+            demand(old is not None or new is None, f"{where}: a gradient that was empty is not empty after {kind}")
+            same = old is None or (new is not None and error_of([new], [old]) == 0)
+            demand(same or "zero_grad()" in notes, f"{where}: a gradient changed, and {kind} does not say so")
+        demand(all(torch.equal(a, b) for a, b in zip(before.buffers, after.buffers, strict=True)), f"{where}: buffers are not as before after {kind}")
+        demand(before.streams.same(after.streams), f"{where}: random streams are not as before after {kind}")
+        demand(counters == real.counters(), f"{where}: a module's own count is not as before after {kind}")
+        if "zero_grad()" in notes:
+            real.optimizer.zero_grad()
+
+    def _check_partition(self, result: StepResult, batch: Any, where: str) -> None:
+        plan = self.plan
+        counts = counts_by_hand(plan, batch)
+        ranges = sorted([*result.partition, *result.skipped])
+        demand(
+            [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])] and ranges[-1][1] == plan.samples,
+            f"{where}: {ranges} do not cover {plan.samples} samples once",
+        )
+        demand(list(result.partition) == sorted(result.partition), f"{where}: pieces are not in the batch's order: {result.partition}")
+        for start, stop in result.skipped:
+            demand(not any(any(own[start:stop]) for own in counts.values()), f"{where}: samples {start}:{stop} count and were skipped")
+        for start, stop in ranges:
+            demand(stop - start >= min(plan.minimum, plan.samples), f"{where}: the piece {start}:{stop} is below the minimum of {plan.minimum}")
+            demand(start % plan.align == 0, f"{where}: the piece {start}:{stop} does not begin at a multiple of {plan.align}")
+            if plan.maximum and plan.minimum == plan.align == 1:
+                demand(stop - start <= plan.maximum, f"{where}: the piece {start}:{stop} is above the maximum of {plan.maximum}")
+
+    def _check_state(self, result: StepResult, batch: Any, before: State, where: str) -> None:
+        plan, real, twin = self.plan, self.real, self.twin
+        after = Streams.now()
+        scale = SCALE if plan.scaler else 1.0
+        before.streams.restore()
+        wanted = accumulate(twin, map_tensors(batch, torch.clone), result.partition, scale)
+        error = error_of([leaf.grad for leaf in real.leaves()], [leaf.grad for leaf in twin.leaves()])
+        self.outcome.worst = max(self.outcome.worst, error)
+        demand(error <= TOLERANCE, f"{where}: gradient off by {error:.3g} over the pieces {result.partition}")
+        demand(after.same(Streams.now()), f"{where}: random streams are not where a run without failures leaves them")
+        pairs = zip(real.model.buffers(), twin.model.buffers(), strict=True)
+        demand(all(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-14) for a, b in pairs), f"{where}: buffers differ from a run without failures")
+        demand(real.counters() == twin.counters(), f"{where}: a module's own count differs from a run without failures")
+        self._check_loss_and_outputs(result, wanted, where)
+        if plan.separable:
+            self._check_whole(batch, before, scale, where)
+        after.restore()
+
+    def _check_whole(self, batch: Any, before: State, scale: float, where: str) -> None:
+        twin = self.twin
+        for leaf, grad in zip(twin.leaves(), before.grads, strict=True):
+            leaf.grad = None if grad is None else grad.clone()
+        accumulate(twin, map_tensors(batch, torch.clone), [(0, self.plan.samples)], scale)
+        error = error_of([leaf.grad for leaf in self.real.leaves()], [leaf.grad for leaf in twin.leaves()])
+        self.outcome.worst = max(self.outcome.worst, error)
+        demand(error <= TOLERANCE, f"{where}: gradient off by {error:.3g} from the whole batch's")
+
+    def _check_loss_and_outputs(self, result: StepResult, wanted: Wanted, where: str) -> None:
+        plan = self.plan
+        close = math.isclose(float(result), wanted.loss, rel_tol=1e-2 if plan.half else 1e-11, abs_tol=1e-12)
+        demand(close, f"{where}: the loss is {float(result)!r}, not {wanted.loss!r}")
+        outputs = result.outputs
+        if plan.returns == "loss" or plan.outputs == "none":
+            demand(outputs is None, f"{where}: there are outputs although none were returned or wanted")
+            return
+        scores = outputs if plan.returns == "pair" else outputs["scores"] if plan.returns == "dict" else outputs.scores
+        demand(
+            isinstance(scores, Tensor) and scores.shape == wanted.scores.shape and torch.allclose(scores, wanted.scores, rtol=1e-10, atol=1e-12),
+            f"{where}: the outputs are not those of the committed pieces in their order",
+        )
+
+    def _check_attempts(self, result: StepResult, failures: int, where: str) -> None:
+        demand(result.ooms <= failures, f"{where}: {result.ooms} failures are told of, and only {failures} operations failed")
+        restarts = sum(isinstance(event, OutOfMemory) and event.mode == "step" for event in self.events)
+        bound = self.plan.samples * (1 + restarts) + failures
+        demand(self.forwards <= bound, f"{where}: {self.forwards} attempts for {self.plan.samples} samples and {failures} failures")
+        self.finished += 1
+        self.samples += self.plan.samples
+        self.pieces += len(result.partition)
+        self.ooms += result.ooms
+        self.replayed += result.replayed_samples
+
+    # ------------------------------------------------------------------ beside the call
+
+    def _evaluate(self, mbs: ElasticMBS, batch: Any, number: int) -> None:
+        real = self.real
+        real.model.eval()
+        before = State.of(real.leaves(), real.model)
+        with torch.no_grad():
+            view = BatchView(batch, dims_of(self.plan))
+            wanted = real.scores(view.piece(0, view.length))
+        faults = self._faults(number, "eval", max(1, self.operations // 3))
+        found, error = self._guarded(faults, lambda: mbs.eval(real.scores, batch))
+        real.model.train()
+        self.outcome.struck += len(faults.hits)
+        where = f"evaluation after step {number}"
+        after = State.of(real.leaves(), real.model)
+        demand(before.streams.same(after.streams), f"{where}: random streams moved")
+        demand(all(torch.equal(a, b) for a, b in zip(before.buffers, after.buffers, strict=True)), f"{where}: buffers changed")
+        demand(error_of(after.grads, before.grads) == 0, f"{where}: gradients changed")
+        if error is not None:
+            demand(bool(faults.hits), f"{where}: {type(error).__name__} although nothing failed")
+            self.outcome.errors[type(error).__name__] += 1
+            return
+        demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
+        rounding = 2e-2 if self.plan.half else 1e-11
+        demand(found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rounding, atol=rounding), f"{where}: the outputs are wrong")
+
+    def _optimize(self, mbs: ElasticMBS, number: int) -> None:
+        plan, real, twin = self.plan, self.real, self.twin
+        where = f"optimizer after step {number}"
+        leaves = [leaf for leaf in real.leaves() if leaf.grad is not None]
+        if self.scaler is not None and plan.clip:
+            self.scaler.unscale_(real.optimizer)
+        if plan.clip:
+            torch.nn.utils.clip_grad_norm_(leaves, 0.5)
+        twin.take(real)
+        twin.take_optimizer(real)
+        if self.scaler is not None and not plan.clip:
+            for leaf in twin.leaves():
+                leaf.grad = None if leaf.grad is None else leaf.grad / SCALE
+        before = [p.detach().clone() for p in real.leaves()]
+        twin.optimizer.step()
+        if not plan.guarded:
+            with self.budget:
+                real.optimizer.step() if self.scaler is None else self.scaler.step(real.optimizer)
+        else:
+            faults = self._faults(number, "optimizer", 8 * len(leaves))
+            _, error = self._guarded(faults, lambda: mbs.optimizer_step(real.optimizer))
+            self.outcome.struck += len(faults.hits)
+            if error is not None:
+                self.outcome.errors[type(error).__name__] += 1
+                demand(bool(faults.hits), f"{where}: {type(error).__name__} although nothing failed")
+                same = all(torch.equal(a, b) for a, b in zip(before, real.leaves(), strict=True))
+                demand(same, f"{where}: parameters are not as before after {type(error).__name__}")
+                with self.budget:
+                    mbs.optimizer_step(real.optimizer)
+            else:
+                demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
+        if self.scaler is not None:
+            self.scaler.update(SCALE)
+        error_ = error_of([leaf.detach() for leaf in real.leaves()], [leaf.detach() for leaf in twin.leaves()])
+        demand(error_ <= 1e-15, f"{where}: parameters off by {error_:.3g} from a plain step")
+        demand(_same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}: the optimizer's state differs from a plain step's")
+        if not plan.keep:
+            real.optimizer.zero_grad()
+
+    # ------------------------------------------------------------------ the end
+
+    def _check_events(self, mbs: ElasticMBS) -> None:
+        out, events, stats = self.outcome, self.events, mbs.stats
+        failures = [event for event in events if isinstance(event, OutOfMemory)]
+        out.modes.update(event.mode for event in failures)
+        out.phases.update(event.phase for event in failures)
+        out.phases.update("optimizer" for event in events if isinstance(event, OptimizerOutOfMemory))
+        out.splits += sum(event.size_after < event.size_before for event in failures)
+        done = [event for event in events if isinstance(event, CallDone)]
+        failed = [event for event in events if isinstance(event, CallFailed)]
+        out.seconds = sum(event.seconds or 0.0 for event in (*done, *failed))
+        out.lost = sum(event.seconds_lost for event in (*done, *failed))
+        trained = [event for event in done if event.mode == "train"]
+        demand(len(trained) == self.finished == stats.calls, f"{len(trained)} calls are told of, {stats.calls} counted, {self.finished} finished")
+        demand(stats.samples == self.samples and stats.pieces == self.pieces, f"the counts of samples or pieces are wrong: {stats}")
+        demand(sum(event.ooms for event in trained) == self.ooms, "the out-of-memory errors of the calls do not add up")
+        demand(sum(event.replayed_samples for event in trained) == self.replayed, "the replayed samples of the calls do not add up")
+        demand(stats.ooms == sum(event.ooms for event in done), f"stats.ooms is {stats.ooms}, and the calls tell of {sum(e.ooms for e in done)}")
+        told = sum(event.ooms for event in (*done, *failed))
+        demand(told == len(failures), f"there are {len(failures)} out-of-memory events, and the calls tell of {told}")
+
+    def _check_left_behind(self, mbs: ElasticMBS) -> None:
+        for leaf in self.real.leaves():
+            demand(not leaf._post_accumulate_grad_hooks and not leaf._backward_hooks, "a closed runtime has left a hook on a leaf")
+        for module in self.real.model.modules():
+            demand(not module._forward_hooks and not module._forward_pre_hooks, "a closed runtime has left a hook on a module")
+
+    def _check_alive(self) -> None:
+        real = self.real
+        for leaf in real.leaves():
+            leaf.grad = None
+        real.flat.clear()
+        real.optimizer = torch.optim.SGD(real.leaves(), lr=0.1)
+        self.events.clear()
+        self.scaler = None
+        if self.budget.live != self._at_rest():
+            gc.collect()  # what checkpointing and custom functions leave in cycles is torch's
+        live, rest = self.budget.live, self._at_rest()
+        demand(live == rest, f"{live - rest} bytes are still alive at the end")
+
+    def _at_rest(self) -> int:
+        unique = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*self.real.model.parameters(), *self.real.model.buffers())}
+        return sum(unique.values()) + sum(_bytes(guest) for guest in self.real.guests)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=1e-15, atol=0, equal_nan=True))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same_state, a, b))
+    return bool(a == b)
+
+
