@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from elastic_mbs import oom
-from elastic_mbs.commits import drain, walk
+from elastic_mbs.commits import drain, drop_unrun, walk
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
 from elastic_mbs.events import OutOfMemory
 from elastic_mbs.floor import hold
@@ -138,6 +138,8 @@ def recover(call: Call) -> None:
     assert failure is not None
     history, parts = call.history, call.parts
     call.steady = False
+    if failure.phase == "backward":
+        drop_unrun()
     history.failures += 1
     history.since_progress += 1
     _refuse_poisoned(call, failure)
@@ -272,7 +274,7 @@ def _undo(call: Call, failure: Failure, mode: str) -> None:
         if call.isolation is not None:
             call.isolation.rewind()
             call.isolation = None
-        for leaf in parts.commits.leaves():
+        for leaf in parts.commits.leaves() if call.training else ():  # an evaluation has added nothing to what may be there
             leaf.grad = None
         call.restart()
     else:
@@ -328,6 +330,8 @@ def unwind(call: Call, error: BaseException) -> None:
     What cannot be put back is said in a note on the error, which otherwise passes unchanged.
     """
     parts = call.parts
+    if call.training:
+        drop_unrun()
     if call.stream_start is not None:
         try:
             parts.streams.restore(call.stream_start)
@@ -338,7 +342,7 @@ def unwind(call: Call, error: BaseException) -> None:
         else:
             if lost is not None:
                 error.add_note(f"elastic_mbs: the buffer {lost} changed for the first time in this batch and could not be restored.")
-    leaves = parts.commits.leaves()
+    leaves = parts.commits.leaves() if call.training else []
     intact = {id(leaf) for leaf in leaves if call.isolation is not None and call.isolation.intact(leaf)}
     if call.isolation is not None:
         call.isolation.rewind()

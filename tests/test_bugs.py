@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, GradientsChangedError, MemoryBudget, Policy, Warned
+from elastic_mbs import ElasticMBS, GradientsChangedError, MemoryBudget, MicroBatchFloorError, OutOfMemory, Policy, Warned
 from elastic_mbs.random_streams import RandomStreams, StreamState
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic, mlp, off_by, pairs, whole_gradient
@@ -381,3 +381,72 @@ def test_copies_for_a_step_are_made_one_by_one_where_no_large_block_can_be_had()
     for parameter, before in zip(model.parameters(), twin, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter, before - 0.1 * parameter.grad)
+
+
+# ---------------------------------------------------------------------- found by `python -m stress montecarlo`
+
+
+def test_an_evaluation_that_does_not_fit_leaves_the_gradients_alone() -> None:
+    """Its end by an error emptied all of them, as the end of a training call does: whatever had been accumulated by then was gone."""
+    model, batch = mlp(), pairs(8)
+    mbs = elastic(model, micro_batch_size=4)
+    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
+        mbs.eval(lambda b: model(b[0]), batch)
+    assert off_by(model, before) == 0
+
+
+def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> None:
+    """Starting over empties the gradients of the batch, and an evaluation has none of its own."""
+    model, batch = mlp(), pairs(8)
+    draws, fails = [False], [False]
+
+    def scores(b: tuple[Tensor, Tensor]) -> Tensor:
+        if fails[0] and bool((b[0][0] == batch[0][4]).all()):
+            fails[0] = False
+            torch.rand(2)
+            raise torch.OutOfMemoryError("CUDA out of memory. in the middle")
+        return model(b[0]) * (1 + torch.rand(()) if draws[0] else 1)
+
+    events: list[Any] = []
+    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
+    for _ in range(2):
+        mbs.eval(scores, batch)
+    model.zero_grad()
+    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    draws[0] = fails[0] = True
+    mbs.eval(scores, batch)
+    assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]
+    assert off_by(model, before) == 0
+
+
+@pytest.mark.parametrize("alien", [False, True])
+def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activations(alien: bool) -> None:
+    """Autograd leaves them in the thread's queue until its next backward: the replay's forward had to fit beside the attempt that had failed."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 512, bias=False).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    live: list[int] = []
+    failing = [True]
+
+    def fail(grad: Tensor) -> None:
+        if failing.pop() if failing else False:
+            raise ValueError("mine") if alien else torch.OutOfMemoryError("CUDA out of memory. in a branch")
+
+    def loss_fn(piece: Tensor) -> Tensor:
+        live.append(budget.live)
+        branches = [model(piece).exp() for _ in range(3)]
+        branches[-1].register_hook(fail)
+        return sum((branch.mean() for branch in branches), torch.zeros((), dtype=torch.float64))
+
+    with MemoryBudget("1GiB", track=(model, x)) as budget:
+        mbs = elastic(model, micro_batch_size=8)
+        if alien:
+            with pytest.raises(ValueError, match="mine"):
+                mbs.backward(loss_fn, x)
+            live.append(budget.live)
+        else:
+            assert mbs.backward(loss_fn, x).ooms == 1
+    assert live[1] - live[0] < 8 * 512 * 8
