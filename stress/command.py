@@ -10,9 +10,10 @@ from .scenarios import command as scenarios
 __all__ = ["add_arguments"]
 
 COMMANDS = {
+    "montecarlo": (".montecarlo.command", "random models, batches, limits and faults, each step checked"),
     "exhaustive": (".exhaustive.command", "make memory run out at every operation of a step, one after the other"),
 }
-"""Beside the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, which returns the exit code."""
+"""Beside the scenarios: where each is, and what it is for. The module has `add_arguments(parser)`, and `main(options)`, whose result is the exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -60,19 +61,27 @@ class State:
         )
 
 
-def error_of(got: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
-    """Largest difference over the leaves, relative to the largest entry of each; infinite where one has a gradient and the other has none."""
+def error_of(got: Sequence[Tensor | None], wanted: Sequence[Tensor | None], *, floor: float = 0.0) -> float:
+    """Largest difference over the leaves, relative to the largest entry of each; infinite where only one has a gradient, or one is not finite.
+
+    Args:
+        got: gradients.
+        wanted: what they should be.
+        floor: a leaf's largest entry counts as at least this part of the largest of all.
+    """
     worst = 0.0
+    pairs = []
     for a, b in zip(got, wanted, strict=True):
         if (a is None) != (b is None):
-            return float("inf")
-        if a is not None and b is not None:
+            return math.inf
+        if a is not None and b is not None and a.numel() > 0:
             left, right = a.to_dense().double(), b.to_dense().double()
-            if left.numel() == 0:
-                continue
-            scale = right.abs().max()
-            off = ((left - right).abs().max() / scale.clamp_min(1e-300) if scale > 0 else left.abs().max()).item()
-            if off != off:  # NaN is not small
-                return float("inf")
-            worst = max(worst, off)
+            pairs.append(((left - right).abs().max().item(), right.abs().max().item()))
+    least = floor * max((scale for _, scale in pairs), default=0.0)
+    for off, own in pairs:
+        scale = max(own, least)
+        relative = off / scale if scale > 0 else off
+        if not math.isfinite(relative):
+            return math.inf
+        worst = max(worst, relative)
     return worst

@@ -1,0 +1,8 @@
+"""Random cases against a reference: `python -m stress montecarlo`. A case is a `Plan`; `run_trial` runs one and checks all that comes out of it."""
+
+from __future__ import annotations
+
+from .plan import Fault, Plan, case_seed, draw
+from .trial import Outcome, run_trial
+
+__all__ = ["Fault", "Outcome", "Plan", "case_seed", "draw", "run_trial"]

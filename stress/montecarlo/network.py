@@ -196,7 +196,7 @@ LAYERS: dict[str, Layer] = {
     "wide": Layer(lambda d: nn.Sequential(nn.Linear(d, 8 * d), nn.GELU(), nn.Linear(8 * d, d, bias=False)), half=True),
     "residual": Layer(lambda d: _Residual(nn.Sequential(nn.LayerNorm(d), nn.Linear(d, d))), half=True),
     "layernorm": Layer(nn.LayerNorm, half=True),
-    "groupnorm": Layer(lambda d: _Norm(nn.GroupNorm(d // 2, d))),
+    "groupnorm": Layer(lambda d: _Norm(nn.GroupNorm(1, d))),
     "batchnorm": Layer(lambda d: _Norm(nn.BatchNorm1d(d)), separable=False),
     "dropout": Layer(lambda _: nn.Dropout(0.3), separable=False, half=True),
     "conv": Layer(_Convolution),

@@ -84,7 +84,7 @@ class Plan:
 
     seed: int = 0
     layers: tuple[str, ...] = ()
-    width: int = 2
+    width: int = 4
     tokens: str = "no"
     samples: int = 4
     length: int = 2
@@ -202,7 +202,7 @@ def draw(seed: int) -> Plan:
     plan = Plan(
         seed=rng.getrandbits(31),
         layers=layers,
-        width=rng.choice((2, 4, 4, 6)),
+        width=rng.choice((4, 4, 6, 8)),
         tokens=rng.choices(("no", "dense", "sparse"), (5, 3, 1 if not half else 0))[0],
         samples=samples,
         length=length,

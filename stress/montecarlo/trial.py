@@ -40,9 +40,13 @@ from .batches import count_of, counts_by_hand, dims_of, make_batch
 from .faults import AlienError, Faults, sensor_of
 from .plan import Plan
 from .reference import Wanted, accumulate
-from .setup import Setup, set_up
+from .setup import set_up
 
 TOLERANCE = 1e-12
+FLOOR = 1e-2
+"""A leaf whose gradient cancels to nearly nothing is as exact as the terms that cancel: beside the whole batch, whose sums run in another order, it is
+held against this part of the largest gradient at least."""
+
 SCALE = 4.0
 PLENTY = "1TiB"
 
@@ -297,7 +301,7 @@ class _Trial:
         for leaf, grad in zip(twin.leaves(), before.grads, strict=True):
             leaf.grad = None if grad is None else grad.clone()
         accumulate(twin, map_tensors(batch, torch.clone), [(0, self.plan.samples)], scale)
-        error = error_of([leaf.grad for leaf in self.real.leaves()], [leaf.grad for leaf in twin.leaves()])
+        error = error_of([leaf.grad for leaf in self.real.leaves()], [leaf.grad for leaf in twin.leaves()], floor=FLOOR)
         self.outcome.worst = max(self.outcome.worst, error)
         demand(error <= TOLERANCE, f"{where}: gradient off by {error:.3g} from the whole batch's")
 
@@ -359,7 +363,7 @@ class _Trial:
         if self.scaler is not None and plan.clip:
             self.scaler.unscale_(real.optimizer)
         if plan.clip:
-            torch.nn.utils.clip_grad_norm_(leaves, 0.5)
+            torch.nn.utils.clip_grad_norm_([leaf for leaf in leaves if leaf.grad is not None and not leaf.grad.is_sparse], 0.5)
         twin.take(real)
         twin.take_optimizer(real)
         if self.scaler is not None and not plan.clip:
@@ -411,7 +415,8 @@ class _Trial:
         demand(sum(event.replayed_samples for event in trained) == self.replayed, "the replayed samples of the calls do not add up")
         demand(stats.ooms == sum(event.ooms for event in done), f"stats.ooms is {stats.ooms}, and the calls tell of {sum(e.ooms for e in done)}")
         told = sum(event.ooms for event in (*done, *failed))
-        demand(told == len(failures), f"there are {len(failures)} out-of-memory events, and the calls tell of {told}")
+        refused = out.errors["ReplayUnsafeError"]  # which comes in the place of the event
+        demand(told == len(failures) + refused, f"there are {len(failures)} out-of-memory events, and the calls tell of {told}")
 
     def _check_left_behind(self, mbs: ElasticMBS) -> None:
         for leaf in self.real.leaves():
@@ -449,5 +454,3 @@ def _same_state(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same_state, a, b))
     return bool(a == b)
-
-

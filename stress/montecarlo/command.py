@@ -1,0 +1,169 @@
+"""Random models, batches, options, limits and faults, each step held against a loop written by hand.
+
+What may come out is the right gradient, with loss, outputs, buffers and random streams of a run without faults over the same pieces, or a typed error
+with everything as it was. A case that fails is made smaller, and printed with the command that repeats it.
+Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 an unexpected error, 5 a hang; the highest of them where there are several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from elastic_mbs.errors import UsageError
+
+from ..exit_codes import PASSED, UNEXPECTED, WRONG
+from ..output import check_writable
+from ..state import WrongOutcomeError
+from .plan import Plan, case_seed, draw, read
+from .processes import share
+from .shrink import shrink
+from .totals import Totals
+from .trial import Outcome, run_trial
+from .watchdog import Watchdog
+
+TOOL = __package__.partition(".montecarlo")[0]
+"""What `python -m` takes: `stress` in a checkout, `elastic_mbs.stress` where the package is installed."""
+
+EVERY = 10.0
+"""Seconds between two lines of progress where the output is piped."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--runs", type=int, default=2000, help="cases (default 2000)")
+    parser.add_argument("--seed", type=int, help="of all cases; drawn and printed where it is not given")
+    parser.add_argument("--minutes", type=float, help="end after so many minutes at the latest")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--baseline", action="store_true", help="the same cases with nothing going wrong: they must be exact, without an event")
+    parser.add_argument("--only", type=int, metavar="CASE_SEED", help="one case, by the seed that was printed for it")
+    parser.add_argument("--case", metavar="JSON", help="one case, as it was printed")
+    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="a case that takes longer hangs (default 60)")
+    parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="look so long for a smaller case that fails (default 30)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--every", type=int, default=1, help=argparse.SUPPRESS)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the cases; returns the exit code."""
+    for name in ("runs", "jobs"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"--{name} {getattr(options, name)} is below 1")
+    for name in ("minutes", "deadline"):
+        if getattr(options, name) is not None and not getattr(options, name) > 0:
+            raise UsageError(f"--{name} {getattr(options, name)} is not above 0")
+    if options.only is not None and options.case is not None:
+        raise UsageError(f"--only {options.only} and --case were both given: it is one or the other")
+    check_writable(options.json, "--json")
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # torch does so at the first checkpoint: a second, and 100 000 objects
+    gc.collect()
+    gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
+    if options.only is not None or options.case is not None:
+        plan = draw(options.only) if options.only is not None else read(options.case)
+        plan = plan.calmed() if options.baseline else plan
+        print(plan.words())
+        totals = Totals()
+        code = _Cases(options, totals).case(plan, _repeat(plan, options.only, options.baseline))
+    else:
+        options.seed = time.time_ns() % 10**9 if options.seed is None else options.seed
+        if options.every == 1:
+            what = "without faults" if options.baseline else "with faults and limits"
+            print(f"Monte Carlo, seed {options.seed}, {options.runs} runs {what}, torch {torch.__version__}", flush=True)
+        code, totals = share(TOOL, options) if options.jobs > 1 else _many(options)
+    if options.every == 1:
+        print(totals.table(), flush=True)
+    if options.json is not None:
+        figures = {"seed": options.seed, "torch": torch.__version__, "baseline": options.baseline, "exit_code": code, **totals.as_json()}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return code
+
+
+def _many(options: argparse.Namespace) -> tuple[int, Totals]:
+    totals, code, began, told = Totals(), PASSED, time.monotonic(), time.monotonic()
+    cases = _Cases(options, totals)
+    for number in range(options.first, options.runs, options.every):
+        seed = case_seed(options.seed, number)
+        plan = draw(seed).calmed() if options.baseline else draw(seed)
+        code = max(code, cases.case(plan, _repeat(plan, seed, options.baseline)))
+        now = time.monotonic()
+        if options.minutes is not None and now - began > 60 * options.minutes:
+            break
+        if sys.stdout.isatty() or now - told > EVERY:
+            told = now
+            end = "\r" if sys.stdout.isatty() else "\n"
+            bad = sum(totals.failures.values())
+            print(
+                f"{totals.runs} runs, {totals.struck + totals.limits_hit} failures made, {bad} not allowed, {now - began:.0f} s", end=end, flush=True
+            )
+    return code, totals
+
+
+def _repeat(plan: Plan, seed: int | None, baseline: bool) -> str:
+    what = f"--only {seed}" if seed is not None else f"--case {shlex.quote(json.dumps(plan.changes()))}"
+    return f"python -m {TOOL} montecarlo {what}{' --baseline' if baseline else ''}"
+
+
+class _Cases:
+    """Runs cases one after the other, and tells of those that fail."""
+
+    def __init__(self, options: argparse.Namespace, totals: Totals) -> None:
+        self._options = options
+        self._totals = totals
+
+    def case(self, plan: Plan, repeat: str) -> int:
+        """One case; returns its exit code."""
+        try:
+            outcome = self._run(plan, repeat)
+            if self._options.baseline and (outcome.phases or outcome.errors):
+                raise WrongOutcomeError(f"there were out-of-memory events although nothing was made to fail: {dict(outcome.phases)}")
+        except Exception as error:
+            self._totals.fail(_kind(error))
+            print(self._told(plan, error, repeat), flush=True)
+            return _code(error)
+        self._totals.add(outcome)
+        return PASSED
+
+    def _run(self, plan: Plan, repeat: str) -> Outcome:
+        told = f"HANG: not done after {self._options.deadline:g} s\n  case: {plan.words()}\n  repeat: {repeat}"
+        with Watchdog(self._options.deadline, lambda: told):
+            return run_trial(plan)
+
+    def _told(self, plan: Plan, error: Exception, repeat: str) -> str:
+        kind = _kind(error)
+
+        def fails(candidate: Plan) -> bool:
+            try:
+                self._run(candidate, repeat)
+            except Exception as found:
+                return _kind(found) == kind
+            return False
+
+        small = shrink(plan, fails, seconds=self._options.shrink)
+        head = "WRONG" if _code(error) == WRONG else f"UNEXPECTED {type(error).__name__}"
+        lines = [f"{head}: {str(error).partition(chr(10))[0][:300]}", f"  case: {plan.words()}", f"  repeat: {repeat}"]
+        if small != plan:
+            lines += [f"  smallest that fails: {small.words()}", f"  repeat: {_repeat(small, None, False)}"]
+        if _code(error) != WRONG and error.__traceback__ is not None:
+            last = error.__traceback__
+            while last.tb_next is not None:
+                last = last.tb_next
+            lines.append(f"  raised in {last.tb_frame.f_code.co_filename}:{last.tb_lineno}")
+        return "\n".join(lines)
+
+
+def _kind(error: Exception) -> str:
+    return "wrong outcome" if isinstance(error, WrongOutcomeError) else type(error).__name__
+
+
+def _code(error: Exception) -> int:
+    return WRONG if isinstance(error, WrongOutcomeError) else UNEXPECTED

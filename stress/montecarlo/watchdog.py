@@ -1,0 +1,57 @@
+"""Ends a process whose case hangs, with the stack of what it hangs in."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from ..exit_codes import HANG
+
+GRACE = 0.25
+"""Seconds that the thread waits for faulthandler, which needs no Python to write the stacks."""
+
+
+def end_process(report: str) -> None:
+    """Tells what hung, and ends this process at once: a thread that is stuck cannot be asked to stop."""
+    sys.stdout.flush()
+    print(report, flush=True)
+    os._exit(HANG)
+
+
+class Watchdog:
+    """Watches over one block of code.
+
+    Args:
+        seconds: how long it may take.
+        text: what to tell of it.
+        on_hang: gets the text and the stacks when it takes longer.
+    """
+
+    def __init__(self, seconds: float, text: Callable[[], str], on_hang: Callable[[str], None] = end_process) -> None:
+        self._seconds, self._text, self._on_hang = seconds, text, on_hang
+        self._stacks = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  # it is closed when the block ends
+        self._timer = threading.Timer(seconds + GRACE, self._bark)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        """Starts the clock."""
+        faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
+        self._timer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stops it."""
+        self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+        self._timer.join()
+        self._stacks.close()
+
+    def _bark(self) -> None:
+        self._stacks.seek(0)
+        self._on_hang(f"{self._text()}\n{self._stacks.read().rstrip()}")
