@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from ..exit_codes import HANG
+from .exit_codes import HANG
 
 GRACE = 0.25
 """Seconds that the thread waits for faulthandler, which needs no Python to write the stacks."""

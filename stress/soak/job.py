@@ -1,0 +1,229 @@
+"""The training itself: every door, evaluations, guarded steps and checkpoints, while memory comes and goes; and what is measured in between."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+
+from elastic_mbs import ElasticMBS, MicroBatchFloorError, StepResult, elastic_step
+from elastic_mbs.accumulate import Counts
+from elastic_mbs.batch import BatchView
+from elastic_mbs.losses import read_losses, weighted_sum
+from elastic_mbs.partition import partition
+
+from ..factory import make
+from ..state import WrongOutcomeError, error_of
+from ..subject import Subject
+from ..worlds import World, open_world
+from .trend import Sample
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+KEPT_RATIOS = 9
+"""Of so many the median is the sample's."""
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, samples: int, clock: Callable[[], float] = time.monotonic) -> None:
+    """Trains for so long, and emits a sample about `samples` times.
+
+    Args:
+        emit: gets a message for each sample, with the counts so far.
+        kind: of the world.
+        seconds: how long.
+        seed: of model, batches, and the comings and goings of memory.
+        model: as `stress.factory.find` takes it.
+        samples: how many, about.
+        clock: gives the time in seconds.
+
+    Raises:
+        WrongOutcomeError: a gradient is not exact.
+    """
+    torch.set_num_threads(1)
+    with open_world(kind) as world:
+        _Soak(emit, world, make(model, seed, world.device), random.Random(seed), clock).run(seconds, samples)
+
+
+class _Soak:
+    def __init__(self, emit: Emit, world: World, subject: Subject, rng: random.Random, clock: Callable[[], float]) -> None:
+        self._emit, self._world, self._subject, self._rng, self._clock = emit, world, subject, rng, clock
+        self._optimizer = subject.optimizer(subject.model.parameters())
+        self._tolerance = max(TOLERANCES.get(p.dtype, 3e-2) for p in subject.model.parameters())
+        self._length = BatchView(subject.batch(0), subject.options.get("dims")).length
+        self._learned: dict[str, object] = {}
+        self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
+        self._steps = self._ooms = self._refused = self._checked = 0
+        self._worst = 0.0
+        self._need = self._rest = 0
+
+    def run(self, seconds: float, samples: int) -> None:
+        """Trains until the time is over."""
+        self._world.warm(self._piece, range(1, self._length + 1))
+        self._calibrate()
+        gc.collect()
+        gc.freeze()  # what has been imported by now need not be looked at each time
+        began = self._clock()
+        while (now := self._clock() - began) < seconds:
+            self._between(began + min(seconds, now + seconds / samples))
+            self._emit({"sample": asdict(self._measure(self._clock() - began)), **self._counts()})
+
+    def _counts(self) -> dict[str, Any]:
+        found = {"steps": self._steps, "ooms": self._ooms, "refused": self._refused, "checked": self._checked, "worst": self._worst}
+        return {**found, "failures": self._world.failures()}
+
+    # ------------------------------------------------------------------ training
+
+    def _piece(self, size: int) -> None:
+        subject = self._subject
+        piece = BatchView(subject.batch(0), subject.options.get("dims")).piece(0, size)
+        self._by_hand(piece, [(0, size)])
+        self._optimizer.zero_grad()
+
+    def _calibrate(self) -> None:
+        self._by_hand(self._subject.batch(0), [(0, self._length)])
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._rest = self._world.live()
+        self._world.reset_peak()
+        self._by_hand(self._subject.batch(0), [(0, self._length)])
+        self._need = self._world.peak() - self._rest
+        self._optimizer.zero_grad()
+
+    def _between(self, until: float) -> None:
+        """Trains with runtimes of its own, one for each door, until a moment; at least a step with each."""
+        subject = self._subject
+        options = {**subject.options, "sensor": self._world.sensor, "monitor_interval": self._rng.choice((0.0, 0.05)), "wait_for_memory": 0}
+        with ElasticMBS(subject.model, **options) as mbs, ElasticMBS(subject.model, **{**options, "monitor_interval": 0}) as other:
+            if self._learned:
+                mbs.load_state_dict(self._learned)
+            decorated = elastic_step(subject.model, **{**options, "monitor_interval": 0})(subject.loss_fn)
+            doors = (lambda batch: mbs.backward(subject.loss_fn, batch), decorated, lambda batch: _loop(other, subject, batch))
+            turn = 0
+            while turn < len(doors) or self._clock() < until:
+                self._step(mbs, doors[turn % len(doors)])
+                if turn % 5 == 4:
+                    self._evaluate(mbs)
+                turn += 1
+            self._learned = mbs.state_dict()
+            decorated.mbs.close()
+        self._world.resize(None)
+        self._time_a_step()
+
+    def _step(self, mbs: ElasticMBS, door: Callable[[Any], StepResult]) -> None:
+        """One training step; every few of them the memory changes, and the gradient is checked."""
+        if self._steps % self._rng.choice((1, 2, 5)) == 0:
+            self._world.resize(self._rest + int(self._need * self._rng.choice((0.25, 0.4, 0.7, 1.0, 1.5))))
+        batch = self._subject.batch(self._steps)
+        self._steps += 1
+        try:
+            result = door(batch)
+        except MicroBatchFloorError:
+            self._refused += 1  # it does not fit at all just now; the next one may
+            self._optimizer.zero_grad()
+            return
+        self._ooms += result.ooms
+        if self._steps % 20 == 1:
+            self._check(batch, result)
+        if self._steps % 2:
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                mbs.optimizer_step(self._optimizer)
+        else:
+            self._world.resize(None)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _evaluate(self, mbs: ElasticMBS) -> None:
+        with suppress(MicroBatchFloorError):
+            mbs.eval(self._loss, self._subject.batch(self._steps))
+
+    def _loss(self, piece: Any) -> list[Any]:
+        return [self._subject.loss_fn(piece)]
+
+    def _check(self, batch: Any, result: StepResult) -> None:
+        """Holds the gradient against a loop written by hand; buffers and random streams need no care, because parameters alone are compared."""
+        self._world.resize(None)
+        leaves = list(self._subject.model.parameters())
+        got = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+        buffers = [buffer.clone() for buffer in self._subject.model.buffers()]
+        self._optimizer.zero_grad()
+        self._by_hand(batch, result.partition)
+        error = error_of(got, [leaf.grad for leaf in leaves])
+        with torch.no_grad():
+            for buffer, value in zip(self._subject.model.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+        self._checked += 1
+        self._worst = max(self._worst, error)
+        if error > self._tolerance:
+            raise WrongOutcomeError(f"step {self._steps}: gradient off by {error:.3g} over the pieces {result.partition}")
+
+    def _by_hand(self, batch: Any, pieces: Any) -> None:
+        subject = self._subject
+        view = BatchView(batch, subject.options.get("dims"))
+        counts = Counts.read(subject.options.get("count"), view)
+        for start, stop in pieces:
+            weights = counts.weights(start, stop, reduction=subject.options.get("reduction", "mean"))
+            if weights is not None:
+                weighted_sum(read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0], weights).backward()
+
+    # ------------------------------------------------------------------ measuring
+
+    def _time_a_step(self) -> None:
+        """A step of the runtime beside the same by hand, each in turn the first, so that the machine's own moods cancel."""
+        subject, batch = self._subject, self._subject.batch(0)
+        size = max(1, self._length // 4)
+        pieces = partition(0, self._length, size)
+        with ElasticMBS(subject.model, **{**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0}) as mbs:
+            ways = {"ours": lambda: mbs.backward(subject.loss_fn, batch), "hand": lambda: self._by_hand(batch, pieces)}
+            took: dict[str, list[float]] = {name: [] for name in ways}
+            for turn in range(5):
+                for name in sorted(ways, reverse=turn % 2 == 0):
+                    start = time.process_time()
+                    ways[name]()
+                    took[name].append(time.process_time() - start)
+                    self._optimizer.zero_grad()
+            self._ratios.append(min(took["ours"][2:]) / max(1e-9, min(took["hand"][2:])))
+
+    def _measure(self, at: float) -> Sample:
+        gc.collect()
+        process = psutil.Process()
+        model = self._subject.model
+        return Sample(
+            at=at,
+            live=self._world.live(),
+            resident=process.memory_info().rss,
+            data=_data_bytes(),
+            threads=process.num_threads(),
+            files=process.num_fds() if hasattr(process, "num_fds") else 0,
+            objects=len(gc.get_objects()),
+            hooks=sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+            + sum(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in model.parameters()),
+            ratio=median(self._ratios),
+        )
+
+
+def _loop(mbs: ElasticMBS, subject: Subject, batch: Any) -> StepResult:
+    for micro in mbs.micro_batches(batch):
+        with micro:
+            micro.backward(subject.loss_fn(micro.data))
+    assert mbs.last_result is not None
+    return mbs.last_result
+
+
+def _data_bytes() -> int:
+    status = Path(f"/proc/{os.getpid()}/status")
+    if not status.is_file():
+        return 0
+    found = [line for line in status.read_text().splitlines() if line.startswith("VmData:")]
+    return int(found[0].split()[1]) * 1024 if found else 0
