@@ -12,6 +12,7 @@ from torch import Tensor
 
 from elastic_mbs.batch import BatchView
 
+from ..state import WrongOutcomeError
 from .batches import counts_by_hand, dims_of
 from .setup import Setup
 
@@ -55,7 +56,8 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition, scale: float = 1.0) 
                 continue  # its mean is 0/0
             weighed = (term.float() if plan.half else term) * (1.0 if plan.reduction == "sum" else float(own / all_))
             total = weighed if total is None else total + weighed
-        assert total is not None
+        if total is None:
+            raise WrongOutcomeError(f"samples {start}:{stop} were run, and nothing in them counts")
         if plan.half:
             for leaf in leaves:
                 leaf.grad = None

@@ -7,8 +7,8 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -67,6 +67,7 @@ class _Soak:
         self._steps = self._ooms = self._refused = self._checked = 0
         self._worst = 0.0
         self._need = self._rest = 0
+        self._capacity: int | None = None
 
     def run(self, seconds: float, samples: int) -> None:
         """Trains until the time is over."""
@@ -118,13 +119,15 @@ class _Soak:
                 turn += 1
             self._learned = mbs.state_dict()
             decorated.mbs.close()
+        self._capacity = None
         self._world.resize(None)
         self._time_a_step()
 
     def _step(self, mbs: ElasticMBS, door: Callable[[Any], StepResult]) -> None:
         """One training step; every few of them the memory changes, and the gradient is checked."""
         if self._steps % self._rng.choice((1, 2, 5)) == 0:
-            self._world.resize(self._rest + int(self._need * self._rng.choice((0.25, 0.4, 0.7, 1.0, 1.5))))
+            self._capacity = self._rest + int(self._need * self._rng.choice((0.25, 0.4, 0.7, 1.0, 1.5)))
+            self._world.resize(self._capacity)
         batch = self._subject.batch(self._steps)
         self._steps += 1
         try:
@@ -140,9 +143,16 @@ class _Soak:
             with suppress(MemoryError, torch.OutOfMemoryError):
                 mbs.optimizer_step(self._optimizer)
         else:
-            self._world.resize(None)
-            self._optimizer.step()
+            with self._unlimited():
+                self._optimizer.step()
         self._optimizer.zero_grad()
+
+    @contextmanager
+    def _unlimited(self) -> Iterator[None]:
+        """For what has no guard."""
+        self._world.resize(None)
+        yield
+        self._world.resize(self._capacity)
 
     def _evaluate(self, mbs: ElasticMBS) -> None:
         with suppress(MicroBatchFloorError):
@@ -153,16 +163,16 @@ class _Soak:
 
     def _check(self, batch: Any, result: StepResult) -> None:
         """Holds the gradient against a loop written by hand; buffers and random streams need no care, because parameters alone are compared."""
-        self._world.resize(None)
-        leaves = list(self._subject.model.parameters())
-        got = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
-        buffers = [buffer.clone() for buffer in self._subject.model.buffers()]
-        self._optimizer.zero_grad()
-        self._by_hand(batch, result.partition)
-        error = error_of(got, [leaf.grad for leaf in leaves])
-        with torch.no_grad():
-            for buffer, value in zip(self._subject.model.buffers(), buffers, strict=True):
-                buffer.copy_(value)
+        leaves, buffers = list(self._subject.model.parameters()), list(self._subject.model.buffers())
+        with self._unlimited():
+            got = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+            before = [buffer.clone() for buffer in buffers]
+            self._optimizer.zero_grad()
+            self._by_hand(batch, result.partition)
+            error = error_of(got, [leaf.grad for leaf in leaves])
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
         self._checked += 1
         self._worst = max(self._worst, error)
         if error > self._tolerance:
