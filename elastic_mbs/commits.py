@@ -175,7 +175,7 @@ _LEAF, _SEED = torch.zeros((), device="cpu", requires_grad=True), torch.zeros(()
 def drop_unrun() -> None:
     """Lets go of what a failed backward has left in the queue of this thread.
 
-    On a CPU autograd runs in the caller's thread, and where the graph has branches an error leaves those that were ready in its queue. They keep their
-    part of the graph, with the activations in it, until the next backward of the thread; this one allocates nothing.
+    On a CPU autograd runs in the caller's thread, and where the graph has branches an error leaves those that were ready in its queue. They keep
+    their part of the graph, with the activations in it, until the next backward of the thread; this one allocates nothing.
     """
     torch.autograd.grad(_LEAF, _LEAF, _SEED)

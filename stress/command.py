@@ -14,7 +14,8 @@ COMMANDS = {
     "exhaustive": (".exhaustive.command", "make memory run out at every operation of a step, one after the other"),
     "soak": (".soak.command", "train for a long time while memory comes and goes: does anything rise?"),
 }
-"""Beside the scenarios: where each is, and what it is for. The module has `add_arguments(parser)`, and `main(options)`, whose result is the exit code."""
+"""Beside the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, which gives
+the exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

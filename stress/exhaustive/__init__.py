@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from .run import PATTERNS, Run, WrongOutcomeError, run, sweep
+from ..state import WrongOutcomeError
+from .run import PATTERNS, Run, run, sweep
 from .target import Target, builtin, of_subject
 
 __all__ = ["PATTERNS", "Run", "Target", "WrongOutcomeError", "builtin", "of_subject", "run", "sweep"]

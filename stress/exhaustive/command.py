@@ -23,7 +23,8 @@ from elastic_mbs.testing import InjectOOM
 
 from ..exit_codes import PASSED, UNEXPECTED, WRONG
 from ..output import check_writable
-from .run import PATTERNS, Run, WrongOutcomeError, run, sweep
+from ..state import WrongOutcomeError
+from .run import PATTERNS, Run, run, sweep
 from .target import Target, builtin, of_subject
 
 Way = tuple[bool, str, int]

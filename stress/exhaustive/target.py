@@ -26,8 +26,8 @@ SAME_AS = {"compiled": "mlp"}
 """Cases whose reference is another one: what is compiled must equal what is not."""
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-"""Largest difference of a gradient of the user's, relative to its largest entry, by the narrowest type of the parameters: pieces are summed in another
-order than the whole."""
+"""Largest difference of a gradient of the user's, relative to its largest entry, by the narrowest type of the parameters: pieces are summed in
+another order than the whole."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Fault:
         at: where, as a fraction of the operations that it takes without a fault, about.
         times: how many operations fail; 0 is all from there on.
         gap: operations between two that fail.
-        error: as what: a "device"'s allocator, the "host"'s, Python's own "heap", a "library"; or "alien": no lack of memory, which has to pass through.
+        error: as what: a "device"'s allocator, the "host"'s, Python's own "heap", a "library"; or "alien", no lack of memory: it has to pass through.
     """
 
     step: int = 0
@@ -162,7 +162,7 @@ def read(text: str) -> Plan:
         unknown = [name for name in given if name not in kinds]
         if unknown:
             raise TypeError(f"there is no field {unknown[0]!r}")
-        values = {name: tuple(value) if kinds[name] is tuple else kinds[name](value) for name, value in given.items()}
+        values: dict[str, Any] = {name: tuple(value) if kinds[name] is tuple else kinds[name](value) for name, value in given.items()}
         values["faults"] = tuple(Fault(**each) for each in given.get("faults", ()))
         values["moves"] = tuple((int(at), float(to)) for at, to in given.get("moves", ()))
         plan = Plan(**values)
@@ -182,7 +182,10 @@ def case_seed(seed: int, number: int) -> int:
 def draw(seed: int) -> Plan:
     """A random case from its seed."""
     rng = random.Random(seed)
-    maybe = lambda chance: rng.random() < chance  # noqa: E731  # read aloud it is a word
+
+    def maybe(chance: float) -> bool:
+        return rng.random() < chance
+
     half = maybe(0.06)
     names = [name for name, layer in LAYERS.items() if layer.half or not half]
     layers = tuple(rng.choices(names, k=rng.choice((0, 1, 1, 2, 2, 3, 4))))

@@ -81,9 +81,7 @@ class Setup:
     def take(self, other: Setup) -> None:
         """Becomes equal to `other`: parameters, buffers, gradients and what modules count, by value."""
         with torch.no_grad():
-            for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
-                mine.copy_(theirs)
-            for mine, theirs in zip(self.guests, other.guests, strict=True):
+            for mine, theirs in zip([*self.model.parameters(), *self.guests], [*other.model.parameters(), *other.guests], strict=True):
                 mine.copy_(theirs)
             for own, module in zip(self.model.modules(), other.model.modules(), strict=True):
                 for name, buffer in module._buffers.items():
@@ -107,7 +105,7 @@ class Setup:
 
     def counters(self) -> list[int]:
         """What modules count by themselves."""
-        return [module.count for module in self.model.modules() if isinstance(getattr(module, "count", None), int)]
+        return [count for module in self.model.modules() if isinstance(count := getattr(module, "count", None), int)]
 
 
 def set_up(plan: Plan) -> Setup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from .plan import Fault, Plan
 
@@ -14,14 +15,14 @@ def smaller(plan: Plan) -> Iterator[Plan]:
     for name in ("faults", "layers", "limits", "moves"):
         parts = getattr(plan, name)
         if parts:
-            yield replace(plan, **{name: ()})
+            yield _with(plan, name, ())
         if len(parts) > 1:
             for i in range(len(parts)):
-                yield replace(plan, **{name: (*parts[:i], *parts[i + 1 :])})
+                yield _with(plan, name, (*parts[:i], *parts[i + 1 :]))
     plain = Plan()
     for each in fields(Plan):
         if each.name not in ("seed", "faults", "layers", "limits", "moves") and getattr(plan, each.name) != getattr(plain, each.name):
-            yield replace(plan, **{each.name: getattr(plain, each.name)})
+            yield _with(plan, each.name, getattr(plain, each.name))
     if plan.samples > 1:
         yield replace(plan, samples=plan.samples // 2)
         yield replace(plan, samples=plan.samples - 1)
@@ -32,6 +33,11 @@ def smaller(plan: Plan) -> Iterator[Plan]:
             if getattr(fault, name) != getattr(Fault(), name):
                 made = replace(fault, **{name: getattr(Fault(), name)})
                 yield replace(plan, faults=(*plan.faults[:i], made, *plan.faults[i + 1 :]))
+
+
+def _with(plan: Plan, name: str, value: Any) -> Plan:
+    values: dict[str, Any] = {name: value}
+    return replace(plan, **values)
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool], *, seconds: float = 30.0, clock: Callable[[], float] = time.monotonic) -> Plan:

@@ -44,8 +44,8 @@ from .setup import set_up
 
 TOLERANCE = 1e-12
 FLOOR = 1e-2
-"""A leaf whose gradient cancels to nearly nothing is as exact as the terms that cancel: beside the whole batch, whose sums run in another order, it is
-held against this part of the largest gradient at least."""
+"""A leaf whose gradient cancels to nearly nothing is as exact as the terms that cancel: beside the whole batch, whose sums run in another order, it
+is held against this part of the largest gradient at least."""
 
 SCALE = 4.0
 PLENTY = "1TiB"
@@ -405,16 +405,16 @@ class _Trial:
         out.phases.update("optimizer" for event in events if isinstance(event, OptimizerOutOfMemory))
         out.splits += sum(event.size_after < event.size_before for event in failures)
         done = [event for event in events if isinstance(event, CallDone)]
-        failed = [event for event in events if isinstance(event, CallFailed)]
-        out.seconds = sum(event.seconds or 0.0 for event in (*done, *failed))
-        out.lost = sum(event.seconds_lost for event in (*done, *failed))
+        ended: list[CallDone | CallFailed] = [event for event in events if isinstance(event, CallDone | CallFailed)]
+        out.seconds = sum(event.seconds or 0.0 for event in ended)
+        out.lost = sum(event.seconds_lost for event in ended)
         trained = [event for event in done if event.mode == "train"]
         demand(len(trained) == self.finished == stats.calls, f"{len(trained)} calls are told of, {stats.calls} counted, {self.finished} finished")
         demand(stats.samples == self.samples and stats.pieces == self.pieces, f"the counts of samples or pieces are wrong: {stats}")
         demand(sum(event.ooms for event in trained) == self.ooms, "the out-of-memory errors of the calls do not add up")
         demand(sum(event.replayed_samples for event in trained) == self.replayed, "the replayed samples of the calls do not add up")
         demand(stats.ooms == sum(event.ooms for event in done), f"stats.ooms is {stats.ooms}, and the calls tell of {sum(e.ooms for e in done)}")
-        told = sum(event.ooms for event in (*done, *failed))
+        told = sum(event.ooms for event in ended)
         refused = out.errors["ReplayUnsafeError"]  # which comes in the place of the event
         demand(told == len(failures) + refused, f"there are {len(failures)} out-of-memory events, and the calls tell of {told}")
 

@@ -111,9 +111,9 @@ def _run(take: Callable[[dict[str, Any]], None], kind: str, arguments: dict[str,
 
 def _line(sample: Sample, message: dict[str, Any]) -> str:
     return (
-        f"{sample.at / 60:5.1f} min  {message['steps']} steps  {message['ooms']} ooms  {message['refused']} refused  live {format_bytes(sample.live)}  "
-        f"resident {format_bytes(sample.resident)}  threads {sample.threads}  files {sample.files}  objects {sample.objects}  "
-        f"step ×{sample.ratio:.3f}  worst error {message['worst']:.1e} of {message['checked']} checked"
+        f"{sample.at / 60:5.1f} min  {message['steps']} steps  {message['ooms']} ooms  {message['refused']} refused  "
+        f"live {format_bytes(sample.live)}  resident {format_bytes(sample.resident)}  threads {sample.threads}  files {sample.files}  "
+        f"objects {sample.objects}  step ×{sample.ratio:.3f}  worst error {message['worst']:.1e} of {message['checked']} checked"
     )
 
 

@@ -27,9 +27,12 @@ from ..factory import make
 from ..state import WrongOutcomeError, error_of
 from ..subject import Subject
 from ..worlds import World, open_world
-from .trend import Sample
+from .trend import LEAST, Sample
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
+"""Of what the whole batch needs beyond the smallest piece: what the memory is, by turns."""
+
 KEPT_RATIOS = 9
 """Of so many the median is the sample's."""
 
@@ -66,7 +69,7 @@ class _Soak:
         self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self._steps = self._ooms = self._refused = self._checked = 0
         self._worst = 0.0
-        self._need = self._rest = 0
+        self._whole = self._least = 0
         self._capacity: int | None = None
 
     def run(self, seconds: float, samples: int) -> None:
@@ -76,8 +79,10 @@ class _Soak:
         gc.collect()
         gc.freeze()  # what has been imported by now need not be looked at each time
         began = self._clock()
-        while (now := self._clock() - began) < seconds:
-            self._between(began + min(seconds, now + seconds / samples))
+        measured = 0
+        while (now := self._clock() - began) < seconds or measured < 2 * LEAST:
+            measured += 1
+            self._between(began + now + seconds / samples)
             self._emit({"sample": asdict(self._measure(self._clock() - began)), **self._counts()})
 
     def _counts(self) -> dict[str, Any]:
@@ -93,20 +98,24 @@ class _Soak:
         self._optimizer.zero_grad()
 
     def _calibrate(self) -> None:
+        """How much the whole batch needs, and how much a piece that is nearly the smallest."""
         self._by_hand(self._subject.batch(0), [(0, self._length)])
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._rest = self._world.live()
-        self._world.reset_peak()
-        self._by_hand(self._subject.batch(0), [(0, self._length)])
-        self._need = self._world.peak() - self._rest
-        self._optimizer.zero_grad()
+        needs = []
+        for stop in (self._length, min(self._length, 3)):
+            self._world.reset_peak()
+            self._by_hand(self._subject.batch(0), [(0, stop)])
+            needs.append(self._world.peak())
+            self._optimizer.zero_grad()
+        self._whole, self._least = needs
 
     def _between(self, until: float) -> None:
         """Trains with runtimes of its own, one for each door, until a moment; at least a step with each."""
         subject = self._subject
         options = {**subject.options, "sensor": self._world.sensor, "monitor_interval": self._rng.choice((0.0, 0.05)), "wait_for_memory": 0}
-        with ElasticMBS(subject.model, **options) as mbs, ElasticMBS(subject.model, **{**options, "monitor_interval": 0}) as other:
+        hopeful = {"micro_batch_size": self._length, **options, "monitor_interval": 0}  # begins with the whole batch, whatever there is
+        with ElasticMBS(subject.model, **options) as mbs, ElasticMBS(subject.model, **hopeful) as other:
             if self._learned:
                 mbs.load_state_dict(self._learned)
             decorated = elastic_step(subject.model, **{**options, "monitor_interval": 0})(subject.loss_fn)
@@ -126,7 +135,7 @@ class _Soak:
     def _step(self, mbs: ElasticMBS, door: Callable[[Any], StepResult]) -> None:
         """One training step; every few of them the memory changes, and the gradient is checked."""
         if self._steps % self._rng.choice((1, 2, 5)) == 0:
-            self._capacity = self._rest + int(self._need * self._rng.choice((0.25, 0.4, 0.7, 1.0, 1.5)))
+            self._capacity = self._least + int((self._whole - self._least) * self._rng.choice(SHARES))
             self._world.resize(self._capacity)
         batch = self._subject.batch(self._steps)
         self._steps += 1
@@ -195,7 +204,10 @@ class _Soak:
         size = max(1, self._length // 4)
         pieces = partition(0, self._length, size)
         with ElasticMBS(subject.model, **{**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0}) as mbs:
-            ways = {"ours": lambda: mbs.backward(subject.loss_fn, batch), "hand": lambda: self._by_hand(batch, pieces)}
+            ways: dict[str, Callable[[], object]] = {
+                "ours": lambda: mbs.backward(subject.loss_fn, batch),
+                "hand": lambda: self._by_hand(batch, pieces),
+            }
             took: dict[str, list[float]] = {name: [] for name in ways}
             for turn in range(5):
                 for name in sorted(ways, reverse=turn % 2 == 0):
