@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from elastic_mbs import oom
 from elastic_mbs.commits import drain, drop_unrun, walk
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
@@ -140,6 +142,7 @@ def recover(call: Call) -> None:
     call.steady = False
     if failure.phase == "backward":
         drop_unrun()
+        _undo_half_made(parts.settings.scaler)
     history.failures += 1
     history.since_progress += 1
     _refuse_poisoned(call, failure)
@@ -295,6 +298,12 @@ def _undo(call: Call, failure: Failure, mode: str) -> None:
             )
 
 
+def _undo_half_made(scaler: torch.amp.GradScaler | None) -> None:
+    """A GradScaler makes two tensors when it is first used. Where there was room for the first only, it would never make the other."""
+    if getattr(scaler, "_scale", None) is not None and getattr(scaler, "_growth_tracker", scaler) is None:
+        scaler._scale = None  # type: ignore[union-attr]  # there is one
+
+
 def retrying(parts: Parts, what: str, operation: Callable[[], T]) -> T:
     """Runs bookkeeping that can itself run out of memory and can be called again, letting go of more each time.
 
@@ -332,6 +341,7 @@ def unwind(call: Call, error: BaseException) -> None:
     parts = call.parts
     if call.training:
         drop_unrun()
+        _undo_half_made(parts.settings.scaler)
     if call.stream_start is not None:
         try:
             parts.streams.restore(call.stream_start)

@@ -451,3 +451,19 @@ def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activatio
         else:
             assert mbs.backward(loss_fn, x).ooms == 1
     assert live[1] - live[0] < 8 * 512 * 8
+
+
+def test_a_scaler_that_ran_out_of_memory_between_its_two_tensors_makes_both_the_next_time() -> None:
+    """It had its scale and looked ready, but no growth tracker: the optimizer's step ended by an AssertionError of torch's."""
+    struck = 0
+    for number in range(1, 80):
+        model, batch = mlp(), pairs(4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mbs = elastic(model, micro_batch_size=4, scaler=scaler)
+        with InjectOOM(at=[number]) as inject:
+            mbs.backward(lambda b, net=model: nn.functional.cross_entropy(net(b[0]), b[1]), batch)
+        struck += inject.hits == ["aten::full"]
+        scaler.step(optimizer)
+        scaler.update()
+    assert struck >= 2
