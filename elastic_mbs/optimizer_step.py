@@ -110,7 +110,7 @@ def _unscale(parts: Parts, optimizer: Optimizer) -> None:
                 undo.take(host=host)
             scaler.unscale_(optimizer)
             return
-        except RuntimeError as error:
+        except Exception as error:
             if "already been called on this optimizer since the last update" in str(error):
                 return
             verdict = oom.classify(error, parts.settings.is_oom)

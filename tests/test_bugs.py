@@ -467,3 +467,24 @@ def test_a_scaler_that_ran_out_of_memory_between_its_two_tensors_makes_both_the_
         scaler.step(optimizer)
         scaler.update()
     assert struck >= 2
+
+
+def test_unscaling_that_runs_out_of_pythons_own_memory_is_tried_again() -> None:
+    """Only a RuntimeError was looked at there; a MemoryError passed through as it was."""
+    model, batch = mlp(), pairs(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fails = [True]
+
+    class Scaler(torch.amp.GradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            if fails:
+                fails.clear()
+                raise MemoryError
+            super().unscale_(optimizer)
+
+    mbs = elastic(model, scaler=Scaler("cpu", init_scale=4.0))
+    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+    before = [p.detach().clone() for p in model.parameters()]
+    mbs.optimizer_step(optimizer)
+    assert fails == []
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
