@@ -21,7 +21,7 @@ from stress.cases import CASES, build
 from stress.exhaustive import PATTERNS, WrongOutcomeError, builtin, run, sweep
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
-POINTS = 3
+POINTS = 2
 """Injections per sweep, about."""
 
 
@@ -74,3 +74,89 @@ def test_an_engine_that_is_broken_is_caught(monkeypatch: pytest.MonkeyPatch, own
         for warm in (True, False):
             for _ in sweep(builtin(name), warm=warm, pattern="once", stride=2):
                 pass
+
+
+# ---------------------------------------------------------------------- the user's own model
+
+MODEL = """
+import torch
+from torch import nn
+torch.set_num_threads(1)
+calls = []
+
+def plain():
+    model = nn.Linear(4, 2)
+    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [(torch.randn(6, 4), torch.randint(0, 2, (6,)))]
+
+def mixing():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [(torch.randn(6, 4).double(), torch.randint(0, 2, (6,)))]
+
+def chance():
+    model = nn.Linear(4, 2)
+    calls.append(1)
+    return model, lambda b: model(b).mean() * len(calls), [torch.randn(6, 4)]
+
+def frozen():
+    model = nn.Linear(4, 2).requires_grad_(False)
+    return model, lambda b: model(b).mean(), [torch.randn(6, 4)]
+
+def single():
+    model = nn.Linear(4, 2)
+    return model, lambda b: model(b).mean(), [torch.randn(1, 4)]
+
+def broken():
+    model = nn.Linear(4, 2)
+    return model, lambda b: model(b[0]).mean(), [torch.randn(6, 5)]
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "models.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.mark.parametrize(("name", "told"), [("plain", "and with the whole batch, tolerance 1e-04"), ("mixing", "compared with the same pieces only")])
+def test_the_users_own_model_is_struck_at_every_operation(model_file: Path, name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", "exhaustive", "--model", f"{model_file}:{name}", "--samples", "4", "--max-points", "60"]) == 0
+    out = capsys.readouterr().out
+    assert told in out
+    assert "0 wrong" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "{file}:frozen"], "no parameter that requires a gradient"),
+        (["--model", "{file}:single"], "cannot be split"),
+        (["--model", "{file}:broken"], "does not run: RuntimeError"),
+        (["--model", "{file}:chance"], "two runs from the same seed differ"),
+        (["--model", "{file}:nothing"], "no function 'nothing'"),
+        (["--model", "/no/such/file.py:make"], "no file /no/such/file.py"),
+        (["--model", "{file}:plain", "mlp"], "one or the other"),
+        (["mlp", "--stride", "0"], "--stride 0"),
+        (["--samples", "0"], "--samples 0"),
+        (["--max-points", "0"], "--max-points 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(model_file: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", "exhaustive", *(each.format(file=model_file) for each in arguments)]) == 2
+    told = capsys.readouterr().err
+    assert named in told
+
+
+def test_a_wrong_outcome_and_an_unexpected_error_have_exit_codes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unexpected(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "mark", lambda self, leaves: frozenset())
+        assert main(["stress", "exhaustive", "mlp", "--stride", "2"]) == 3
+    assert "WRONG" in capsys.readouterr().out
+    monkeypatch.setattr("stress.exhaustive.command.sweep", unexpected)
+    assert main(["stress", "exhaustive", "mlp"]) == 4
+    assert "UNEXPECTED" in capsys.readouterr().out
