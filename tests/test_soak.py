@@ -100,7 +100,10 @@ def test_every_figure_has_a_limit() -> None:
 # ---------------------------------------------------------------------- the run
 
 
-def test_a_short_run_is_exact_and_flat_and_writes_what_it_measured(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_is_exact_and_flat_and_writes_what_it_measured(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", logger="elastic_mbs")  # pytest would keep every line that is logged, and those are objects
     file = tmp_path / "soak.json"
     code = run("--minutes", "0.08", "--samples", "24", "--model", tiny, "--json", str(file))
     told = capsys.readouterr().out
