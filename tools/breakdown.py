@@ -38,7 +38,7 @@ PARTS: Sequence[tuple[str, object, str]] = (
     ("batch: to the device", Streamer, "load"),
     ("counts: read", Counts, "read"),
     ("counts: weights", Counts, "weights"),
-    ("warnings: labels of -100", runtime.ElasticMBS, "_warn"),
+    ("first look", runtime.ElasticMBS, "_look_at"),
     ("capture check", runtime, "refuse_capture"),
     ("inventory: refresh", Inventory, "refresh"),
     ("commits: clear", CommitLog, "clear"),

@@ -24,7 +24,7 @@ from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.partition import partition
 
 from ..factory import make
-from ..state import WrongOutcomeError, error_of
+from ..state import Streams, WrongOutcomeError, error_of
 from ..subject import Subject
 from ..worlds import World, open_world
 from .trend import LEAST, Sample
@@ -32,6 +32,9 @@ from .trend import LEAST, Sample
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
 """Of what the whole batch needs beyond the smallest piece: what the memory is, by turns."""
+
+CHECKED_EVERY = 20
+"""Steps between two checks of a gradient."""
 
 KEPT_RATIOS = 9
 """Of so many the median is the sample's."""
@@ -68,6 +71,7 @@ class _Soak:
         self._learned: dict[str, object] = {}
         self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self._steps = self._ooms = self._refused = self._checked = 0
+        self._check_at = 0
         self._worst = 0.0
         self._whole = self._least = 0
         self._capacity: int | None = None
@@ -137,7 +141,7 @@ class _Soak:
         if self._steps % self._rng.choice((1, 2, 5)) == 0:
             self._capacity = self._least + int((self._whole - self._least) * self._rng.choice(SHARES))
             self._world.resize(self._capacity)
-        batch = self._subject.batch(self._steps)
+        batch, start = self._subject.batch(self._steps), Streams.now()
         self._steps += 1
         try:
             result = door(batch)
@@ -146,8 +150,9 @@ class _Soak:
             self._optimizer.zero_grad()
             return
         self._ooms += result.ooms
-        if self._steps % 20 == 1:
-            self._check(batch, result)
+        if self._steps >= self._check_at:
+            self._check_at = self._steps + CHECKED_EVERY
+            self._check(batch, result, start)
         if self._steps % 2:
             with suppress(MemoryError, torch.OutOfMemoryError):
                 mbs.optimizer_step(self._optimizer)
@@ -170,14 +175,16 @@ class _Soak:
     def _loss(self, piece: Any) -> list[Any]:
         return [self._subject.loss_fn(piece)]
 
-    def _check(self, batch: Any, result: StepResult) -> None:
-        """Holds the gradient against a loop written by hand; buffers and random streams need no care, because parameters alone are compared."""
+    def _check(self, batch: Any, result: StepResult, start: Streams) -> None:
+        """Holds the gradient against a loop written by hand, with the random numbers that the step itself has begun with."""
         leaves, buffers = list(self._subject.model.parameters()), list(self._subject.model.buffers())
         with self._unlimited():
             got = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
-            before = [buffer.clone() for buffer in buffers]
+            before, after = [buffer.clone() for buffer in buffers], Streams.now()
             self._optimizer.zero_grad()
+            start.restore()
             self._by_hand(batch, result.partition)
+            after.restore()
             error = error_of(got, [leaf.grad for leaf in leaves])
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
