@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch.autograd.graph import Node
@@ -133,11 +132,15 @@ class CommitLog:
         """Between two attempts: forgets what committed, by whomever."""
         self.fired.clear()
 
-    def sample(self, most: int = 2) -> list[torch.Tensor]:
-        """A few of the leaves that committed, spread over all of them, and others each time."""
-        step = max(1, -(-len(self.fired) // most))
+    def sample(self, *, another: bool) -> list[torch.Tensor]:
+        """The leaf that committed last, which is the cheapest to look at: it is still in the caches. And `another`, a different one each time."""
+        fired = self.fired
+        if not fired:
+            return []
+        if not another:
+            return [fired[-1]]
         self._turn += 1
-        return list(islice(self.fired, self._turn % step, None, step))
+        return [fired[self._turn % len(fired)], fired[-1]]
 
     def close(self) -> None:
         """Removes every hook."""

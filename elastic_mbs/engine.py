@@ -318,7 +318,7 @@ class Call:
                 self.refuse_own_backward()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
             fired = parts.commits.fired
-            some = parts.commits.sample()
+            some = parts.commits.sample(another=not len(self.committed))
             self._sentinels.remember(some)
             if len(self._sentinels.seen) < len(some):
                 check_gradients_stayed(some, parts.inventory.name_of)

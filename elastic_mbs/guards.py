@@ -79,7 +79,7 @@ class GradientSentinels:
     """A few leaves whose `.grad` is looked at between pieces: whoever clears or edits gradients there is noticed.
 
     At most 16 leaves, spread over the model: the whole of it would cost a hundred microseconds a piece, and `zero_grad()` reaches all of them. Once a
-    loss function is known the engine gives two of them.
+    loss function is known the engine gives the last one that committed, and once a call another.
 
     Attributes:
         seen: leaf, gradient and version of each.
