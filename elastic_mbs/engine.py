@@ -28,7 +28,7 @@ from elastic_mbs.history import History
 from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.learning import held_beside, learn, meet_inner_leaves, take_census, tell_controller
-from elastic_mbs.losses import read_losses, takes_seed, weighted_sum
+from elastic_mbs.losses import Terms, read_losses, takes_seed, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
 from elastic_mbs.random_streams import StreamState
@@ -223,15 +223,20 @@ class Call:
         if self.parts.commits.fired:
             self.refuse_own_backward()
         self._sentinels.check()
-        terms, outputs = read_losses(value, self.names)
-        # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
-        if outputs is not None:
-            self.store(micro, outputs)
+        loss = value if self.names is None and takes_seed(value) else None
+        if loss is not None:
+            terms: Terms = {None: loss}
+        else:
+            terms, outputs = read_losses(value, self.names)
+            # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
+            if outputs is not None:
+                self.store(micro, outputs)
+            loss = only if takes_seed(only := terms.get(None)) else None
         if self.table is not None:
             micro._losses = tuple(terms.values())
         weights = micro._piece.weights
         assert weights is not None
-        if self.steady and self.names is None and takes_seed(loss := terms[None]):
+        if self.steady and loss is not None:
             micro._loss, micro._weight, micro._weighed = loss.detach(), weights[None], loss
             self.history.touched = True
             seed = self.parts.seeds.take(loss, micro._weight, repeats=self._repeats)

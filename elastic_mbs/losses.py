@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -34,8 +34,6 @@ def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
     Raises:
         LossError: no loss is there, it is no scalar, or it has no graph.
     """
-    if names is None and type(value) is torch.Tensor and value.dim() == 0 and value.is_floating_point() and value.requires_grad:
-        return {None: value}, None  # what nearly every step returns, without the questions below
     if value is None:
         raise LossError(f"loss_fn returned None; is a `return` missing? {_WAYS}")
     loss, outputs = _separate(value, names)
@@ -112,9 +110,15 @@ AT_A_TIME = 32
 MOST_WEIGHTS = 16
 
 
-def takes_seed(loss: torch.Tensor) -> bool:
-    """Whether a seed weighs this loss as exactly as `weighted_sum`: half precision would round the weight, and a leaf has no backward to start."""
-    return not loss.is_leaf and loss.dtype in (torch.float32, torch.float64)
+def takes_seed(loss: object) -> TypeGuard[torch.Tensor]:
+    """Whether this is a scalar loss with a graph that a seed weighs as exactly as `weighted_sum`: half precision would round the weight.
+
+    Asked of what `loss_fn` has returned, it is true for what nearly every step returns, with as few questions as there can be.
+    """
+    return type(loss) is torch.Tensor and loss.dtype in _SEEDED and loss.ndim == 0 and not loss.is_leaf  # what has no graph is a leaf
+
+
+_SEEDED = frozenset({torch.float32, torch.float64})
 
 
 def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:
