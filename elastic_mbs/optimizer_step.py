@@ -48,7 +48,9 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
         return
     undo = Undo(optimizer, foreign=not is_torchs(optimizer), values=not only_in_place(optimizer))
     streams = parts.streams.read(slow=True)
-    _make_room_and_copy(parts, optimizer, undo)
+    key = _signature(optimizer)
+    began = parts.step_ways.first(key)
+    copies = _make_room_and_copy(parts, optimizer, undo, began[0])
     ways: list[tuple[str, Way]] = [("", step), ("with the caches let go of", step)]
     if one_by_one(optimizer):
         ways.append(("one parameter at a time", partial(_each, parts, optimizer, step, undo)))
@@ -56,7 +58,7 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
     verdict: oom.Verdict | None = None
     first = True
     with _HooksOnce(optimizer) as hooks:
-        for action, way in ways:
+        for number, (action, way) in enumerate(ways[began[1] :], began[1]):
             if verdict is not None:
                 parts.log.emit(
                     OptimizerOutOfMemory(parts.settings.name, type(optimizer).__name__, action, verdict.kind.name.lower(), verdict.message)
@@ -65,6 +67,7 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
                 first = False
             verdict = _attempt(parts, optimizer, way, undo, hooks, streams)
             if verdict is None:
+                parts.step_ways.worked(key, began, (max(copies, int(number > 0 and _has_host(parts))), number))
                 break
     if verdict is not None:
         how = ", not even one parameter at a time" if one_by_one(optimizer) else ""
@@ -124,20 +127,22 @@ def _unscale(parts: Parts, optimizer: Optimizer) -> None:
     raise OptimizerStepError(f"there is no room to unscale the gradients; nothing was changed, so it may be called again: {verdict.message}")
 
 
-def _make_room_and_copy(parts: Parts, optimizer: Optimizer, undo: Undo) -> None:
+def _make_room_and_copy(parts: Parts, optimizer: Optimizer, undo: Undo, begin: int) -> int:
+    """Takes the copies, in the first way from `begin` on that works; returns its number."""
     need = need_of(optimizer, parts.optimizer_needs.get(_signature(optimizer)))
     seen, usage = last_headroom(parts), parts.meter.usage()
     host = False
     if seen is not None:
         cached = usage.reserved - usage.allocated if usage is not None else 0
-        if need.total > seen.free:
+        if need.total > seen.free and not begin:
             oom.release(devices=parts.inventory.devices(), thorough=True)
         host = _has_host(parts) and seen.free + cached < need.total + undo.nbytes + MARGIN * seen.total
     verdict = None
-    for place, apart in ((host, False), (True, False), (True, True)):  # at last one by one, where there is memory but no large block of it
+    places = ((host, False), (True, False), (True, True))  # at last one by one, where there is memory but no large block of it
+    for number, (place, apart) in enumerate(places[begin:], begin):
         try:
             undo.take(host=place, apart=apart)
-            return
+            return number
         except Exception as error:
             verdict = oom.classify(error, parts.settings.is_oom)
             if verdict is None:

@@ -17,6 +17,7 @@ from elastic_mbs.losses import Seeds
 from elastic_mbs.memory import Headroom, HostGuard, Monitor, Reading, UsageMeter
 from elastic_mbs.random_streams import RandomStreams
 from elastic_mbs.settings import Settings
+from elastic_mbs.step_ways import StepWays
 from elastic_mbs.stream import Streamer
 from elastic_mbs.telemetry import Telemetry
 from elastic_mbs.timing import Stopwatch
@@ -43,6 +44,7 @@ class Parts:
     seeds: Seeds = field(default_factory=Seeds)
     traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
     optimizer_needs: dict[tuple[str, int, bool], int] = field(default_factory=dict)
+    step_ways: StepWays = field(default_factory=StepWays)
     retries: int | None = None
     guard: HostGuard | None = None
     sleep: Callable[[float], None] = time.sleep

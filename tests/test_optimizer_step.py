@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MisuseError, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
+from elastic_mbs.optimizer_step import _signature
 from elastic_mbs.optimizers import only_in_place
+from elastic_mbs.step_ways import BEST
 from elastic_mbs.testing import InjectOOM
 
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -445,3 +447,27 @@ def test_what_cannot_be_stepped_is_refused_by_name() -> None:
         with pytest.raises(StepInsideError), micro:
             world.guarded()
         break
+
+
+@pytest.mark.no_oom_injection
+def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time_and_finds_back() -> None:
+    reference, plain = _wide(torch.optim.AdamW, foreach=True)
+    for _ in range(45):
+        plain.step()
+    model, optimizer = _wide(torch.optim.AdamW, foreach=True)
+    events: list[Any] = []
+    failed: list[int] = []
+    with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
+        mbs = ElasticMBS(model, monitor_interval=0, on_event=events.append)
+        for step in range(45):
+            if step == 1:
+                budget.limit = budget.live + 4 * 2**14  # foreach needs sixteen
+            if step == 34:
+                budget.limit = "8MiB"
+            mbs.optimizer_step(optimizer)
+            if any(isinstance(event, OptimizerOutOfMemory) for event in events):
+                failed.append(step)
+            events.clear()
+        assert mbs._parts.step_ways.first(_signature(optimizer)) == BEST
+    assert failed == [1, 3, 6, 11, 20]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
