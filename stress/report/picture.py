@@ -90,6 +90,7 @@ def _draw_sizes(axes: Axes, run: Run) -> None:
             axes.plot(x, y, marker, color=color, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, clip_on=False, zorder=5, label=label)
     axes.set_yscale("log", base=2)
     seen = [size for points in lines.values() for _, size in points if size is not None]
+    seen += [float(mark.after) for mark in run.marks if mark.after]  # what was tried and failed lies lower than any step's size
     scale = powers_of_two(min(seen, default=1.0), max(seen, default=1.0))
     axes.set_yticks([tick.value for tick in scale.ticks], [tick.label for tick in scale.ticks])
     axes.minorticks_off()
