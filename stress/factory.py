@@ -16,7 +16,7 @@ from torch import nn
 
 from elastic_mbs.errors import UsageError
 
-from .models import BUILTIN
+from .models import BUILTIN, ON_GPU
 from .subject import Subject
 
 KEPT_BATCHES = 64
@@ -25,19 +25,20 @@ KEPT_BATCHES = 64
 Factory = Callable[[], Subject]
 
 
-def find(name: str) -> Factory:
+def find(name: str, device: torch.device | str = "cpu") -> Factory:
     """The factory of a built-in model, or of the user's own.
 
     Args:
         name: a key of `BUILTIN`, or `path.py:factory`. The factory takes no argument and returns a `Subject`, or a tuple
             `(model, loss_fn, batches)` whose batches are a sequence, a loader, or a function of the step's number.
+        device: built-in models are larger for a GPU.
 
     Raises:
         UsageError: there is no such name, file or function, or the file cannot be run.
     """
     path, colon, attribute = name.rpartition(":")
     if name in BUILTIN:
-        return BUILTIN[name]
+        return (BUILTIN if torch.device(device).type == "cpu" else ON_GPU)[name]
     if not colon:
         raise UsageError(f"--model {name}: no such model; one of {', '.join(BUILTIN)}, or your own as path.py:factory")
     factory = getattr(_module(Path(path)), attribute, None)
@@ -46,19 +47,25 @@ def find(name: str) -> Factory:
     return lambda: _subject(factory(), name)
 
 
-def make(name: str, seed: int, device: torch.device | str = "cpu") -> Subject:
+def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: torch.device | str | None = None) -> Subject:
     """The subject made from its seed: model, batches and random streams are the same each time.
+
+    Args:
+        name: as for `find`.
+        seed: of torch's, Python's and numpy's random streams.
+        device: whose size it has.
+        there: where it goes, if not to that device: to look at its parameters beside the count.
 
     Raises:
         UsageError: there is no such model, or what the factory gives is no subject.
     """
-    factory = find(name)
+    factory = find(name, device)
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     subject = factory()
-    subject.model.to(device)
+    subject.model.to(device if there is None else there)
     return subject
 
 

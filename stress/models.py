@@ -1,8 +1,13 @@
-"""Models to train under stress: in float64, small, and with activations that take far more memory than their parameters."""
+"""Models to train under stress: in float64, and with activations that take far more memory than their parameters.
+
+Each comes in two sizes with the same number of samples. On the CPU it is small. On a GPU one sample's activation takes megabytes, because torch's
+allocator takes memory from the device in segments of 2 and of 20 MiB, and libraries have workspaces: limits and failures would be lost in them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +38,7 @@ class Wide(nn.Module):
     """Few weights and large activations, so that memory is a matter of the micro-batch, and little work: most scenarios train it.
 
     Args:
-        width: bytes of one activation per sample, over 8.
+        width: bytes of one activation per row, over 8.
     """
 
     def __init__(self, width: int) -> None:
@@ -42,42 +47,35 @@ class Wide(nn.Module):
         self.last = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, 8) → (samples, 4)."""
-        scores: Tensor = self.last(torch.tanh(torch.sin(torch.tanh(self.first(x)))))
+        """(samples, rows, 8) → (samples, 4)."""
+        scores: Tensor = self.last(torch.tanh(torch.sin(torch.tanh(self.first(x))))).mean(1)
         return scores
 
 
-def _wide(name: str, samples: int, width: int, optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None) -> Subject:
-    model = Wide(width).double()
+def wide(*, big: bool = False) -> Subject:
+    """Two small layers and large activations between them: the quick case."""
+    rows = 256 if big else 1
+    model = Wide(8192).double()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         stream = _stream(step)
-        return torch.randn(samples, 8, generator=stream, dtype=torch.float64), torch.randint(0, 4, (samples,), generator=stream)
+        return torch.randn(SAMPLES, rows, 8, generator=stream, dtype=torch.float64), torch.randint(0, 4, (SAMPLES,), generator=stream)
 
     def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(piece[0]), piece[1])
 
-    return Subject(model, loss_fn, batch, name=name) if optimizer is None else Subject(model, loss_fn, batch, optimizer, name=name)
+    return Subject(model, loss_fn, batch, name="wide")
 
 
-def wide() -> Subject:
-    """Two small layers and large activations between them: the quick case."""
-    return _wide("wide", SAMPLES, 8192)
-
-
-def large() -> Subject:
-    """The same in the size of a GPU, where blocks and workspaces of libraries are megabytes."""
-    return _wide("large", 1024, 16384)
-
-
-def adam() -> Subject:
+def adam(*, big: bool = False) -> Subject:
     """The opposite: more weights than activations, under AdamW, whose state is twice the weights and whose step takes as much again."""
-    layers = [layer for _ in range(6) for layer in (nn.Linear(192, 192), nn.Tanh())]
-    model = nn.Sequential(*layers, nn.Linear(192, 8)).double()
+    width = 2048 if big else 192
+    layers = [layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(width, 8)).double()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         stream = _stream(step)
-        return torch.randn(SAMPLES, 192, generator=stream, dtype=torch.float64), torch.randint(0, 8, (SAMPLES,), generator=stream)
+        return torch.randn(SAMPLES, width, generator=stream, dtype=torch.float64), torch.randint(0, 8, (SAMPLES,), generator=stream)
 
     def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(piece[0]), piece[1])
@@ -85,13 +83,14 @@ def adam() -> Subject:
     return Subject(model, loss_fn, batch, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True), name="adam")
 
 
-def mlp() -> Subject:
+def mlp(*, big: bool = False) -> Subject:
     """Linear layers on long rows: the plain case."""
-    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10)).double()
+    rows, width = (1024, 2048) if big else (32, 512)
+    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)).double()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         stream = _stream(step)
-        return torch.randn(SAMPLES, 32, 64, generator=stream, dtype=torch.float64), torch.randint(0, 10, (SAMPLES, 32), generator=stream)
+        return torch.randn(SAMPLES, rows, 64, generator=stream, dtype=torch.float64), torch.randint(0, 10, (SAMPLES, rows), generator=stream)
 
     def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(piece[0]).flatten(0, 1), piece[1].flatten())
@@ -99,16 +98,17 @@ def mlp() -> Subject:
     return Subject(model, loss_fn, batch, _adamw, name="mlp")
 
 
-def cnn() -> Subject:
+def cnn(*, big: bool = False) -> Subject:
     """Convolutions with BatchNorm: gradients and buffers depend on how the batch is split."""
-    layers: list[nn.Module] = []
-    for width in (3, 16, 16):
-        layers += [nn.Conv2d(width, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).double()
+    channels, side = (32, 32) if big else (16, 24)
+    layers: list[nn.Module] = [nn.Upsample(scale_factor=8)] if big else []  # images of that size would take longer to draw than to train on
+    for width in (3, channels, channels):
+        layers += [nn.Conv2d(width, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)).double()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         stream = _stream(step)
-        return torch.randn(SAMPLES, 3, 24, 24, generator=stream, dtype=torch.float64), torch.randint(0, 10, (SAMPLES,), generator=stream)
+        return torch.randn(SAMPLES, 3, side, side, generator=stream, dtype=torch.float64), torch.randint(0, 10, (SAMPLES,), generator=stream)
 
     def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(piece[0]), piece[1])
@@ -116,11 +116,12 @@ def cnn() -> Subject:
     return Subject(model, loss_fn, batch, name="cnn")
 
 
-def _language(name: str, length: Callable[[int], int]) -> Subject:
-    model = GPT(GPTConfig(vocabulary=64, context=256, width=32, heads=2, layers=2)).double()
+def _language(name: str, length: Callable[[int], int], *, big: bool) -> Subject:
+    width, heads, longer = (512, 4, 4) if big else (32, 2, 1)
+    model = GPT(GPTConfig(vocabulary=64, context=256 * longer, width=width, heads=heads, layers=2)).double()
 
     def batch(step: int) -> dict[str, Tensor]:
-        stream, tokens = _stream(step), length(step)
+        stream, tokens = _stream(step), longer * length(step)
         rows = torch.randint(0, 64, (SAMPLES, tokens), generator=stream)
         labels = rows.roll(-1, 1)
         ends = torch.randint(1, tokens, (SAMPLES, 1), generator=stream)  # samples of different length, padded
@@ -133,15 +134,20 @@ def _language(name: str, length: Callable[[int], int]) -> Subject:
     return Subject(model, loss_fn, batch, _adamw, {"count": count_tokens("labels")}, name)
 
 
-def gpt() -> Subject:
+def gpt(*, big: bool = False) -> Subject:
     """The demo's GPT, made small, counted in tokens."""
-    return _language("gpt", lambda _: 64)
+    return _language("gpt", lambda _: 64 if not big else 128, big=big)
 
 
-def gpt_bursts() -> Subject:
+def gpt_bursts(*, big: bool = False) -> Subject:
     """The same, with bursts of inputs four times as long."""
-    return _language("gpt_bursts", lambda step: 256 if step % 10 in (6, 7) else 64)
+    return _language("gpt_bursts", lambda step: 256 if step % 10 in (6, 7) else 64, big=big)
 
 
-BUILTIN: dict[str, Callable[[], Any]] = {make.__name__: make for make in (wide, mlp, cnn, gpt, gpt_bursts, adam, large)}
+_ALL: tuple[Callable[..., Any], ...] = (wide, mlp, cnn, gpt, gpt_bursts, adam)
+
+BUILTIN: dict[str, Callable[[], Any]] = {make.__name__: make for make in _ALL}
 """Models by name."""
+
+ON_GPU: dict[str, Callable[[], Any]] = {make.__name__: partial(make, big=True) for make in _ALL}
+"""The same in the size of a GPU."""

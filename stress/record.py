@@ -233,6 +233,7 @@ class Run(_Plain):
         seconds: how long it took, calibration and reference runs included.
         passed: whether nothing was wrong.
         complaints: what was wrong, in words with numbers.
+        expandable: whether the allocator's segments were expandable, on CUDA: memory does not stay fragmented then.
     """
 
     scenario: str
@@ -250,6 +251,7 @@ class Run(_Plain):
     seconds: float = 0.0
     passed: bool = False
     complaints: list[str] = field(default_factory=list)
+    expandable: bool = False
 
     @property
     def title(self) -> str:

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from stress.record import write_json
+from tests.test_scenarios import record
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -44,6 +47,48 @@ def test_a_dry_run_leaves_one_json_with_figures(tool: Any, tmp_path: Path) -> No
     assert (breakdown["exit_code"], breakdown["timed_out"]) == (0, False)
 
 
+def test_a_dry_run_of_the_stress_tool_and_of_streaming_has_their_figures(tool: Any, tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    assert tool.main(["--dry-run", "--only", "fragmented", "--only", "streaming", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["parts"]
+    fragmentation = found["fragmented"]["figures"]["fragmentation"]
+    assert (fragmentation["passed"], fragmentation["complaints"]) == (True, [])
+    assert fragmentation["ooms"] > 0
+    assert fragmentation["needs"]["samples"] == 32
+    (tiny,) = found["streaming"]["figures"]["streaming"]
+    assert tiny["memory"] is None, "on the CPU there is only one memory"
+    assert tiny["cost"]["low"] <= tiny["cost"]["median"] <= tiny["cost"]["high"]
+
+
+def test_fragmentation_runs_with_both_kinds_of_segments(tool: Any, tmp_path: Path) -> None:
+    real = {each.name: each for each in tool.parts(tmp_path, dry=False)}
+    assert set(real["fragmented"].environment.values()) == {"expandable_segments:False"}
+    assert real["expandable"].environment == dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+    assert real["tests"].environment == {}
+    outcome = tool.run(
+        tool.Part("it", [sys.executable, "-c", "import os; print(os.environ['MINE'])"], 30.0, lambda text: {"it": text.strip()}, {"MINE": "1"})
+    )
+    assert outcome.figures == {"it": "1"}
+
+
+def test_the_stress_tools_record_becomes_figures_and_must_be_of_the_right_segments(tool: Any, tmp_path: Path) -> None:
+    path = tmp_path / "stress.json"
+    write_json([record(expandable=True), record(expandable=True, process=1, complaints=["no"])], 0, path)
+    figures = tool.read_stress(path, expandable=True)
+    assert list(figures) == ["made_up", "made_up_2"]
+    assert figures["made_up_2"]["complaints"] == ["no"]
+    with pytest.raises(ValueError, match="segments were expandable, whatever"):
+        tool.read_stress(path, expandable=False)
+    write_json([], 0, path)
+    with pytest.raises(ValueError, match="no scenario was run"):
+        tool.read_stress(path)
+
+
+def test_the_help_has_the_limits_of_all_parts(tool: Any, tmp_path: Path) -> None:
+    lines = {line.split()[0]: line.split()[-1] for line in tool.__doc__.splitlines() if line.strip()}
+    assert {each.name: str(each.limit) for each in tool.parts(tmp_path, dry=False)}.items() <= lines.items()
+
+
 def test_without_a_device_it_says_so(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool.main([]) == 2
@@ -52,7 +97,7 @@ def test_without_a_device_it_says_so(tool: Any, monkeypatch: pytest.MonkeyPatch,
 
 def test_all_parts_together_take_less_than_nine_minutes(tool: Any, tmp_path: Path) -> None:
     real = tool.parts(tmp_path, dry=False)
-    assert [each.name for each in real] == ["tests", "doctor", "demo", "overhead", "breakdown"]
+    assert [each.name for each in real] == list(tool.NAMES)
     assert sum(each.limit + 2 * tool.GRACE for each in real) < 9 * 60
     assert "gpu" in real[0].command
     assert all("cuda" in each.command for each in real[1:] if each.name != "doctor")

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,8 @@ from stress.worlds import (
     RlimitWorld,
     ShimWorld,
     available,
+    checkerboard,
+    cuda,
     in_child,
     open_world,
     run_child,
@@ -487,8 +490,6 @@ def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monke
         card.ooms += 3
         assert world.failures() == 3
         world.fragment(None)
-        with pytest.raises(UsageError, match="fragmentation"):
-            world.fragment(1)
         with pytest.raises(UsageError, match=r"2\.0 GiB is more than cuda:0 has"):
             world.resize("2GiB")
         world.resize(None)
@@ -499,10 +500,92 @@ def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monke
     assert card.fraction == 1.0
 
 
+class Arena:
+    """One long segment of a caching allocator: first fit, and neighbours that are free become one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size = 0
+        self.taken: dict[int, int] = {}
+        monkeypatch.setattr(checkerboard, "_block", lambda device, size: self.take(size))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def free(self) -> list[int]:
+        ends = [0, *(start + size for start, size in sorted(self.taken.items()))]
+        return [start - end for start, end in zip([*sorted(self.taken), self.size], ends, strict=True) if start > end]
+
+    def take(self, size: int) -> object:
+        self.size = max(self.size, size)
+        ends = [0, *(start + taken for start, taken in sorted(self.taken.items()))]
+        start = next(end for end, next_ in zip(ends, [*sorted(self.taken), self.size], strict=True) if next_ - end >= size)
+        self.taken[start] = size
+        block = type("Block", (), {})()
+        weakref.finalize(block, self.taken.pop, start)
+        return block
+
+
+@pytest.mark.parametrize(("size", "largest"), [(3000 * MEBI, 250 * MEBI), (1001 * MEBI, 64 * MEBI + 5), (700 * MEBI, 1)])
+def test_on_a_checkerboard_memory_is_free_but_in_no_large_block(size: int, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(monkeypatch)
+    board = checkerboard.Checkerboard(torch.device("cuda", 0), size, largest)
+    assert max(arena.free()) <= max(checkerboard.LEAST, largest)
+    assert sum(arena.free()) > 0.85 * size
+    del board
+    assert arena.free() == [arena.size], "what it held is whole again"
+
+
+def test_on_cuda_a_fragmented_world_breaks_up_what_its_capacity_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    built: list[tuple[int, int]] = []
+    monkeypatch.setattr(cuda, "Checkerboard", lambda device, size, largest: built.append((size, largest)))
+    with CudaWorld() as world:
+        world.fragment(100 * MEBI)
+        assert built == [], "without a limit there is nothing to break up"
+        card.ours = 30 * MEBI
+        world.resize(600 * MEBI)
+        assert built == [(520 * MEBI, 100 * MEBI)], "less what is held already, and room for segments of small tensors"
+        world.resize(60 * MEBI)
+        assert len(built) == 1, "too narrow for one hole"
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"device": 0, "is_expandable": False}, {"device": 1, "is_expandable": True}])
+        assert not world.expandable()
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"device": 0, "is_expandable": True}])
+        assert world.expandable()
+        world.fragment(None)
+        world.resize(600 * MEBI)
+        assert len(built) == 1
+
+
+def test_a_lower_limit_strikes_what_is_cached_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, emptied = Card(monkeypatch), []
+    with CudaWorld() as world:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(card.fraction))
+        world.resize(500 * MEBI)
+    assert emptied[0] == 1.0, "torch asks the fraction only when it takes more: what is cached would go on as before"
+
+
 def test_a_gpu_that_others_use_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, free=700 * MEBI)
     with pytest.raises(UsageError, match=r"300\.0 MiB of cuda:1 are in use"):
         CudaWorld("cuda:1").__enter__()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_broken_up_unless_segments_are_expandable() -> None:  # cuda-only
+    def had(size: int) -> bool:
+        try:
+            torch.empty(size, dtype=torch.uint8, device=world.device)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    with CudaWorld() as world:
+        torch.zeros(1, device=world.device)
+        world.fragment(256 * MEBI)
+        world.resize("4GiB")
+        assert torch.cuda.memory_reserved(world.device) - world.live() > 3 << 30 or world.expandable()
+        assert had(200 * MEBI)
+        assert had(1 << 30) is world.expandable()
+        world.fragment(None)
+        assert had(3 << 30)
 
 
 @pytest.mark.gpu

@@ -121,8 +121,8 @@ SCENARIOS: Mapping[str, Scenario] = {
             "fragmentation",
             "memory is free, but no large block of it can be had",
             weather.whole_but_broken,
-            ("budget", "shim"),
-            (checks.bounded, checks.something_happened),
+            ("budget", "shim", "cuda"),
+            (checks.bounded, checks.broken_up),
             largest=0.1,
         ),
         Scenario(

@@ -113,7 +113,15 @@ def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
     kinds, missing = _kinds(options)
     budget = None if options.budget is None else parse_bytes(int(options.budget) if options.budget.isdecimal() else options.budget)
     orders = [
-        Order(scenario.name, kind, model_for(scenario, kind, options.model), options.seed, steps_of(scenario, options), _device(kind), budget)
+        Order(
+            scenario.name,
+            kind,
+            scenario.model if options.model is None else options.model,
+            options.seed,
+            steps_of(scenario, options),
+            _device(kind),
+            budget,
+        )
         for kind in kinds
         for scenario in chosen(options, kind)
     ]
@@ -141,13 +149,6 @@ def chosen(options: argparse.Namespace, kind: str) -> list[Scenario]:
     if options.quick and not options.scenario and kind in QUICK:
         names = QUICK[kind]
     return [SCENARIOS[name] for name in dict.fromkeys(names) if kind in SCENARIOS[name].kinds]
-
-
-def model_for(scenario: Scenario, kind: str, asked: str | None) -> str:
-    """The user's model, or the scenario's; on a GPU the small ones would be lost in what libraries take."""
-    if asked is not None:
-        return asked
-    return "large" if kind == "cuda" else scenario.model
 
 
 def steps_of(scenario: Scenario, options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from elastic_mbs.events import format_bytes
 
 from ..factory import make
 from ..record import Differences, Needs, Run, Step
-from ..worlds import World
+from ..worlds import CudaWorld, World
 from .checkpoint import Checkpoint
 from .facts import separable, whole
 from .needs import measure, measure_by_trial, warm
@@ -54,6 +54,7 @@ def run(order: Order, world: World, tell: Tell = nobody, trained_all: Callable[[
         if order.entry.largest is not None:
             world.fragment(largest_block(order, room.needs))
         trained = _train(order, world, room, record, tell)
+        record.expandable = isinstance(world, CudaWorld) and world.expandable()
     trained_all()
     if trained is not None:
         record.differences = compare(order, trained)
@@ -105,7 +106,7 @@ def needs_of(order: Order, world: World) -> Needs:
 
 def largest_block(order: Order, needs: Needs) -> int:
     """Bytes of the largest block that can be had, where memory is fragmented: a share of the activations, but no parameter is larger."""
-    subject = make(order.model, order.seed, "cpu")
+    subject = make(order.model, order.seed, order.device, there="cpu")
     parameter = max((tensor.nbytes for tensor in subject.model.parameters()), default=0)
     return max(parameter, round((order.entry.largest or 1.0) * (needs.whole - needs.rest)))
 

@@ -15,6 +15,9 @@ from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.memory.size import parse_bytes
 
+from . import checkerboard
+from .checkerboard import Checkerboard
+
 MOSTLY_FREE = 0.75
 """Share of the device that must be free: its co-tenant fills it, and nobody else may starve of that."""
 
@@ -30,6 +33,8 @@ class CudaWorld:
 
     A capacity alone is a memory fraction, which is exact. As soon as there is a co-tenant, the ballast process fills the device up to what is left
     to us, so that `cudaMalloc` itself fails; what our allocator has reserved it gets when we let go of it.
+
+    Fragmented memory is a checkerboard of our own blocks in what the capacity leaves us; see `Checkerboard`.
 
     Args:
         device: with its index, or the current one.
@@ -48,7 +53,8 @@ class CudaWorld:
         self.capacity: int | None = None
         self._held = self._wanted = 0
         self._neighbour: Neighbour | None = None
-        self._highest = 0
+        self._largest: int | None = None
+        self._board: Checkerboard | None = None
         self._failed_before = 0
 
     def __enter__(self) -> Self:
@@ -74,6 +80,7 @@ class CudaWorld:
             self._neighbour.__exit__(kind, error, trace)
             self._neighbour = None
         self.capacity, self._held, self._wanted = None, 0, 0
+        self._largest = self._board = None
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
@@ -89,18 +96,33 @@ class CudaWorld:
         size = None if capacity is None else parse_bytes(capacity)
         if size is not None and size > total:
             raise UsageError(f"{format_bytes(size)} is more than {self.device} has ({format_bytes(total)})")
-        self.capacity = size
+        self.capacity, self._board = size, None
+        torch.cuda.empty_cache()  # the fraction is asked when the allocator takes more, not for what it has cached
         torch.cuda.set_per_process_memory_fraction(1.0 if size is None else size / total, self.device)
         self.occupy(self._held)
+        self._break_up()
 
     def fragment(self, largest: int | None) -> None:
-        """Refuses: on a GPU memory is fragmented by what is allocated, not by a setting.
+        """Breaks up what the capacity leaves us, now and whenever that changes: no block above `largest` bytes is left. None ends that.
 
-        Raises:
-            UsageError: always, unless it is None.
+        Where the allocator's segments are expandable (`expandable`), it is free all the same.
         """
-        if largest is not None:
-            raise UsageError("the world 'cuda' knows no setting for fragmentation: hold blocks of the allocator's own instead")
+        self._largest = None if largest is None else parse_bytes(largest)
+        self._board = None
+        self._break_up()
+
+    def _break_up(self) -> None:
+        if self._largest is None or self.capacity is None:
+            return
+        torch.cuda.empty_cache()
+        left = self.capacity - self._held - torch.cuda.memory_reserved(self.device)
+        size = left - min(checkerboard.APART, self._largest // 2)
+        if size > 0:
+            self._board = Checkerboard(self.device, size, self._largest)
+
+    def expandable(self) -> bool:
+        """Whether the allocator's segments are expandable, so that memory does not stay fragmented."""
+        return checkerboard.expandable(self.device)
 
     def occupy(self, held: int) -> None:
         """Has the ballast take what is too much for us to have the capacity less `held`.

@@ -1,0 +1,54 @@
+"""Fragmented memory of a GPU: a checkerboard of blocks in this process's caching allocator."""
+
+from __future__ import annotations
+
+import torch
+
+PIN = 2 * 2**20
+"""Bytes of a block that is kept: the smallest that comes out of the allocator's large segments."""
+LEAST = 16 * 2**20
+"""Bytes of the smallest hole: where they are smaller, the pins between them are what memory is full of."""
+APART = 64 * 2**20
+"""Bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each, which holes cannot give."""
+
+
+class Checkerboard:
+    """Holds a pin after each hole of one long segment.
+
+    ```
+        segment   hole  │pin│  hole  │pin│  hole  │pin│ …
+    ```
+
+    A segment in which one block is alive is never given back to the device. So memory is free in total, but the largest block of it is a hole. With
+    expandable segments the pages of the holes are given back, and mapped again in one piece: then nothing is fragmented.
+
+    Args:
+        device: a CUDA device, with its index.
+        size: bytes of the segment.
+        largest: bytes of a hole.
+
+    Raises:
+        torch.OutOfMemoryError: there is not that much.
+    """
+
+    def __init__(self, device: torch.device, size: int, largest: int) -> None:
+        hole = max(LEAST, largest) // PIN * PIN
+        torch.cuda.empty_cache()  # or the blocks would lie in what is cached already
+        segment = _block(device, size // PIN * PIN)
+        del segment  # its memory stays, and the allocator cuts the blocks from it one after the other
+        holes: list[object] = []
+        self.pins: list[object] = []
+        for _ in range(size // (hole + PIN)):
+            holes.append(_block(device, hole))
+            self.pins.append(_block(device, PIN))
+        holes.clear()
+        torch.cuda.empty_cache()  # gives back what the device can have: pages of the holes, where segments are expandable
+
+
+def _block(device: torch.device, size: int) -> object:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def expandable(device: torch.device) -> bool:
+    """Whether the allocator's segments on a device are expandable: by what it has, whatever the environment asked for."""
+    return any(segment.get("is_expandable", False) and segment["device"] == device.index for segment in torch.cuda.memory_snapshot())
