@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stress.factory import find
+from stress.models import BUILTIN
 from stress.record import Differences, End, Mark, Needs, Run, Step, document, read_json, write_json
 from stress.scenarios import checks, weather
+from stress.scenarios import perform as performing
 from stress.scenarios.catalogue import SCENARIOS
+from stress.scenarios.meeting import Meeting
 from stress.scenarios.order import Order
-from stress.scenarios.perform import judge, perform
+from stress.scenarios.perform import _two_on_cuda, judge, perform
 from stress.scenarios.session import run as run_here
 from stress.scenarios.weather import Room, Weather
 from stress.worlds import BudgetWorld, available
@@ -326,3 +331,77 @@ def test_a_scenario_holds_in_processes_of_its_own(name: str, kind: str) -> None:
         pytest.skip(str(available(kind)))
     runs = perform(Order(name, kind, "wide", 0, 12), lambda step: None)
     assert [run.complaints for run in runs] == [[]] * len(runs)
+
+
+class Device:
+    """Stands for the GPU that two share, and notes what is left of it."""
+
+    def __init__(self) -> None:
+        self.left: list[int | None] = []
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.left.append(-1)
+
+    def leave(self, size: int | None) -> None:
+        self.left.append(size)
+
+
+def test_two_on_a_gpu_begin_together_and_compare_when_both_have_trained() -> None:
+    device: Any = Device()
+    seen: list[Step] = []
+    runs = _two_on_cuda(Order("two_elastic", "budget", "wide", 0, 8), seen.append, device)
+    assert [run.complaints for run in runs] == [[], []]
+    assert [run.process for run in runs] == [0, 1]
+    assert all(run.differences is not None and run.differences.largest < 1e-9 for run in runs)
+    assert [step.step for step in seen] == list(range(8))
+    needs = runs[0].needs
+    assert device.left == [Room(needs, needs.samples, copies=2).of(0.6), None, -1]
+    assert max(run.began for run in runs) - min(run.began for run in runs) < 5.0, "neither had begun before both were there"
+
+
+def test_two_on_a_gpu_of_whom_one_fails_are_one_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = Device()
+    monkeypatch.setattr(performing, "_MAIN", "nowhere:main")
+    (run,) = _two_on_cuda(Order("two_elastic", "budget", "wide", 0, 8), lambda step: None, device)
+    assert "nowhere" in run.complaints[0]
+    assert device.left == [-1]
+
+
+def test_a_word_is_heard_by_all_who_wait_for_it_and_not_for_ever(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, timeout=0.05)
+    with pytest.raises(TimeoutError, match="nobody said 'begin'"):
+        meeting.wait("begin")
+    meeting.say("begin")
+    Meeting(tmp_path).wait("begin")
+
+
+def test_broken_memory_need_not_hurt_where_segments_are_expandable() -> None:
+    assert checks.broken_up(record(expandable=True)) == []
+    assert len(checks.broken_up(record())) == 1
+    assert checks.broken_up(record(steps=[step(0, ooms=1)])) == []
+
+
+@pytest.mark.parametrize("name", list(BUILTIN))
+def test_a_model_has_the_samples_of_the_small_one_in_the_size_of_a_gpu(name: str) -> None:
+    small, large = BUILTIN[name](), find(name, "cuda")()
+    assert large.name == small.name == name
+    for number in (0, 6):
+        mine, other = (next(iter(b.values())) if isinstance(b, dict) else b[0] for b in (small.batch(number), large.batch(number)))
+        assert len(mine) == len(other)
+    wide_leaves = [leaf for leaf in large.model.parameters() if leaf.nbytes >= 10 * 2**20]
+    assert (len(wide_leaves) == 6) is (name == "adam"), "its state is to be large, that of the others is not"
+
+
+@pytest.mark.parametrize("name", ["wide", "mlp", "cnn"])
+def test_one_samples_activation_is_a_segment_of_its_own_on_a_gpu(name: str) -> None:
+    subject = find(name, "cuda")()
+    sizes: list[int] = []
+    for module in subject.model.modules():
+        module.register_forward_hook(lambda module, inputs, output: sizes.append(output.nbytes))
+    x, y = subject.batch(0)
+    with torch.no_grad():
+        subject.loss_fn((x[:2], y[:2]))
+    assert max(sizes) == 2 * 16 * 2**20

@@ -1,5 +1,6 @@
 """What streaming costs is measured on the same pieces, and more than one piece of the batch on the device is found."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_problem_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     def broken(result: streaming.Result) -> streaming.Result:
         memory = Memory(600, 100, 4000, 3600)
-        return streaming.replace(result, memory=memory, problem=memory.problem())
+        return replace(result, memory=memory, problem=memory.problem())
 
     assert streaming.main(["tiny", "--pairs", "2", "--seconds", "0.1", "--step-ms", "0.1", "--json", str(tmp_path / "a" / "it.json")]) == 1
     assert "TOO MUCH" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from stress.worlds import (
     KINDS,
     BudgetWorld,
     Child,
+    Confined,
     CudaWorld,
     Fence,
     RlimitWorld,
@@ -552,6 +553,25 @@ def test_on_cuda_a_fragmented_world_breaks_up_what_its_capacity_leaves(monkeypat
         world.fragment(None)
         world.resize(600 * MEBI)
         assert len(built) == 1
+
+
+def test_two_who_share_a_gpu_have_what_the_third_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, free=900 * MEBI)
+    with Confined() as device:
+        device.leave(300 * MEBI)
+        assert card.told[-1] == 600 * MEBI
+        with CudaWorld(shared=True) as world:
+            assert world.others() == 0
+            card.ours = 100 * MEBI
+            assert world.others() == 0, "what we have taken ourselves"
+            card.free -= 50 * MEBI
+            assert world.others() == 50 * MEBI
+        device.leave(None)
+        assert card.told[-1] == 0
+    assert card.told[-1] == -1
+    with pytest.raises(UsageError, match="are in use"), CudaWorld():
+        card.ours = 400 * MEBI
+        CudaWorld().__enter__()
 
 
 def test_a_lower_limit_strikes_what_is_cached_too(monkeypatch: pytest.MonkeyPatch) -> None:

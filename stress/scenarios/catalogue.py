@@ -163,7 +163,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "two_elastic",
             "two of us on one device, with room for six tenths of each",
             weather.shared,
-            ("shim",),
+            ("shim", "cuda"),
             play="two",
             steps=40,
             quick=30,

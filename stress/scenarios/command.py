@@ -28,7 +28,7 @@ from .perform import perform
 QUICK = {
     "shim": ("too_big", "cliff", "fragmentation", "two_elastic"),
     "rlimit": ("too_big", "sawtooth"),
-    "cuda": ("too_big", "cliff", "sawtooth"),
+    "cuda": ("too_big", "cliff", "sawtooth", "optimizer_first_step", "long_sequences", "one_sample_too_big", "two_elastic"),
 }
 """What the bounded set runs of each real kind, beside everything on the budget."""
 

@@ -24,6 +24,7 @@ class Order:
         folder: for checkpoints; None where there are none.
         dies: the step in whose backward the process kills itself; None for never.
         needs: what the model takes, where that is known and the limit is already there: for two processes on one device.
+        meeting: folder in which two processes on one GPU wait for each other; None where there is nobody to wait for.
     """
 
     scenario: str
@@ -37,6 +38,7 @@ class Order:
     folder: str | None = None
     dies: int | None = None
     needs: dict[str, Any] | None = None
+    meeting: str | None = None
 
     @property
     def entry(self) -> Scenario:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from ..record import Mark, Needs, Run, Step
-from ..worlds import Child, ChildError, Crashed, Fence, in_child, run_child, run_children
+from ..worlds import Child, ChildError, Confined, Crashed, Fence, in_child, run_child, run_children
 from . import checks, job
+from .meeting import Meeting
 from .order import Order
 from .session import run as run_here
 from .weather import Room
@@ -96,6 +98,44 @@ def _kill(order: Order, tell: Tell) -> list[Run]:
 
 def _two(order: Order, tell: Tell) -> list[Run]:
     """Two processes at the same time on one device, which is made as large as both together may need."""
+    return _two_on_cuda(order, tell, Confined()) if order.kind == "cuda" else _two_in_a_fence(order, tell)
+
+
+def _two_on_cuda(order: Order, tell: Tell, device: Confined) -> list[Run]:
+    """On a GPU a ballast process takes all but what both may have, once both have what libraries keep for good."""
+    needs: dict[int, Needs] = {}
+    found: list[Run | None] = [None, None]
+    training = {0, 1}
+    with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder:
+        meeting = Meeting(Path(folder))
+        orders = [replace(order, process=process, meeting=folder) for process in (0, 1)]
+        try:
+            with device:
+                for index, message in run_children([Child(order.kind, _MAIN, each.to_json(), deadline=DEADLINE) for each in orders]):
+                    if "needs" in message:
+                        needs[index] = Needs.from_json(message["needs"])
+                        if len(needs) == len(orders):
+                            device.leave(Room(needs[0], needs[0].samples, copies=2).capacity(order.entry.script(0, order.steps, order.seed)))
+                            meeting.say("begin")
+                    if "step" in message and index == 0:
+                        tell(Step.from_json(message["step"]))
+                    if "trained" in message:
+                        training.discard(index)
+                        if not training:
+                            device.leave(None)  # for the references
+                            meeting.say("compare")
+                    if "run" in message:
+                        found[index] = Run.from_json(message["run"])
+        except ChildError as error:
+            return [failed(order, str(error))]
+    return _both(order, found)
+
+
+def _both(order: Order, found: list[Run | None]) -> list[Run]:
+    return [failed(replace(order, process=i), "the process ended without a record") if run is None else run for i, run in enumerate(found)]
+
+
+def _two_in_a_fence(order: Order, tell: Tell) -> list[Run]:
     try:
         needs = next(Needs.from_json(message["needs"]) for message in run_child(order.kind, _MEASURE, order.to_json(), deadline=DEADLINE))
         orders = [replace(order, process=process, needs=needs.to_json()) for process in (0, 1)]
@@ -115,4 +155,4 @@ def _two(order: Order, tell: Tell) -> list[Run]:
                     found[index] = Run.from_json(message["run"])
     except ChildError as error:
         return [failed(order, str(error))]
-    return [failed(replace(order, process=i), "the process ended without a record") if run is None else run for i, run in enumerate(found)]
+    return _both(order, found)

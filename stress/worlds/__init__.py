@@ -19,7 +19,7 @@ from elastic_mbs.errors import UsageError
 from . import cuda, fence, rlimit
 from .budget import BudgetWorld
 from .child import Child, ChildError, Crashed, Emit, Failed, Hung, run_child, run_children
-from .cuda import CudaWorld
+from .cuda import Confined, CudaWorld
 from .fence import Fence
 from .rlimit import RlimitWorld
 from .shim import ShimWorld
@@ -30,6 +30,7 @@ __all__ = [
     "BudgetWorld",
     "Child",
     "ChildError",
+    "Confined",
     "Crashed",
     "CudaWorld",
     "Emit",

@@ -38,12 +38,13 @@ class CudaWorld:
 
     Args:
         device: with its index, or the current one.
+        shared: another one of us trains on the device, too, and what both may have is settled by a third (`Confined`).
     """
 
     kind = "cuda"
     exact = False
 
-    def __init__(self, device: torch.device | str = "cuda") -> None:
+    def __init__(self, device: torch.device | str = "cuda", *, shared: bool = False) -> None:
         problem = trouble()
         if problem is not None:
             raise UsageError(problem)
@@ -56,6 +57,8 @@ class CudaWorld:
         self._largest: int | None = None
         self._board: Checkerboard | None = None
         self._failed_before = 0
+        self._shared = shared
+        self._room = 0
 
     def __enter__(self) -> Self:
         """Looks whether the device is free enough.
@@ -66,7 +69,8 @@ class CudaWorld:
         torch.cuda.init()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        if free < MOSTLY_FREE * total:
+        self._room = free + torch.cuda.memory_reserved(self.device)
+        if not self._shared and free < MOSTLY_FREE * total:
             raise UsageError(
                 f"{format_bytes(total - free)} of {self.device} are in use, and the stress tool's co-tenant fills a device to the brim: run it on an "
                 "idle one, or with --device cpu"
@@ -82,6 +86,7 @@ class CudaWorld:
         self.capacity, self._held, self._wanted = None, 0, 0
         self._largest = self._board = None
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        torch.cuda.empty_cache()
 
     def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
         """Nothing to do here."""
@@ -147,7 +152,9 @@ class CudaWorld:
         self._neighbour.hold(self._wanted)
 
     def others(self) -> int:
-        """What the co-tenant has been told to hold."""
+        """What the co-tenant has been told to hold; where it is one of us, what is gone of the room for both without our doing."""
+        if self._shared:
+            return max(0, self._room - torch.cuda.mem_get_info(self.device)[0] - torch.cuda.memory_reserved(self.device))
         return self._held
 
     def live(self) -> int:
@@ -168,6 +175,41 @@ class CudaWorld:
 
     def _ooms(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
+
+class Confined:
+    """A GPU of which all others together can have a given number of bytes: a ballast process holds the rest. A context manager.
+
+    Args:
+        device: with its index, or the current one.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self._device = torch.device(device)
+        self._neighbour: Neighbour | None = None
+
+    def __enter__(self) -> Self:
+        """Starts the ballast process, which holds nothing yet."""
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        self._device = torch.device("cuda", index)
+        torch.cuda.empty_cache()  # what we have cached nobody else could have
+        self._neighbour = Neighbour.on_cuda(index)
+        self._neighbour.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Ends the ballast process."""
+        if self._neighbour is not None:
+            self._neighbour.__exit__(kind, error, trace)
+            self._neighbour = None
+
+    def leave(self, size: int | None) -> None:
+        """Leaves so many bytes of what is free now; None for all."""
+        assert self._neighbour is not None
+        self._neighbour.hold(0)
+        if size is not None:
+            free = torch.cuda.mem_get_info(self._device)[0]
+            self._neighbour.hold(max(0, free - size) // GRAIN * GRAIN)
 
 
 def trouble() -> str | None:
