@@ -20,10 +20,8 @@ def test_the_batch_on_the_device_is_a_copy_of_the_same_samples() -> None:
     assert all(torch.equal(there.batch[key], tensor) and there.batch[key] is not tensor for key, tensor in workload.batch.items())
 
 
-def test_bytes_are_counted_as_the_allocator_rounds_them() -> None:
-    batch = {"a": torch.zeros(3), "b": (torch.zeros(129, dtype=torch.float32), 7)}
-    assert streaming.nbytes(batch) == 12 + 516
-    assert streaming.nbytes(batch, streaming.ROUNDING) == 512 + 1024
+def test_bytes_are_those_of_all_tensors() -> None:
+    assert streaming.nbytes({"a": torch.zeros(3), "b": (torch.zeros(129), 7)}) == 12 + 516
 
 
 class Card:
@@ -31,11 +29,12 @@ class Card:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, there: int) -> None:
         self.held, self.there, self.highest = 5000, there, 0
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.held)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.highest)
+        monkeypatch.setattr(
+            torch.cuda, "memory_stats", lambda device: {"requested_bytes.all.current": self.held, "requested_bytes.all.peak": self.highest}
+        )
         monkeypatch.setattr(streaming, "on_device", self.copy)
-        monkeypatch.setattr(streaming, "nbytes", lambda batch, round_to: 100)
+        monkeypatch.setattr(streaming, "nbytes", lambda batch: 100)
 
     def copy(self, workload: object) -> object:
         self.held += 600

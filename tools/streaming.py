@@ -31,8 +31,6 @@ from tools.breakdown import WARM, make_runtime
 from tools.workloads import MAKERS, PIECES, Workload, calibrated, wait
 
 FOR_THE_TABLE = ("cnn", "mlp")
-ROUNDING = 512
-"""Bytes to whose multiples the allocator rounds each tensor."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,9 @@ def on_device(workload: Workload) -> Workload:
     return replace(workload, batch=map_tensors(workload.batch, lambda tensor: tensor.to(workload.device, copy=True)))
 
 
-def nbytes(batch: object, round_to: int = 1) -> int:
-    """Bytes of a batch's tensors, each rounded up."""
-    sizes = [-(-leaf.nbytes // round_to) * round_to for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return sum(sizes)
+def nbytes(batch: object) -> int:
+    """Bytes of a batch's tensors."""
+    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def measure(workload: Workload, *, pairs: int, seconds: float, seed: int = 0) -> Result:
@@ -144,18 +141,21 @@ def measure(workload: Workload, *, pairs: int, seconds: float, seed: int = 0) ->
 def _memory(workload: Workload, step: Callable[[object], object]) -> Memory:
     """Peaks of both kinds of step, by the allocator's statistics, above what is held without a batch on the device."""
     device = workload.device
-    base = torch.cuda.memory_allocated(device)
+
+    def requested(when: str) -> int:  # what was asked for, not what it was rounded to
+        return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"])
+
+    base = requested("current")
 
     def peak(batch: object) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         step(batch)
-        return torch.cuda.max_memory_allocated(device) - base
+        return requested("peak") - base
 
     host = peak(workload.batch)
     there = on_device(workload).batch
-    batch = torch.cuda.memory_allocated(device) - base
-    whole = peak(there)
-    return Memory(batch, nbytes(workload.piece(0, workload.size), ROUNDING), host, whole)
+    batch = requested("current") - base
+    return Memory(batch, nbytes(workload.piece(0, workload.size)), host, peak(there))
 
 
 def line(result: Result) -> str:

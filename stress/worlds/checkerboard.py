@@ -11,6 +11,8 @@ LEAST = 16 * 2**20
 APART = 64 * 2**20
 """Bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each, which holes cannot give."""
 
+GAPS = 64
+
 
 class Checkerboard:
     """Holds a pin after each hole of one long segment.
@@ -36,16 +38,23 @@ class Checkerboard:
         torch.cuda.empty_cache()  # or the blocks would lie in what is cached already
         segment = _block(device, size // PIN * PIN)
         del segment  # its memory stays, and the allocator cuts the blocks from it one after the other
-        holes: list[object] = []
-        self.pins: list[object] = []
+        holes: list[torch.Tensor] = []
+        self.pins: list[torch.Tensor] = []
         for _ in range(size // (hole + PIN)):
             holes.append(_block(device, hole))
-            self.pins.append(_block(device, PIN))
+            self._pin(device, holes[-1].data_ptr() + hole)
         holes.clear()
         torch.cuda.empty_cache()  # gives back what the device can have: pages of the holes, where segments are expandable
 
+    def _pin(self, device: torch.device, end: int) -> None:
+        """Takes the block behind a hole. Gaps between tensors that were there before fit a pin better, so they are filled first."""
+        for _ in range(GAPS):
+            self.pins.append(_block(device, PIN))
+            if self.pins[-1].data_ptr() == end:
+                return
 
-def _block(device: torch.device, size: int) -> object:
+
+def _block(device: torch.device, size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
