@@ -114,6 +114,7 @@ class Step(_Plain):
         norm: of the gradient, over all parameters.
         time_lost: seconds in attempts that failed.
         lowest: bytes that capacity less others fell to in it, where that moved in its middle; None where it did not.
+        skipped: ranges that were left out because nothing in them counts, as pairs (start, stop).
     """
 
     step: int
@@ -133,6 +134,7 @@ class Step(_Plain):
     norm: float
     time_lost: float
     lowest: int | None = None
+    skipped: list[list[int]] = field(default_factory=list)
 
     @property
     def pieces(self) -> int:
@@ -193,8 +195,9 @@ class Differences(_Plain):
 
     @property
     def largest(self) -> float:
-        """The largest of all."""
-        return max(value for value in (self.loss, self.norm, self.weight, self.outputs, self.whole_loss, self.whole_weight) if value is not None)
+        """The largest of all; not a number where one of them is none, which `max` would pass over."""
+        found = [value for value in (self.loss, self.norm, self.weight, self.outputs, self.whole_loss, self.whole_weight) if value is not None]
+        return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 @dataclass(frozen=True)

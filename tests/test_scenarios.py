@@ -160,6 +160,26 @@ def test_a_sample_that_ran_twice_is_a_complaint(pieces: list[list[int]]) -> None
     assert len(checks.covers_every_sample(record(steps=[step(0, partition=pieces)]))) == 1
 
 
+@pytest.mark.parametrize(
+    "pieces", [[[0, 8], [16, 32]], [[8, 32]], [[0, 24]], [], [[0, 16], [16, 16], [16, 31]]], ids=["inside", "first", "last", "all", "last one"]
+)
+def test_a_sample_that_never_ran_is_a_complaint(pieces: list[list[int]]) -> None:
+    assert len(checks.covers_every_sample(record(steps=[step(0, partition=pieces)]))) == 1
+
+
+def test_samples_in_which_nothing_counts_may_be_left_out_when_the_record_says_so() -> None:
+    left_out = step(0, partition=[[0, 8], [16, 32]], skipped=[[8, 16]])
+    assert checks.covers_every_sample(record(steps=[left_out])) == []
+    assert Step.from_json(left_out.to_json()) == left_out
+    twice = step(0, partition=[[0, 16], [16, 32]], skipped=[[8, 16]])
+    assert len(checks.covers_every_sample(record(steps=[twice]))) == 1
+
+
+@pytest.mark.parametrize("field", ["loss", "norm", "weight", "outputs", "whole_loss", "whole_weight"])
+def test_the_largest_difference_is_not_a_number_wherever_one_is_none(field: str) -> None:
+    assert math.isnan(replace(SAME, **{field: math.nan}).largest), "max() passes over a NaN that is not its first value"
+
+
 def test_memory_held_at_the_end_is_a_complaint() -> None:
     held = record(end=End(1256, 1000, 0))
     assert "256 B" in checks.nothing_held(held)[0]

@@ -58,13 +58,14 @@ def exact(run: Run) -> list[str]:
 
 
 def covers_every_sample(run: Run) -> list[str]:
-    """The committed pieces of each step cover its batch once. Samples that nothing counts in may be left out."""
+    """The committed pieces of each step, and what was left out because nothing in it counts, cover its batch once, without a gap."""
     complaints = []
     for step in run.steps:
-        ends = [0, *(stop for _, stop in step.partition)]
-        starts = [start for start, _ in step.partition]
-        if any(start < stop for start, stop in zip(starts, ends, strict=False)) or ends[-1] > step.samples:
-            complaints.append(f"the pieces of step {step.step} overlap: {step.partition} of {step.samples} samples")
+        ranges = sorted([*step.partition, *step.skipped])
+        starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+        if [*starts, step.samples] != [0, *stops] or any(stop <= start for start, stop in ranges):
+            left_out = f" and {step.skipped} left out" if step.skipped else ""
+            complaints.append(f"the pieces of step {step.step} do not cover its {step.samples} samples once: {step.partition}{left_out}")
     return complaints
 
 

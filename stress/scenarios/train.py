@@ -221,6 +221,7 @@ def train(
                     norm=trained.curve.norms[-1],
                     time_lost=notes.lost,
                     lowest=stage.lowest,
+                    skipped=[list(piece) for piece in result.skipped],
                 )
             )
             del result
