@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -453,8 +453,10 @@ def build(name: str, seed: int = 0) -> Case:
     """The case, built in float64 from its seed; every random stream then stands at the same place."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed(seed)
+    with suppress(ImportError):
+        import numpy.random  # by us: whoever imported it between two builds would leave the first of them with another stream
+
+        numpy.random.seed(seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -6,6 +6,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -62,8 +63,10 @@ def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: tor
     factory = find(name, device)
     torch.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    with suppress(ImportError):
+        import numpy.random  # by us: whoever imported it between two builds would leave the first of them with another stream
+
+        numpy.random.seed(seed)
     subject = factory()
     subject.model.to(device if there is None else there)
     return subject
