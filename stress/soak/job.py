@@ -34,7 +34,10 @@ SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
 """Of what the whole batch needs beyond the smallest piece: what the memory is, by turns."""
 
 CHECKED_EVERY = 20
-"""Steps between two checks of a gradient."""
+"""Steps between two checks of a gradient, on average: drawn, or they could fall on one door alone."""
+
+TURNS = 4
+"""Steps that each runtime makes with each door at least: from the second call on it works on what the first has learned."""
 
 KEPT_RATIOS = 9
 """Of so many the median is the sample's."""
@@ -115,7 +118,7 @@ class _Soak:
         self._whole, self._least = needs
 
     def _between(self, until: float) -> None:
-        """Trains with runtimes of its own, one for each door, until a moment; at least a step with each."""
+        """Trains with runtimes of its own, one for each door, until a moment; at least a few steps with each."""
         subject = self._subject
         options = {**subject.options, "sensor": self._world.sensor, "monitor_interval": self._rng.choice((0.0, 0.05)), "wait_for_memory": 0}
         hopeful = {"micro_batch_size": self._length, **options, "monitor_interval": 0}  # begins with the whole batch, whatever there is
@@ -125,7 +128,7 @@ class _Soak:
             decorated = elastic_step(subject.model, **{**options, "monitor_interval": 0})(subject.loss_fn)
             doors = (lambda batch: mbs.backward(subject.loss_fn, batch), decorated, lambda batch: _loop(other, subject, batch))
             turn = 0
-            while turn < len(doors) or self._clock() < until:
+            while turn < TURNS * len(doors) or self._clock() < until:
                 self._step(mbs, doors[turn % len(doors)])
                 if turn % 5 == 4:
                     self._evaluate(mbs)
@@ -151,7 +154,7 @@ class _Soak:
             return
         self._ooms += result.ooms
         if self._steps >= self._check_at:
-            self._check_at = self._steps + CHECKED_EVERY
+            self._check_at = self._steps + self._rng.randint(1, 2 * CHECKED_EVERY - 1)
             self._check(batch, result, start)
         if self._steps % 2:
             with suppress(MemoryError, torch.OutOfMemoryError):
@@ -178,6 +181,9 @@ class _Soak:
     def _check(self, batch: Any, result: StepResult, start: Streams) -> None:
         """Holds the gradient against a loop written by hand, with the random numbers that the step itself has begun with."""
         leaves, buffers = list(self._subject.model.parameters()), list(self._subject.model.buffers())
+        ranges = sorted([*result.partition, *result.skipped])
+        if [start for start, _ in ranges] + [BatchView(batch, self._subject.options.get("dims")).length] != [0, *(stop for _, stop in ranges)]:
+            raise WrongOutcomeError(f"step {self._steps}: the pieces {ranges} do not cover the batch once")
         with self._unlimited():
             got = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
             before, after = [buffer.clone() for buffer in buffers], Streams.now()
