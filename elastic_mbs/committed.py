@@ -50,7 +50,7 @@ class Committed:
             ooms=history.failures,
             replayed_samples=history.replayed_samples,
             skipped=tuple(sorted(skipped)),
-            _losses=tuple([(piece._loss, piece._weight) for piece in done if piece._loss is not None]),
+            _losses=tuple([piece._loss for piece in done if piece._loss is not None]),
             _outputs=stored if any(stored) else [],
         )
 

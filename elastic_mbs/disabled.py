@@ -58,6 +58,6 @@ class WholeBatch:
         return StepResult(
             partition=((0, self._length),),
             micro_batch_size=self._length,
-            _losses=() if self._loss is None else ((self._loss, 1.0),),
+            _losses=() if self._loss is None else (self._loss,),
             _outputs=[] if stored is None else [stored],
         )

@@ -237,9 +237,10 @@ class Call:
         weights = micro._piece.weights
         assert weights is not None
         if self.steady and loss is not None:
-            micro._loss, micro._weight, micro._weighed = loss.detach(), weights[None], loss
+            weight = weights[None]
+            micro._loss, micro._weighed = loss.detach() * weight, loss  # a value of our own: users add to what they detach from theirs
             self.history.touched = True
-            seed = self.parts.seeds.take(loss, micro._weight, repeats=self._repeats)
+            seed = self.parts.seeds.take(loss, weight, repeats=self._repeats)
             micro._phase = "backward"
             torch.autograd.backward(loss, seed)
         else:
@@ -253,7 +254,7 @@ class Call:
 
     def _backward_with_care(self, micro: MicroBatch, loss: torch.Tensor) -> None:
         """Backward of what is new, special, or has failed in this call."""
-        micro._loss, micro._weight, micro._weighed = loss.detach(), 1.0, loss
+        micro._loss, micro._weighed = loss.detach(), loss
         if loss.grad_fn is not None:  # the terms with a graph may have no counts in this piece
             take_census(self, micro)
             self._set_gradients_aside()

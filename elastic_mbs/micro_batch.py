@@ -57,7 +57,6 @@ class MicroBatch:
         "_stored",
         "_streams",
         "_weighed",
-        "_weight",
         "data",
         "start",
         "stop",
@@ -75,7 +74,6 @@ class MicroBatch:
         self._custom: frozenset[str] = frozenset()
         self._losses: tuple[torch.Tensor, ...] = ()
         self._loss: torch.Tensor | None = None
-        self._weight = 1.0
         self._stored: StoredOutput | None = None
         self._callbacks: list[Callable[[], object]] | None = None
 

@@ -33,7 +33,7 @@ class StepResult:
     ooms: int = 0
     replayed_samples: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
-    _losses: tuple[tuple[torch.Tensor, float], ...] = field(default=(), repr=False)
+    _losses: tuple[torch.Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighed
     _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)
     _joined: Any = field(default=None, repr=False)
 
@@ -42,10 +42,10 @@ class StepResult:
         """The loss of the whole batch: detached, unscaled, a scalar on the model's device. Reading its value is what synchronises."""
         if not self._losses:
             return torch.zeros(())
-        if len(self._losses) > 1 or self._losses[0][1] != 1:
-            last = self._losses[-1][0]
-            self._losses = ((torch.stack([loss.to(last.dtype) * weight for loss, weight in self._losses]).sum(), 1.0),)
-        return self._losses[0][0]
+        if len(self._losses) > 1:
+            last = self._losses[-1]
+            self._losses = (torch.stack([loss.to(last.dtype) for loss in self._losses]).sum(),)
+        return self._losses[0]
 
     def __float__(self) -> float:
         """The loss as a number; waits for the device."""

@@ -220,10 +220,10 @@ def _record(device: torch.device | None) -> torch.cuda.Event:  # cuda-only
 def _loss_on_host(result: StepResult) -> float | None:
     """The loss where reading it waits for nothing. Summed here, because a sum of tensors would allocate, at a moment when memory may be short."""
     losses = result._losses
-    if any(loss.device.type != "cpu" for loss, _ in losses):
+    if any(loss.device.type != "cpu" for loss in losses):
         return None
     try:
-        return sum(float(loss) * weight for loss, weight in losses)
+        return sum(float(loss) for loss in losses)
     except (RuntimeError, MemoryError):
         return None
 

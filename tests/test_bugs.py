@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from elastic_mbs import ElasticMBS, GradientsChangedError, MemoryBudget, MicroBatchFloorError, OutOfMemory, Policy, Warned
 from elastic_mbs.random_streams import RandomStreams, StreamState
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import elastic, mlp, off_by, pairs, whole_gradient
+from tests.helpers.steps import elastic, mlp, off_by, pairs, through, whole_gradient
 
 
 def test_the_tensor_that_weighs_a_loss_does_not_become_the_gradient_of_a_leaf_and_of_every_later_batch() -> None:
@@ -488,3 +488,26 @@ def test_unscaling_that_runs_out_of_pythons_own_memory_is_tried_again() -> None:
     mbs.optimizer_step(optimizer)
     assert fails == []
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("door", [1, 3])
+def test_what_the_user_does_to_a_loss_afterwards_does_not_reach_the_reported_one(door: int, enabled: bool) -> None:
+    """It was kept by `detach()`, which shares its memory: `total = loss.detach(); total += …` in the user's loop changed `result.loss`."""
+    model, batch = mlp(), pairs(8)
+    total: list[Tensor] = []
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        loss = nn.functional.cross_entropy(model(piece[0]), piece[1])
+        if total:
+            total[0] += loss.detach()
+        else:
+            total.append(loss.detach())
+        return loss
+
+    mbs = elastic(model, micro_batch_size=2, grow=False, enabled=enabled)
+    with torch.no_grad():
+        wanted = float(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    for _ in range(4):
+        total.clear()
+        assert abs(float(through(door, mbs, loss_fn, batch)) - wanted) <= 1e-12

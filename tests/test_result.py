@@ -17,7 +17,7 @@ def result(outputs: list[Any], losses: tuple[float, ...] = (), sizes: tuple[int,
     return StepResult(
         partition=tuple((end - size, end) for size, end in zip(sizes, ends, strict=True)),
         micro_batch_size=2,
-        _losses=tuple((torch.tensor(2 * loss, dtype=torch.float64), 0.5) for loss in losses),
+        _losses=tuple(torch.tensor(loss, dtype=torch.float64) for loss in losses),
         _outputs=[StoredOutput(value, "cpu") for value in outputs],
     )
 
@@ -35,7 +35,7 @@ def test_a_call_without_a_loss_has_the_loss_zero() -> None:
 
 
 def test_losses_of_different_types_are_summed_in_the_last_ones() -> None:
-    mixed = StepResult(((0, 1), (1, 2)), 1, _losses=((torch.tensor(0.5, dtype=torch.float32), 1.0), (torch.tensor(1.0, dtype=torch.float64), 0.25)))
+    mixed = StepResult(((0, 1), (1, 2)), 1, _losses=(torch.tensor(0.5, dtype=torch.float32), torch.tensor(0.25, dtype=torch.float64)))
     assert mixed.loss.dtype is torch.float64
     assert float(mixed) == 0.75
 

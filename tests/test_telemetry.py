@@ -248,8 +248,8 @@ def test_a_loss_that_cannot_be_read_stays_unknown(monkeypatch: pytest.MonkeyPatc
         def __float__(self) -> float:
             raise torch.OutOfMemoryError
 
-    assert telemetry._loss_on_host(StepResult(((0, 1),), 1, _losses=((Stubborn(), 1.0),))) is None  # type: ignore[arg-type]  # it acts as one
-    assert telemetry._loss_on_host(StepResult(((0, 1),), 1, _losses=((torch.zeros((), device="meta"), 1.0),))) is None
+    assert telemetry._loss_on_host(StepResult(((0, 1),), 1, _losses=(Stubborn(),))) is None  # type: ignore[arg-type]  # it acts as one
+    assert telemetry._loss_on_host(StepResult(((0, 1),), 1, _losses=(torch.zeros((), device="meta"),))) is None
 
 
 def test_reading_the_loss_takes_no_memory() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_mbs import ElasticMBS, ElasticMBSError, OutOfMemory, RecoveryError
+from elastic_mbs import ElasticMBS, ElasticMBSError, OutOfMemory, RecoveryError, StepResult
 from elastic_mbs.batch import map_tensors
 from elastic_mbs.containers import tensors_in
 from elastic_mbs.memory import NoSensor
@@ -20,7 +20,7 @@ from elastic_mbs.testing import InjectOOM
 
 from ..cases import Case
 from ..state import State, WrongOutcomeError, error_of
-from .target import Partition, Target, reference, whole_batch
+from .target import Target, reference, whole_batch
 
 PATTERNS: dict[str, tuple[int, ...] | None] = {"once": (), "twice": (3,), "three times": (7, 12), "persistent": None}
 """Distances from the first fault to the others; None: everything fails from the first on."""
@@ -81,7 +81,7 @@ def run(target: Target, inject: InjectOOM, *, warm: bool, door: int = 1, case: C
             case.backend.inject = inject
         with nullcontext() if case.backend is not None else inject:
             try:
-                partition = _call(mbs, case, door)
+                result = _call(mbs, case, door)
             except ElasticMBSError as caught:
                 error = caught
         if case.backend is not None:
@@ -95,6 +95,13 @@ def run(target: Target, inject: InjectOOM, *, warm: bool, door: int = 1, case: C
     if error is not None:
         _check_error(error, notes, start, end, where)
         return Run(len(inject.hits), inject.count, type(error).__name__, 0.0, replays)
+    partition, covered = result.partition, 0
+    for begin, stop in sorted([*partition, *result.skipped]):
+        if begin != covered:
+            raise WrongOutcomeError(f"samples {covered}:{begin} are missing or doubled ({where}, partition {partition})")
+        covered = stop
+    if covered != whole_batch(target)[-1][1]:
+        raise WrongOutcomeError(f"samples from {covered} on are missing ({where}, partition {partition})")
     wanted = [reference(target, partition)]
     if case.separable:
         wanted.append(reference(target, whole_batch(target)))
@@ -108,14 +115,14 @@ def run(target: Target, inject: InjectOOM, *, warm: bool, door: int = 1, case: C
     return Run(len(inject.hits), inject.count, None, worst, replays)
 
 
-def _call(mbs: ElasticMBS, case: Case, door: int) -> Partition:
+def _call(mbs: ElasticMBS, case: Case, door: int) -> StepResult:
     if door == 1:
-        return mbs.backward(case.loss_fn, case.batch).partition
+        return mbs.backward(case.loss_fn, case.batch)
     for micro in mbs.micro_batches(case.batch):
         with micro:
             micro.backward(case.loss_fn(micro.data))
     assert mbs.last_result is not None
-    return mbs.last_result.partition
+    return mbs.last_result
 
 
 def _warm_up(case: Case, mbs: ElasticMBS) -> None:
