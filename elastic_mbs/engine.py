@@ -339,7 +339,8 @@ class Call:
         micro._drop_graph()
         self.history.progress()
         if self.plan.probing:
-            usage = parts.meter.usage()
+            # The first piece makes the gradients, of which its peak has a part at most: beside it the next one would seem to need them all.
+            usage = None if self.training and len(self.committed) == 1 and not self.filled else parts.meter.usage()
             self.size = parts.controller.piece_done(self.key, len(micro), usage.peak_allocated if usage else None, parts.capacity())
 
     def _look_at_batch(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from elastic_mbs.errors import UsageError
 
 from .models import BUILTIN, ON_GPU
-from .subject import Subject
+from .subject import Subject, one_line
 
 KEPT_BATCHES = 64
 """Of a loader only so many batches are taken, and taken again after the last: a run under stress is short."""
@@ -67,7 +67,12 @@ def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: tor
         import numpy.random  # by us: whoever imported it between two builds would leave the first of them with another stream
 
         numpy.random.seed(seed)
-    subject = factory()
+    try:
+        subject = factory()
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--model {name}: the factory does not run: {one_line(error)}") from error
     subject.model.to(device if there is None else there)
     return subject
 

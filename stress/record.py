@@ -236,6 +236,7 @@ class Run(_Plain):
         seconds: how long it took, calibration and reference runs included.
         passed: whether nothing was wrong.
         complaints: what was wrong, in words with numbers.
+        unshown: why nothing could be shown on this model, although nothing was wrong; empty where something was.
         expandable: whether the allocator's segments were expandable, on CUDA: memory does not stay fragmented then.
     """
 
@@ -254,6 +255,7 @@ class Run(_Plain):
     seconds: float = 0.0
     passed: bool = False
     complaints: list[str] = field(default_factory=list)
+    unshown: str = ""
     expandable: bool = False
 
     @property

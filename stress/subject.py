@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic_mbs.errors import UsageError
+from elastic_mbs.oom import classify
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -32,4 +35,14 @@ class Subject:
 
     def batch(self, step: int) -> Any:
         """The batch of a step, from 0."""
-        return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
+        try:
+            return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
+        except Exception as error:
+            if classify(error) is not None:
+                raise
+            raise UsageError(f"--model {self.name}: there is no batch for step {step}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and text, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

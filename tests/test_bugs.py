@@ -511,3 +511,24 @@ def test_what_the_user_does_to_a_loss_afterwards_does_not_reach_the_reported_one
     for _ in range(4):
         total.clear()
         assert abs(float(through(door, mbs, loss_fn, batch)) - wanted) <= 1e-12
+
+
+def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations() -> None:
+    """It has only a part of the gradients, which it makes itself. Beside it the second piece seemed to need all of them for one sample more.
+
+    So a model whose parameters outweigh its activations stayed at micro-batches of 2 for good, whatever room there was.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    x = torch.randn(16, 64)
+    with MemoryBudget("1GiB", track=[model]) as budget:
+        for _ in range(2):  # the second time there are gradients to add to
+            budget.reset_peak()
+            model(x).pow(2).mean().backward()
+        budget.limit = int(1.2 * budget.peak)
+        model.zero_grad()
+        with ElasticMBS(model, monitor_interval=0, policy=Policy(patience=2, min_gain=0.0, cooldown=0.0)) as mbs:
+            for _ in range(12):
+                result = mbs.backward(lambda piece: model(piece).pow(2).mean(), x)
+                model.zero_grad()
+    assert (result.micro_batch_size, result.ooms) == (16, 0)

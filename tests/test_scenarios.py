@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_mbs.cli import main
 from stress.factory import find
 from stress.models import BUILTIN
 from stress.record import Differences, End, Mark, Needs, Run, Step, document, read_json, write_json
@@ -21,6 +22,7 @@ from stress.scenarios.catalogue import SCENARIOS
 from stress.scenarios.meeting import Meeting
 from stress.scenarios.order import Order
 from stress.scenarios.perform import _two_on_cuda, judge, perform
+from stress.scenarios.reference import relative, weight_difference
 from stress.scenarios.session import run as run_here
 from stress.scenarios.weather import Room, Weather
 from stress.worlds import BudgetWorld, available
@@ -425,3 +427,54 @@ def test_one_samples_activation_is_a_segment_of_its_own_on_a_gpu(name: str) -> N
     with torch.no_grad():
         subject.loss_fn((x[:2], y[:2]))
     assert max(sizes) == 2 * 16 * 2**20
+
+
+def test_a_curve_that_diverges_in_the_same_way_is_the_same_curve() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert relative([1.0, inf, nan], [1.0, inf, nan]) == 0.0
+    assert relative([1.0, nan], [1.0, 2.0]) == inf
+    assert relative([1.0, 2.0], [1.0, nan]) == inf
+    a, b = torch.tensor([1.0, nan, inf]), torch.tensor([1.0, nan, 2.0])
+    assert weight_difference({"w": a}, {"w": a.clone()}) == 0.0
+    assert weight_difference({"w": a}, {"w": b}) == inf
+    assert weight_difference({"w": torch.tensor([2.0, nan])}, {"w": torch.tensor([1.0, nan])}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("complaint", "peaks", "excused"),
+    [
+        ("memory never ran out, so nothing was shown", [100, 200], True),
+        ("there is room for the batch, but it still runs in 8 pieces at the end", [100, 105], True),
+        ("there is room for the batch, but it still runs in 8 pieces at the end", [100, 200], False),
+        ("unexpected error: TypeError: mine", [100, 105], False),
+    ],
+)
+def test_what_a_scenario_cannot_show_on_the_users_model_is_said_and_not_held_against_it(complaint: str, peaks: list[int], excused: bool) -> None:
+    needs = Needs(samples=2, rest=50, sizes=[1, 2], peaks=peaks)
+    same = Differences(loss=0.0, norm=0.0, weight=0.0, outputs=None, tolerance_loss=1e-5, tolerance_weight=1e-3)
+    run = Run("cliff", "budget", "mine.py:make", "float32", 0, needs, differences=same, complaints=[complaint])
+    (judged,) = judge([run], Order("cliff", "budget", "mine.py:make", 0, 6))
+    assert judged.passed is excused
+    assert bool(judged.unshown) is excused
+    assert judged.complaints == ([] if excused else [complaint])
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("def make():\n    raise RuntimeError('no data')", "the factory does not run: RuntimeError: no data"),
+        ("def make():\n    raise SystemExit(3)", "the factory does not run: SystemExit: 3"),
+        ("def make(x):\n    return x", "the factory does not run: TypeError"),
+        (
+            "import torch\ndef make():\n    m = torch.nn.Linear(2, 1)\n    return m, lambda b: m(b).mean(), lambda step: [torch.zeros(4, 2)][step]",
+            "there is no batch for step 1: IndexError",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_users_factory_is_one_line(body: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"model_{abs(hash(body))}.py"
+    path.write_text(body)
+    assert main(["stress", "--model", f"{path}:make", "--kind", "budget", "--scenario", "steady"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert told in said
+    assert "\n" not in said

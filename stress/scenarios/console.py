@@ -61,7 +61,7 @@ class Progress:
 
 def verdict(run: Run) -> str:
     """One word."""
-    return "ok" if run.passed else "FAILED"
+    return "FAILED" if not run.passed else "not shown" if run.unshown else "ok"
 
 
 def _ooms(count: int) -> str:
@@ -106,6 +106,7 @@ def _row(run: Run) -> tuple[str, ...]:
 def summary(runs: Sequence[Run]) -> str:
     """The last lines: what went wrong, in words, and the count."""
     lines = [f"{run.title} on {run.kind}: {complaint}" for run in runs for complaint in run.complaints]
+    lines += [f"{run.title} on {run.kind} shows nothing: {run.unshown}" for run in runs if run.passed and run.unshown]
     failed = sum(not run.passed for run in runs)
     survived = sum(run.ooms for run in runs)
     rounding = sorted({f"{d.tolerance_loss:.0e} of a loss, {d.tolerance_weight:.0e} of a weight in {r.dtype}" for r in runs if (d := r.differences)})

@@ -48,8 +48,37 @@ def judge(runs: list[Run], order: Order) -> list[Run]:
     if len(runs) > 1 and all(run.end is not None for run in runs):
         runs[0].complaints += checks.fair(runs)
     for run in runs:
+        if OWN in order.model:
+            _excuse(run)
         run.passed = not run.complaints
     return runs
+
+
+OWN = ":"
+"""Stands in the name of a model that is the user's own."""
+FLAT = 0.1
+"""Part of what the whole batch takes that must depend on the micro-batch, or smaller ones help nobody."""
+
+
+def _excuse(run: Run) -> None:
+    """What a scenario could not show on a model that it was not written for is no fault of the training: said, but not held against it."""
+    depends = (run.needs.whole - run.needs.one) / max(1, run.needs.whole)
+    differences = checks.exact(run)
+    grave = {*differences, *checks.covers_every_sample(run), *checks.nothing_held(run)}
+    if all("whole batches" in complaint for complaint in differences):
+        grave -= {*differences}  # the same pieces give the same curve: what is left is rounding, which some training makes larger with each step
+    floor = run.end is not None and (run.end.error or "").startswith("MicroBatchFloorError")
+
+    def is_light(complaint: str) -> bool:
+        if complaint in grave or complaint.startswith("unexpected error"):
+            return False
+        words = ("so nothing was shown", "was not measured", "whole batches", *(("MicroBatchFloorError",) if floor else ()))
+        return depends < FLAT or any(word in complaint for word in words)
+
+    light = [complaint for complaint in run.complaints if is_light(complaint)]
+    if light:
+        run.complaints = [complaint for complaint in run.complaints if complaint not in light]
+        run.unshown = f"its whole batch takes only {depends:.1%} more than its smallest micro-batch" if depends < FLAT else light[0]
 
 
 def _train(order: Order, tell: Tell) -> list[Run]:

@@ -157,7 +157,7 @@ def relative(mine: Sequence[float], other: Sequence[float]) -> float:
         return math.inf
     worst = 0.0
     for a, b in zip(mine, other, strict=True):
-        if a == b:
+        if a == b or (math.isnan(a) and math.isnan(b)):  # training that diverges does so in both
             continue
         difference = abs(a - b) / max(abs(b), 1e-300)
         worst = max(worst, difference if math.isfinite(difference) else math.inf)
@@ -176,6 +176,8 @@ def weight_difference(mine: dict[str, Tensor], other: dict[str, Tensor], names: 
         if a.numel() == 0 or torch.equal(a, b):
             continue
         a, b = a.to_dense().double(), b.to_dense().double()
-        difference = float((a - b).abs().max() / b.abs().max().clamp_min(1e-300))
+        same = (a == b) | (a.isnan() & b.isnan())
+        scale = b.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(1e-300)
+        difference = float((a - b).masked_fill(same, 0.0).abs().max() / scale)
         worst = max(worst, difference if math.isfinite(difference) else math.inf)
     return worst
