@@ -31,7 +31,8 @@ def find(name: str, device: torch.device | str = "cpu") -> Factory:
 
     Args:
         name: a key of `BUILTIN`, or `path.py:factory`. The factory takes no argument and returns a `Subject`, or a tuple
-            `(model, loss_fn, batches)` whose batches are a sequence, a loader, or a function of the step's number.
+            `(model, loss_fn, batches)` whose batches are a sequence, a loader, or a function of the step's number; a fourth entry makes the optimizer
+            from the parameters.
         device: built-in models are larger for a GPU.
 
     Raises:
@@ -98,9 +99,11 @@ def _module(path: Path) -> ModuleType:
 def _subject(made: Any, name: str) -> Subject:
     if isinstance(made, Subject):
         return made
-    if not (isinstance(made, tuple) and len(made) == 3):
-        raise UsageError(f"--model {name}: the factory returned {type(made).__name__}; it must return (model, loss_fn, batches) or a stress Subject")
-    model, loss_fn, batches = made
+    if not (isinstance(made, tuple) and len(made) in (3, 4)):
+        raise UsageError(
+            f"--model {name}: the factory returned {type(made).__name__}; it must return (model, loss_fn, batches) or a fourth, the optimizer's maker"
+        )
+    model, loss_fn, batches = made[:3]
     if not isinstance(model, nn.Module) or not callable(loss_fn):
         raise UsageError(
             f"--model {name}: the factory returned ({type(model).__name__}, {type(loss_fn).__name__}, …): not a module and a loss function"
@@ -111,4 +114,10 @@ def _subject(made: Any, name: str) -> Subject:
         batches = list(islice(batches, KEPT_BATCHES))
     if isinstance(batches, Sequence) and not batches:
         raise UsageError(f"--model {name}: there are no batches")
-    return Subject(model, loss_fn, batches, name=name)
+    if len(made) == 3:
+        return Subject(model, loss_fn, batches, name=name)
+    if not callable(made[3]):
+        raise UsageError(
+            f"--model {name}: the fourth is {type(made[3]).__name__}; it must be a function that makes the optimizer from the parameters"
+        )
+    return Subject(model, loss_fn, batches, made[3], name=name)

@@ -447,6 +447,7 @@ def test_a_curve_that_diverges_in_the_same_way_is_the_same_curve() -> None:
         ("there is room for the batch, but it still runs in 8 pieces at the end", [100, 105], True),
         ("there is room for the batch, but it still runs in 8 pieces at the end", [100, 200], False),
         ("unexpected error: TypeError: mine", [100, 105], False),
+        ("unexpected error: OptimizerStepError: it does not fit", [100, 105], False),
     ],
 )
 def test_what_a_scenario_cannot_show_on_the_users_model_is_said_and_not_held_against_it(complaint: str, peaks: list[int], excused: bool) -> None:
@@ -465,6 +466,7 @@ def test_what_a_scenario_cannot_show_on_the_users_model_is_said_and_not_held_aga
         ("def make():\n    raise RuntimeError('no data')", "the factory does not run: RuntimeError: no data"),
         ("def make():\n    raise SystemExit(3)", "the factory does not run: SystemExit: 3"),
         ("def make(x):\n    return x", "the factory does not run: TypeError"),
+        ("import torch\ndef make():\n    return torch.nn.Linear(2, 1), print, [torch.zeros(4, 2)], 0.1", "the fourth is float"),
         (
             "import torch\ndef make():\n    m = torch.nn.Linear(2, 1)\n    return m, lambda b: m(b).mean(), lambda step: [torch.zeros(4, 2)][step]",
             "there is no batch for step 1: IndexError",
