@@ -24,7 +24,7 @@ class Order:
         folder: for checkpoints; None where there are none.
         dies: the step in whose backward the process kills itself; None for never.
         needs: what the model takes, where that is known and the limit is already there: for two processes on one device.
-        meeting: folder in which two processes on one GPU wait for each other; None where there is nobody to wait for.
+        meeting: folder in which two processes on one device wait for each other; None where there is nobody to wait for.
     """
 
     scenario: str

@@ -169,11 +169,12 @@ def _both(order: Order, found: list[Run | None]) -> list[Run]:
 def _two_in_a_fence(order: Order, tell: Tell) -> list[Run]:
     try:
         needs = next(Needs.from_json(message["needs"]) for message in run_child(order.kind, _MEASURE, order.to_json(), deadline=DEADLINE))
-        orders = [replace(order, process=process, needs=needs.to_json()) for process in (0, 1)]
         capacity = Room(needs, needs.samples, copies=2).capacity(order.entry.script(0, order.steps, order.seed))
         found: list[Run | None] = [None, None]
         training = {0, 1}
-        with Fence.create(capacity) as fence:
+        with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder, Fence.create(capacity) as fence:
+            meeting = Meeting(Path(folder))
+            orders = [replace(order, process=process, needs=needs.to_json(), meeting=folder) for process in (0, 1)]
             children = [Child(order.kind, _MAIN, each.to_json(), deadline=DEADLINE, fence=fence) for each in orders]
             for index, message in run_children(children):
                 if "step" in message and index == 0:
@@ -182,6 +183,7 @@ def _two_in_a_fence(order: Order, tell: Tell) -> list[Run]:
                     training.discard(index)
                     if not training:
                         fence.budget = 2 * capacity + 16 * needs.whole  # for the references
+                        meeting.say("compare")
                 if "run" in message:
                     found[index] = Run.from_json(message["run"])
     except ChildError as error:
