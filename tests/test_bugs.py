@@ -334,6 +334,7 @@ def test_what_a_step_takes_is_not_learned_from_one_that_was_tried_again() -> Non
         assert min(mbs._parts.optimizer_needs.values()) >= grad.nbytes
 
 
+@pytest.mark.no_oom_injection
 def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_next_size_look_too_large_for_good() -> None:
     """The slope ran from a size measured without the state to one measured with it: too steep by the whole state.
 
@@ -397,6 +398,7 @@ def test_an_evaluation_that_does_not_fit_leaves_the_gradients_alone() -> None:
     assert off_by(model, before) == 0
 
 
+@pytest.mark.no_oom_injection
 def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> None:
     """Starting over empties the gradients of the batch, and an evaluation has none of its own."""
     model, batch = mlp(), pairs(8)
@@ -424,6 +426,7 @@ def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves
 
 
 @pytest.mark.parametrize("alien", [False, True])
+@pytest.mark.no_oom_injection
 def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activations(alien: bool) -> None:
     """Autograd leaves them in the thread's queue until its next backward: the replay's forward had to fit beside the attempt that had failed."""
     torch.manual_seed(0)
@@ -513,6 +516,7 @@ def test_what_the_user_does_to_a_loss_afterwards_does_not_reach_the_reported_one
         assert abs(float(through(door, mbs, loss_fn, batch)) - wanted) <= 1e-12
 
 
+@pytest.mark.no_oom_injection
 def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations() -> None:
     """It has only a part of the gradients, which it makes itself. Beside it the second piece seemed to need all of them for one sample more.
 
