@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -179,6 +180,8 @@ def drop_unrun() -> None:
     """Lets go of what a failed backward has left in the queue of this thread.
 
     On a CPU autograd runs in the caller's thread, and where the graph has branches an error leaves those that were ready in its queue. They keep
-    their part of the graph, with the activations in it, until the next backward of the thread; this one allocates nothing.
+    their part of the graph, with the activations in it, until the next backward of the thread; this one allocates nothing. Where autograd refuses to
+    run at all (a forked child), nothing can be let go of: the state of the batch has to be put back all the same.
     """
-    torch.autograd.grad(_LEAF, _LEAF, _SEED)
+    with suppress(RuntimeError):
+        torch.autograd.grad(_LEAF, _LEAF, _SEED)

@@ -536,3 +536,21 @@ def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations
                 result = mbs.backward(lambda piece: model(piece).pow(2).mean(), x)
                 model.zero_grad()
     assert (result.micro_batch_size, result.ooms) == (16, 0)
+
+
+def test_where_autograd_refuses_to_run_the_batch_is_put_back_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letting go of what a failed backward has left is a backward itself. Its error took the place of the user's, and state was not put back."""
+    model, batch = mlp(), pairs(8)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        if bool((piece[0] == batch[0][-1]).all(1).any()):
+            raise ValueError("mine")
+        return nn.functional.cross_entropy(model(piece[0]), piece[1])
+
+    monkeypatch.setattr(torch.autograd, "grad", refuse)
+    with pytest.raises(ValueError, match="mine"):
+        elastic(model, micro_batch_size=2, grow=False).backward(loss_fn, batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
