@@ -114,8 +114,28 @@ def _are_items(values: list[Any], lengths: Sequence[int]) -> bool:
         return False
     if all(Role.TENSOR not in roles_in(value) for value in values):
         return True
-    # Tensors directly in a list are fields if they can be, as in a batch.
-    as_fields = len({len(value) for value in values}) == 1 and all(
-        all(isinstance(part, Tensor) for part in parts) and _cat_able(list(parts), lengths) for parts in zip(*values, strict=True)
-    )
-    return not as_fields
+    # Tensors directly in a list are fields if they can be, as in a batch; so are things of several types, because samples are alike.
+    if len({len(value) for value in values}) > 1:
+        return True
+    positions = list(zip(*values, strict=True))
+    if all(isinstance(part, Tensor) for parts in positions for part in parts):
+        return not all(_cat_able(list(parts), lengths) for parts in positions)
+    alike = len({type(item) for item in values[0]}) == 1
+    return alike or not all(_is_field(parts, lengths) for parts in positions)
+
+
+def _is_field(parts: Sequence[Any], lengths: Sequence[int]) -> bool:
+    """Whether these can be one field of each piece's output: of one type, with something in it that has rows, and one of them for each sample."""
+    same = len({type(part) for part in parts}) == 1
+    return same and all(set(_rows(part)) == {length} for part, length in zip(parts, lengths, strict=True))
+
+
+def _rows(value: Any) -> list[int]:
+    """How many rows each tensor and each list of other things in `value` has."""
+    if isinstance(value, Tensor):
+        return [value.shape[0] if value.ndim else 0]
+    kind = kind_of(type(value))
+    if kind.role is Role.LIST and Role.TENSOR not in roles_in(value):
+        return [len(value)]
+    parts = kind.take(value)[1] if kind.role in (Role.LIST, Role.FIELDS) else []
+    return [count for part in parts for count in _rows(part)]

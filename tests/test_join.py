@@ -106,6 +106,13 @@ def test_containers_keep_their_type() -> None:
     assert pair[1][0].shape == (5,)
 
 
+def test_a_list_of_as_many_different_things_as_there_are_samples_is_no_list_of_samples() -> None:
+    outputs = [[torch.full((2,), i), {"ids": torch.full((2,), 10 + i)}] for i in range(2)]
+    joined = join(outputs, [2, 2])
+    assert joined[0].tolist() == [0, 0, 1, 1]
+    assert joined[1]["ids"].tolist() == [10, 10, 11, 11]
+
+
 def test_lists_of_items_are_chained_in_order() -> None:
     assert join([["a", "b", "c"], ["d", "e"]], [3, 2]) == list("abcde")
     detections = [[{"boxes": torch.zeros(i, 4)} for i in (1, 2, 3)], [{"boxes": torch.zeros(i, 4)} for i in (4, 5)]]
