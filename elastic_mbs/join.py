@@ -131,10 +131,10 @@ def _is_field(parts: Sequence[Any], lengths: Sequence[int]) -> bool:
 
 
 def _rows(value: Any) -> list[int]:
-    """How many rows each tensor and each list of other things in `value` has."""
-    if isinstance(value, Tensor):
-        return [value.shape[0] if value.ndim else 0]
+    """How many rows each tensor, each array and each list of other things in `value` has."""
     kind = kind_of(type(value))
+    if kind.role in (Role.TENSOR, Role.ARRAY):
+        return [value.shape[0] if value.ndim else 0]
     if kind.role is Role.LIST and Role.TENSOR not in roles_in(value):
         return [len(value)]
     parts = kind.take(value)[1] if kind.role in (Role.LIST, Role.FIELDS) else []

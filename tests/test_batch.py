@@ -49,6 +49,12 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def has_rows(value: Any) -> bool:
+    if isinstance(value, dict | UserDict | tuple):
+        return any(map(has_rows, value.values() if isinstance(value, dict | UserDict) else value))
+    return has_rows((value.a, value.b)) if isinstance(value, Sample) else value is not None
+
+
 def containers(n: int) -> st.SearchStrategy[Any]:
     """Nested containers in which every leaf holds n samples or is None."""
     leaf: st.SearchStrategy[Any] = st.one_of(
@@ -65,7 +71,8 @@ def containers(n: int) -> st.SearchStrategy[Any]:
             st.dictionaries(names, inner, min_size=1, max_size=3),
             st.dictionaries(names, inner, min_size=1, max_size=3).map(UserDict),
             st.lists(inner, min_size=1, max_size=3).map(tuple),
-            st.tuples(st.just(rows(n)), inner).map(list),
+            # Two things without rows beside two samples are taken for the samples', and nothing could tell.
+            st.tuples(st.just(rows(n)), inner.filter(has_rows)).map(list),
             st.tuples(inner, inner).map(lambda pair: Sample(*pair)),
             st.tuples(inner, inner).map(Named._make),
         )
