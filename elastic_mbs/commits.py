@@ -1,8 +1,9 @@
 """The census of leaves, and which of them have committed.
 
 A *commit* is the moment a piece's contribution reaches a leaf's `.grad`. Autograd commits leaf by leaf: after an error inside backward some leaves
-hold the piece's contribution and others do not. A hook on every leaf tells which (once per leaf and backward, for tied weights too); comparing
-`.grad` before and after does not, where several `.grad` are views of one buffer.
+hold the piece's contribution and others do not. A hook on every leaf tells which, once per leaf and backward, for tied weights too. Hooks cost a call
+of Python for each leaf and piece, so they come off where the versions of the gradients have been seen to tell the same (`elastic_mbs.gradients`),
+and come back with the first failure.
 
 Hooks have to sit on every leaf that a backward can reach, in the model or not (learned loss weights, soft prompts). The *census* finds them by one
 walk over the graph. The same walk sees what the hooks cannot: whether the graph normalises over the batch.
@@ -78,25 +79,47 @@ class CommitLog:
 
     Attributes:
         fired: leaves that committed in the running attempt, in order; one that committed twice is there twice.
+        listening: whether there are hooks on the model's leaves. On guests there always are.
     """
 
     def __init__(self) -> None:
-        # The hook is its `append`, the cheapest call there is: one runs for every leaf of every piece.
+        # The hook is its `append`, the cheapest call there is.
         self.fired = _Fired(maxlen=MOST)
-        self._turn = 0
-        self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self.listening = True
+        self._watched: dict[int, torch.Tensor] = {}
+        self._hooks: dict[int, RemovableHandle] = {}  # on leaves of the model
         self._guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
-        weakref.finalize(self, _remove, self._watched, self._guests)
+        weakref.finalize(self, _remove, self._hooks, self._guests)
 
     def watch(self, leaves: Iterable[torch.Tensor]) -> None:
         """Watches exactly these leaves of the model from now on, besides the guests."""
         wanted = {id(leaf): leaf for leaf in leaves}
         for key in self._watched.keys() - wanted.keys():
-            self._watched.pop(key)[1].remove()
+            del self._watched[key]
+            if key in self._hooks:
+                self._hooks.pop(key).remove()
         for key, leaf in wanted.items():
             if key not in self._watched:
-                guest = self._guests.pop(key, None)
-                self._watched[key] = leaf, guest[1] if guest is not None else self._hook(leaf)
+                self._watched[key] = leaf
+                if key in self._guests:
+                    self._guests.pop(key)[1].remove()
+        if self.listening:
+            self.listen()
+
+    def listen(self) -> None:
+        """Puts hooks on the leaves of the model, where there are none."""
+        self.listening = True
+        for key, leaf in self._watched.items():
+            if key not in self._hooks:
+                self._hooks[key] = self._hook(leaf)
+
+    def rest(self) -> None:
+        """Takes the hooks off the leaves of the model, which stay watched by other means (`GradientNotes`) until `listen`."""
+        self.listening = False
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self.clear()  # of backwards that were not ours
 
     def watch_guests(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Watches those of `leaves` that are not watched yet, until `forget_guests`; returns them."""
@@ -127,21 +150,11 @@ class CommitLog:
     def leaves(self) -> list[torch.Tensor]:
         """Every watched leaf that is still there."""
         guests = [leaf for reference, _ in self._guests.values() if (leaf := reference()) is not None]
-        return [*(leaf for leaf, _ in self._watched.values()), *guests]
+        return [*self._watched.values(), *guests]
 
     def clear(self) -> None:
         """Between two attempts: forgets what committed, by whomever."""
         self.fired.clear()
-
-    def sample(self, *, another: bool) -> list[torch.Tensor]:
-        """The leaf that committed last, which is the cheapest to look at: it is still in the caches. And `another`, a different one each time."""
-        fired = self.fired
-        if not fired:
-            return []
-        if not another:
-            return [fired[-1]]
-        self._turn += 1
-        return [fired[self._turn % len(fired)], fired[-1]]
 
     def close(self) -> None:
         """Removes every hook."""
@@ -150,8 +163,8 @@ class CommitLog:
         self.clear()
 
 
-def _remove(watched: dict[int, tuple[torch.Tensor, RemovableHandle]], guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]]) -> None:
-    for _, handle in (*watched.values(), *guests.values()):
+def _remove(hooks: dict[int, RemovableHandle], guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]]) -> None:
+    for handle in (*hooks.values(), *(handle for _, handle in guests.values())):
         handle.remove()
 
 

@@ -16,8 +16,9 @@ class Committed:
         self._pieces: list[MicroBatch] = []
 
     def add(self, micro: MicroBatch) -> None:
-        """Keeps an attempt that has succeeded, for what the result needs of it: its range, its loss and its outputs."""
+        """Keeps an attempt that has succeeded, for what the result needs of it: its range, its loss and its outputs. Its graph is let go of."""
         self._pieces.append(micro)
+        micro._drop_graph()
 
     def clear(self) -> None:
         """Forgets everything: the batch is replayed from its start, or over."""

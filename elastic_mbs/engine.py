@@ -12,7 +12,6 @@ traceback are gone: they would keep the failed attempt's tensors alive.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,14 +19,15 @@ import torch
 from elastic_mbs import guards
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.careful import backward_with_care, commit_with_care
 from elastic_mbs.committed import Committed
 from elastic_mbs.controller import Key, shape_class
 from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
-from elastic_mbs.guards import GradientSentinels, check_gradients_stayed, enter_call, leave_call, running_call
+from elastic_mbs.gradients import GradientNotes
+from elastic_mbs.guards import enter_call, leave_call, running_call
 from elastic_mbs.history import History
-from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
-from elastic_mbs.learning import held_beside, learn, meet_inner_leaves, take_census, tell_controller
+from elastic_mbs.learning import held_beside, tell_controller
 from elastic_mbs.losses import Terms, read_losses, takes_seed, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
@@ -88,7 +88,7 @@ class Call:
         self.committed = Committed()
         self.walked = False
         self._repeats = counts.uniform
-        self._sentinels = GradientSentinels()
+        self.gradients = GradientNotes()
         self._enter()
         try:
             self._begin()
@@ -122,8 +122,11 @@ class Call:
             parts.commits.watch(parts.inventory.leaves)
         self.traits = parts.traits_of(self.identity)
         if self.training:
-            self.filled = {id(leaf) for leaf in parts.inventory.leaves if leaf.grad is not None}
-        self.steady = self._is_steady()
+            self.gradients.note(parts.inventory.leaves)
+            self.filled = self.gradients.filled()
+        self.steady = self.is_steady()
+        if self.training:
+            self._choose_watch()
         self.versions = self.view.versions()
         self.plan = parts.controller.begin(self.key, self.view.length, self.view.elements)
         self.size = self.plan.size
@@ -133,10 +136,18 @@ class Call:
         self.resets = parts.meter.resets
         parts.stopwatch.start()
 
-    def _is_steady(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether all that can be learned about the loss function is known, and its gradients are added up in place: then backward is only that."""
         settings, traits = self.parts.settings, self.traits
         return traits.steady and settings.plain and not (self.filled and traits.mixes)
+
+    def _choose_watch(self) -> None:
+        """Has commits told by hooks, or by the gradients alone where that has proved as good."""
+        commits = self.parts.commits
+        if not (self.steady and self.traits.counted) or (self.filled and self.gradients.share_memory()):
+            commits.listen()
+        elif commits.listening:
+            commits.rest()
 
     def __enter__(self) -> Self:
         return self
@@ -161,18 +172,18 @@ class Call:
                 piece = self.schedule.next(self.size)
                 if piece is None:
                     break
-                micro = self._prepare(piece)
+                micro = self.prepare(piece)
                 if micro is not None:
                     self.running = micro
                     return micro
-            self._sentinels.check()
-            self._finish()  # the last piece was skipped
+            self.refuse_touched()
+            self.finish()  # the last piece was skipped
         except BaseException as error:
             self.abort(error)
             raise
         raise StopIteration
 
-    def _prepare(self, piece: Range) -> MicroBatch | None:
+    def prepare(self, piece: Range) -> MicroBatch | None:
         """Snapshots what the attempt may change and brings the piece to the device; None when that itself ran out of memory."""
         parts = self.parts
         micro = MicroBatch(self, piece, self.stream_start)
@@ -220,9 +231,8 @@ class Call:
         """Weighs the loss and runs backward; see `MicroBatch.backward`."""
         if micro is not self.running or micro._phase != "forward" or not self.training:
             raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
-        if self.parts.commits.fired:
-            self.refuse_own_backward()
-        self._sentinels.check()
+        if self.parts.commits.fired or not self.gradients.stayed():
+            self.refuse_touched()
         loss = value if self.names is None and takes_seed(value) else None
         if loss is not None:
             terms: Terms = {None: loss}
@@ -244,55 +254,13 @@ class Call:
             micro._phase = "backward"
             torch.autograd.backward(loss, seed)
         else:
-            self._backward_with_care(micro, weighted_sum(terms, weights))
+            backward_with_care(self, micro, weighted_sum(terms, weights))
         micro._phase = "commit"
 
     def store(self, micro: MicroBatch, outputs: Any) -> None:
         """Keeps the outputs of the piece where the user wants them."""
         if outputs is not None and self.outputs is not None:
             micro._stored = StoredOutput(outputs, self.outputs)
-
-    def _backward_with_care(self, micro: MicroBatch, loss: torch.Tensor) -> None:
-        """Backward of what is new, special, or has failed in this call."""
-        micro._loss, micro._weighed = loss.detach(), loss
-        if loss.grad_fn is not None:  # the terms with a graph may have no counts in this piece
-            take_census(self, micro)
-            self._set_gradients_aside()
-            micro._phase = "backward"
-            self._run_backward(micro, loss)
-
-    def _set_gradients_aside(self) -> None:
-        """Isolates, where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
-        settings, traits = self.parts.settings, self.traits
-        unsure = bool(self.filled) and (traits.mixes or not traits.clean)
-        if self.isolation is None and (unsure or traits.hidden or settings.replay == "isolate" or settings.accumulate_dtype is not None):
-            self.isolation = Isolation(settings.accumulate_dtype)
-        if self.isolation is not None:
-            self.isolation.set_aside(self.parts.commits.leaves())
-
-    def _run_backward(self, micro: MicroBatch, loss: torch.Tensor) -> None:
-        settings, traits = self.parts.settings, self.traits
-        self.history.touched = self.history.touched or self.isolation is None
-        if settings.scaler is not None:
-            loss = settings.scaler.scale(loss)
-        if traits.custom or micro._custom:
-            root = micro._root
-            assert root is not None
-            with inner_backwards(root, partial(meet_inner_leaves, self)):
-                self._backward_of(micro, loss)
-        else:
-            self._backward_of(micro, loss)
-
-    def _backward_of(self, micro: MicroBatch, loss: torch.Tensor) -> None:
-        settings = self.parts.settings
-        if micro._piece.committed:
-            missing = [leaf for leaf in micro._leaves or () if not self.history.is_marked(leaf, micro._piece.committed)]
-            if missing:
-                torch.autograd.backward(loss, inputs=missing)
-        elif settings.backward is not None:
-            settings.backward(loss)
-        else:
-            loss.backward()
 
     def leave(self, micro: MicroBatch, error: BaseException | None) -> bool:
         """Ends the attempt: commits, or notes the failure; returns whether the error is swallowed."""
@@ -307,7 +275,7 @@ class Call:
             if error is None:
                 self._commit(micro)
                 if not self.schedule:
-                    self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
+                    self.finish()  # here and not in the next turn of the loop, which a `break` would leave out
                 return False
             if isinstance(error, Exception) and note_failure(self, micro, error):
                 return True
@@ -321,22 +289,17 @@ class Call:
         parts, traits = self.parts, self.traits
         if self.training:
             if micro._phase != "commit":
-                self.refuse_own_backward()
+                self.refuse_touched()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
-            fired = parts.commits.fired
-            some = parts.commits.sample(another=not len(self.committed))
-            self._sentinels.remember(some)
-            if len(self._sentinels.seen) < len(some):
-                check_gradients_stayed(some, parts.inventory.name_of)
-            if not self.steady or len(fired) not in traits.commits:
-                self._learn_and_fold(micro)
-            fired.clear()
+            if self.steady and not parts.commits.listening and self.gradients.commits() in traits.commits:
+                self.gradients.advance()
+            else:
+                commit_with_care(self, micro)
         if parts.buffers.watched:
             traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
         if not self.steady:
             self._look_at_batch()
         self.committed.add(micro)
-        micro._drop_graph()
         self.history.progress()
         if self.plan.probing:
             # The first piece makes the gradients, of which its peak has a part at most: beside it the next one would seem to need them all.
@@ -348,18 +311,8 @@ class Call:
         if not self.traits.edits_batch and self.view.versions() != self.versions:
             self.traits.edits_batch = self.history.edited = True
 
-    def _learn_and_fold(self, micro: MicroBatch) -> None:
-        parts, traits = self.parts, self.traits
-        if len(parts.commits.fired) not in traits.commits and micro._root is not None and not micro._piece.committed:
-            learn(self, micro)
-            self.steady = self.steady and self._is_steady()
-        parts.commits.clear()
-        if self.isolation is not None:
-            retrying(parts, "add a piece's gradient to the batch's", self.isolation.fold)
-            self.history.touched = True
-        self.remember_gradients()
-
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Ends the call whose last piece has committed: its result, what the controller makes of it, and the callbacks."""
         parts = self.parts
         if self.isolation is not None:
             retrying(parts, "write the gradient in its own type", self.isolation.finish)
@@ -397,7 +350,7 @@ class Call:
 
     def _close(self) -> None:
         self._leave()
-        self._sentinels.forget()
+        self.gradients.forget()
         self.committed.clear()
         self.parts.commits.forget_guests()
         self.parts.commits.clear()
@@ -408,12 +361,12 @@ class Call:
         """Forgets every piece: the batch will be replayed from its start."""
         self.schedule.restart()
         self.committed.clear()
-        self._sentinels.forget()
+        self.remember_gradients()
 
     def remember_gradients(self) -> None:
         """Notes the gradients as the engine left them."""
         parts = self.parts
-        self._sentinels.remember(parts.commits.leaves() if self.traits.guests else parts.inventory.leaves)
+        self.gradients.note(parts.commits.leaves() if self.traits.guests else parts.inventory.leaves)
 
     def abort(self, error: BaseException) -> None:
         """Ends the call by `error`: state goes back to the call's start, and what could not is noted on the error."""
@@ -445,12 +398,15 @@ class Call:
         """Whether an attempt is being made, as opposed to the loop standing between two."""
         return self.running is not None and self.running._phase != "load"
 
-    def refuse_own_backward(self) -> None:
-        """Refuses commits that the engine did not make."""
+    def refuse_touched(self) -> None:
+        """Refuses gradients that somebody else has changed since the last piece. Before the first one they may be cleared."""
         if self.parts.commits.fired:
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
             )
+        if not len(self.committed) and not self.history.failures and all(leaf.grad is None for leaf in self.gradients.moved()):
+            self.remember_gradients()
+        self.gradients.refuse_touched()
 
     def left_early(self, what: str = "a loop over micro-batches was left early") -> IncompleteBatchError:
         """The error for a loop that did not run to its end, with what is missing."""

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from elastic_mbs.errors import GradientsChangedError, OptimizerInBackwardError
+from elastic_mbs.errors import OptimizerInBackwardError
 
 _thread = threading.local()
 _running: list[Any] = []
@@ -73,43 +73,6 @@ def leave_call(call: Any) -> None:
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for call in tuple(_running):
         call.refuse_step(optimizer)
-
-
-class GradientSentinels:
-    """A few leaves whose `.grad` is looked at between pieces: whoever clears or edits gradients there is noticed.
-
-    At most 16 leaves, spread over the model: the whole of it would cost a hundred microseconds a piece, and `zero_grad()` reaches all of them. Once a
-    loss function is known the engine gives the last one that committed, and once a call another.
-
-    Attributes:
-        seen: leaf, gradient and version of each.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-
-    def remember(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Notes the gradients as they are after a piece has committed."""
-        if len(leaves) > 16:
-            leaves = leaves[:: -(-len(leaves) // 16)]
-        self.seen = [(leaf, grad, grad._version) for leaf in leaves if (grad := leaf.grad) is not None]
-
-    def forget(self) -> None:
-        """Forgets them: gradients may be changed freely until the next commit."""
-        self.seen = []
-
-    def check(self) -> None:
-        """Compares with what was remembered.
-
-        Raises:
-            GradientsChangedError: a gradient was cleared, replaced or edited since.
-        """
-        for leaf, grad, version in self.seen:
-            if leaf.grad is not grad or grad._version != version:
-                raise GradientsChangedError(
-                    f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a "
-                    "batch: call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step()"
-                )
 
 
 def check_gradients_stayed(committed: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:

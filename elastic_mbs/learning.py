@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,13 +48,12 @@ def meet_inner_leaves(call: Call, leaves: tuple[torch.Tensor, ...]) -> None:
         call.isolation.set_aside(leaf for leaf in leaves if id(leaf) not in before)
 
 
-def learn(call: Call, micro: MicroBatch) -> None:
-    """Compares a clean backward with the census: the first one, and each with a number of commits not seen before."""
+def learn(call: Call, micro: MicroBatch, committed: Sequence[torch.Tensor]) -> None:
+    """Compares what a clean backward has committed to with the census: the first one, and each with a number of commits not seen before."""
     parts, traits = call.parts, call.traits
     root = micro._root
     assert root is not None
     assert call.stream_start is not None
-    committed = list(parts.commits.fired)
     if micro._leaves is None:
         census = walk(root)
         micro._leaves, micro._custom = census.leaves, census.custom

@@ -51,6 +51,7 @@ class Failure:
         unknown: leaves with a gradient that the graph reaches but nobody watched; whether they committed cannot be told.
         normalises_batch: the attempt's graph normalises with statistics of the batch.
         surprising: it has custom functions that have never been through a clean backward, or committed to leaves in ways the graph does not show.
+        shared: only the gradients tell what committed, and some are in one piece of memory.
         edited: the attempt changed its piece of the batch in place.
         streams: the random streams at its start.
     """
@@ -62,6 +63,7 @@ class Failure:
     unknown: tuple[str, ...]
     normalises_batch: bool
     surprising: bool
+    shared: bool
     edited: bool
     streams: StreamState | None
 
@@ -90,12 +92,15 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
             f"masked:{verdict.message}",
             f"this error is often a hidden out-of-memory; trying once with half the micro-batch: {verdict.message}",
         )
-    if micro._phase == "forward":
-        call.refuse_own_backward()
+    if micro._phase == "forward" and call.training:
+        call.refuse_touched()
     drain({leaf.device for leaf in parts.commits.leaves()})
     unknown: tuple[str, ...] = ()
-    normalises_batch = surprising = False
-    committed = list(parts.commits.fired) if micro._phase in ("backward", "commit") else []
+    normalises_batch = surprising = shared = False
+    committed: list[torch.Tensor] = []
+    if micro._phase in ("backward", "commit"):
+        committed = list(parts.commits.fired) if parts.commits.listening else call.gradients.moved()
+        shared = not parts.commits.listening and call.gradients.share_memory()
     root = micro._root
     if root is not None:
         census = walk(root)
@@ -111,6 +116,7 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
         unknown=unknown,
         normalises_batch=normalises_batch,
         surprising=surprising,
+        shared=shared,
         edited=call.view.versions() != call.versions and not call.history.edited,
         streams=micro._streams,
     )
@@ -140,6 +146,8 @@ def recover(call: Call) -> None:
     assert failure is not None
     history, parts = call.history, call.parts
     call.steady = False
+    if call.training:
+        parts.commits.listen()
     if failure.phase == "backward":
         drop_unrun()
         _undo_half_made(parts.settings.scaler)
@@ -257,6 +265,8 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
         return "its backward ran another one inside, so what it reached cannot be told"
     if not failure.fired:
         return None
+    if failure.shared:
+        return "gradients share memory, so which of them it reached cannot be told"
     if parts.settings.backward is not None:
         return "backward= gives no way to leave out the leaves that had committed"
     if traits.normalises_batch or failure.normalises_batch or parts.buffers.moved():

@@ -35,6 +35,7 @@ from elastic_mbs.result import OutputPlace, StepResult
 from elastic_mbs.run_log import RunLog, describe
 from elastic_mbs.settings import Reduction, Replay, Settings
 from elastic_mbs.stats import Stats
+from elastic_mbs.steady import run_steadily, runs_steadily
 from elastic_mbs.step_watch import StepWatch
 from elastic_mbs.stream import Streamer, choose_device
 from elastic_mbs.telemetry import Telemetry
@@ -279,6 +280,8 @@ class ElasticMBS:
             assert self.last_result is not None
             return self.last_result
         with self._start(batch, name_of(loss_fn), identity_of(loss_fn), beside=(args, kwargs)) as call:
+            if runs_steadily(call):
+                run_steadily(call, lambda data: loss_fn(data, *args, **kwargs))
             for micro in call:
                 with micro:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))

@@ -13,6 +13,7 @@ class Traits:
         calls: how many have finished.
         walked: the census was taken.
         guests: the census found leaves outside the model, so that each call has to look again.
+        counted: whether the versions of the gradients have told the same commits as the hooks; None where they were not compared.
         commits: the numbers of commits that clean backwards had; several where the graph depends on the data (routing), none before the first.
         hidden: leaves commit that the census does not reach, or commit more than once in a backward: isolate.
         custom: functions written in Python that have been through a clean backward; they may run another backward inside.
@@ -25,6 +26,7 @@ class Traits:
     calls: int = 0
     walked: bool = False
     guests: bool = False
+    counted: bool | None = None
     commits: set[int] = field(default_factory=set)
     hidden: bool = False
     custom: set[str] = field(default_factory=set)

@@ -609,8 +609,9 @@ def test_a_heap_without_memory_in_backward_replays_the_batch_because_a_commit_ma
     model.zero_grad()
     fail = FailOn(2, error=error)
     leaf = next(model.parameters())
-    first = mbs._parts.commits._watched[id(leaf)][1]
-    first.remove()  # the note of this leaf's commit is what there is no memory for
+    next(iter(mbs._parts.traits.values()))[1].counted = False  # so that hooks tell
+    mbs._parts.commits.listen()
+    mbs._parts.commits._hooks[id(leaf)].remove()  # the note of this leaf's commit is what there is no memory for
     leaf.register_post_accumulate_grad_hook(lambda _: fail())
     mbs.backward(cross_entropy(model), batch)
     assert off_by(model, wanted) <= 1e-12

@@ -128,19 +128,11 @@ def compare(workload: Workload, *, pairs: int, seconds: float, seed: int = 0) ->
 
         for _ in range(WARM):
             step(elastic)
-        # A twin of the model would lie elsewhere in memory, which can be a per cent by itself. So both loops use one model, and the runtime's hooks,
-        # which the loop by hand must not pay for, are taken off for it; putting them on and off is not timed.
-        commits, leaves = mbs._parts.commits, mbs._parts.inventory.leaves
         began = time.perf_counter()
         while len(found) < pairs and (len(found) < 10 or time.perf_counter() - began < seconds):
             took: dict[str, _Took] = {}
             for loop in rng.sample(["by hand", "elastic", "control"], 3):
-                if loop == "elastic":
-                    commits.watch(leaves)
-                    took[loop] = step(elastic)
-                else:
-                    commits.close()
-                    took[loop] = step(workload.by_hand)
+                took[loop] = step(elastic if loop == "elastic" else workload.by_hand)
             found.append(took)
 
     def ratio(of: str, clock: Callable[[_Took], float]) -> Estimate:

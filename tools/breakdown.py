@@ -19,7 +19,7 @@ from elastic_mbs.batch import BatchView
 from elastic_mbs.buffers import BufferCopies
 from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Controller
-from elastic_mbs.guards import GradientSentinels
+from elastic_mbs.gradients import GradientNotes
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.memory import CudaMeter, HostMeter, Monitor
 from elastic_mbs.parts import Parts
@@ -49,10 +49,11 @@ PARTS: Sequence[tuple[str, object, str]] = (
     ("buffers: end_clean_piece", BufferCopies, "end_clean_piece"),
     ("loss: read", engine, "takes_seed"),
     ("loss: weigh", engine, "weighted_sum"),
-    ("census", engine, "take_census"),
-    ("isolation", engine.Call, "_set_gradients_aside"),
-    ("sentinels: check", GradientSentinels, "check"),
-    ("sentinels: remember", GradientSentinels, "remember"),
+    ("careful: backward", engine, "backward_with_care"),
+    ("careful: commit", engine, "commit_with_care"),
+    ("gradients: stayed", GradientNotes, "stayed"),
+    ("gradients: advance", GradientNotes, "advance"),
+    ("gradients: note", GradientNotes, "note"),
     ("step guard: up", engine, "enter_call"),
     ("step guard: down", engine, "leave_call"),
     ("outputs: store", engine, "StoredOutput"),
