@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 def backward_with_care(call: Call, micro: MicroBatch, loss: torch.Tensor) -> None:
     """Backward of a weighted loss, after a census of what it reaches."""
-    micro._loss, micro._weighed = loss.detach(), loss
     if loss.grad_fn is not None:  # the terms with a graph may have no counts in this piece
         take_census(call, micro)
         _set_gradients_aside(call)

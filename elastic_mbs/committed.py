@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 from elastic_mbs.history import History
 from elastic_mbs.micro_batch import MicroBatch
@@ -21,9 +22,9 @@ class Committed:
         micro._drop_graph()
 
     def clear(self) -> None:
-        """Forgets everything: the batch is replayed from its start, or over."""
+        """Forgets everything: the batch is replayed from its start, or over. Whoever still holds an attempt holds nothing of it."""
         for piece in self._pieces:
-            piece._let_go()
+            piece._loss = piece._stored = piece._callbacks = None
         self._pieces.clear()
 
     def __len__(self) -> int:
@@ -37,23 +38,28 @@ class Committed:
 
     def run_callbacks(self) -> None:
         """Runs what `on_commit` was given, in the batch's order."""
-        for piece in self._in_order():
+        waiting = [piece for piece in self._pieces if piece._callbacks]
+        for piece in sorted(waiting, key=_START):
             for callback in piece._callbacks or ():
                 callback()
 
     def result(self, size: int, history: History, skipped: Iterable[tuple[int, int]]) -> StepResult:
         """The result of the whole call, which ended at micro-batch `size` and left `skipped` out because nothing in them counts."""
-        done = self._in_order()
-        stored = [piece._stored for piece in done]
+        partition, losses, stored = [], [], []
+        for piece in sorted(self._pieces, key=_START):
+            partition.append((piece.start, piece.stop))
+            stored.append(piece._stored)
+            if piece._loss is not None:
+                losses.append(piece._loss)
         return StepResult(
-            partition=tuple([(piece.start, piece.stop) for piece in done]),
+            partition=tuple(partition),
             micro_batch_size=size,
             ooms=history.failures,
             replayed_samples=history.replayed_samples,
             skipped=tuple(sorted(skipped)),
-            _losses=tuple([piece._loss for piece in done if piece._loss is not None]),
+            _losses=tuple(losses),
             _outputs=stored if any(stored) else [],
         )
 
-    def _in_order(self) -> list[MicroBatch]:
-        return sorted(self._pieces, key=lambda piece: piece.start)
+
+_START = attrgetter("start")

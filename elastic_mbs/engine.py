@@ -28,7 +28,7 @@ from elastic_mbs.guards import enter_call, leave_call, running_call
 from elastic_mbs.history import History
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.learning import held_beside, tell_controller
-from elastic_mbs.losses import Terms, read_losses, takes_seed, weighted_sum
+from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
 from elastic_mbs.random_streams import StreamState
@@ -87,7 +87,6 @@ class Call:
         self.running: MicroBatch | None = None
         self.committed = Committed()
         self.walked = False
-        self._repeats = counts.uniform
         self.gradients = GradientNotes()
         self._enter()
         try:
@@ -233,28 +232,21 @@ class Call:
             raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
         if self.parts.commits.fired or not self.gradients.stayed():
             self.refuse_touched()
-        loss = value if self.names is None and takes_seed(value) else None
-        if loss is not None:
-            terms: Terms = {None: loss}
-        else:
-            terms, outputs = read_losses(value, self.names)
-            # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
-            if outputs is not None:
-                self.store(micro, outputs)
-            loss = only if takes_seed(only := terms.get(None)) else None
+        terms, outputs = read_losses(value, self.names)
+        # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
+        if outputs is not None:
+            self.store(micro, outputs)
         if self.table is not None:
             micro._losses = tuple(terms.values())
-        weights = micro._piece.weights
-        assert weights is not None
-        if self.steady and loss is not None:
-            weight = weights[None]
-            micro._loss, micro._weighed = loss.detach() * weight, loss  # a value of our own: users add to what they detach from theirs
+        assert micro._piece.weights is not None
+        weighted = weighted_sum(terms, micro._piece.weights)
+        micro._loss, micro._weighed = weighted.detach(), weighted
+        if self.steady and weighted.grad_fn is not None:
             self.history.touched = True
-            seed = self.parts.seeds.take(loss, weight, repeats=self._repeats)
             micro._phase = "backward"
-            torch.autograd.backward(loss, seed)
+            torch.autograd.backward(weighted)
         else:
-            backward_with_care(self, micro, weighted_sum(terms, weights))
+            backward_with_care(self, micro, weighted)
         micro._phase = "commit"
 
     def store(self, micro: MicroBatch, outputs: Any) -> None:

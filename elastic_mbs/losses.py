@@ -82,43 +82,12 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-class Seeds:
-    """What backwards start from for their gradients to be weighed: `backward(loss, seed)` does what `(weight * loss).backward()` does.
-
-    It saves the multiplication and its part of the graph. Each is given once: where only views and sums lie between a leaf and the loss, autograd
-    makes it the leaf's `.grad`, and a hook on the loss may write to it. Where weights repeat, because samples are counted, many are made at a time.
-    """
-
-    def __init__(self) -> None:
-        self._ready: dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]] = {}
-
-    def take(self, loss: torch.Tensor, weight: float, *, repeats: bool) -> torch.Tensor:
-        """A seed that nobody has had, for a backward of `loss`; `repeats` where others of this weight will follow."""
-        if not repeats:
-            return torch.full((), weight, dtype=loss.dtype, device=loss.device)
-        key = weight, loss.dtype, loss.device
-        ready = self._ready.get(key)
-        if not ready:
-            if len(self._ready) >= MOST_WEIGHTS:
-                self._ready.clear()
-            with torch.inference_mode(False):
-                ready = self._ready[key] = list(torch.full((AT_A_TIME,), weight, dtype=loss.dtype, device=loss.device).unbind())
-        return ready.pop()
+def is_plain(loss: object) -> TypeGuard[torch.Tensor]:
+    """Whether this is what nearly every `loss_fn` returns, so that nothing has to be read from it: a scalar with a graph, in full precision."""
+    return type(loss) is torch.Tensor and loss.dtype in _FULL and loss.ndim == 0 and not loss.is_leaf  # what has no graph is a leaf
 
 
-AT_A_TIME = 32
-MOST_WEIGHTS = 16
-
-
-def takes_seed(loss: object) -> TypeGuard[torch.Tensor]:
-    """Whether this is a scalar loss with a graph that a seed weighs as exactly as `weighted_sum`: half precision would round the weight.
-
-    Asked of what `loss_fn` has returned, it is true for what nearly every step returns, with as few questions as there can be.
-    """
-    return type(loss) is torch.Tensor and loss.dtype in _SEEDED and loss.ndim == 0 and not loss.is_leaf  # what has no graph is a leaf
-
-
-_SEEDED = frozenset({torch.float32, torch.float64})
+_FULL = frozenset({torch.float32, torch.float64})
 
 
 def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:

@@ -45,22 +45,15 @@ class MicroBatch:
         stop: one past its last.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_custom",
-        "_engine",
-        "_leaves",
-        "_loss",
-        "_losses",
-        "_phase",
-        "_piece",
-        "_stored",
-        "_streams",
-        "_weighed",
-        "data",
-        "start",
-        "stop",
-    )
+    # What an attempt begins with. One is made for every piece, so these are set only when they change.
+    _phase = "load"
+    _weighed: torch.Tensor | None = None
+    _leaves: tuple[torch.Tensor, ...] | None = None
+    _custom: frozenset[str] = frozenset()
+    _losses: tuple[torch.Tensor, ...] = ()
+    _loss: torch.Tensor | None = None
+    _stored: StoredOutput | None = None
+    _callbacks: list[Callable[[], object]] | None = None
 
     def __init__(self, engine: Engine, piece: Range, streams: StreamState | None, data: Any = None) -> None:
         self.data = data
@@ -68,14 +61,6 @@ class MicroBatch:
         self._engine = engine
         self._piece = piece
         self._streams = streams
-        self._phase = "load"
-        self._weighed: torch.Tensor | None = None
-        self._leaves: tuple[torch.Tensor, ...] | None = None
-        self._custom: frozenset[str] = frozenset()
-        self._losses: tuple[torch.Tensor, ...] = ()
-        self._loss: torch.Tensor | None = None
-        self._stored: StoredOutput | None = None
-        self._callbacks: list[Callable[[], object]] | None = None
 
     def __len__(self) -> int:
         """Samples in the piece."""

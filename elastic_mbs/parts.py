@@ -13,7 +13,6 @@ from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Capacity, Controller, Key, Observation
 from elastic_mbs.events import EventLog
 from elastic_mbs.inventory import Inventory
-from elastic_mbs.losses import Seeds
 from elastic_mbs.memory import Headroom, HostGuard, Monitor, Reading, UsageMeter
 from elastic_mbs.random_streams import RandomStreams
 from elastic_mbs.settings import Settings
@@ -41,7 +40,6 @@ class Parts:
     telemetry: Telemetry | None = None
     commits: CommitLog = field(default_factory=CommitLog)
     buffers: BufferCopies = field(default_factory=BufferCopies)
-    seeds: Seeds = field(default_factory=Seeds)
     traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
     optimizer_needs: dict[tuple[str, int, bool], int] = field(default_factory=dict)
     step_ways: StepWays = field(default_factory=StepWays)

@@ -281,7 +281,7 @@ class ElasticMBS:
             return self.last_result
         with self._start(batch, name_of(loss_fn), identity_of(loss_fn), beside=(args, kwargs)) as call:
             if runs_steadily(call):
-                run_steadily(call, lambda data: loss_fn(data, *args, **kwargs))
+                run_steadily(call, loss_fn, args, kwargs)
             for micro in call:
                 with micro:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))

@@ -5,13 +5,13 @@ What fails here or is not as it was goes to the engine, which runs the rest of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_mbs import guards
-from elastic_mbs.losses import takes_seed
+from elastic_mbs.losses import is_plain
 from elastic_mbs.recovery import retrying
 
 if TYPE_CHECKING:
@@ -25,38 +25,39 @@ def runs_steadily(call: Call) -> bool:
     return call.steady and call.names is None and not watched and not call.plan.probing
 
 
-def run_steadily(call: Call, step: Callable[[Any], Any]) -> None:
+def run_steadily(call: Call, loss_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Runs pieces until the batch is done, or one is not as it was.
 
     Args:
         call: a call that `runs_steadily`.
-        step: returns the loss of a piece.
+        loss_fn: returns the loss of a piece.
+        args: what it gets beside the piece.
+        kwargs: the same, by name.
     """
     parts, traits, gradients, buffers = call.parts, call.traits, call.gradients, call.parts.buffers
-    backward, seeds, repeats, history = torch.autograd.backward, parts.seeds, call.counts.uniform, call.history
+    backward, history = torch.autograd.backward, call.history
     while (piece := call.schedule.next(call.size)) is not None:
         if (micro := call.prepare(piece)) is None:
             return
         call.running = micro
         micro._phase = "forward"
         try:
-            loss = step(micro.data)
-            if takes_seed(loss) and gradients.stayed() and piece.weights is not None:
-                weight = piece.weights[None]
-                micro._loss, micro._weighed = loss.detach() * weight, loss  # a value of our own: users add to what they detach from theirs
-                seed = seeds.take(loss, weight, repeats=repeats)
+            loss = loss_fn(micro.data, *args, **kwargs)
+            if is_plain(loss) and gradients.stayed() and piece.weights is not None:
+                weighted = loss * piece.weights[None]
+                micro._loss, micro._weighed = weighted.detach(), weighted
                 history.touched = True
                 micro._phase = "backward"
-                backward(loss, seed)
+                backward(weighted)
                 micro._phase = "commit"
             else:
                 call.backward(micro, loss)
         except BaseException as error:
-            loss = None
+            loss = weighted = None
             if call.leave(micro, error):
                 return
             raise
-        loss = None
+        loss = weighted = None
         if micro._phase == "commit" and gradients.commits() in traits.commits:
             gradients.advance()
             if buffers.watched:

@@ -118,7 +118,7 @@ def test_gradients_that_come_to_share_memory_in_the_middle_of_a_batch_are_not_tr
             return a + b + late
 
     events: list[Event] = []
-    for at in range(1, 30):
+    for at in range(1, 45):
         model, batch = Sum(), torch.linspace(0, 1, 8, dtype=torch.float64)
         mbs = settled(model, model, batch, door, on_event=events.append)
         through(door, mbs, model, batch)

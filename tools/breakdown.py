@@ -47,7 +47,7 @@ PARTS: Sequence[tuple[str, object, str]] = (
     ("buffers: begin_call", BufferCopies, "begin_call"),
     ("buffers: begin_piece", BufferCopies, "begin_piece"),
     ("buffers: end_clean_piece", BufferCopies, "end_clean_piece"),
-    ("loss: read", engine, "takes_seed"),
+    ("loss: read", engine, "read_losses"),
     ("loss: weigh", engine, "weighted_sum"),
     ("careful: backward", engine, "backward_with_care"),
     ("careful: commit", engine, "commit_with_care"),
