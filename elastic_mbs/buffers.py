@@ -107,6 +107,9 @@ class BufferCopies:
         tensors = [tensor for module in owners for tensor in module._buffers.values()]
         known = self._known = key in self._learned
         same = known and key == self._key and owners == self._owners and len(tensors) == len(self._tensors) == len(self._slots)
+        if same and not owners and not self._plain:
+            self._modules = modules
+            return  # no buffers, as in the call before
         # The same tensors in the same places as in the call before: what is known of the places holds, and only values are taken anew.
         if same and all(map(is_, tensors, self._tensors)):
             for slot, tensor in zip(self._slots, tensors, strict=True):
