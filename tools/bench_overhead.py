@@ -190,8 +190,7 @@ def table(results: Sequence[Result]) -> str:
 
 def breakdown_text(name: str, loop: Loop, rows: Sequence[Row]) -> str:
     """One workload's breakdown as text."""
-    hooks = f"{loop.hooks_per_piece:.0f} µs of it for the hooks on leaves"
-    lines = [f"{name}: elastic minus by hand: {loop.per_call:.0f} µs a call + {loop.per_piece:.0f} µs a piece ({hooks})"]
+    lines = [f"{name}: elastic minus by hand: {loop.per_call:.0f} µs a call + {loop.per_piece:.0f} µs a piece"]
     lines += [f"  {row.part:28} {row.micros:9.1f} µs a call, run {row.times} times" for row in rows]
     return "\n".join(lines)
 

@@ -180,12 +180,10 @@ class Loop:
     Attributes:
         per_call: for a call, whatever its number of pieces.
         per_piece: for each piece.
-        hooks_per_piece: what of that is for the hooks on the leaves.
     """
 
     per_call: float
     per_piece: float
-    hooks_per_piece: float
 
 
 def per_call_and_piece(workload: Workload, calls: int, seconds: float) -> Loop:
@@ -214,20 +212,14 @@ def per_call_and_piece(workload: Workload, calls: int, seconds: float) -> Loop:
 
         for each in (workload, short) * WARM:
             mbs.backward(each.loss_fn, each.batch)
-        commits, leaves = mbs._parts.commits, mbs._parts.inventory.leaves
         began = time.perf_counter()
         while len(extra["many"]) < calls and (len(extra["many"]) < 5 or time.perf_counter() - began < seconds):
-            commits.watch(leaves)
-            elastic = [took(partial(mbs.backward, each.loss_fn, each.batch)) for each in (workload, short)]
-            hooked = took(workload.by_hand)
-            commits.close()
-            by_hand = [took(each.by_hand) for each in (workload, short)]
-            extra["many"].append(elastic[0] - by_hand[0])
-            extra["few"].append(elastic[1] - by_hand[1])
-            extra["hooks"].append(hooked - by_hand[0])
+            for name, each in (("many", workload), ("few", short)):
+                elastic = took(partial(mbs.backward, each.loss_fn, each.batch))
+                extra[name].append(elastic - took(each.by_hand))
     middle = {name: 1e6 * statistics.median(values) for name, values in extra.items()}
     per_piece = (middle["many"] - middle["few"]) / (many - few)
-    return Loop(middle["few"] - few * per_piece, per_piece, middle["hooks"] / many)
+    return Loop(middle["few"] - few * per_piece, per_piece)
 
 
 WARM = 10
