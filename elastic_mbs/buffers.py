@@ -74,6 +74,7 @@ class BufferCopies:
 
     Attributes:
         watched: whether there is something to learn after each piece: what moves already needs no second look.
+        busy: whether there is something to copy before each piece.
     """
 
     def __init__(self) -> None:
@@ -81,6 +82,7 @@ class BufferCopies:
         self._learned: set[object] = set()
         self._known = False  # whether the running loss function is among them: to ask is to hash a function's code
         self.watched = True
+        self.busy = False
         self._key: object = None
         self._modules: Sequence[nn.Module] = ()
         self._owners: list[nn.Module] = []
@@ -143,11 +145,7 @@ class BufferCopies:
         self._others = [slot for slot in self._moving if not slot.statistics] if len(self._statistics) < len(self._moving) else []
         self._still = [slot for slot in self._slots if not slot.changing] if len(self._moving) < len(self._slots) else []
         self.watched = bool(self._still) or not self._known
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is something to copy before each piece."""
-        return bool(self._plain or self._moving)
+        self.busy = bool(self._plain or self._moving)
 
     def begin_piece(self) -> None:
         """Copies the buffers that change, before a piece that is not the call's first (whose start is the call's)."""

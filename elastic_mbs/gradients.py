@@ -45,6 +45,7 @@ class GradientNotes:
         """Notes the gradients of `leaves` as they are now."""
         self._leaves = leaves
         self._grads, self._versions = _read(leaves)
+        self._latest = [], []
 
     def forget(self) -> None:
         """Forgets them: gradients may be changed freely."""
@@ -82,6 +83,7 @@ class GradientNotes:
     def advance(self) -> None:
         """Notes what `commits` has seen."""
         self._grads, self._versions = self._latest
+        self._latest = [], []
 
     def share_memory(self) -> bool:
         """Whether two leaves have gradients in one piece of memory, so that their versions move together."""

@@ -362,6 +362,7 @@ def unwind(call: Call, error: BaseException) -> None:
         else:
             if lost is not None:
                 error.add_note(f"elastic_mbs: the buffer {lost} changed for the first time in this batch and could not be restored.")
+    call.gradients.forget()  # they can go before `on_fatal` needs memory
     leaves = parts.commits.leaves() if call.training else []
     intact = {id(leaf) for leaf in leaves if call.isolation is not None and call.isolation.intact(leaf)}
     if call.isolation is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +131,35 @@ def test_gradients_that_come_to_share_memory_in_the_middle_of_a_batch_are_not_tr
     modes = [(event.start, event.mode) for event in events if isinstance(event, OutOfMemory) and event.committed]
     # Once a second piece has moved both versions twice, hooks are back and tell again.
     assert {(0, "step"), (3, "step"), (6, "piece")} == set(modes)
+
+
+def test_the_gradients_that_a_replay_has_dropped_are_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = mlp(), pairs()
+    mbs = settled(model, cross_entropy(model), batch, 1)
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        if len(held) == 2:
+            gc.collect()
+            alive.append(sum(reference() is not None for reference in held))
+        loss: Tensor = cross_entropy(model)(piece)
+        leaf = next(model.parameters())
+        if leaf.grad is not None and len(held) < 2:
+            held.append(weakref.ref(leaf.grad))
+            if len(held) == 2:
+                raise MemoryError  # in forward; the batch goes on
+        return loss
+
+    monkeypatch.setattr("elastic_mbs.recovery._why_from_the_start", lambda call, failure: "the test says so")
+    for _ in range(2):
+        mbs.backward(loss_fn, batch)
+        held.clear()
+        model.zero_grad()
+    alive.clear()
+    mbs.backward(loss_fn, batch)
+    assert alive
+    assert alive[0] == 0
 
 
 def own_backward(model: nn.Module, x: Tensor) -> None:
