@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class CommitLog:
         self.listening = True
         self._watched: dict[int, torch.Tensor] = {}
         self._hooks: dict[int, RemovableHandle] = {}  # on leaves of the model
-        self._guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        self._guests: dict[int, tuple[TensorWeakRef, RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._hooks, self._guests)
 
     def watch(self, leaves: Iterable[torch.Tensor]) -> None:
@@ -125,7 +126,7 @@ class CommitLog:
         """Watches those of `leaves` that are not watched yet, until `forget_guests`; returns them."""
         new = [leaf for leaf in leaves if not self.watches(leaf)]
         for leaf in new:
-            self._guests[id(leaf)] = weakref.ref(leaf), self._hook(leaf)
+            self._guests[id(leaf)] = TensorWeakRef(leaf), self._hook(leaf)
         return new
 
     def _hook(self, leaf: torch.Tensor) -> RemovableHandle:
@@ -163,7 +164,7 @@ class CommitLog:
         self.clear()
 
 
-def _remove(hooks: dict[int, RemovableHandle], guests: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]]) -> None:
+def _remove(hooks: dict[int, RemovableHandle], guests: dict[int, tuple[TensorWeakRef, RemovableHandle]]) -> None:
     for handle in (*hooks.values(), *(handle for _, handle in guests.values())):
         handle.remove()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from elastic_mbs.errors import ReplayUnsafeError
 
@@ -23,7 +23,7 @@ class History:
         self.touched = False  # something of this call may be in a gradient that was there before it
         self.edited = False  # an earlier piece of this call edited its samples in place
         self.wait_left = wait_for_memory
-        self._marked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._marked: dict[int, TensorWeakRef] = {}
 
     def progress(self) -> None:
         """A piece committed."""
@@ -31,7 +31,7 @@ class History:
 
     def mark(self, leaves: Iterable[torch.Tensor]) -> frozenset[int]:
         """The ids of leaves that a failed attempt committed to. Weak: a step may make leaves of its own, which end with it."""
-        found = {id(leaf): weakref.ref(leaf) for leaf in leaves}
+        found = {id(leaf): TensorWeakRef(leaf) for leaf in leaves}
         self._marked.update(found)
         return frozenset(found)
 

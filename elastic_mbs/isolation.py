@@ -11,11 +11,11 @@ used where the cheaper ways are not exact (see `elastic_mbs.recovery`), and for 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Held:
     the original itself, or a wider copy. The leaf is held weakly: a step may make leaves of its own for each piece, and recomputation does.
     """
 
-    leaf: weakref.ref[torch.Tensor]
+    leaf: TensorWeakRef
     original: torch.Tensor | None
     total: torch.Tensor | None
     wide: bool
@@ -53,7 +53,7 @@ class Isolation:
             held = self._held.get(id(leaf))
             if held is None or held.leaf() is not leaf:
                 wide = self._dtype is not None and leaf.dtype in (torch.float16, torch.bfloat16)
-                self._held[id(leaf)] = _Held(weakref.ref(leaf), leaf.grad, None if wide else leaf.grad, wide)
+                self._held[id(leaf)] = _Held(TensorWeakRef(leaf), leaf.grad, None if wide else leaf.grad, wide)
             leaf.grad = None
 
     def _present(self) -> Iterator[tuple[torch.Tensor, _Held]]:

@@ -308,7 +308,7 @@ _NO_HANDLER = Tensor.__torch_dispatch__
 class _CountingMode(TorchDispatchMode):
     """What sees the operations of one thread. One for each entered block: torch keeps its stack of modes per thread."""
 
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # torch 2.8 does not ask, and refuses `torch.cond` and its like under any mode
 
     def __init__(self, budget: MemoryBudget) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
