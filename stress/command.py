@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from importlib import import_module
 
+from elastic_mbs.errors import UsageError
+
+from .options import Commands
 from .scenarios import command as scenarios
+from .subject import words
 
 __all__ = ["add_arguments"]
 
@@ -25,10 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of `python -m stress`, or of `elastic-mbs stress`.
     """
     scenarios.add_arguments(parser)
-    parser.set_defaults(run=scenarios.main)
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    parser.set_defaults(run=_on_one_line(scenarios.main))
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", action=Commands)
     for name, (where, purpose) in COMMANDS.items():
         module = import_module(where, __package__)
         command = commands.add_parser(name, help=purpose, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(command)
-        command.set_defaults(run=module.main)
+        command.set_defaults(run=_on_one_line(module.main))
+
+
+def _on_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A command whose complaints about its input are one line each: those of the package itself explain a batch on several."""
+
+    def main(options: argparse.Namespace) -> int:
+        try:
+            return run(options)
+        except UsageError as error:
+            if "\n" not in str(error):
+                raise
+            raise UsageError(words(error)) from error
+
+    return main

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.util
-import random
+import inspect
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_mbs.errors import UsageError
 
 from .models import BUILTIN, ON_GPU
-from .subject import Subject, one_line
+from .state import Streams, start_streams
+from .subject import Subject, naming
 
 KEPT_BATCHES = 64
 """Of a loader only so many batches are taken, and taken again after the last: a run under stress is short."""
@@ -31,21 +36,27 @@ def find(name: str, device: torch.device | str = "cpu") -> Factory:
 
     Args:
         name: a key of `BUILTIN`, or `path.py:factory`. The factory takes no argument and returns a `Subject`, or a tuple
-            `(model, loss_fn, batches)` whose batches are a sequence, a loader, or a function of the step's number; a fourth entry makes the optimizer
-            from the parameters.
+            `(model, loss_fn, batches)` whose batches are a sequence, a loader, a generator, or a function of the step's number. Two more entries may
+            follow: a function that makes the optimizer from the parameters, and a dict of options for `ElasticMBS`, such as `count=` and
+            `generators=`. The file is run as `python path.py` would: what lies beside it can be imported.
         device: built-in models are larger for a GPU.
 
     Raises:
         UsageError: there is no such name, file or function, or the file cannot be run.
     """
-    path, colon, attribute = name.rpartition(":")
+    path, _, attribute = name.rpartition(":")
     if name in BUILTIN:
         return (BUILTIN if torch.device(device).type == "cpu" else ON_GPU)[name]
-    if not colon:
-        raise UsageError(f"--model {name}: no such model; one of {', '.join(BUILTIN)}, or your own as path.py:factory")
-    factory = getattr(_module(Path(path)), attribute, None)
+    if not (path and attribute):
+        given = (path or name).removesuffix(":")
+        own = f"name its factory, as in {given}:make" if given.endswith(".py") else "or your own as path.py:factory"
+        raise UsageError(f"--model {name}: no such model; one of {', '.join(BUILTIN)}, {own}")
+    module = _module(Path(path), name)
+    factory = getattr(module, attribute, None)
     if not callable(factory):
-        raise UsageError(f"--model {name}: {path} has no function {attribute!r}")
+        there = [each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        what = f"no function {attribute!r}" if factory is None else f"{attribute!r}, but that is of type {type(factory).__name__} and no function"
+        raise UsageError(f"--model {name}: {path} has {what}; its functions: {', '.join(there) or 'none'}")
     return lambda: _subject(factory(), name)
 
 
@@ -62,62 +73,133 @@ def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: tor
         UsageError: there is no such model, or what the factory gives is no subject.
     """
     factory = find(name, device)
-    torch.manual_seed(seed)
-    random.seed(seed)
     with suppress(ImportError):
-        import numpy.random  # by us: whoever imported it between two builds would leave the first of them with another stream
-
-        numpy.random.seed(seed)
-    try:
+        import numpy.random  # noqa: F401  # by us: whoever imported it between two builds would leave the first of them with another stream
+    start_streams(seed)
+    with naming(name, "the factory does not run"):
         subject = factory()
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"--model {name}: the factory does not run: {one_line(error)}") from error
+    if callable(subject.batches):
+        subject = replace(subject, batches=_Drawn(subject.batches, seed))
     subject.model.to(device if there is None else there)
     return subject
 
 
-def _module(path: Path) -> ModuleType:
+@dataclass(frozen=True)
+class _Drawn:
+    """Batches that a function makes: each from streams of its own, so that a batch is the same whenever it is asked for.
+
+    Attributes:
+        batches: the function of the step's number.
+        seed: of all.
+    """
+
+    batches: Callable[[int], Any]
+    seed: int
+
+    def __call__(self, step: int) -> Any:
+        before = Streams.now()
+        start_streams((self.seed + 7919 * (step + 1)) % 2**32)
+        try:
+            return self.batches(step)
+        finally:
+            before.restore()
+
+
+def _module(path: Path, name: str) -> ModuleType:
+    """The file, run once in a process."""
     if not path.is_file():
-        raise UsageError(f"--model: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"_stress_model_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"--model: {path} is no Python file")
-    if spec.name in sys.modules:
-        return sys.modules[spec.name]
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickles of the file look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise UsageError(f"--model: {path} does not run: {type(error).__name__}: {error}") from error
-    return module
+        raise UsageError(f"--model {name}: there is no file {path}")
+    if path.suffix != ".py":
+        raise UsageError(f"--model {name}: {path} is no Python file, whose name ends in .py")
+    path = path.resolve()
+    top, dotted = _package(path)
+    if os.fspath(top) not in sys.path:
+        sys.path.insert(0, os.fspath(top))  # as for a script: what lies beside it can be imported, now and later
+    with naming(name, f"{path} does not run"):
+        if dotted is not None:
+            return importlib.import_module(dotted)
+        own = f"_stress_model_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+        if own not in sys.modules:
+            spec = importlib.util.spec_from_file_location(own, path)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[own] = module = importlib.util.module_from_spec(spec)  # dataclasses and pickles of the file look their module up
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[own]
+                raise
+        return sys.modules[own]
+
+
+def _package(path: Path) -> tuple[Path, str | None]:
+    """The folder from which a file is imported, and as what: a module of a package may import its neighbours relatively. None: by its path."""
+    top, parts = path.parent, [path.stem]
+    while (top / "__init__.py").is_file() and top.name.isidentifier():
+        top, parts = top.parent, [top.name, *parts]
+    known = sys.modules.get(parts[0])
+    if len(parts) == 1 or not path.stem.isidentifier() or (known is not None and os.fspath(top / parts[0]) not in getattr(known, "__path__", ())):
+        return path.parent, None
+    return top, ".".join(parts)
 
 
 def _subject(made: Any, name: str) -> Subject:
     if isinstance(made, Subject):
         return made
-    if not (isinstance(made, tuple) and len(made) in (3, 4)):
+    if not (isinstance(made, tuple) and len(made) in (3, 4, 5)):
+        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise UsageError(
-            f"--model {name}: the factory returned {type(made).__name__}; it must return (model, loss_fn, batches) or a fourth, the optimizer's maker"
+            f"--model {name}: the factory returned {what}; it must return (model, loss_fn, batches), and may add the optimizer's maker and a dict of "
+            "options for ElasticMBS"
         )
-    model, loss_fn, batches = made[:3]
+    model, loss_fn, batches, *more = made
     if not isinstance(model, nn.Module) or not callable(loss_fn):
         raise UsageError(
             f"--model {name}: the factory returned ({type(model).__name__}, {type(loss_fn).__name__}, …): not a module and a loss function"
         )
-    if not callable(batches) and not isinstance(batches, Sequence):
+    _check_call(loss_fn, name, "the loss function", "the batch, as in lambda batch: loss(batch[0], batch[1])")
+    given: dict[str, Any] = {}
+    for number, each in zip(("fourth", "fifth"), more, strict=False):
+        if not (isinstance(each, dict) or callable(each)):
+            raise UsageError(
+                f"--model {name}: the {number} is {type(each).__name__}; it must be a function that makes the optimizer from the parameters, or a "
+                "dict of options for ElasticMBS"
+            )
+        given["options" if isinstance(each, dict) else "optimizer"] = each
+    return Subject(model, loss_fn, _batches(batches, name), name=name, **given)
+
+
+def _batches(batches: Any, name: str) -> Any:
+    """As a `Subject` has them: a sequence, or a function of the step's number."""
+    if isinstance(batches, Tensor | Mapping | str | bytes):
+        raise UsageError(f"--model {name}: batches are one {type(batches).__name__}: for a single batch give a list of it, [batch]")
+    if inspect.isgeneratorfunction(batches) and not inspect.signature(batches).parameters:
+        batches = batches()
+    if callable(batches) and not isinstance(batches, Iterable):
+        _check_call(batches, name, "the function that gives batches", "the step's number, from 0")
+        return batches
+    if not isinstance(batches, Sequence):
         if not isinstance(batches, Iterable):
-            raise UsageError(f"--model {name}: batches are {type(batches).__name__}: give a list, a loader, or a function of the step's number")
+            raise UsageError(
+                f"--model {name}: batches are {type(batches).__name__}: give a list, a loader, a generator, or a function of the step's number"
+            )
         batches = list(islice(batches, KEPT_BATCHES))
-    if isinstance(batches, Sequence) and not batches:
+    if not batches:
         raise UsageError(f"--model {name}: there are no batches")
-    if len(made) == 3:
-        return Subject(model, loss_fn, batches, name=name)
-    if not callable(made[3]):
-        raise UsageError(
-            f"--model {name}: the fourth is {type(made[3]).__name__}; it must be a function that makes the optimizer from the parameters"
-        )
-    return Subject(model, loss_fn, batches, made[3], name=name)
+    return batches
+
+
+def _check_call(function: Callable[..., Any], name: str, what: str, given: str) -> None:
+    """Looks whether a function can be called with one argument.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of what is written in C nobody knows
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise UsageError(f"--model {name}: {what} takes {signature}, but is called with one argument: {given}") from None

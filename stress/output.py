@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from elastic_mbs.errors import UsageError
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Looks before hours of work whether a file can be written after them.
+    """Looks before minutes of work whether a file can be written after them, by opening it. What is in it stays.
 
     Raises:
         UsageError: it cannot.
@@ -17,8 +16,13 @@ def check_writable(path: Path | None, option: str) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise UsageError(f"{option} {path} is a folder: give a file")
+        raise UsageError(f"{option} {path}: this is a folder; name a file")
     if not path.parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{option} {path} cannot be written")
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    was_there = path.exists()
+    try:
+        path.open("a").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{option} {path}: it cannot be written ({error.strerror}); name another file") from error

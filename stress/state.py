@@ -43,6 +43,15 @@ class Streams:
         return torch.equal(self.torch, other.torch) and self.python == other.python and repr(self.numpy) == repr(other.numpy)
 
 
+def start_streams(seed: int) -> None:
+    """Starts them from a seed below 2**32; numpy's only where numpy is there."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed)
+
+
 @dataclass(frozen=True)
 class State:
     """Gradients, buffers and random streams, copied."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,31 @@ class Subject:
             raise UsageError(f"--model {self.name}: there is no batch for step {step}: {one_line(error)}") from error
 
 
+@contextmanager
+def naming(model: str, what: str) -> Iterator[None]:
+    """Has every error of the user's code in the block come as a `UsageError` of one line that names the model.
+
+    Args:
+        model: as `--model` names it.
+        what: what the block does, as in "its factory does not run".
+
+    Raises:
+        UsageError: something was raised.
+    """
+    try:
+        yield
+    except UsageError as error:  # the package's own words say enough
+        text = words(error)
+        raise UsageError(text if text.startswith("--") else f"--model {model}: {text}") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--model {model}: {what}: {one_line(error)}") from error
+
+
+def words(error: BaseException) -> str:
+    """An error's text, on one line."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
 def one_line(error: BaseException) -> str:
     """An error's type and text, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+    return f"{type(error).__name__}: {words(error)}".rstrip(": ")

@@ -78,8 +78,8 @@ def test_kinds_and_the_bounded_set_name_what_there_is() -> None:
     [
         (["--scenario", "nonsense"], "no such scenario; one of steady"),
         (["--kind", "nonsense"], "no such kind of limit; one of budget"),
-        (["--steps", "2"], "--steps 2 is too few"),
-        (["--seed", "-1"], "--seed -1 is negative"),
+        (["--steps", "2"], "--steps: 2 is too few"),
+        (["--seed", "-1"], "--seed: -1 is below 0"),
         (["--model", "nonsense"], "no such model; one of wide"),
         (["--model", "nowhere.py:factory"], "there is no file nowhere.py"),
         (["--budget", "lots"], "lots"),

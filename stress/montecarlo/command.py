@@ -21,6 +21,7 @@ import torch
 from elastic_mbs.errors import UsageError
 
 from ..exit_codes import PASSED, UNEXPECTED, WRONG
+from ..options import duration, seed, whole
 from ..output import check_writable
 from ..state import WrongOutcomeError
 from ..watchdog import Watchdog
@@ -39,15 +40,16 @@ EVERY = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--runs", type=int, default=2000, help="cases (default 2000)")
-    parser.add_argument("--seed", type=int, help="of all cases; drawn and printed where it is not given")
-    parser.add_argument("--minutes", type=float, help="end after so many minutes at the latest")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--runs", type=whole(1), default=2000, help="cases (default 2000)")
+    parser.add_argument("--seed", type=seed, help="of all cases; drawn and printed where it is not given")
+    parser.add_argument("--minutes", type=duration("minutes"), help="end after so many minutes at the latest")
+    parser.add_argument("--jobs", type=whole(1, 1024), default=1, help="processes (default 1)")
     parser.add_argument("--baseline", action="store_true", help="the same cases with nothing going wrong: they must be exact, without an event")
-    parser.add_argument("--only", type=int, metavar="CASE_SEED", help="one case, by the seed that was printed for it")
+    parser.add_argument("--only", type=whole(0), metavar="CASE_SEED", help="one case, by the seed that was printed for it")
     parser.add_argument("--case", metavar="JSON", help="one case, as it was printed")
-    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="a case that takes longer hangs (default 60)")
-    parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="look so long for a smaller case that fails (default 30)")
+    parser.add_argument("--deadline", type=duration("seconds"), default=60.0, metavar="SECONDS", help="a case that takes longer hangs (default 60)")
+    look = "look so long for a smaller case that fails (default 30)"
+    parser.add_argument("--shrink", type=duration("seconds", zero=True), default=30.0, metavar="SECONDS", help=look)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, default=1, help=argparse.SUPPRESS)
@@ -55,12 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Runs the cases; returns the exit code."""
-    for name in ("runs", "jobs"):
-        if getattr(options, name) < 1:
-            raise UsageError(f"--{name} {getattr(options, name)} is below 1")
-    for name in ("minutes", "deadline"):
-        if getattr(options, name) is not None and not getattr(options, name) > 0:
-            raise UsageError(f"--{name} {getattr(options, name)} is not above 0")
     if options.only is not None and options.case is not None:
         raise UsageError(f"--only {options.only} and --case were both given: it is one or the other")
     check_writable(options.json, "--json")

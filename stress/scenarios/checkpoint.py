@@ -12,6 +12,7 @@ from elastic_mbs.memory.budget import on_host
 
 from ..record import Mark, Step
 from .notes import Notes
+from .reference import generators_of
 from .train import Session, Trained
 
 EVERY = 4
@@ -38,7 +39,7 @@ class Checkpoint:
             "model": session.subject.model.state_dict(),
             "optimizer": session.optimizer.state_dict(),
             "elastic_mbs": session.mbs.state_dict(),
-            "stream": torch.get_rng_state(),
+            "streams": generators_of(session.subject).read(slow=True),
             "steps": [step.to_json() for step in all_of_it.steps],
             "marks": [mark.to_json() for mark in notes.marks],
             "norms": all_of_it.curve.norms,
@@ -55,12 +56,12 @@ class Checkpoint:
         if not self._path.exists():
             return trained
         with on_host():
-            state = torch.load(self._path, weights_only=True)
+            state = torch.load(self._path, weights_only=False)  # written by us; the states of numpy's streams hold arrays
             session.subject.model.load_state_dict(state["model"])
         session.optimizer.load_state_dict(state["optimizer"])
         session.mbs.load_state_dict(state["elastic_mbs"])
         session.step = state["step"]
-        torch.set_rng_state(state["stream"])
+        generators_of(session.subject).restore(state["streams"])
         trained.steps = [Step.from_json(step) for step in state["steps"]]
         trained.curve.losses, trained.curve.norms = state["losses"], state["norms"]
         last = trained.steps[-1]

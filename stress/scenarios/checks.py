@@ -226,8 +226,12 @@ def optimizer_struck(run: Run) -> list[str]:
 
 
 def evaluated(run: Run) -> list[str]:
-    """There were evaluations between the steps."""
-    return [] if any(mark.what == "eval" for mark in run.marks) else ["nothing was evaluated between the steps"]
+    """There were evaluations between the steps, and they gave something to compare."""
+    if not any(mark.what == "eval" for mark in run.marks):
+        return ["nothing was evaluated between the steps"]
+    if run.differences is not None and run.differences.outputs is None:
+        return ["the model's output has no row for each sample to compare, so nothing was shown of the evaluation"]
+    return []
 
 
 def resumed(run: Run) -> list[str]:

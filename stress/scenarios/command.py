@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.memory import parse_bytes
 
+from ..options import memory, seed, whole
+from ..output import check_writable
 from ..record import Run, write_json
+from ..subject import words
 from ..worlds import KINDS, available
 from .catalogue import SCENARIOS, Scenario
 from .console import Progress, summary, table
 from .facts import check
-from .order import Order
-from .perform import perform
+from .order import DEADLINE, Order
+from .perform import failed, perform
 
 QUICK = {
     "shim": ("too_big", "cliff", "fragmentation", "two_elastic"),
@@ -31,6 +34,9 @@ QUICK = {
     "cuda": ("too_big", "cliff", "sawtooth", "optimizer_first_step", "long_sequences", "one_sample_too_big", "two_elastic"),
 }
 """What the bounded set runs of each real kind, beside everything on the budget."""
+
+SLOWER = 20.0
+"""By so much may a step of a scenario take longer than making the model and looking at it: for a process's deadline."""
 
 FEWEST = 6
 """Steps below which the scripts have no room for what they do."""
@@ -47,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the CPU, and CUDA where there is one (default: auto)"
     )
     parser.add_argument("--model", metavar="NAME", help="a built-in model, or your own as path.py:factory (default: the scenario's)")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: the scenario's)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of models, batches and scripts (default: 0)")
-    parser.add_argument("--budget", metavar="BYTES", help="memory there is, such as 96MiB (default: what the whole batch needs)")
+    parser.add_argument("--steps", type=whole(FEWEST, why="for a script"), metavar="N", help="optimizer steps (default: the scenario's)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of models, batches and scripts (default: 0)")
+    parser.add_argument("--budget", type=memory, metavar="BYTES", help="memory there is, such as 96MiB (default: what the whole batch needs)")
     parser.add_argument("--quick", action="store_true", help="the bounded set: few steps, and a few scenarios of each real kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of them there")
@@ -60,26 +66,32 @@ def main(options: argparse.Namespace) -> int:
     """Runs scenarios.
 
     Returns:
-        0 if all assertions held, 1 if one did not.
+        0 if all assertions held; 1 if one did not, or a scenario could not be carried out. The records of all are written in both cases.
 
     Raises:
-        UsageError: an option makes no sense.
+        UsageError: an option makes no sense, or the model cannot be used.
     """
     if options.list:
         print(listing())
         return 0
     for name in ("json", "html", "png"):
-        check_output(f"--{name}", getattr(options, name))
+        check_writable(getattr(options, name), f"--{name}")
     if options.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--png needs matplotlib, which is not installed: pip install 'elastic-mbs[plot]'")
     orders, missing = plan(options)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # pieces this small gain nothing from more
+    runs: list[Run] = []
     try:
-        check_models(orders)
+        orders = check_models(orders)
         for line in missing:
             print(line, flush=True)
-        runs = run_all(orders)
+        for found in run_all(orders):
+            runs += found
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {len(runs)} records of {len(orders)}")
+        write(runs, options)
+        raise
     finally:
         torch.set_num_threads(threads)
     print(f"\n{table(runs)}\n\n{summary(runs)}")
@@ -106,12 +118,7 @@ def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
     for kind in options.kind or ():
         if kind not in KINDS:
             raise UsageError(f"--kind {kind}: no such kind of limit; one of {', '.join(KINDS)}")
-    if options.steps is not None and options.steps < FEWEST:
-        raise UsageError(f"--steps {options.steps} is too few for a script: at least {FEWEST}")
-    if options.seed < 0:
-        raise UsageError(f"--seed {options.seed} is negative")
     kinds, missing = _kinds(options)
-    budget = None if options.budget is None else parse_bytes(int(options.budget) if options.budget.isdecimal() else options.budget)
     orders = [
         Order(
             scenario.name,
@@ -120,7 +127,7 @@ def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
             options.seed,
             steps_of(scenario, options),
             _device(kind),
-            budget,
+            options.budget,
         )
         for kind in kinds
         for scenario in chosen(options, kind)
@@ -161,41 +168,37 @@ def _device(kind: str) -> str:
     return "cuda" if kind == "cuda" else "cpu"
 
 
-def check_models(orders: Sequence[Order]) -> None:
-    """Looks at each model before anything is run.
+def check_models(orders: Sequence[Order]) -> list[Order]:
+    """Looks at each model before anything is run. Returns the orders with deadlines that suit how long that took.
 
     Raises:
         UsageError: there is none of that name, it cannot be trained, or it is not the same each time.
     """
-    for model, device, seed in dict.fromkeys((order.model, order.device, order.seed) for order in orders):
-        check(model, seed, device)
+    took: dict[tuple[str, int, str], float] = {}
+    for each in dict.fromkeys((order.model, order.seed, order.device) for order in orders):
+        began = time.monotonic()
+        check(*each)
+        took[each] = time.monotonic() - began
+    return [replace(order, deadline=DEADLINE + SLOWER * order.steps * took[order.model, order.seed, order.device]) for order in orders]
 
 
-def run_all(orders: Sequence[Order]) -> list[Run]:
-    """Runs one after the other, and tells of each."""
-    progress, runs = Progress(orders), []
-    for order in orders:
-        progress.begin(order)
-        found = perform(order, progress.step)
-        progress.end(found)
-        runs += found
-    return runs
-
-
-def check_output(option: str, path: Path | None) -> None:
-    """Looks at a file's place before minutes of work and not after them.
+def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
+    """Runs one after the other, tells of each, and gives its records. Bad input that is found after the first of them is a failed record, too.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: bad input, before there is a record.
     """
-    if path is None:
-        return
-    if path.is_dir():
-        raise UsageError(f"{option} {path}: this is a folder; name a file")
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{option} {path}: it cannot be written; name another file")
+    progress = Progress(orders)
+    for number, order in enumerate(orders):
+        progress.begin(order)
+        try:
+            found = perform(order, progress.step)
+        except UsageError as error:
+            if not number:
+                raise
+            found = [failed(order, words(error))]
+        progress.end(found)
+        yield found
 
 
 def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -204,16 +207,26 @@ def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
     Raises:
         UsageError: the system refuses.
     """
-    try:
-        if options.json is not None:
-            write_json(runs, options.seed, options.json)
-        if options.html is not None:
-            from ..report import write_html
+    refused: list[UsageError] = []
+    for name in ("json", "html", "png"):
+        path = getattr(options, name)
+        try:
+            if path is not None:
+                _write(name, runs, options.seed, path)
+        except OSError as error:
+            refused.append(UsageError(f"--{name} {path}: it cannot be written: {error.strerror}"))
+    if refused:
+        raise refused[0]
 
-            write_html(runs, options.html)
-        if options.png is not None:
-            from ..report import write_png
 
-            write_png(runs, options.png)
-    except OSError as error:
-        raise UsageError(f"{error.filename}: it cannot be written: {error.strerror}") from error
+def _write(name: str, runs: Sequence[Run], seed: int, path: Path) -> None:
+    if name == "json":
+        write_json(runs, seed, path)
+    elif name == "html":
+        from ..report import write_html
+
+        write_html(runs, path)
+    else:
+        from ..report import write_png
+
+        write_png(runs, path)

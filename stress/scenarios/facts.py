@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from elastic_mbs import ElasticMBS
 from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.errors import UsageError
 
 from ..factory import make
-from ..subject import Subject
+from ..subject import Subject, naming
 from .needs import batch_of, view_of
-from .reference import Curve, accumulate, norm_of, rounding_of, start_streams, state_of, train_by_hand, weight_difference
+from .reference import (
+    Curve,
+    accumulate,
+    begin_streams,
+    generators_of,
+    norm_of,
+    relative,
+    rounding_of,
+    state_of,
+    train_by_hand,
+    weight_difference,
+)
 
 KEPT = 8
 
@@ -23,27 +36,58 @@ def check(model: str, seed: int, device: str) -> Subject:
     """Makes a subject twice, compares, and runs one step of one of them; returns the other.
 
     Raises:
-        UsageError: two of one seed differ, or its loss function fails on its first batch.
+        UsageError: two of one seed differ, its step does not run, or what it gives cannot be compared.
     """
     first, second = make(model, seed, device), make(model, seed, device)
     if weight_difference(state_of(first.model), state_of(second.model)) > 0:
         raise UsageError(
             f"--model {model}: two models made from seed {seed} differ; draw its weights from torch's, Python's or numpy's random numbers"
         )
-    if not _same(first, second):
+    if not any(parameter.requires_grad for parameter in second.model.parameters()):
+        raise UsageError(f"--model {model}: the model has no parameter that requires a gradient")
+    if not _same(first, second) or not _same(first, first):
         raise UsageError(f"--model {model}: two first batches made from seed {seed} differ; make batches from their number, or from seeded streams")
-    view = _first_batch(second, device)
-    if view.length < 2:
-        raise UsageError(f"--model {model}: batches of one sample cannot be split; give it batches of at least two")
-    try:
-        accumulate(second, view, [[0, view.length]])
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"--model {model}: its loss function fails on its first batch: {type(error).__name__}: {error}".splitlines()[0]) from error
-    if norm_of(second.model) == 0:
-        raise UsageError(f"--model {model}: the gradient of its first batch is zero, so nothing could be compared")
+    with naming(model, "its options do not suit ElasticMBS"):
+        ElasticMBS(second.model, **second.options).close()
+    _run(second, model, device)
+    with naming(model, "its optimizer does not run"):
+        optimizer = second.optimizer(second.model.parameters())
+        if not callable(getattr(optimizer, "step", None)):
+            raise UsageError(f"--model {model}: the optimizer's maker returned {type(optimizer).__name__}, which is no optimizer")
+        optimizer.step()
     return first
+
+
+def _run(subject: Subject, model: str, device: str) -> None:
+    """Runs the first batch, and its loss once more from the same streams and buffers."""
+    with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
+        view = _first_batch(subject, device)
+        streams, buffers = generators_of(subject), [buffer.clone() for buffer in subject.model.buffers()]
+        start = streams.read(slow=True)
+        loss = accumulate(subject, view, [[0, view.length]])
+        streams.restore(start)
+        with torch.no_grad():
+            for buffer, value in zip(subject.model.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+        again = accumulate(subject, view, [[0, view.length]], backward=False)
+    norm = norm_of(subject.model)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise UsageError(f"--model {model}: the loss of its first batch is {loss:g} and its gradient's norm {norm:g}, so nothing could be compared")
+    if norm == 0:
+        raise UsageError(f"--model {model}: the gradient of its first batch is zero, so nothing could be compared")
+    if relative([again], [loss]) > rounding_of(subject.model)[1].loss:
+        raise UsageError(
+            f"--model {model}: the loss of one batch is {loss:.6g} and then {again:.6g}, from the same random streams and buffers, so nothing could "
+            "be compared: it draws from a generator of its own, which has to be named (a dict of options as the factory's last entry, "
+            '{"generators": [generator]}), or it depends on how often it was called'
+        )
+
+
+def _batch_in_words(subject: Subject) -> str:
+    """A hint for the usual mistake: one batch of several parts in the place of a list of batches."""
+    if isinstance(subject.batches, tuple) and all(isinstance(each, Tensor) for each in subject.batches):
+        return f" (batches are a tuple of {len(subject.batches)} tensors, each of which is taken for a batch: is it one batch? then give [batch])"
+    return ""
 
 
 def _first_batch(subject: Subject, device: str) -> BatchView:
@@ -57,14 +101,17 @@ def _same(first: Subject, second: Subject) -> bool:
 
 @lru_cache(maxsize=KEPT)
 def separable(model: str, seed: int, device: str) -> bool:
-    """Whether the gradient of a batch is the same whole and in two halves."""
+    """Whether the gradient of a batch is the same whole and in two halves, and draws no random numbers, which other pieces would draw otherwise."""
     found = []
     for parts in (1, 2):
         subject = make(model, seed, device)
         view = _first_batch(subject, device)
-        start_streams(seed)
-        half = view.length // 2
-        accumulate(subject, view, [[0, view.length]] if parts == 1 else [[0, half], [half, view.length]])
+        begin_streams(seed)
+        streams = generators_of(subject)
+        before, half = streams.read(slow=True), view.length // 2
+        accumulate(subject, view, [[0, half], [half, view.length]] if parts == 2 and half else [[0, view.length]])
+        if streams.moved(before):
+            return False
         with torch.no_grad():
             gradients = {name: p.grad.detach() for name, p in subject.model.named_parameters() if p.grad is not None}
         found.append(gradients | {name: buffer for name, buffer in subject.model.named_buffers() if buffer.is_floating_point()})

@@ -14,6 +14,9 @@ from .meeting import Meeting
 from .order import Order
 from .session import needs_of, run
 
+SOONER = 10.0
+"""Seconds by which a process gives up waiting for another before it is taken for hung itself."""
+
 
 def open_for(order: Order) -> World:
     """The world of an order. Of two processes on one device, neither moves its limit."""
@@ -34,7 +37,8 @@ def main(emit: Emit, **arguments: Any) -> None:
     """Carries out an order: emits `{"step": …}` after each step and `{"run": …}` at the end."""
     torch.set_num_threads(1)
     order = Order.from_json(arguments)
-    meeting = None if order.meeting is None else Meeting(Path(order.meeting))
+    meeting = None if order.meeting is None else Meeting(Path(order.meeting), order.deadline - SOONER)
+    knows = order.needs is not None
     if meeting is not None and order.needs is None:
         order = _begin(emit, order, meeting)
 
@@ -50,7 +54,13 @@ def main(emit: Emit, **arguments: Any) -> None:
             emit({"trained": order.process})
             meeting.wait("compare")
 
-    emit({"run": run(order, open_for(order), tell, wait).to_json()})
+    def opened() -> None:
+        """Where both know what they need, the room for both gets its size when both models are there."""
+        if knows and meeting is not None:
+            emit({"opened": order.process})
+            meeting.wait("begin")
+
+    emit({"run": run(order, open_for(order), tell, wait, opened).to_json()})
 
 
 def measure(emit: Emit, **arguments: Any) -> None:

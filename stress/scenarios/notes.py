@@ -41,6 +41,10 @@ class Notes:
         self.ooms = 0
         self.lost = 0.0
 
+    def start(self) -> None:
+        """The run begins now."""
+        self.began = self._clock()
+
     def now(self) -> float:
         """Seconds since the run began."""
         return self._clock() - self.began

@@ -7,6 +7,9 @@ from typing import Any, Self
 
 from .catalogue import SCENARIOS, Scenario
 
+DEADLINE = 180.0
+"""Seconds for what is quick: the built-in models."""
+
 
 @dataclass(frozen=True)
 class Order:
@@ -24,6 +27,7 @@ class Order:
         folder: for checkpoints; None where there are none.
         dies: the step in whose backward the process kills itself; None for never.
         needs: what the model takes, where that is known and the limit is already there: for two processes on one device.
+        deadline: seconds after which a process of it is taken for hung.
         meeting: folder in which two processes on one device wait for each other; None where there is nobody to wait for.
     """
 
@@ -39,6 +43,7 @@ class Order:
     dies: int | None = None
     needs: dict[str, Any] | None = None
     meeting: str | None = None
+    deadline: float = DEADLINE
 
     @property
     def entry(self) -> Scenario:

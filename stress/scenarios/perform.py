@@ -7,18 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from elastic_mbs.errors import UsageError
+
 from ..record import Mark, Needs, Run, Step
-from ..worlds import Child, ChildError, Confined, Crashed, Fence, in_child, run_child, run_children
+from ..subject import words
+from ..worlds import UNLIMITED, Child, ChildError, Confined, Crashed, Fence, in_child, run_child, run_children
 from . import checks, job
 from .meeting import Meeting
 from .order import Order
 from .session import run as run_here
+from .session import unexpected
 from .weather import Room
 
 Tell = Callable[[Step], object]
-
-DEADLINE = 180.0
-"""Seconds after which a child is taken for hung."""
 
 _MAIN, _MEASURE = ".scenarios.job:main", ".scenarios.job:measure"
 
@@ -37,7 +38,12 @@ def perform(order: Order, tell: Tell) -> list[Run]:
         UsageError: the model cannot be trained like this, or the budget is below it.
     """
     play = {"train": _train, "kill": _kill, "two": _two}[order.entry.play]
-    return judge(play(order, tell), order)
+    try:
+        return judge(play(order, tell), order)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # of the user's factory, loss or batches: the other scenarios have nothing to do with it
+        return [failed(order, unexpected(error))]
 
 
 def judge(runs: list[Run], order: Order) -> list[Run]:
@@ -62,6 +68,8 @@ FLAT = 0.1
 
 def _excuse(run: Run) -> None:
     """What a scenario could not show on a model that it was not written for is no fault of the training: said, but not held against it."""
+    if not run.needs.samples:  # a process that has left no record
+        return
     depends = (run.needs.whole - run.needs.one) / max(1, run.needs.whole)
     differences = checks.exact(run)
     grave = {*differences, *checks.covers_every_sample(run), *checks.nothing_held(run)}
@@ -89,13 +97,13 @@ def _train(order: Order, tell: Tell) -> list[Run]:
 
 def _in_child(order: Order, tell: Tell) -> Run:
     try:
-        for message in run_child(order.kind, _MAIN, order.to_json(), deadline=DEADLINE):
+        for message in run_child(order.kind, _MAIN, order.to_json(), deadline=order.deadline):
             if "step" in message:
                 tell(Step.from_json(message["step"]))
             if "run" in message:
                 return Run.from_json(message["run"])
     except ChildError as error:
-        return failed(order, str(error))
+        return failed(order, words(error))
     return failed(order, "the process ended without a record")
 
 
@@ -110,15 +118,15 @@ def _kill(order: Order, tell: Tell) -> list[Run]:
     with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder:
         doomed = replace(order, folder=folder, dies=dies)
         try:
-            for message in run_child(order.kind, _MAIN, doomed.to_json(), deadline=DEADLINE):
+            for message in run_child(order.kind, _MAIN, doomed.to_json(), deadline=order.deadline):
                 if "step" in message:
                     tell(Step.from_json(message["step"]))
             return [failed(order, f"it was to be killed in step {dies}, but went on to its end")]
         except Crashed as error:
             if error.signal != "SIGKILL":
-                return [failed(order, str(error))]
+                return [failed(order, words(error))]
         except ChildError as error:
-            return [failed(order, str(error))]
+            return [failed(order, words(error))]
         run = _in_child(replace(order, folder=folder), tell)
     resumed = next((mark for mark in run.marks if mark.what == "resumed"), None)
     if resumed is not None:
@@ -142,7 +150,7 @@ def _two_on_cuda(order: Order, tell: Tell, device: Confined) -> list[Run]:
         orders = [replace(order, process=process, meeting=folder) for process in (0, 1)]
         try:
             with device:
-                for index, message in run_children([Child(order.kind, _MAIN, each.to_json(), deadline=DEADLINE) for each in orders]):
+                for index, message in run_children([Child(order.kind, _MAIN, each.to_json(), deadline=order.deadline) for each in orders]):
                     if "needs" in message:
                         needs[index] = Needs.from_json(message["needs"])
                         if len(needs) == len(orders):
@@ -158,7 +166,7 @@ def _two_on_cuda(order: Order, tell: Tell, device: Confined) -> list[Run]:
                     if "run" in message:
                         found[index] = Run.from_json(message["run"])
         except ChildError as error:
-            return [failed(order, str(error))]
+            return [failed(order, words(error))]
     return _both(order, found)
 
 
@@ -168,24 +176,29 @@ def _both(order: Order, found: list[Run | None]) -> list[Run]:
 
 def _two_in_a_fence(order: Order, tell: Tell) -> list[Run]:
     try:
-        needs = next(Needs.from_json(message["needs"]) for message in run_child(order.kind, _MEASURE, order.to_json(), deadline=DEADLINE))
+        needs = next(Needs.from_json(message["needs"]) for message in run_child(order.kind, _MEASURE, order.to_json(), deadline=order.deadline))
         capacity = Room(needs, needs.samples, copies=2).capacity(order.entry.script(0, order.steps, order.seed))
         found: list[Run | None] = [None, None]
-        training = {0, 1}
-        with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder, Fence.create(capacity) as fence:
+        training, opening = {0, 1}, {0, 1}
+        with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder, Fence.create() as fence:
             meeting = Meeting(Path(folder))
             orders = [replace(order, process=process, needs=needs.to_json(), meeting=folder) for process in (0, 1)]
-            children = [Child(order.kind, _MAIN, each.to_json(), deadline=DEADLINE, fence=fence) for each in orders]
+            children = [Child(order.kind, _MAIN, each.to_json(), deadline=order.deadline, fence=fence) for each in orders]
             for index, message in run_children(children):
+                if "opened" in message:
+                    opening.discard(index)
+                    if not opening:
+                        fence.budget = capacity
+                        meeting.say("begin")
                 if "step" in message and index == 0:
                     tell(Step.from_json(message["step"]))
                 if "trained" in message:
                     training.discard(index)
                     if not training:
-                        fence.budget = 2 * capacity + 16 * needs.whole  # for the references
+                        fence.budget = UNLIMITED  # for the references
                         meeting.say("compare")
                 if "run" in message:
                     found[index] = Run.from_json(message["run"])
     except ChildError as error:
-        return [failed(order, str(error))]
+        return [failed(order, words(error))]
     return _both(order, found)

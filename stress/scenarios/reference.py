@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import map_tensors
 from elastic_mbs.demo.compare import ROUNDING, Rounding
 from elastic_mbs.losses import read_losses, weighted_sum
+from elastic_mbs.random_streams import RandomStreams
 
+from ..state import start_streams
 from ..subject import Subject
 from .needs import batch_of, view_of
 
@@ -48,24 +51,30 @@ class Curve:
     final: dict[str, Tensor] = field(default_factory=dict)
 
 
-def start_streams(seed: int) -> None:
+def begin_streams(seed: int) -> None:
     """Puts the random streams of a step (dropout) to where each run begins."""
-    torch.manual_seed(seed + 1)
+    start_streams((seed + 1) % 2**32)
 
 
-def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed: int, evaluated: Sequence[int] = ()) -> Curve:
+def generators_of(subject: Subject) -> RandomStreams:
+    """All random streams that its loss may draw from, those named in its options among them."""
+    return RandomStreams(subject.options.get("generators", ()), {parameter.device for parameter in subject.model.parameters()})
+
+
+def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed: int, evaluated: Mapping[int, Partition] | None = None) -> Curve:
     """Trains a subject over given partitions.
 
     Args:
         subject: is changed.
         partitions: for each step its pieces; None for the batch whole.
         seed: of the random streams.
-        evaluated: steps after which it is evaluated on the next step's batch.
+        evaluated: steps after which it is evaluated on the next step's batch, and the pieces of that: where the loss draws random numbers, they
+            depend on the pieces.
     """
     model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
     device = next(model.parameters()).device
     curve, probe = Curve(), Probe(model)
-    start_streams(seed)
+    begin_streams(seed)
     for step, partition in enumerate(partitions):
         batch = map_tensors(batch_of(subject, step), lambda tensor: tensor.to(device))
         view = view_of(subject, batch)
@@ -74,23 +83,25 @@ def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed
         curve.norms.append(norm_of(model))
         optimizer.step()
         optimizer.zero_grad()
-        if step in evaluated:
-            following = map_tensors(batch_of(subject, step + 1), lambda tensor: tensor.to(device))
+        if evaluated and step in evaluated:
+            following = view_of(subject, map_tensors(batch_of(subject, step + 1), lambda tensor: tensor.to(device)))
             with probe, torch.no_grad():
-                curve.outputs.append(flat(probe.run(subject.loss_fn, following)))
+                figures = [probe.run(subject.loss_fn, following.piece(start, stop), stop - start)[0] for start, stop in evaluated[step]]
+            curve.outputs.append([] if any(each is None for each in figures) else [number for each in figures for number in flat(each)])
     curve.final = state_of(model)
     return curve
 
 
-def accumulate(subject: Subject, view: Any, partition: Partition) -> float:
-    """Adds the gradient of a batch piece by piece; returns its loss."""
+def accumulate(subject: Subject, view: Any, partition: Partition, *, backward: bool = True) -> float:
+    """Adds the gradient of a batch piece by piece, unless only the loss is wanted; returns that."""
     counts = Counts.read(subject.options.get("count"), view)
     total = 0.0
     for start, stop in partition:
         weights = counts.weights(start, stop, reduction=subject.options.get("reduction", "mean"))
         if weights is not None:
             loss = weighted_sum(read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0], weights)
-            loss.backward()
+            if backward:
+                loss.backward()
             total += float(loss.detach())
     return total
 
@@ -136,19 +147,24 @@ class Probe:
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._output = output
 
-    def run(self, loss_fn: Callable[[Any], Any], piece: Any) -> Tensor | None:
-        """Mean and mean square of each sample's output, (samples, 2); None where the model gives no tensor."""
+    def run(self, loss_fn: Callable[[Any], Any], piece: Any, length: int) -> tuple[Tensor | None, int]:
+        """Mean and mean square of each sample's output, (samples, 2), and how many they are.
+
+        None where the model gives no tensor with a row for each.
+        """
         loss_fn(piece)
         output, self._output = self._output, None
-        if not isinstance(output, Tensor) or output.dim() == 0:
-            return None
-        rows = output.detach().flatten(1) if output.dim() > 1 else output.detach()[:, None]
-        return torch.stack([rows.mean(1), rows.pow(2).mean(1)], 1)
+        rows = [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == length]
+        if not rows:
+            return None, length
+        samples = rows[0].flatten(1) if rows[0].dim() > 1 else rows[0][:, None]
+        samples = samples if samples.is_floating_point() else samples.float()
+        return torch.stack([samples.mean(1), samples.pow(2).mean(1)], 1), length
 
 
-def flat(figures: Tensor | None) -> list[float]:
+def flat(figures: object) -> list[float]:
     """Figures per sample as one list; empty where there are none."""
-    return [] if figures is None else figures.double().flatten().tolist()
+    return figures.double().flatten().tolist() if isinstance(figures, Tensor) else []
 
 
 def relative(mine: Sequence[float], other: Sequence[float]) -> float:

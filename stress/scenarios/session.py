@@ -18,6 +18,7 @@ from elastic_mbs.events import format_bytes
 
 from ..factory import make
 from ..record import Differences, Needs, Run, Step
+from ..subject import one_line
 from ..worlds import CudaWorld, World, in_child
 from ..worlds.host_world import switch_onednn_off
 from .checkpoint import Checkpoint
@@ -26,7 +27,7 @@ from .needs import measure, measure_by_trial, warm
 from .notes import Notes
 from .order import Order
 from .reference import Curve, relative, rounding_of, train_by_hand, weight_difference
-from .train import Session, Trained, open_session, train
+from .train import Mortal, NoRoomForBatchError, Session, Trained, open_session, train
 from .weather import MARGIN, Room
 
 Tell = Callable[[Step], object]
@@ -36,14 +37,17 @@ def nobody(step: Step) -> None:
     """Is told of steps and does nothing."""
 
 
-def run(order: Order, world: World, tell: Tell = nobody, trained_all: Callable[[], object] = lambda: None) -> Run:
-    """Carries an order out.
+def run(
+    order: Order, world: World, tell: Tell = nobody, trained_all: Callable[[], object] = lambda: None, opened: Callable[[], object] = lambda: None
+) -> Run:
+    """Carries an order out. What is trained is made before there is a limit: a real job's model is there before its co-tenant comes.
 
     Args:
         order: what to run.
         world: of its kind, not open yet.
         tell: told of each step.
         trained_all: called between training and comparison.
+        opened: called when what is trained has been made.
 
     Raises:
         UsageError: the model cannot be trained like this, or the budget is below it.
@@ -53,16 +57,21 @@ def run(order: Order, world: World, tell: Tell = nobody, trained_all: Callable[[
         room = room_of(order, world)
         record = _about(order, world, room.needs)
         gc.collect()  # what was measured with is gone
-        if order.entry.largest is not None:
-            world.fragment(largest_block(order, room.needs))
-        trained = _train(order, world, room, record, tell)
+        largest = None if order.entry.largest is None else largest_block(order, room.needs)
+        notes = Notes()
+        session, mortal = open_session(make(order.model, order.seed, world.device), order.entry, world, notes, order.seed + 7919 * order.process)
+        opened()
+        if largest is not None:
+            world.fragment(largest)
+        trained = _train(order, world, room, record, tell, notes, session, mortal)
+        del session
         record.expandable = isinstance(world, CudaWorld) and world.expandable()
     trained_all()
     if trained is not None:
         with contextlib.ExitStack() as undo:
             if in_child(order.kind):
                 undo.callback(switch_onednn_off())  # as while it trained: other kernels round otherwise, and in float32 that adds up
-            record.differences = compare(order, trained)
+            _compare(order, trained, record)
     record.seconds = time.perf_counter() - began
     return record
 
@@ -116,11 +125,10 @@ def largest_block(order: Order, needs: Needs) -> int:
     return max(parameter, round((order.entry.largest or 1.0) * (needs.whole - needs.rest)))
 
 
-def _train(order: Order, world: World, room: Room, record: Run, tell: Tell) -> Trained | None:
+def _train(order: Order, world: World, room: Room, record: Run, tell: Tell, notes: Notes, session: Session, mortal: Mortal | None) -> Trained | None:
     """Trains, resuming where there is a checkpoint. An error that training does not promise is noted on the record."""
-    notes = Notes()
+    notes.start()
     record.began, record.marks = notes.began, notes.marks
-    session, mortal = open_session(make(order.model, order.seed, world.device), order.entry, world, notes, order.seed + 7919 * order.process)
     keeper = None if order.folder is None else Checkpoint(Path(order.folder))
     before = keeper.load(session, notes) if keeper is not None else Trained()
     try:
@@ -137,14 +145,22 @@ def _train(order: Order, world: World, room: Room, record: Run, tell: Tell) -> T
             after=_nothing if keeper is None else partial(keeper.save, notes=notes, before=before),
             inside=None if order.dies is None else partial(_die_in, order.dies),
         )
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        record.complaints.append(f"unexpected error: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
+    except NoRoomForBatchError as error:
+        record.complaints.append(str(error))
+        return None
+    except (Exception, SystemExit) as error:
+        record.complaints.append(unexpected(error))
         return None
     record.end = trained.end
     trained = before.followed_by(trained)
     record.steps = trained.steps
     return trained
+
+
+def unexpected(error: BaseException) -> str:
+    """A complaint about an error that nobody has promised, with the place where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"unexpected error: {one_line(error)} ({Path(where.filename).name}:{where.lineno})"
 
 
 def _nothing(session: Session, trained: Trained) -> None:
@@ -154,6 +170,21 @@ def _nothing(session: Session, trained: Trained) -> None:
 def _die_in(dies: int, step: int) -> None:
     if step == dies:
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def _compare(order: Order, trained: Trained, record: Run) -> None:
+    """Notes the differences on the record, and what the user can do where there are some without a reason in the random numbers."""
+    try:
+        record.differences = found = compare(order, trained)
+    except (Exception, SystemExit) as error:
+        record.complaints.append(f"the run without limits, which it is compared with, has failed: {one_line(error)}")
+        return
+    off = not (found.loss <= found.tolerance_loss and max(found.norm, found.weight) <= found.tolerance_weight)
+    if off and found.whole_loss is None and "replay" not in make(order.model, order.seed, order.device).options:
+        record.complaints.append(
+            "its gradient depends on how a batch is split: if that is not for random numbers or BatchNorm, its samples depend on each other inside a "
+            'piece, which takes the option {"replay": "isolate"} (a dict as the factory\'s last entry)'
+        )
 
 
 def compare(order: Order, trained: Trained) -> Differences:
@@ -177,5 +208,6 @@ def compare(order: Order, trained: Trained) -> Differences:
 
 
 def _outputs(mine: Curve, other: Curve) -> float | None:
+    """None where the model gave nothing that could be compared."""
     pairs = list(zip(mine.outputs, other.outputs, strict=True))
-    return max((relative(a, b) for a, b in pairs), default=None)
+    return max((relative(a, b) for a, b in pairs if a or b), default=None)

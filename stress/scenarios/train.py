@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from elastic_mbs import ElasticMBS, RecoveryError
 from elastic_mbs.memory import MemorySensor, Unavailable, sensor_for
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.sensor import Reading
+from elastic_mbs.oom import classify
 
 from ..record import End, Step
 from ..subject import Subject
@@ -23,9 +25,13 @@ from ..worlds import World
 from .catalogue import Scenario
 from .needs import batch_of, view_of
 from .notes import Notes
-from .reference import Curve, Probe, flat, norm_of, start_streams, state_of
+from .reference import Curve, Partition, Probe, begin_streams, flat, norm_of, state_of
 from .stage import Stage
 from .weather import Room
+
+
+class NoRoomForBatchError(RuntimeError):
+    """A batch did not fit while it was made, before the runtime had it."""
 
 
 class Mortal:
@@ -51,20 +57,20 @@ class Trained:
     Attributes:
         steps: one for each optimizer step.
         curve: what is compared with the reference.
-        evaluated: after which steps there was an evaluation.
+        evaluated: after which steps there was an evaluation, and its pieces.
         end: how it ended.
     """
 
     steps: list[Step] = field(default_factory=list)
     curve: Curve = field(default_factory=Curve)
-    evaluated: list[int] = field(default_factory=list)
+    evaluated: dict[int, Partition] = field(default_factory=dict)
     end: End | None = None
 
     def followed_by(self, later: Trained) -> Trained:
         """Both, one after the other."""
         mine, other = self.curve, later.curve
         curve = Curve([*mine.losses, *other.losses], [*mine.norms, *other.norms], [*mine.outputs, *other.outputs], other.final)
-        return Trained([*self.steps, *later.steps], curve, [*self.evaluated, *later.evaluated], later.end)
+        return Trained([*self.steps, *later.steps], curve, self.evaluated | later.evaluated, later.end)
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def train(
     watched = stage.wrap(subject.loss_fn if inside is None else _hooked(subject.loss_fn, lambda: inside(session.step)))
     trained, probe = Trained(), Probe(model)
     if session.step == 0:
-        start_streams(seed)
+        begin_streams(seed)
     error: RecoveryError | None = None
     restored, seconds = None, 0.0
     with mbs:
@@ -170,7 +176,7 @@ def train(
             stage.begin(step)
             if mortal is not None and scenario.dead is not None:
                 mortal.dead = scenario.dead(step, steps)
-            batch = batch_of(subject, step)
+            batch = _fetch(subject, step)
             world.reset_peak()
             state = State.of(model) if scenario.ends_by is not None else None
             called = notes.now()
@@ -194,13 +200,13 @@ def train(
             samples, elements = view.length, view.elements
             del view, batch
             if scenario.evaluates(step, steps):
-                following = batch_of(subject, step + 1)
+                following = _fetch(subject, step + 1)
                 with probe:
-                    figures = mbs.eval(lambda piece: probe.run(watched, piece), following)
+                    figures, lengths = mbs.eval(lambda piece: probe.run(watched, piece, view_of(subject, piece).length), following)
                 with on_host():
                     trained.curve.outputs.append(flat(figures))
-                trained.evaluated.append(step)
-                notes.mark("eval", f"evaluated {samples} samples")
+                trained.evaluated[step] = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
+                notes.mark("eval", f"evaluated {sum(lengths)} samples")
                 del following, figures
             trained.steps.append(
                 Step(
@@ -237,6 +243,15 @@ def train(
     with on_host():
         trained.curve.final = state_of(model)
     return trained
+
+
+def _fetch(subject: Subject, step: int) -> Any:
+    try:
+        return batch_of(subject, step)
+    except Exception as error:
+        if classify(error) is None:
+            raise
+        raise NoRoomForBatchError(f"the batch of step {step} itself did not fit, which is made outside the runtime, so nothing was shown") from error
 
 
 def _hooked(loss_fn: Callable[[Any], Any], inside: Callable[[], object]) -> Callable[[Any], Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -20,13 +21,14 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
 from ..exit_codes import HANG, PASSED, UNEXPECTED, WRONG
-from ..factory import find
+from ..options import duration, seed, whole
 from ..output import check_writable
+from ..scenarios.facts import check
 from ..state import WrongOutcomeError
 from ..watchdog import Watchdog
 from ..worlds import Crashed, Failed, Hung, available, run_child
 from .job import soak
-from .trend import Sample, allowed, complaints, rise
+from .trend import LEAST, Sample, allowed, complaints, rise
 
 STUCK = 120.0
 """Seconds beyond its time after which a run hangs."""
@@ -34,25 +36,21 @@ STUCK = 120.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
+    parser.add_argument("--minutes", type=duration("minutes"), default=30.0, help="how long (default 30)")
     parser.add_argument("--kind", choices=("budget", "shim"), default="budget", help="what fails: counted tensors, or the allocator itself")
     parser.add_argument("--model", default="gpt", help="built-in by name, or your own as path.py:factory (default gpt)")
-    parser.add_argument("--samples", type=int, default=120, help="how often to measure, at most (default 120)")
-    parser.add_argument("--seed", type=int, default=0, help="of model, batches, and the comings and goings of memory (default 0)")
+    parser.add_argument("--samples", type=whole(2 * LEAST, why="for a trend"), default=120, help="how often to measure, at most (default 120)")
+    parser.add_argument("--seed", type=seed, default=0, help="of model, batches, and the comings and goings of memory (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples and the verdict to this file")
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs it; returns the exit code."""
-    if not options.minutes > 0:
-        raise UsageError(f"--minutes {options.minutes} is not above 0")
-    if options.samples < 16:
-        raise UsageError(f"--samples {options.samples} are too few for a trend: at least 16")
-    find(options.model)
     check_writable(options.json, "--json")
     problem = available(options.kind)
     if problem is not None:
         raise UsageError(f"--kind {options.kind} cannot be had here: {problem}")
+    check(options.model, options.seed, "cpu")
     arguments = {
         "kind": options.kind,
         "seconds": options.minutes * 60,
@@ -84,6 +82,10 @@ def main(options: argparse.Namespace) -> int:
         found, code = [f"{error}\n{error.last_words}"], WRONG if error.error == WrongOutcomeError.__name__ else UNEXPECTED
     except Crashed as error:
         found, code = [f"{error}\n{error.last_words}"], UNEXPECTED
+    except UsageError:
+        raise
+    except Exception as error:
+        found, code = ["".join(traceback.format_exception(error)).rstrip()], UNEXPECTED
     if code == PASSED:
         print(_line(samples[-1], last))
         found = complaints(samples)

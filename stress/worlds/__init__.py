@@ -20,13 +20,14 @@ from . import cuda, fence, rlimit
 from .budget import BudgetWorld
 from .child import Child, ChildError, Crashed, Emit, Failed, Hung, run_child, run_children
 from .cuda import Confined, CudaWorld
-from .fence import Fence
+from .fence import UNLIMITED, Fence
 from .rlimit import RlimitWorld
 from .shim import ShimWorld
 from .world import World
 
 __all__ = [
     "KINDS",
+    "UNLIMITED",
     "BudgetWorld",
     "Child",
     "ChildError",

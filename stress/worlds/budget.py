@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -96,7 +97,7 @@ class _BlockLimit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         largest = self.largest
-        if largest is None:
+        if largest is None or self._is_beside():
             return out
         known = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(out):
@@ -105,6 +106,11 @@ class _BlockLimit(TorchDispatchMode):
                 wanted = in_words(storage.nbytes())
                 raise torch.OutOfMemoryError(f"virtual device out of memory. Tried to allocate {wanted}, in blocks of {in_words(largest)} at most.")
         return out
+
+    def _is_beside(self) -> bool:
+        """Whether this thread works beside the count just now, on the host."""
+        counting = self._budget._modes.get(threading.get_ident())
+        return counting is not None and counting.budget is None
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:

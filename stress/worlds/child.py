@@ -147,7 +147,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._kind = kind
-        self._order = json.dumps({"job": name_of(job), "arguments": dict(arguments or {})})
+        self._order = json.dumps({"job": name_of(job), "package": _where(), "arguments": dict(arguments or {})})
         self._deadline = deadline
         self._fence = fence
         self._more = dict(environment or {})
@@ -294,6 +294,12 @@ class Child:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+def _where() -> tuple[str, str]:
+    """Name and folder of the package that the tool is in: another one of that name may come first on the path, beside the user's model for one."""
+    top = _TOP.partition(".")[0]
+    return top, os.path.abspath(sys.modules[top].__path__[0])
 
 
 def name_of(job: Job | str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any, TextIO
 def main() -> int:
     """Runs the job that standard input names; returns the exit code."""
     order = json.load(sys.stdin)
+    _import_from(*order["package"])
     out = _take_output()
     _leave_no_core()
 
@@ -37,6 +39,15 @@ def main() -> int:
         out.flush()
         return 1
     return 0
+
+
+def _import_from(name: str, folder: str) -> None:
+    """Imports the tool's package from its folder, wherever the path leads."""
+    spec = importlib.util.spec_from_file_location(name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder])
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 def _take_output() -> TextIO:

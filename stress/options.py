@@ -1,0 +1,88 @@
+"""What may stand behind an option, checked as it is read: a complaint names the option, the value and what may stand there."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.memory import parse_bytes
+
+LARGEST_SEED = 2**32 - 1
+"""Of numpy's legacy stream, which takes less than torch's and Python's."""
+MOST = 1_000_000.0
+"""Minutes or seconds: what timers of any system can wait for."""
+
+
+def whole(least: int, most: int | None = None, *, why: str = "") -> Callable[[str], int]:
+    """Reads a whole number.
+
+    Args:
+        least: the smallest that is allowed.
+        most: the largest; None for no limit.
+        why: what a number below `least` is too few for, in words.
+    """
+    allowed = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number: give {allowed}") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is too few {why}: give {allowed}" if why else f"{number} is below {least}: give {allowed}")
+        if most is not None and number > most:
+            raise argparse.ArgumentTypeError(f"{number} is above {most}: give {allowed}")
+        return number
+
+    return read
+
+
+seed = whole(0, LARGEST_SEED)
+"""Reads a seed of random numbers."""
+
+
+def duration(unit: str, *, zero: bool = False) -> Callable[[str], float]:
+    """Reads a length of time.
+
+    Args:
+        unit: "seconds" or "minutes".
+        zero: whether there may be none.
+    """
+    allowed = f"a number of {unit} {'from 0 on' if zero else 'above 0'}, up to {MOST:.0f}"
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (0 < number <= MOST or (zero and number == 0)):
+            raise argparse.ArgumentTypeError(f"{text!r} is no length of time that can be used: give {allowed}")
+        return number
+
+    return read
+
+
+def memory(text: str) -> int:
+    """Reads a number of bytes above 0, such as "96MiB"."""
+    try:
+        size = parse_bytes(text)
+    except UsageError:
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: give a number of bytes above 0, or one with a unit, such as 96MiB")
+    return size
+
+
+class Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # it takes no argument at run time
+    """The commands of a parser that has options of its own, which no command would see: one that stands before a command is refused."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option_string: str | None = None) -> None:
+        """Looks at what was given so far, and hands over to the command."""
+        name = values[0] if isinstance(values, list) else values
+        for dest, value in vars(namespace).items():
+            if dest not in {self.dest, "run"} and value != parser.get_default(dest):
+                option = f"--{dest.replace('_', '-')}"
+                raise argparse.ArgumentError(None, f"{option} stands before the command {name}, which does not see it there: put it behind {name}")
+        super().__call__(parser, namespace, values, option_string)  # type: ignore[arg-type]  # as argparse gives them
