@@ -15,12 +15,12 @@ def check_writable(path: Path | None, option: str) -> None:
     """
     if path is None:
         return
-    if path.is_dir():
-        raise UsageError(f"{option} {path}: this is a folder; name a file")
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    was_there = path.exists()
     try:
+        if path.is_dir():
+            raise UsageError(f"{option} {path}: this is a folder; name a file")
+        if not path.parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        was_there = path.exists()
         path.open("a").close()
         if not was_there:
             path.unlink()

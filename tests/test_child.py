@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_mbs import UsageError
+from stress.scenarios.order import Order
 from stress.worlds import Child, Crashed, Failed, Fence, Hung, job, run_child, run_children
 from stress.worlds import child as child_module
 from stress.worlds import fence as fences
@@ -193,9 +195,12 @@ def as_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any]],
 
     def order(name: str, arguments: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         out = io.StringIO()
+        monkeypatch.setattr(job, "_import_from", lambda name, folder: None)  # it is imported here
         monkeypatch.setattr(job, "_take_output", lambda: out)
         monkeypatch.setattr(job, "_leave_no_core", lambda: None)
-        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"job": f"tests.helpers.jobs:{name}", "arguments": arguments})))
+        monkeypatch.setattr(
+            sys, "stdin", io.StringIO(json.dumps({"job": f"tests.helpers.jobs:{name}", "package": ["tests", "."], "arguments": arguments}))
+        )
         code = job.main()
         return code, [json.loads(line) for line in out.getvalue().splitlines()]
 
@@ -238,3 +243,16 @@ def test_a_crash_leaves_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, before)
     monkeypatch.setitem(sys.modules, "resource", None)
     job._leave_no_core()  # Windows has none
+
+
+def test_another_package_of_the_tools_name_that_comes_first_on_the_path_is_not_imported(tmp_path: Path) -> None:
+    """A user's own folder `stress` lay beside the model, and every process of a scenario imported that one."""
+    (tmp_path / "stress").mkdir()
+    (tmp_path / "stress" / "__init__.py").write_text("raise AssertionError('this is another distribution')\n")
+    (tmp_path / "model.py").write_text(
+        "import torch\ndef make():\n    model = torch.nn.Linear(2, 2)\n    return model, lambda x: model(x).square().mean(), [torch.ones(4, 2)]\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    order = Order("steady", "budget", f"{tmp_path / 'model.py'}:make", 0, 6)
+    (message,) = run_child("budget", ".scenarios.job:measure", order.to_json(), deadline=60.0, environment={"PYTHONPATH": path})
+    assert message["needs"]["samples"] == 4

@@ -132,15 +132,16 @@ def test_the_users_own_model_is_struck_at_every_operation(model_file: Path, name
     ("arguments", "named"),
     [
         (["--model", "{file}:frozen"], "no parameter that requires a gradient"),
-        (["--model", "{file}:single"], "cannot be split"),
-        (["--model", "{file}:broken"], "does not run: RuntimeError"),
+        (["--model", "{file}:broken"], "its step fails on its first batch: RuntimeError"),
         (["--model", "{file}:chance"], "two runs from the same seed differ"),
         (["--model", "{file}:nothing"], "no function 'nothing'"),
         (["--model", "/no/such/file.py:make"], "no file /no/such/file.py"),
         (["--model", "{file}:plain", "mlp"], "one or the other"),
-        (["mlp", "--stride", "0"], "--stride 0"),
-        (["--samples", "0"], "--samples 0"),
-        (["--max-points", "0"], "--max-points 0"),
+        (["mlp", "--stride", "0"], "--stride: 0 is below 1"),
+        (["--samples", "0"], "--samples: 0 is below 1"),
+        (["mlp", "--samples", "3"], "--samples 3 is for --model"),
+        (["mlp", "--seed", "3"], "--seed 3 is for --model"),
+        (["--max-points", "0"], "--max-points: 0 is below 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(model_file: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,8 +167,8 @@ def test_a_wrong_gradient_ends_the_run(tiny: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--minutes", "0"), "--minutes 0"),
-        (("--samples", "3"), "--samples 3"),
+        (("--minutes", "0"), "--minutes: '0'"),
+        (("--samples", "3"), "--samples: 3 is too few"),
         (("--model", "no_such_model"), "no_such_model"),
         (("--kind", "cloud"), "cloud"),
         (("--json", "/no/such/folder/x.json"), "/no/such/folder"),

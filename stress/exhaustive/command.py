@@ -22,6 +22,7 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.testing import InjectOOM
 
 from ..exit_codes import PASSED, UNEXPECTED, WRONG
+from ..options import seed, whole
 from ..output import check_writable
 from ..state import WrongOutcomeError
 from .run import PATTERNS, Run, run, sweep
@@ -32,18 +33,27 @@ Way = tuple[bool, str, int]
 
 WAYS: tuple[Way, ...] = tuple((warm, pattern, door) for warm in (False, True) for pattern in PATTERNS for door in (1, 3))
 
+SAMPLES = 8
+"""Of the user's first batch, unless told otherwise."""
+
 EVERY = 1.0
 """Seconds between two updates of the progress line."""
+PIPED = 30.0
+"""The same where the output is piped, and each update is a line that stays."""
+LONG = 60.0
+"""Seconds from which a sweep is announced."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("cases", nargs="*", metavar="CASE", help="built-in cases by name (all by default; an unknown name lists them)")
     parser.add_argument("--model", metavar="MODEL", help="a model in their place: built-in by name, or your own as path.py:factory")
-    parser.add_argument("--samples", type=int, default=8, help="of --model's first batch, so many samples are used (default 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of --model (default 0)")
-    parser.add_argument("--stride", type=int, default=1, help="strike at every n-th operation only")
-    parser.add_argument("--max-points", type=int, metavar="N", help="no more than about N injections a case: the stride is widened to it")
+    samples = f"how many samples of --model's first batch make the batch: fewer are quicker, the operations stay the same (default {SAMPLES})"
+    parser.add_argument("--samples", type=whole(1), metavar="N", help=samples)
+    parser.add_argument("--seed", type=seed, metavar="N", help="of --model (default 0)")
+    stride = "strike at every N-th operation only: the model is made anew for each, which takes long where it has many parameters (default 1)"
+    parser.add_argument("--stride", type=whole(1), metavar="N", default=1, help=stride)
+    parser.add_argument("--max-points", type=whole(1), metavar="N", help="no more than about N injections a case: the stride is widened to it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 
 
@@ -76,7 +86,7 @@ class Summary:
 
 @dataclass
 class Progress:
-    """A line that is rewritten on a terminal, with an estimate of what is left; nothing where the output is piped.
+    """A line with an estimate of what is left: rewritten on a terminal, now and then a new one where the output is piped.
 
     Attributes:
         expected: injections to come, about.
@@ -85,16 +95,17 @@ class Progress:
     expected: int
     done: int = 0
     began: float = field(default_factory=time.monotonic)
-    told: float = 0.0
+    told: float = field(default_factory=time.monotonic)
 
     def step(self, name: str) -> None:
         """One injection is done."""
         self.done += 1
-        now = time.monotonic()
-        if sys.stdout.isatty() and now - self.told > EVERY:
+        now, live = time.monotonic(), sys.stdout.isatty()
+        if now - self.told > (EVERY if live else PIPED):
             self.told = now
             left = (now - self.began) / self.done * max(0, self.expected - self.done)
-            print(f"\r\x1b[K{name}: {self.done} of about {self.expected}, about {left:.0f} s left", end="", flush=True)
+            line = f"{name}: {self.done} of about {self.expected}, about {left:.0f} s left"
+            print(f"\r\x1b[K{line}" if live else line, end="" if live else "\n", flush=True)
 
     def clear(self) -> None:
         """Makes room for a line that stays."""
@@ -104,10 +115,9 @@ class Progress:
 
 def main(options: argparse.Namespace) -> int:
     """Sweeps the cases and prints a table; returns the exit code."""
-    for name in ("samples", "stride", "max_points"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value} is below 1")
+    for name in ("samples", "seed"):
+        if options.model is None and getattr(options, name) is not None:
+            raise UsageError(f"--{name} {getattr(options, name)} is for --model; the built-in cases have their own")
     if options.model is not None and options.cases:
         raise UsageError(f"--model {options.model} and the case {options.cases[0]!r} were both given: it is one or the other")
     check_writable(options.json, "--json")
@@ -117,7 +127,7 @@ def main(options: argparse.Namespace) -> int:
 
         targets = [builtin(name) for name in options.cases or CASES]
     else:
-        target = of_subject(options.model, samples=options.samples, seed=options.seed)
+        target = of_subject(options.model, samples=options.samples or SAMPLES, seed=options.seed or 0)
         targets = [target]
         print(_what(target))
     gc.collect()
@@ -160,10 +170,9 @@ def _case(target: Target, stride: int, max_points: int | None) -> tuple[Summary,
     if max_points is not None:
         stride = max(stride, -(-expected // max_points))
     progress = Progress(expected // stride)
-    if each * progress.expected > 60:
-        print(
-            f"{target.name}: {operations} operations, about {progress.expected} injections, about {each * progress.expected / 60:.0f} min", flush=True
-        )
+    if each * progress.expected > LONG:
+        long = f"about {progress.expected} injections, about {each * progress.expected / 60:.0f} min"
+        print(f"{target.name}: {operations} operations, {long}; --stride N or --max-points N make it shorter", flush=True)
     for way in ways:
         try:
             for outcome in _sweep(target, way, stride):

@@ -18,7 +18,9 @@ from elastic_mbs.partition import partition
 
 from ..cases import CASES, Case, build
 from ..factory import make
+from ..scenarios.facts import check
 from ..state import State, error_of
+from ..subject import naming
 
 Partition = tuple[tuple[int, int], ...]
 
@@ -58,7 +60,8 @@ def builtin(name: str) -> Target:
 def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
     """The user's own model, or a built-in one of `stress.models`, on the first samples of its first batch.
 
-    Whether it is separable is found out: the gradient of the whole batch is compared with that of the batch in pieces, without a failure.
+    Whether it is separable is found out: the gradient of the whole batch is compared with that of the batch in pieces, without a failure. A single
+    sample cannot be cut: what does not go through again ends in the floor error.
 
     Args:
         name: as `stress.factory.find` takes it.
@@ -76,22 +79,15 @@ def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
         batch = view.piece(0, min(samples, view.length))
         return Case(subject.model, subject.loss_fn, batch, separable, options=dict(subject.options), tolerance=tolerance)
 
+    check(name, seed, "cpu")
     case = built()
     length = BatchView(case.batch, case.options.get("dims")).length
-    if length < 2:
-        raise UsageError(f"--model {name}: a batch of {length} sample cannot be split; give at least 2 (--samples {samples})")
-    if not any(parameter.requires_grad for parameter in case.model.parameters()):
-        raise UsageError(f"--model {name}: the model has no parameter that requires a gradient")
     tolerance = max(TOLERANCES.get(parameter.dtype, 3e-2) for parameter in case.model.parameters())
     size = -(-length // 2)
     probe = Target(name, built, built, size)
     halves = partition(0, length, size)
-    try:
+    with naming(name, f"its step does not run on {samples} samples"):
         whole, again, split = (_reference_of(probe, pieces) for pieces in (((0, length),), ((0, length),), halves))
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"--model {name}: its step does not run: {type(error).__name__}: {error}") from error
     if error_of(again.grads, whole.grads) > 0:
         raise UsageError(
             f"--model {name}: two runs from the same seed differ, so nothing can be compared: draw from torch's, Python's or numpy's stream"

@@ -12,11 +12,11 @@ import torch
 
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
-from elastic_mbs.errors import UsageError
 from elastic_mbs.inventory import Inventory
 from elastic_mbs.losses import read_losses
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.oom import classify
+from elastic_mbs.partition import longest
 
 from ..record import Needs
 from ..subject import Subject
@@ -48,6 +48,15 @@ def smallest(subject: Subject) -> int:
     return 2 if Inventory((subject.model,)).normalises_batch() else 1
 
 
+def least(subject: Subject, steps: int) -> int:
+    """Samples of the largest piece that the smallest micro-batch may come to: an odd batch in twos has a piece of three."""
+    size, found = smallest(subject), 1
+    for step in range(min(steps, LOOKED_AT)):
+        length = view_of(subject, batch_of(subject, step)).length
+        found = max(found, longest(length, size, minimum=size, align=subject.options.get("align", 1)))
+    return found
+
+
 def ladder(least: int, samples: int) -> list[int]:
     """Sizes to measure, rising: the smallest, a quarter, half, and the whole."""
     return sorted({min(samples, max(least, size)) for size in (least, samples // 4, samples // 2, samples)})
@@ -61,8 +70,7 @@ def longest_batch(subject: Subject, steps: int) -> tuple[Any, BatchView]:
         view = view_of(subject, batch)
         if best is None or view.elements * view.length > best[1].elements * best[1].length:
             best = batch, view
-    if best is None or best[1].length < 2:
-        raise UsageError(f"--model {subject.name}: batches of one sample cannot be split; give it batches of at least two")
+    assert best is not None, "there is at least one step"
     return best
 
 
@@ -73,14 +81,11 @@ def measure(world: World, subject: Subject, steps: int) -> Needs:
         world: open, without a limit yet.
         subject: is changed; not the one to be trained.
         steps: of the run to come.
-
-    Raises:
-        UsageError: a batch of one sample.
     """
     model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
     batch, view = longest_batch(subject, steps)
     counts = Counts.read(subject.options.get("count"), view)
-    sizes = ladder(smallest(subject), view.length)
+    sizes = ladder(least(subject, steps), view.length)
     for _ in range(2):  # what libraries keep for good is there the second time, and there are gradients to add to
         _piece(world, subject, view, counts.names, sizes[0])
     world.reset_peak()

@@ -88,7 +88,10 @@ def _excuse(run: Run) -> None:
     light = [complaint for complaint in run.complaints if is_light(complaint)]
     if light:
         run.complaints = [complaint for complaint in run.complaints if complaint not in light]
-        run.unshown = f"its whole batch takes only {depends:.1%} more than its smallest micro-batch" if depends < FLAT else light[0]
+        least = run.needs.sizes[0]
+        alone = "its batch is a single sample" if run.needs.samples == 1 else f"its batch of {run.needs.samples} cannot be cut into pieces of {least}"
+        flat = alone if run.needs.samples < 2 * least else f"its whole batch takes only {depends:.1%} more than its smallest micro-batch"
+        run.unshown = flat if depends < FLAT else light[0]
 
 
 def _train(order: Order, tell: Tell) -> list[Run]:

@@ -23,7 +23,7 @@ from ..worlds import CudaWorld, World, in_child
 from ..worlds.host_world import switch_onednn_off
 from .checkpoint import Checkpoint
 from .facts import separable, whole
-from .needs import measure, measure_by_trial, warm
+from .needs import measure, measure_by_trial, smallest, warm
 from .notes import Notes
 from .order import Order
 from .reference import Curve, relative, rounding_of, train_by_hand, weight_difference
@@ -112,7 +112,7 @@ def needs_of(order: Order, world: World) -> Needs:
         subject = make(order.model, order.seed, world.device)
         needs = measure(world, subject, order.steps)
         if order.kind == "rlimit":  # the kernel keeps no peak of what is mapped, and a size that runs for the first time under pressure may crash
-            world.warm(partial(warm, world, subject, order.steps), range(needs.sizes[0], needs.samples + 1))
+            world.warm(partial(warm, world, subject, order.steps), range(min(smallest(subject), needs.samples), needs.samples + 1))
             needs = measure_by_trial(world, make(order.model, order.seed, world.device), needs, order.steps)
         _known[key] = needs
     return _known[key]
