@@ -53,6 +53,8 @@ class Needs(_Plain):
         optimizer: peak of the optimizer's first step, which creates its state.
         held: what is held after that step, with the gradients still there.
         seconds: a step of the whole batch.
+        floor: peak of what goes on beside the pieces, which no smaller one would help: making a batch, and the copies of the optimizer step, where
+            both are on the device. No peak is below it.
     """
 
     samples: int
@@ -62,6 +64,7 @@ class Needs(_Plain):
     optimizer: int = 0
     held: int = 0
     seconds: float = 0.0
+    floor: int = 0
 
     @property
     def one(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView, map_tensors
@@ -24,6 +25,9 @@ from ..worlds import World
 
 TRIALS = 9
 """Halvings until a capacity is known to a few hundredths of what a piece takes."""
+
+ON_HOST = frozenset({"shim", "rlimit"})
+"""Kinds in which the host's memory is the device's: there is no other place for batches, and for the copies of the guarded optimizer step."""
 
 LOOKED_AT = 64
 """Batches among which the one with the longest samples is looked for."""
@@ -103,12 +107,28 @@ def measure(world: World, subject: Subject, steps: int) -> Needs:
     world.reset_peak()
     optimizer.step()
     peaks = [max(peak, world.peak()) for peak in peaks]
+    copies = _bytes_of(optimizer) if world.kind in ON_HOST else 0
     optimizer.zero_grad()
     model.zero_grad()
     samples = view.length
     del batch, view
     gc.collect()
-    return Needs(samples, world.live(), sizes, _rising(peaks), first, held, seconds)
+    rest = world.live()
+    floor = max(held + copies, _fetching(world, subject, steps))
+    return Needs(samples, rest, sizes, [max(floor, peak) for peak in _rising(peaks)], first, held, seconds, floor)
+
+
+def _bytes_of(optimizer: torch.optim.Optimizer) -> int:
+    """What the guarded step copies: parameters and state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(leaf.nbytes for leaf in tree_leaves([parameters, list(optimizer.state.values())]) if isinstance(leaf, torch.Tensor))
+
+
+def _fetching(world: World, subject: Subject, steps: int) -> int:
+    """Peak while batches are made, which the runtime has no part in; they live on the device where that is the host."""
+    world.reset_peak()
+    longest_batch(subject, steps)
+    return world.peak()
 
 
 def measure_by_trial(world: World, subject: Subject, needs: Needs, steps: int) -> Needs:
@@ -136,7 +156,7 @@ def measure_by_trial(world: World, subject: Subject, needs: Needs, steps: int) -
                 low = (low + high) // 2
         world.resize(None)
         peaks.append(high)
-    return replace(needs, peaks=_rising(peaks))
+    return replace(needs, peaks=[max(needs.floor, peak) for peak in _rising(peaks)])
 
 
 def _fits(world: World, subject: Subject, view: BatchView, names: tuple[str, ...] | None, size: int) -> bool:

@@ -13,6 +13,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
@@ -23,7 +26,7 @@ from ..worlds import CudaWorld, World, in_child
 from ..worlds.host_world import switch_onednn_off
 from .checkpoint import Checkpoint
 from .facts import separable, whole
-from .needs import measure, measure_by_trial, smallest, warm
+from .needs import ON_HOST, longest_batch, measure, measure_by_trial, smallest, warm
 from .notes import Notes
 from .order import Order
 from .reference import Curve, relative, rounding_of, train_by_hand, weight_difference
@@ -119,10 +122,15 @@ def needs_of(order: Order, world: World) -> Needs:
 
 
 def largest_block(order: Order, needs: Needs) -> int:
-    """Bytes of the largest block that can be had, where memory is fragmented: a share of the activations, but no parameter is larger."""
+    """Bytes of the largest block that can be had, where memory is fragmented: a share of the activations, but no parameter is larger.
+
+    Nor is a part of a batch, where batches are on the device.
+    """
     subject = make(order.model, order.seed, order.device, there="cpu")
-    parameter = max((tensor.nbytes for tensor in subject.model.parameters()), default=0)
-    return max(parameter, round((order.entry.largest or 1.0) * (needs.whole - needs.rest)))
+    whole = [tensor.nbytes for tensor in subject.model.parameters()]
+    if order.kind in ON_HOST:
+        whole += [leaf.nbytes for leaf in tree_leaves(longest_batch(subject, order.steps)[0]) if isinstance(leaf, torch.Tensor)]
+    return max(*whole, round((order.entry.largest or 1.0) * (needs.whole - needs.rest)))
 
 
 def _train(order: Order, world: World, room: Room, record: Run, tell: Tell, notes: Notes, session: Session, mortal: Mortal | None) -> Trained | None:
