@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,19 +12,20 @@ import pytest
 import torch
 
 from elastic_mbs.cli import main
+from elastic_mbs.errors import UsageError
+from elastic_mbs.schedule import Schedule
 from stress.factory import find, make
 from stress.record import Needs, Run, read_json
 from stress.scenarios import checks
 from stress.scenarios import command as scenarios
-from stress.scenarios.command import QUICK
-from stress.scenarios.facts import check, separable
+from stress.scenarios.facts import separable
 from stress.scenarios.needs import least, measure
 from stress.scenarios.order import Order
 from stress.scenarios.perform import failed, judge, perform
-from stress.scenarios.reference import Probe
+from stress.scenarios.reference import Probe, relative
 from stress.subject import naming
-from stress.worlds import BudgetWorld
-from tests.test_scenarios import SAME, record
+from stress.worlds import BudgetWorld, available
+from tests.test_scenarios import SAME, record, step
 
 Write = Callable[..., str]
 
@@ -176,7 +175,7 @@ def test_a_batch_that_is_drawn_is_the_same_whenever_it_is_asked_for_and_leaves_t
 def test_a_loss_that_draws_random_numbers_is_compared_over_the_same_pieces(loss: str, write: Write, tmp_path: Path) -> None:
     """The reference evaluated whole batches: other numbers were drawn, in the evaluation and in every step after it."""
     out = tmp_path / "found.json"
-    assert run("--scenario", "eval_between", "--steps", "12", "--json", str(out), model=write(returning(loss=loss))) == 0
+    assert run("--scenario", "eval_between", "--steps", "18", "--json", str(out), model=write(returning(loss=loss))) == 0
     (found,) = read_json(out)
     assert (found.unshown, found.complaints) == ("", [])
     assert found.differences is not None
@@ -199,7 +198,7 @@ def test_a_generator_of_its_own_has_to_be_named_and_then_is_put_back(write: Writ
     told = capsys.readouterr().err
     assert 'it draws from a generator of its own, which has to be named (a dict of options as the factory\'s last entry, {"generators": ' in told
     assert told.count("\n") == 1
-    assert run("--scenario", "eval_between", "--scenario", "kill", "--steps", "12", model=write(OWN + ", {'generators': [g]}\n", "named.py")) == 0
+    assert run("--scenario", "eval_between", "--scenario", "kill", "--steps", "18", model=write(OWN + ", {'generators': [g]}\n", "named.py")) == 0
     assert "2 of 2 passed" in capsys.readouterr().out
 
 
@@ -234,11 +233,11 @@ def test_an_evaluation_without_a_row_for_each_sample_shows_nothing_and_says_so(g
         "        super().__init__()\n"
         f"        self.inner = {NET}\n"
         "    def forward(self, x):\n"
-        f"        self.last = y = self.inner(x)\n"
+        "        y = self.inner(x)\n"
         f"        return {given}\n"
         "def make():\n"
         "    m = Model()\n"
-        f"    return m, lambda b: (m(b[0]), F.cross_entropy(m.last, b[1]))[1], {DATA.replace('16', '15')}\n"
+        f"    return m, lambda b: (m(b[0]), F.cross_entropy(m.inner(b[0]), b[1]))[1], {DATA.replace('16', '15')}\n"
     )
     out = tmp_path / "found.json"
     assert run("--scenario", "eval_between", "--steps", "12", "--json", str(out), model=write(body)) == 0
@@ -359,7 +358,7 @@ def test_one_file_that_cannot_be_written_does_not_cost_the_other(
 def test_a_slow_model_gets_a_later_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 2.0])
     monkeypatch.setattr(scenarios, "check", lambda *args: None)
-    monkeypatch.setattr(scenarios.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("stress.scenarios.command.time.monotonic", lambda: next(clock))
     (order,) = scenarios.check_models([Order("steady", "shim", "mine.py:make", 0, 30)])
     assert order.deadline == 180 + 20 * 30 * 2
 
@@ -367,7 +366,9 @@ def test_a_slow_model_gets_a_later_deadline(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_model_is_made_before_memory_is_broken_up(write: Write) -> None:
     """A factory that makes its data in one tensor, larger than any block that can be had later."""
     data = "torch.randn(20_000, 8).double()[:48].split(16)"
-    (found,) = perform(Order("fragmentation", "budget", write(returning(loss="lambda b: m(b).square().mean()", batches=data)), 0, 8), lambda step: None)
+    (found,) = perform(
+        Order("fragmentation", "budget", write(returning(loss="lambda b: m(b).square().mean()", batches=data)), 0, 8), lambda step: None
+    )
     assert (found.complaints, len(found.steps)) == ([], 8)
 
 
@@ -411,12 +412,12 @@ def test_a_batch_of_one_sample_goes_through_or_ends_in_the_floor_error(write: Wr
 
 
 def test_an_error_of_the_users_is_named_with_the_model_and_its_lines_joined() -> None:
-    with pytest.raises(ValueError, match=r"^--model mine\.py:make: it does not run: KeyError: 'a; b'$"), naming("mine.py:make", "it does not run"):
-        raise KeyError("a\nb") if False else type("KeyError", (Exception,), {"__str__": lambda self: "'a\n b'"})
+    with pytest.raises(ValueError, match=r"^--model mine\.py:make: it does not run: RuntimeError: a; b$"), naming("mine.py:make", "it does not run"):
+        raise RuntimeError("a\n\n  b")
     with pytest.raises(ValueError, match=r"^--model mine\.py:make: lines; joined$"), naming("mine.py:make", "it does not run"):
-        raise scenarios.UsageError("lines\n  joined")
-    with pytest.raises(ValueError, match="^--budget: as it is$"), naming("mine.py:make", "it does not run"):
-        raise scenarios.UsageError("--budget: as it is")
+        raise UsageError("lines\n  joined")
+    with pytest.raises(ValueError, match=r"^--budget: as it is$"), naming("mine.py:make", "it does not run"):
+        raise UsageError("--budget: as it is")
 
 
 def test_an_evaluation_that_was_not_compared_is_a_complaint() -> None:
@@ -425,3 +426,50 @@ def test_an_evaluation_that_was_not_compared_is_a_complaint() -> None:
     evaluated = record(marks=[Mark(0.0, 1, "eval", "")])
     assert "has no row for each sample" in checks.evaluated(evaluated)[0]
     assert checks.evaluated(replace(evaluated, differences=replace(SAME, outputs=0.0))) == []
+
+
+def test_in_few_steps_what_comes_too_late_is_not_held_against_the_training() -> None:
+    """With eight steps two scenarios failed on a sound model: memory was back, but there was no time to grow into it."""
+    order, steps = Order("sensor_dies", "budget", "wide", 0, 8), [step(i, size=16, partition=[[0, 16], [16, 32]]) for i in range(8)]
+    (judged,) = judge([record(steps, scenario="sensor_dies")], order)
+    assert judged.passed
+    assert judged.unshown.startswith("8 steps are too few for it (18 are enough): ")
+    wrong = record(steps, scenario="sensor_dies", differences=replace(SAME, loss=0.5))
+    assert not judge([wrong], order)[0].passed, "a gradient is right from the first step on"
+    assert not judge([record([step(i) for i in range(18)], scenario="sensor_dies")], replace(order, steps=18))[0].passed
+
+
+def test_training_that_makes_roundings_larger_is_compared_by_what_one_rounding_does() -> None:
+    whole, shaken = [1.0, 1.0, 1.0, 1.0], [1.0, 1.0 + 1e-7, 1.0 + 1e-4, 1.0]
+    assert relative([1.0, 1.0 + 1e-7, 1.0 + 1e-3, 1.0 + 1e-3], whole, shaken) == 0.0, "it stays apart"
+    assert relative([1.0 + 1e-3, 1.0, 1.0, 1.0], whole, shaken) == pytest.approx(1e-3), "before that it is a difference"
+    assert relative([1.0, 1.0, 1.1, 1.0], whole, shaken) == pytest.approx(0.1)
+
+
+def test_a_curve_that_rounding_drives_apart_is_no_failure_and_a_lost_sample_is(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 a loss that falls to nothing was called wrong by its own roundings."""
+    body = returning(NET.removesuffix(".double()"), "lambda b: m(b).square().mean()", "[torch.randn(16, 8) for _ in range(3)]")
+    order = Order("eval_between", "budget", write(body), 0, 18)
+    (found,) = perform(order, lambda step: None)
+    assert found.complaints == []
+    push = Schedule.push
+
+    def lose(self: Schedule, failed: Any) -> None:
+        failed.stop -= 1
+        push(self, failed)
+
+    monkeypatch.setattr(Schedule, "push", lose)
+    assert not perform(order, lambda step: None)[0].passed
+
+
+def test_a_step_on_a_device_that_is_the_host_has_room_for_the_guards_copies(write: Write) -> None:
+    """A model with more weights than activations ended in an error of the optimizer's step wherever the host is the device."""
+    if available("shim") is not None:
+        pytest.skip(str(available("shim")))
+    layers = "nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 64), nn.Tanh(), nn.Linear(64, 4))"
+    model = write(returning(layers, batches=DATA.replace(".double()", "")))
+    (found,) = perform(Order("too_big", "shim", model, 0, 12), lambda step: None)
+    assert found.complaints == []
+    assert len(found.steps) == 12
+    assert found.needs.floor > found.needs.held
+    assert min(found.needs.peaks) >= found.needs.floor

@@ -23,6 +23,9 @@ from .needs import batch_of, view_of
 
 Partition = Sequence[Sequence[int]]
 
+SHAKEN = 30.0
+"""Roundings that a run makes on its way count as so many of the weights at its start."""
+
 HALF = Rounding(loss=2e-2, weight=5e-2)
 """Of types with eight or eleven bits: sums in another order differ in the last of them."""
 
@@ -167,17 +170,40 @@ def flat(figures: object) -> list[float]:
     return figures.double().flatten().tolist() if isinstance(figures, Tensor) else []
 
 
-def relative(mine: Sequence[float], other: Sequence[float]) -> float:
-    """Largest difference of two curves, each relative to the other's value; infinite where they are not of one length or not numbers."""
+def shake(model: nn.Module) -> None:
+    """Changes every weight by one rounding, up or down: how far that drives training apart is what rounding explains."""
+    stream = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape, generator=stream).to(parameter.device) * 2 - 1
+                parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+
+
+def relative(mine: Sequence[float], other: Sequence[float], shaken: Sequence[float] | None = None) -> float:
+    """Largest difference of two curves, each relative to the other's value; infinite where they are not of one length or not numbers.
+
+    Args:
+        mine: one curve.
+        other: what it is held against.
+        shaken: the other after one rounding of the weights at its start: what that has driven apart by then is no difference.
+    """
     if len(mine) != len(other):
         return math.inf
-    worst = 0.0
-    for a, b in zip(mine, other, strict=True):
-        if a == b or (math.isnan(a) and math.isnan(b)):  # training that diverges does so in both
-            continue
-        difference = abs(a - b) / max(abs(b), 1e-300)
-        worst = max(worst, difference if math.isfinite(difference) else math.inf)
+    worst = explained = 0.0
+    for number, (a, b) in enumerate(zip(mine, other, strict=True)):
+        if shaken is not None:
+            explained = max(explained, SHAKEN * _off(shaken[number], b))
+        difference = _off(a, b)
+        worst = max(worst, difference if difference > explained else 0.0)
     return worst
+
+
+def _off(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):  # training that diverges does so in both
+        return 0.0
+    difference = abs(a - b) / max(abs(b), 1e-300)
+    return difference if math.isfinite(difference) else math.inf
 
 
 def weight_difference(mine: dict[str, Tensor], other: dict[str, Tensor], names: Sequence[str] | None = None) -> float:
