@@ -100,6 +100,31 @@ def test_every_figure_has_a_limit() -> None:
 # ---------------------------------------------------------------------- the run
 
 
+def test_a_gradient_that_depends_on_a_buffer_is_checked_from_the_buffer_that_the_step_began_with(tmp_path: Path) -> None:
+    """A running mean that the loss subtracts was the later one in the reference: a sound run was called wrong."""
+    path = tmp_path / "centred.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Centred(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.inner = nn.Linear(4, 32).double()\n"
+        "        self.register_buffer('mean', torch.zeros(32, dtype=torch.float64))\n"
+        "    def forward(self, x):\n"
+        "        y = self.inner(x)\n"
+        "        self.mean.lerp_(y.detach().mean(0), 0.5)\n"
+        "        return y - self.mean\n"
+        "def make():\n"
+        "    m = Centred()\n"
+        "    return m, lambda x: m(x).square().mean(), [torch.randn(16, 4, dtype=torch.float64) + 3]\n"
+    )
+    seen: list[dict[str, Any]] = []
+    soak(seen.append, kind="budget", seconds=0.1, seed=0, model=f"{path}:make", samples=4)
+    assert seen[-1]["checked"] > 0
+    assert seen[-1]["worst"] <= 1e-10
+
+
 def test_a_short_run_is_exact_and_flat_and_writes_what_it_measured(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,7 @@ from elastic_mbs import ElasticMBS, MicroBatchFloorError, StepResult, elastic_st
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView
 from elastic_mbs.losses import read_losses, weighted_sum
+from elastic_mbs.memory.budget import on_host
 from elastic_mbs.partition import partition
 
 from ..factory import make
@@ -145,6 +146,8 @@ class _Soak:
             self._capacity = self._least + int((self._whole - self._least) * self._rng.choice(SHARES))
             self._world.resize(self._capacity)
         batch, start = self._subject.batch(self._steps), Streams.now()
+        with on_host():
+            buffers = [buffer.clone() for buffer in self._subject.model.buffers()]
         self._steps += 1
         try:
             result = door(batch)
@@ -155,7 +158,7 @@ class _Soak:
         self._ooms += result.ooms
         if self._steps >= self._check_at:
             self._check_at = self._steps + self._rng.randint(1, 2 * CHECKED_EVERY - 1)
-            self._check(batch, result, start)
+            self._check(batch, result, start, buffers)
         if self._steps % 2:
             with suppress(MemoryError, torch.OutOfMemoryError):
                 mbs.optimizer_step(self._optimizer)
@@ -178,8 +181,8 @@ class _Soak:
     def _loss(self, piece: Any) -> list[Any]:
         return [self._subject.loss_fn(piece)]
 
-    def _check(self, batch: Any, result: StepResult, start: Streams) -> None:
-        """Holds the gradient against a loop written by hand, with the random numbers that the step itself has begun with."""
+    def _check(self, batch: Any, result: StepResult, start: Streams, begun: list[torch.Tensor]) -> None:
+        """Holds the gradient against a loop written by hand, with the random numbers and the buffers that the step itself has begun with."""
         leaves, buffers = list(self._subject.model.parameters()), list(self._subject.model.buffers())
         ranges = sorted([*result.partition, *result.skipped])
         if [start for start, _ in ranges] + [BatchView(batch, self._subject.options.get("dims")).length] != [0, *(stop for _, stop in ranges)]:
@@ -188,6 +191,9 @@ class _Soak:
             got = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
             before, after = [buffer.clone() for buffer in buffers], Streams.now()
             self._optimizer.zero_grad()
+            with torch.no_grad():
+                for buffer, value in zip(buffers, begun, strict=True):
+                    buffer.copy_(value)
             start.restore()
             self._by_hand(batch, result.partition)
             after.restore()
