@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .plan import Fault, Plan, case_seed, draw
+from ..repeat import case_seed
+from .plan import Fault, Plan, draw
 from .trial import Outcome, run_trial
 
 __all__ = ["Fault", "Outcome", "Plan", "case_seed", "draw", "run_trial"]

@@ -174,11 +174,6 @@ def read(text: str) -> Plan:
     return plan
 
 
-def case_seed(seed: int, number: int) -> int:
-    """The seed of a run by the seed of all and its number: one integer, and another for each pair."""
-    return random.Random(f"{seed}:{number}").getrandbits(48)
-
-
 def draw(seed: int) -> Plan:
     """A random case from its seed."""
     rng = random.Random(seed)

@@ -35,7 +35,8 @@ from elastic_mbs import (
 from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.testing import InjectOOM
 
-from ..state import State, Streams, WrongOutcomeError, error_of
+from ..by_hand import by_loop
+from ..state import State, Streams, WrongOutcomeError, error_of, same_state
 from .batches import count_of, counts_by_hand, dims_of, make_batch
 from .faults import AlienError, Faults, sensor_of
 from .plan import Plan
@@ -179,15 +180,7 @@ class _Trial:
         mbs = ElasticMBS(real.model, **options)
         if plan.door == 1:
             return (lambda batch: mbs.backward(loss_fn, batch)), mbs
-
-        def loop(batch: Any) -> StepResult:
-            for micro in mbs.micro_batches(batch):
-                with micro:
-                    micro.backward(loss_fn(micro.data))
-            assert mbs.last_result is not None
-            return mbs.last_result
-
-        return loop, mbs
+        return (lambda batch: by_loop(mbs, loss_fn, batch)), mbs
 
     def _forward(self) -> None:
         self.forwards += 1
@@ -394,7 +387,7 @@ class _Trial:
             self.scaler.update(SCALE)
         error_ = error_of([leaf.detach() for leaf in real.leaves()], [leaf.detach() for leaf in twin.leaves()])
         demand(error_ <= 1e-15, f"{where}: parameters off by {error_:.3g} from a plain step")
-        demand(_same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}: the optimizer's state differs from a plain step's")
+        demand(same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}: the optimizer's state differs from a plain step's")
         if not plan.keep:
             real.optimizer.zero_grad()
 
@@ -447,13 +440,3 @@ class _Trial:
 
 def _bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
-
-
-def _same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=1e-15, atol=0, equal_nan=True))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same_state, a, b))
-    return bool(a == b)

@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.errors import UsageError
 
+from ..by_hand import accumulate, view_of
 from ..factory import make
 from ..subject import Subject
-from .needs import batch_of, view_of
-from .reference import Curve, accumulate, norm_of, rounding_of, start_streams, state_of, train_by_hand, weight_difference
+from .needs import batch_of
+from .reference import Curve, norm_of, rounding_of, start_streams, state_of, train_by_hand, weight_difference
 
 KEPT = 8
 

@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import map_tensors
 from elastic_mbs.demo.compare import ROUNDING, Rounding
-from elastic_mbs.losses import read_losses, weighted_sum
 
+from ..by_hand import Partition, accumulate, view_of
 from ..subject import Subject
-from .needs import batch_of, view_of
-
-Partition = Sequence[Sequence[int]]
+from .needs import batch_of
 
 HALF = Rounding(loss=2e-2, weight=5e-2)
 """Of types with eight or eleven bits: sums in another order differ in the last of them."""
@@ -80,19 +77,6 @@ def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed
                 curve.outputs.append(flat(probe.run(subject.loss_fn, following)))
     curve.final = state_of(model)
     return curve
-
-
-def accumulate(subject: Subject, view: Any, partition: Partition) -> float:
-    """Adds the gradient of a batch piece by piece; returns its loss."""
-    counts = Counts.read(subject.options.get("count"), view)
-    total = 0.0
-    for start, stop in partition:
-        weights = counts.weights(start, stop, reduction=subject.options.get("reduction", "mean"))
-        if weights is not None:
-            loss = weighted_sum(read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0], weights)
-            loss.backward()
-            total += float(loss.detach())
-    return total
 
 
 def norm_of(model: nn.Module) -> float:

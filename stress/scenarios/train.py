@@ -17,11 +17,12 @@ from elastic_mbs.memory import MemorySensor, Unavailable, sensor_for
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.sensor import Reading
 
+from ..by_hand import view_of
 from ..record import End, Step
 from ..subject import Subject
 from ..worlds import World
 from .catalogue import Scenario
-from .needs import batch_of, view_of
+from .needs import batch_of
 from .notes import Notes
 from .reference import Curve, Probe, flat, norm_of, start_streams, state_of
 from .stage import Stage

@@ -18,18 +18,15 @@ import psutil
 import torch
 
 from elastic_mbs import ElasticMBS, MicroBatchFloorError, StepResult, elastic_step
-from elastic_mbs.accumulate import Counts
-from elastic_mbs.batch import BatchView
-from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.partition import partition
 
+from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make
-from ..state import Streams, WrongOutcomeError, error_of
+from ..state import Streams, WrongOutcomeError, error_of, tolerance_of
 from ..subject import Subject
 from ..worlds import World, open_world
 from .trend import LEAST, Sample
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
 """Of what the whole batch needs beyond the smallest piece: what the memory is, by turns."""
 
@@ -69,8 +66,8 @@ class _Soak:
     def __init__(self, emit: Emit, world: World, subject: Subject, rng: random.Random, clock: Callable[[], float]) -> None:
         self._emit, self._world, self._subject, self._rng, self._clock = emit, world, subject, rng, clock
         self._optimizer = subject.optimizer(subject.model.parameters())
-        self._tolerance = max(TOLERANCES.get(p.dtype, 3e-2) for p in subject.model.parameters())
-        self._length = BatchView(subject.batch(0), subject.options.get("dims")).length
+        self._tolerance = tolerance_of(subject.model)
+        self._length = view_of(subject, subject.batch(0)).length
         self._learned: dict[str, object] = {}
         self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self._steps = self._ooms = self._refused = self._checked = 0
@@ -99,9 +96,7 @@ class _Soak:
     # ------------------------------------------------------------------ training
 
     def _piece(self, size: int) -> None:
-        subject = self._subject
-        piece = BatchView(subject.batch(0), subject.options.get("dims")).piece(0, size)
-        self._by_hand(piece, [(0, size)])
+        self._by_hand(self._subject.batch(0), [(0, size)])
         self._optimizer.zero_grad()
 
     def _calibrate(self) -> None:
@@ -126,7 +121,7 @@ class _Soak:
             if self._learned:
                 mbs.load_state_dict(self._learned)
             decorated = elastic_step(subject.model, **{**options, "monitor_interval": 0})(subject.loss_fn)
-            doors = (lambda batch: mbs.backward(subject.loss_fn, batch), decorated, lambda batch: _loop(other, subject, batch))
+            doors = (lambda batch: mbs.backward(subject.loss_fn, batch), decorated, lambda batch: by_loop(other, subject.loss_fn, batch))
             turn = 0
             while turn < TURNS * len(doors) or self._clock() < until:
                 self._step(mbs, doors[turn % len(doors)])
@@ -182,7 +177,7 @@ class _Soak:
         """Holds the gradient against a loop written by hand, with the random numbers that the step itself has begun with."""
         leaves, buffers = list(self._subject.model.parameters()), list(self._subject.model.buffers())
         ranges = sorted([*result.partition, *result.skipped])
-        if [start for start, _ in ranges] + [BatchView(batch, self._subject.options.get("dims")).length] != [0, *(stop for _, stop in ranges)]:
+        if [start for start, _ in ranges] + [view_of(self._subject, batch).length] != [0, *(stop for _, stop in ranges)]:
             raise WrongOutcomeError(f"step {self._steps}: the pieces {ranges} do not cover the batch once")
         with self._unlimited():
             got = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
@@ -201,13 +196,7 @@ class _Soak:
             raise WrongOutcomeError(f"step {self._steps}: gradient off by {error:.3g} over the pieces {result.partition}")
 
     def _by_hand(self, batch: Any, pieces: Any) -> None:
-        subject = self._subject
-        view = BatchView(batch, subject.options.get("dims"))
-        counts = Counts.read(subject.options.get("count"), view)
-        for start, stop in pieces:
-            weights = counts.weights(start, stop, reduction=subject.options.get("reduction", "mean"))
-            if weights is not None:
-                weighted_sum(read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0], weights).backward()
+        accumulate(self._subject, view_of(self._subject, batch), pieces)
 
     # ------------------------------------------------------------------ measuring
 
@@ -246,14 +235,6 @@ class _Soak:
             + sum(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in model.parameters()),
             ratio=median(self._ratios),
         )
-
-
-def _loop(mbs: ElasticMBS, subject: Subject, batch: Any) -> StepResult:
-    for micro in mbs.micro_batches(batch):
-        with micro:
-            micro.backward(subject.loss_fn(micro.data))
-    assert mbs.last_result is not None
-    return mbs.last_result
 
 
 def _data_bytes() -> int:
