@@ -99,11 +99,15 @@ def mlp(*, big: bool = False) -> Subject:
 
 
 def cnn(*, big: bool = False) -> Subject:
-    """Convolutions with BatchNorm and dropout: gradients, buffers and masks depend on how the batch is split."""
+    """Convolutions with BatchNorm and dropout: gradients, buffers and masks depend on how the batch is split.
+
+    The first mask is drawn and the first buffers have moved when the largest activations are yet to come: what fails there has to be undone.
+    """
     channels, side = (32, 32) if big else (16, 24)
     layers: list[nn.Module] = [nn.Upsample(scale_factor=8)] if big else []  # images of that size would take longer to draw than to train on
     for width in (3, channels, channels):
         layers += [nn.Conv2d(width, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        layers += [nn.Dropout(0.1)] if width == 3 else []
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(channels, 10)).double()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:

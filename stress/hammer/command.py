@@ -99,9 +99,10 @@ def main(options: argparse.Namespace) -> int:
         flush=True,
     )
     tally, progress, began = Tally({model: Counts() for model in models}), _Progress(), time.monotonic()
+    each = min(PER_ROUND, -(-options.failures // len(models)))  # every model has its turn
     for model, seed in rounds:
         tally.rounds += 1
-        failures = min(PER_ROUND, options.failures - tally.all.failures) if options.only is None else PER_ROUND
+        failures = PER_ROUND if options.only is not None else min(each, options.failures - tally.all.failures)
         _round(options, model, seed, failures, tally, progress)
         if options.only is not None or tally.all.failures >= options.failures:
             break
