@@ -1,10 +1,10 @@
 """Makes real allocations fail by the thousand, at random places of training, and holds every step against a loop by hand.
 
-Memory moves between steps and between two operations of a step: in forward, in backward, while an optimizer steps, and while what failed is run again.
-Under `shim` torch's own allocator fails, and counts it; under `rlimit` the kernel refuses memory to the whole process; `budget` counts tensors, on any
-system. Training runs in rounds of some 50 failures, each in a process of its own: one that crashes or hangs ends a round, not the run, and is told with
-the command that repeats it. Compared are gradient, loss, buffers, random streams and the optimizer's step; a call that is refused has to leave
-everything as it was, and none may leave memory behind.
+Memory moves between steps and between two operations of a step: in forward, in backward, while an optimizer steps, while what failed is run again.
+Under `shim` torch's own allocator fails, and counts it; under `rlimit` the kernel refuses memory to the whole process; `budget` counts tensors, on
+any system. Training runs in rounds of some 50 failures, each in a process of its own: one that crashes or hangs ends a round, not the run, and is
+told with the command that repeats it. Compared are gradient, loss, buffers, random streams and the optimizer's step; a call that is refused has to
+leave everything as it was, and none may leave memory behind.
 Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 a crash or an unexpected error, 5 a hang; the highest of them where there are several.
 """
 
@@ -34,7 +34,7 @@ from .counts import Counts, listed
 
 JOB = ".hammer.job:hammer"
 KINDS = ("shim", "rlimit", "budget")
-MODELS = ("gpt", "mlp", "cnn")
+MODELS = ("gpt", "mlp", "cnn", "heads")
 PER_ROUND = 50
 """Failures after which a round ends."""
 STEPS = 400
@@ -158,12 +158,13 @@ def _rounds(models: list[str], seed: int) -> Iterator[tuple[str, int]]:
 def _round(options: argparse.Namespace, model: str, seed: int, failures: int, tally: Tally, progress: _Progress) -> None:
     """One round in a process of its own; what it counted until it ended badly counts."""
     last: dict[str, Any] = {}
-    before = tally.all
+    before, name = tally.all, Path(model).name
     arguments = {"kind": options.kind, "model": model, "seed": seed, "failures": failures, "steps": STEPS}
     try:
         for message in run_child(options.kind, JOB, arguments, deadline=options.deadline):
             last = message["counts"]
-            progress.tell(lambda: f"{model}: {before.failures + last['failures']} failures, {before.steps + last['steps']} steps", tally)
+            failed, made = before.failures + last["failures"], before.steps + last["steps"]
+            progress.tell(f"{name}: {failed} failures, {made} steps, {sum(tally.bad.values())} bad rounds")
     except ChildError as error:
         kind, code = _verdict(error)
         tally.bad[kind] += 1
@@ -192,13 +193,14 @@ class _Progress:
         self._told = time.monotonic()
         self._live = sys.stdout.isatty()
 
-    def tell(self, text: Any, tally: Tally) -> None:
+    def tell(self, line: str) -> None:
+        """Tells, where it is time to."""
         now = time.monotonic()
         if self._live or now - self._told > EVERY:
             self._told = now
-            line = f"{text()}, {sum(tally.bad.values())} bad rounds"
             print(f"\r\x1b[K{line}" if self._live else line, end="" if self._live else "\n", flush=True)
 
     def clear(self) -> None:
+        """Makes room for a line that stays."""
         if self._live:
             print("\r\x1b[K", end="")

@@ -18,7 +18,7 @@ from elastic_mbs.testing import InjectOOM
 
 from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make
-from ..holding import held_beside_gradients
+from ..holding import Holding
 from ..scenarios.needs import smallest
 from ..state import Streams, WrongOutcomeError, error_of, same_state, tolerance_of
 from ..subject import Subject
@@ -62,6 +62,7 @@ class _Round:
         self._tolerance = tolerance_of(real.model)
         self._length = view_of(real, real.batch(0)).length
         self._counts = Counts()
+        self._holding = Holding(world, real.model)
 
     def run(self, failures: int, steps: int) -> None:
         """Strikes until it is enough."""
@@ -78,17 +79,18 @@ class _Round:
 
     def _calibrate(self) -> None:
         """What the whole batch takes, and what the smallest piece, in the twin."""
-        optimizer, needs = self._optimizers[1], []
+        needs, kept = [], []
         for size in (self._length, self._length, smallest(self._twin)):
             held = self._world.live()
             self._world.reset_peak()
             with InjectOOM() as counting:
                 self._piece(size)
             needs.append((self._world.peak() - held, counting.count))
-        del optimizer
+            kept.append(self._world.live() - held)
+        self._kept = max(0, *kept)  # by the model itself, of its last piece
         (whole, self._operations), (least, _) = needs[1:]
         if whole <= least:
-            raise UsageError(f"--model {self._real.name}: its whole batch takes no more memory than its smallest piece, so nothing could be shown on it")
+            raise UsageError(f"--model {self._real.name}: its whole batch takes no more memory than its smallest piece, so nothing could be shown")
         self._range = Range(least, whole, 0 if self._world.kind != "rlimit" else SLACK, self._world.kind != "rlimit")
 
     # ------------------------------------------------------------------ training
@@ -100,6 +102,7 @@ class _Round:
         options: dict[str, Any] = {
             "micro_batch_size": self._length if hopeful else "auto",
             "policy": Policy(patience=1, min_gain=0.0, cooldown=0.0),
+            "outputs": None,
             "monitor_interval": 0.0,
             "wait_for_memory": 0,
             "seed": rng.getrandbits(31),
@@ -119,6 +122,7 @@ class _Round:
                 decorated.mbs.close()
 
     def _note(self, event: Event) -> None:
+        self._holding(event)
         if isinstance(event, OutOfMemory):
             self._counts.ooms += 1
             self._counts.phases[event.phase] += 1
@@ -145,11 +149,11 @@ class _Round:
         self._counts.steps += 1
         batch = self._real.batch(number)
         self._follow()
-        start, held = Streams.now(), self._world.live()
+        start = Streams.now()
+        self._holding.begin()
         result, error = self._struck(lambda: door(batch))
         where = f"step {number}"
-        del batch
-        self._check_held(held, where)
+        self._check_held(where)
         if error is not None or result is None:
             self._check_refused(start, f"{where}, {type(error).__name__}")
             return
@@ -190,11 +194,10 @@ class _Round:
     def _buffers(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self._real.model.buffers(), self._twin.model.buffers(), strict=True))
 
-    def _check_held(self, held: int, where: str) -> None:
-        """What is held at once after the call is what was held before it and the gradients."""
-        more = held_beside_gradients(self._world, self._real.model) - held
-        if more > 0 and self._world.kind != "rlimit":
-            raise WrongOutcomeError(f"{where}: {more} bytes are still held of what the call has made, beside its gradients")
+    def _check_held(self, where: str) -> None:
+        """What is held after each failure, and after the call, is what was held before it and the gradients."""
+        self._holding.look("call")
+        self._holding.check(self._kept, where)
 
     def _check_refused(self, start: Streams, where: str) -> None:
         if any(leaf.grad is not None for leaf in self._real.model.parameters()):

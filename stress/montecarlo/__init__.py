@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..repeat import case_seed
 from .plan import Fault, Plan, draw
-from .trial import Outcome, run_trial
+from .totals import Outcome
+from .trial import run_trial
 
 __all__ = ["Fault", "Outcome", "Plan", "case_seed", "draw", "run_trial"]

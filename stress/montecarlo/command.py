@@ -28,8 +28,8 @@ from ..watchdog import Watchdog
 from .plan import Plan, draw, read
 from .processes import share
 from .shrink import shrink
-from .totals import Totals
-from .trial import Outcome, run_trial
+from .totals import Outcome, Totals
+from .trial import run_trial
 
 EVERY = 10.0
 """Seconds between two lines of progress where the output is piped."""

@@ -17,11 +17,12 @@ from typing import Any
 import psutil
 import torch
 
-from elastic_mbs import ElasticMBS, MicroBatchFloorError, StepResult, elastic_step
+from elastic_mbs import ElasticMBS, MicroBatchFloorError, Policy, StepResult, elastic_step
 from elastic_mbs.partition import partition
 
 from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make
+from ..holding import Holding
 from ..state import Streams, WrongOutcomeError, error_of, tolerance_of
 from ..subject import Subject
 from ..worlds import World, open_world
@@ -35,6 +36,12 @@ CHECKED_EVERY = 20
 
 TURNS = 4
 """Steps that each runtime makes with each door at least: from the second call on it works on what the first has learned."""
+
+BACK_WITHIN = 40
+"""Calls within which the micro-batch has to be as large as the batch again, once there is memory for it: five doublings, each with its patience."""
+
+BACK_SECONDS = 3.0
+"""Seconds that it may take in any case: readings of memory come by the clock."""
 
 KEPT_RATIOS = 9
 """Of so many the median is the sample's."""
@@ -55,7 +62,7 @@ def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, sample
         clock: gives the time in seconds.
 
     Raises:
-        WrongOutcomeError: a gradient is not exact.
+        WrongOutcomeError: a gradient is not exact, a failed attempt is still held, or the micro-batch does not come back with the memory.
     """
     torch.set_num_threads(1)
     with open_world(kind) as world:
@@ -72,7 +79,10 @@ class _Soak:
         self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self._steps = self._ooms = self._refused = self._checked = 0
         self._check_at = 0
+        self._slowest = 0
         self._worst = 0.0
+        self._holding = Holding(world, subject.model)
+        self._kept = 0
         self._whole = self._least = 0
         self._capacity: int | None = None
 
@@ -91,6 +101,7 @@ class _Soak:
 
     def _counts(self) -> dict[str, Any]:
         found = {"steps": self._steps, "ooms": self._ooms, "refused": self._refused, "checked": self._checked, "worst": self._worst}
+        found["back_within"] = self._slowest
         return {**found, "failures": self._world.failures()}
 
     # ------------------------------------------------------------------ training
@@ -104,18 +115,29 @@ class _Soak:
         self._by_hand(self._subject.batch(0), [(0, self._length)])
         self._optimizer.step()
         self._optimizer.zero_grad()
-        needs = []
+        needs, kept = [], []
         for stop in (self._length, min(self._length, 3)):
+            held = self._world.live()
             self._world.reset_peak()
             self._by_hand(self._subject.batch(0), [(0, stop)])
             needs.append(self._world.peak())
             self._optimizer.zero_grad()
+            kept.append(self._world.live() - held)
         self._whole, self._least = needs
+        self._kept = max(0, *kept)  # by the model itself, of its last piece
 
     def _between(self, until: float) -> None:
         """Trains with runtimes of its own, one for each door, until a moment; at least a few steps with each."""
         subject = self._subject
-        options = {**subject.options, "sensor": self._world.sensor, "monitor_interval": self._rng.choice((0.0, 0.05)), "wait_for_memory": 0}
+        options = {
+            "outputs": None,
+            "policy": Policy(patience=2, min_gain=0.0, cooldown=0.0, max_cooldown=0.0),
+            **subject.options,
+            "sensor": self._world.sensor,
+            "monitor_interval": self._rng.choice((0.0, 0.05)),
+            "wait_for_memory": 0,
+            "on_event": self._holding,
+        }
         hopeful = {"micro_batch_size": self._length, **options, "monitor_interval": 0}  # begins with the whole batch, whatever there is
         with ElasticMBS(subject.model, **options) as mbs, ElasticMBS(subject.model, **hopeful) as other:
             if self._learned:
@@ -128,11 +150,28 @@ class _Soak:
                 if turn % 5 == 4:
                     self._evaluate(mbs)
                 turn += 1
+            self._capacity = None
+            self._world.resize(None)
+            self._come_back(mbs)
             self._learned = mbs.state_dict()
             decorated.mbs.close()
-        self._capacity = None
-        self._world.resize(None)
         self._time_a_step()
+
+    def _come_back(self, mbs: ElasticMBS) -> None:
+        """All memory has returned; the micro-batch has to, within bounds."""
+        subject = self._subject
+        if subject.options.get("grow") is False:
+            return
+        fewest = -(-self._length // (subject.options.get("max_micro_batch_size") or self._length))
+        began, calls, pieces = self._clock(), 0, self._length + 1
+        while pieces > fewest:
+            if calls >= BACK_WITHIN and self._clock() - began > BACK_SECONDS:
+                raise WrongOutcomeError(
+                    f"after step {self._steps}: there is memory for the whole batch again, but after {calls} calls it still runs in {pieces} pieces"
+                )
+            pieces, calls = len(mbs.backward(subject.loss_fn, subject.batch(0)).partition), calls + 1
+            self._optimizer.zero_grad()
+        self._slowest = max(self._slowest, calls)
 
     def _step(self, mbs: ElasticMBS, door: Callable[[Any], StepResult]) -> None:
         """One training step; every few of them the memory changes, and the gradient is checked."""
@@ -141,12 +180,15 @@ class _Soak:
             self._world.resize(self._capacity)
         batch, start = self._subject.batch(self._steps), Streams.now()
         self._steps += 1
+        self._holding.begin()
         try:
             result = door(batch)
         except MicroBatchFloorError:
+            self._judge_held()
             self._refused += 1  # it does not fit at all just now; the next one may
             self._optimizer.zero_grad()
             return
+        self._judge_held()
         self._ooms += result.ooms
         if self._steps >= self._check_at:
             self._check_at = self._steps + self._rng.randint(1, 2 * CHECKED_EVERY - 1)
@@ -158,6 +200,10 @@ class _Soak:
             with self._unlimited():
                 self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _judge_held(self) -> None:
+        self._holding.look("call")
+        self._holding.check(self._kept, f"step {self._steps}")
 
     @contextmanager
     def _unlimited(self) -> Iterator[None]:
