@@ -110,8 +110,9 @@ def main(options: argparse.Namespace) -> int:
             print(f"ended after {MOST_BAD} bad rounds")
             break
     progress.clear()
+    wide = max(len(Path(model).name) for model in models)
     for model, counts in tally.counts.items():
-        print(f"{Path(model).name:8} {counts.line()}")
+        print(f"{Path(model).name:{wide}} {counts.line()}")
     print(tally.line())
     print("passed" if tally.code == exit_codes.PASSED else "failed", flush=True)
     if options.json is not None:

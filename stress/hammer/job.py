@@ -61,6 +61,7 @@ class _Round:
         self._optimizers = [subject.optimizer(subject.model.parameters()) for subject in (real, twin)]
         self._tolerance = tolerance_of(real.model)
         self._length = view_of(real, real.batch(0)).length
+        self._largest = min(self._length, real.options.get("max_micro_batch_size") or self._length)
         self._counts = Counts()
         self._holding = Holding(world, real.model)
 
@@ -100,7 +101,7 @@ class _Round:
         rng, real = self._rng, self._real
         hopeful = rng.random() < 0.5
         options: dict[str, Any] = {
-            "micro_batch_size": self._length if hopeful else "auto",
+            "micro_batch_size": self._largest if hopeful else "auto",
             "policy": Policy(patience=1, min_gain=0.0, cooldown=0.0),
             "outputs": None,
             "monitor_interval": 0.0,

@@ -250,7 +250,7 @@ def _branched(plan: Plan, rng: random.Random) -> Plan:
     if rng.random() < 0.7:
         layers = tuple(name for name in layers if LAYERS[name].separable)  # the others are replayed from the start of the batch
     unit = -(-plan.minimum // plan.align) * plan.align
-    late = (Fault(step, "call", round(rng.uniform(0.3, 1.0), 4), 1, 1) for step in range(1, steps))
+    late = (Fault(step, "call", round(rng.uniform(0.15, 0.75), 4), 1, 1) for step in range(1, steps))
     plan = replace(plan, branches=rng.randint(1, 3), steps=steps, layers=layers, samples=max(plan.samples, 4 * unit), maximum=0)
     plan = replace(plan, size=max(plan.size, 2 * unit), replay=plan.replay if any(LAYERS[name].hidden_mixing for name in layers) else "auto")
     return replace(plan, limits=(), moves=(), faults=(*plan.faults[:1], *late)) if rng.random() < 0.7 else plan

@@ -75,6 +75,7 @@ class _Soak:
         self._optimizer = subject.optimizer(subject.model.parameters())
         self._tolerance = tolerance_of(subject.model)
         self._length = view_of(subject, subject.batch(0)).length
+        self._largest = min(self._length, subject.options.get("max_micro_batch_size") or self._length)
         self._learned: dict[str, object] = {}
         self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self._steps = self._ooms = self._refused = self._checked = 0
@@ -138,7 +139,7 @@ class _Soak:
             "wait_for_memory": 0,
             "on_event": self._holding,
         }
-        hopeful = {"micro_batch_size": self._length, **options, "monitor_interval": 0}  # begins with the whole batch, whatever there is
+        hopeful = {"micro_batch_size": self._largest, **options, "monitor_interval": 0}  # begins with the whole batch, whatever there is
         with ElasticMBS(subject.model, **options) as mbs, ElasticMBS(subject.model, **hopeful) as other:
             if self._learned:
                 mbs.load_state_dict(self._learned)
@@ -162,7 +163,7 @@ class _Soak:
         subject = self._subject
         if subject.options.get("grow") is False:
             return
-        fewest = -(-self._length // (subject.options.get("max_micro_batch_size") or self._length))
+        fewest = -(-self._length // self._largest)
         began, calls, pieces = self._clock(), 0, self._length + 1
         while pieces > fewest:
             if calls >= BACK_WITHIN and self._clock() - began > BACK_SECONDS:
