@@ -48,7 +48,7 @@ def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Coun
         torch.set_num_threads(threads)
         torch.set_rng_state(streams)
     counts = Counts()
-    counts.add(found[-1]["counts"])
+    counts.merge(found[-1]["counts"])
     return counts
 
 
@@ -159,7 +159,7 @@ def test_real_allocators_fail_in_a_process_of_its_own(kind: str, tmp_path: Path,
 
 
 def _counted(failures: int) -> dict[str, Any]:
-    return {"counts": {**Counts(steps=3, failures=failures, ooms=failures, checked=3).plain(), "phases": {"forward": failures}}}
+    return {"counts": {**Counts(steps=3, failures=failures, ooms=failures, checked=3).as_json(), "phases": {"forward": failures}}}
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ from ..factory import find
 from ..output import check_writable
 from ..repeat import TOOL, case_seed
 from ..state import WrongOutcomeError
+from ..sums import listed
 from ..worlds import ChildError, Crashed, Failed, Hung, available, run_child
-from .counts import Counts, listed
+from .counts import Counts
 
 JOB = ".hammer.job:hammer"
 KINDS = ("shim", "rlimit", "budget")
@@ -82,7 +83,7 @@ class Tally:
         """Over all models."""
         total = Counts()
         for each in self.counts.values():
-            total.add(each.plain())
+            total.merge(each.as_json())
         return total
 
     def line(self) -> str:
@@ -125,8 +126,8 @@ def main(options: argparse.Namespace) -> int:
             "seconds": round(time.monotonic() - began, 1),
             "rounds": tally.rounds,
             "bad": dict(tally.bad),
-            **tally.all.plain(),
-            "models": {Path(model).name: counts.plain() for model, counts in tally.counts.items()},
+            **tally.all.as_json(),
+            "models": {Path(model).name: counts.as_json() for model, counts in tally.counts.items()},
         }
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return tally.code
@@ -175,7 +176,7 @@ def _round(options: argparse.Namespace, model: str, seed: int, failures: int, ta
         if isinstance(error, Hung | Crashed) or code == exit_codes.UNEXPECTED:
             print("\n".join(f"  {line}" for line in error.last_words.strip().splitlines()[-12:]))
         print(f"  repeat: python -m {TOOL} hammer --kind {options.kind} --model {model} --only {seed}", flush=True)
-    tally.counts[model].add(last)
+    tally.counts[model].merge(last)
 
 
 def _verdict(error: ChildError) -> tuple[str, int]:

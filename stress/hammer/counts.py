@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from ..sums import Sums, listed
 
 
 @dataclass
-class Counts:
+class Counts(Sums):
     """Sums over steps.
 
     Attributes:
@@ -34,27 +34,9 @@ class Counts:
     modes: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Mapping[str, Any]) -> None:
-        """Adds what `plain` gave of another."""
-        for name, value in other.items():
-            mine = getattr(self, name)
-            if isinstance(mine, Counter):
-                mine.update(value)
-            else:
-                setattr(self, name, max(mine, value) if name == "worst" else mine + value)
-
-    def plain(self) -> dict[str, Any]:
-        """This, as JSON holds it."""
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
-
     def line(self) -> str:
         """For a person."""
         return (
             f"{self.failures} failures in {self.steps} steps, {self.ooms} out-of-memory errors told of ({listed(self.phases)}), "
             f"{sum(self.refused.values())} calls refused, {self.checked} gradients checked, worst {self.worst:.1e}"
         )
-
-
-def listed(counter: Mapping[str, int]) -> str:
-    """Names with their numbers."""
-    return ", ".join(f"{name} {n}" for name, n in sorted(counter.items(), key=lambda item: -item[1])) or "none"

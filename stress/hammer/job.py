@@ -118,7 +118,7 @@ class _Round:
             for _ in range(TURNS):
                 if self._counts.steps < steps and self._counts.failures < failures:
                     self._step(mbs, door if decorated is None else decorated)
-                    self._emit({"counts": self._counts.plain()})
+                    self._emit({"counts": self._counts.as_json()})
             if decorated is not None:
                 decorated.mbs.close()
 

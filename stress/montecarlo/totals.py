@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from ..sums import Sums, listed
 
 
 @dataclass
-class Outcome:
+class Outcome(Sums):
     """What one case came to.
 
     Attributes:
@@ -39,19 +39,6 @@ class Outcome:
     seconds: float = 0.0
     lost: float = 0.0
     worst: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """For `merge`, and for a file."""
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
-
-    def merge(self, other: Mapping[str, Any]) -> None:
-        """Adds what `as_json` gave of another; of the worst error the larger one counts."""
-        for name, value in other.items():
-            mine = getattr(self, name)
-            if isinstance(mine, Counter):
-                mine.update(value)
-            else:
-                setattr(self, name, max(mine, value) if name == "worst" else mine + value)
 
 
 @dataclass
@@ -85,16 +72,12 @@ class Totals(Outcome):
         rows = {
             "runs": f"{self.runs} ({self.clean} in which nothing struck), {self.calls} training calls",
             "faults": f"{self.faults} planned; {self.struck} operations made to fail, memory limit passed {self.limits_hit} times",
-            "failures survived by phase": _listed(self.phases),
-            "replays by mode": f"{_listed(self.modes)}; {self.partial} of pieces that had partly committed",
+            "failures survived by phase": listed(self.phases),
+            "replays by mode": f"{listed(self.modes)}; {self.partial} of pieces that had partly committed",
             "splits": str(self.splits),
-            "typed errors": _listed(self.errors),
+            "typed errors": listed(self.errors),
             "time lost to replays": f"{self.lost:.1f} s of {self.seconds:.1f} s in calls ({share:.0%})",
             "worst error of a gradient": f"{self.worst:.1e}",
-            "not allowed": _listed(self.failures),
+            "not allowed": listed(self.failures),
         }
         return "\n".join(f"{name:28} {value}" for name, value in rows.items())
-
-
-def _listed(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} {n}" for name, n in counter.most_common()) or "none"
