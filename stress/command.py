@@ -1,4 +1,4 @@
-"""The commands: `python -m stress [scenarios by default | montecarlo | exhaustive | soak]`."""
+"""The commands: `python -m stress [scenarios by default | montecarlo | exhaustive | hammer | soak]`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = ["add_arguments"]
 COMMANDS = {
     "montecarlo": (".montecarlo.command", "random models, batches, limits and faults, each step checked"),
     "exhaustive": (".exhaustive.command", "make memory run out at every operation of a step, one after the other"),
+    "hammer": (".hammer.command", "make real allocations fail by the thousand at random places, each step checked"),
     "soak": (".soak.command", "train for a long time while memory comes and goes: does anything rise?"),
 }
 """Beside the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, which gives

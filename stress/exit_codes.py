@@ -1,4 +1,4 @@
-"""How a run of `montecarlo`, `exhaustive` or `soak` has ended, for scripts. 2 is bad input, as everywhere; the worst of several is the highest."""
+"""How a run of `montecarlo`, `exhaustive`, `hammer` or `soak` has ended, for scripts: the highest of several. 2 is bad input, as everywhere."""
 
 from __future__ import annotations
 

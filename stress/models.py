@@ -99,11 +99,15 @@ def mlp(*, big: bool = False) -> Subject:
 
 
 def cnn(*, big: bool = False) -> Subject:
-    """Convolutions with BatchNorm and dropout: gradients, buffers and masks depend on how the batch is split."""
+    """Convolutions with BatchNorm and dropout: gradients, buffers and masks depend on how the batch is split.
+
+    The first mask is drawn and the first buffers have moved when the largest activations are yet to come: what fails there has to be undone.
+    """
     channels, side = (32, 32) if big else (16, 24)
     layers: list[nn.Module] = [nn.Upsample(scale_factor=8)] if big else []  # images of that size would take longer to draw than to train on
     for width in (3, channels, channels):
         layers += [nn.Conv2d(width, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        layers += [nn.Dropout(0.1)] if width == 3 else []
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(channels, 10)).double()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +118,47 @@ def cnn(*, big: bool = False) -> Subject:
         return F.cross_entropy(model(piece[0]), piece[1])
 
     return Subject(model, loss_fn, batch, name="cnn")
+
+
+class Heads(nn.Module):
+    """A trunk with a mask and two branches, whose backwards are ready at the same time: where one fails, the other waits in autograd's queue.
+
+    Args:
+        width: of the trunk and of each branch.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Dropout(0.1))
+        self.words = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
+        self.rows = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(samples, rows, 16) → scores of each row, (samples, rows, 10), and a figure per sample."""
+        shared = self.trunk(x)
+        return self.words(shared), self.rows(shared).mean((1, 2))
+
+
+def heads(*, big: bool = False) -> Subject:
+    """Two losses with counts of their own, over two branches: words are counted in one and samples in the other."""
+    rows, width = (512, 1024) if big else (16, 128)
+    model = Heads(width).double()
+
+    def batch(step: int) -> dict[str, Tensor]:
+        stream = _stream(step)
+        labels = torch.randint(0, 10, (SAMPLES, rows), generator=stream)
+        labels[torch.arange(rows) >= torch.randint(1, rows + 1, (SAMPLES, 1), generator=stream)] = _IGNORED
+        x = torch.randn(SAMPLES, rows, 16, generator=stream, dtype=torch.float64)
+        return {"x": x, "labels": labels, "figures": torch.randn(SAMPLES, generator=stream, dtype=torch.float64)}
+
+    def loss_fn(piece: dict[str, Tensor]) -> dict[str, Tensor]:
+        words, figures = model(piece["x"])
+        return {
+            "words": F.cross_entropy(words.flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED),
+            "figures": F.mse_loss(figures, piece["figures"]),
+        }
+
+    return Subject(model, loss_fn, batch, _adamw, {"count": {"words": count_tokens("labels"), "figures": None}}, "heads")
 
 
 def _language(name: str, length: Callable[[int], int], *, big: bool) -> Subject:
@@ -144,7 +189,7 @@ def gpt_bursts(*, big: bool = False) -> Subject:
     return _language("gpt_bursts", lambda step: 256 if step % 10 in (6, 7) else 64, big=big)
 
 
-_ALL: tuple[Callable[..., Any], ...] = (wide, mlp, cnn, gpt, gpt_bursts, adam)
+_ALL: tuple[Callable[..., Any], ...] = (wide, mlp, cnn, heads, gpt, gpt_bursts, adam)
 
 BUILTIN: dict[str, Callable[[], Any]] = {make.__name__: make for make in _ALL}
 """Models by name."""

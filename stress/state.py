@@ -70,6 +70,27 @@ class State:
         )
 
 
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+"""Largest difference of a gradient, relative to its largest entry, by the narrowest type of the parameters: pieces are summed in another order than
+the whole."""
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """What counts as rounding in a gradient of this model."""
+    return max((TOLERANCES.get(parameter.dtype, 3e-2) for parameter in model.parameters()), default=0.0)
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two states of an optimizer are equal, but for the last bit of their numbers."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=1e-15, atol=0, equal_nan=True))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return bool(a == b)
+
+
 def error_of(got: Sequence[Tensor | None], wanted: Sequence[Tensor | None], *, floor: float = 0.0) -> float:
     """Largest difference over the leaves, relative to the largest entry of each; infinite where only one has a gradient, or one is not finite.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from elastic_mbs.accumulate import Counts
 from elastic_mbs.buffers import BufferCopies
 from elastic_mbs.cli import main
 from elastic_mbs.commits import CommitLog
@@ -170,3 +171,12 @@ def test_a_process_that_has_not_imported_numpy_compares_equal_random_streams() -
     command = [sys.executable, "-m", "stress", "exhaustive", "mlp", "--max-points", "4"]
     done = subprocess.run(command, check=False, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_step_that_is_wrong_without_any_failure_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def by_size(self: Counts, bounds: Any, *, reduction: str = "mean") -> Any:
+        return [dict.fromkeys(self._columns, (stop - start) / self.n) for start, stop in bounds]
+
+    monkeypatch.setattr(Counts, "weights_of", by_size)
+    assert main(["stress", "exhaustive", "gpt_tied", "--max-points", "4"]) == 3
+    assert "WRONG without a failure: gradient off by" in capsys.readouterr().out

@@ -27,6 +27,7 @@ from elastic_mbs.buffers import BufferCopies
 from elastic_mbs.cli import main
 from elastic_mbs.errors import UsageError
 from elastic_mbs.random_streams import RandomStreams
+from elastic_mbs.schedule import Range, Schedule
 from stress.montecarlo import Fault, Outcome, Plan, case_seed, draw, run_trial
 from stress.montecarlo.faults import Faults, sensor_of
 from stress.montecarlo.network import LAYERS
@@ -132,12 +133,26 @@ def _no_weight(self: Counts, bounds: Sequence[tuple[int, int]], *, reduction: st
     return [dict.fromkeys(self._columns, 1.0) for _ in bounds]
 
 
+def _forgets_commits(self: Schedule, piece: Range, push: Any = Schedule.push) -> None:
+    push(self, Range(piece.start, piece.stop, frozenset()))
+
+
+BRANCHED = Plan(seed=1, branches=2, samples=8, size=4, steps=2, faults=(Fault(step=1, at=0.3),))
+
 PLANTED: dict[str, tuple[Any, str, Any, Plan]] = {
     "weight": (Counts, "weights_of", _no_weight, Plan(layers=("linear", "wide"), samples=6, steps=2, grow=True)),
     "stream": (RandomStreams, "restore", lambda self, state: None, Plan(layers=("dropout",), faults=(Fault(at=0.2),))),
     "buffer": (BufferCopies, "restore", lambda self, *, to_call_start: None, Plan(layers=("running",), faults=(Fault(at=0.4),))),
+    "commit": (Schedule, "push", _forgets_commits, BRANCHED),
     "queue": (recovery, "drop_unrun", lambda: None, Plan(count="both", faults=(Fault(at=0.4689, times=0, gap=3),), seed=1868015217, samples=2)),
 }
+
+
+def test_branches_leave_pieces_partly_committed_and_cases_with_them_are_common() -> None:
+    assert run_trial(BRANCHED).partial == 1
+    plans = [draw(case_seed(1, number)) for number in range(300)]
+    assert sum(bool(plan.branches and plan.faults) for plan in plans) > 60
+    assert sum(run_trial(plan).partial for plan in [plan for plan in plans if plan.branches and plan.faults][:8]) >= 2
 
 
 @pytest.mark.parametrize("bug", PLANTED)

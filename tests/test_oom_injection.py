@@ -294,6 +294,38 @@ def test_never_installs_nothing(suite: pytest.Pytester) -> None:
     assert not _told(str(done.stdout), "oom injection")
 
 
+def test_torch_compile_is_as_before_after_a_test_that_has_patched_it_itself(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        SUITE
+        + """
+GIVEN = torch.compile
+
+def test_patches(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    assert run() > 0
+
+@pytest.mark.no_oom_injection
+def test_after_it():
+    assert torch.compile is GIVEN
+
+@pytest.fixture
+def patched():
+    mine = torch.compile = lambda model: model
+    yield
+    assert torch.compile is mine
+    torch.compile = GIVEN
+
+def test_is_patched_before_it_begins(patched):
+    assert run() > 0
+
+@pytest.mark.no_oom_injection
+def test_after_them():
+    assert torch.compile is GIVEN
+"""
+    )
+    suite.runpytest_inprocess("--oom-injection=always", "--oom-injection-seed=7").assert_outcomes(passed=4)
+
+
 INEXACT = """
 seen = []
 

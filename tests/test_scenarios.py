@@ -335,6 +335,20 @@ def test_the_bounded_set_fails_where_the_engine_loses_a_sample(monkeypatch: pyte
     assert any("differs by" in complaint for complaint in run.complaints)
 
 
+@pytest.mark.parametrize("what", ["masks", "statistics"])
+def test_a_scenario_fails_where_the_engine_does_not_put_back_what_a_failed_forward_has_moved(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic_mbs.buffers import BufferCopies
+    from elastic_mbs.random_streams import RandomStreams
+
+    if what == "masks":
+        monkeypatch.setattr(RandomStreams, "restore", lambda self, state: None)
+    else:
+        monkeypatch.setattr(BufferCopies, "restore", lambda self, *, to_call_start: None)
+    (run,) = perform(Order("random_walk", "budget", "cnn", 0, 8), lambda step: None)
+    assert not run.passed
+    assert any("from training on the same pieces" in complaint for complaint in run.complaints)
+
+
 def test_an_error_that_is_not_ours_is_a_complaint_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     from elastic_mbs import ElasticMBS
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_mbs import ElasticMBS, recovery
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.cli import main
-from stress.soak.job import soak
+from elastic_mbs.controller import Controller
+from stress.scenarios.catalogue import EAGER
+from stress.soak.job import _Soak, soak
 from stress.soak.trend import LIMITS, Sample, complaints, rise, slope
 from stress.state import WrongOutcomeError
-from stress.worlds import Crashed, Failed, Hung
+from stress.worlds import BudgetWorld, Crashed, Failed, Hung
+from tests.helpers import small_models
 
 FLAT = Sample(at=0.0, live=1000, resident=500 << 20, data=400 << 20, threads=3, files=7, objects=20_000, hooks=0, ratio=1.0)
 COUNT = 60
@@ -187,6 +192,31 @@ def test_a_wrong_gradient_ends_the_run(tiny: str, monkeypatch: pytest.MonkeyPatc
         soak(lambda message: None, kind="budget", seconds=5.0, seed=0, model=tiny, samples=4)
     assert run("--minutes", "0.05", "--model", tiny) == 3
     assert "gradient off by" in capsys.readouterr().out
+
+
+def test_a_graph_that_stays_after_a_failed_backward_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "drop_unrun", lambda: None)
+    with pytest.raises(WrongOutcomeError, match="still held after the failed backward"):
+        soak(lambda message: None, kind="budget", seconds=20.0, seed=0, model="heads", samples=4)
+
+
+def test_a_size_that_does_not_come_back_with_the_memory_ends_the_run(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Controller, "_try_to_grow", lambda self, track, capacity, now: None)
+    monkeypatch.setattr("stress.soak.job.BACK_SECONDS", 0.0)
+    with pytest.raises(WrongOutcomeError, match="memory for the whole batch again, but after 40 calls"):
+        soak(lambda message: None, kind="budget", seconds=20.0, seed=0, model=tiny, samples=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"), [({"grow": False, "micro_batch_size": 2}, range(1)), ({"max_micro_batch_size": 5}, range(1, 41)), ({}, range(1, 41))]
+)
+def test_a_size_comes_back_as_far_as_its_options_let_it(options: dict[str, Any], calls: range) -> None:
+    given = small_models.plain()
+    subject = replace(given, options={**given.options, **options})
+    with BudgetWorld() as world, ElasticMBS(subject.model, **{**subject.options, "sensor": world.sensor, "policy": EAGER}) as mbs:
+        running = _Soak(lambda message: None, world, subject, random.Random(0), time.monotonic)
+        running._come_back(mbs)
+    assert running._slowest in calls
 
 
 @pytest.mark.parametrize(

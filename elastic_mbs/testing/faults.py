@@ -81,17 +81,23 @@ class RandomFaults:
     def __enter__(self) -> Self:
         """Watches attempts from here on."""
         self._thread = threading.get_ident()
-        self._compile, torch.compile = torch.compile, self._noting(torch.compile)
+        self._compile = torch.compile
+        self._note = torch.compile = self._noting(torch.compile)
         self._watch_before, guards.attempt_watch = guards.attempt_watch, self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stops, and ends attempts that were left open."""
         guards.attempt_watch = self._watch_before
-        torch.compile = self._compile
+        self.put_compile_back()
         for attempt in reversed([attempt for attempt in self._open if attempt.at]):
             attempt.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._open.clear()
+
+    def put_compile_back(self) -> None:
+        """Takes our wrapper off `torch.compile`. Where the block's own patch hides it, that patch's end brings it back: call again then."""
+        if torch.compile is self._note:
+            torch.compile = self._compile
 
     def _noting(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:

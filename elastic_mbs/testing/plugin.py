@@ -71,6 +71,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Leaves `torch.compile` as it was, where the test's monkeypatch has put back what it found in the middle of the test: our wrapper."""
+    try:
+        return (yield)
+    finally:
+        faults = item.stash.get(_FAULTS, None)
+        if faults is not None:
+            faults.put_compile_back()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Tells in a failing test's report what was injected, and how to repeat it."""
     report = yield

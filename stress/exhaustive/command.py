@@ -25,6 +25,7 @@ from ..exit_codes import PASSED, UNEXPECTED, WRONG
 from ..options import seed, whole
 from ..output import check_writable
 from ..state import WrongOutcomeError
+from ..sums import Sums, listed
 from .run import PATTERNS, Run, run, sweep
 from .target import Target, builtin, of_subject
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Summary:
+class Summary(Sums):
     """What the sweeps of one case came to."""
 
     case: str
@@ -80,7 +81,7 @@ class Summary:
 
     def line(self) -> str:
         """As one line of the table."""
-        modes, errors = (", ".join(f"{name} {n}" for name, n in counter.items()) or "none" for counter in (self.modes, self.errors))
+        modes, errors = listed(self.modes), listed(self.errors)
         return f"{self.case:28} {self.points:6} points  {self.exact:6} exact  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
 
 
@@ -143,7 +144,7 @@ def main(options: argparse.Namespace) -> int:
     exact, wrong = sum(s.exact for s in table), sum(s.wrong for s in table)
     print(f"{points} injection points, {exact} exact, {wrong} wrong, worst error {worst_error:.1e}, {time.monotonic() - began:.0f} s")
     if options.json is not None:
-        cases = [{**vars(summary), "errors": dict(summary.errors), "modes": dict(summary.modes)} for summary in table]
+        cases = [summary.as_json() for summary in table]
         figures = {"torch": torch.__version__, "stride": options.stride, "points": points, "wrong": wrong, "cases": cases}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return code
@@ -164,7 +165,12 @@ def _case(target: Target, stride: int, max_points: int | None) -> tuple[Summary,
     compiled = target.build().backend is not None
     ways = [way for i, way in enumerate(WAYS) if max_points is None or not compiled or i % 4 == 0]  # compiling costs more than what is looked for
     began = time.monotonic()
-    operations = run(target, InjectOOM(), warm=True).operations
+    try:
+        operations = run(target, InjectOOM(), warm=True).operations
+    except WrongOutcomeError as error:
+        summary.wrong += 1
+        print(f"WRONG without a failure: {error}", flush=True)
+        return summary, WRONG
     each = time.monotonic() - began
     expected = operations * len(ways)
     if max_points is not None:

@@ -18,6 +18,7 @@ from elastic_mbs.containers import tensors_in
 from elastic_mbs.memory import NoSensor
 from elastic_mbs.testing import InjectOOM
 
+from ..by_hand import by_loop
 from ..cases import Case
 from ..state import State, WrongOutcomeError, error_of
 from .target import Target, reference, whole_batch
@@ -118,11 +119,7 @@ def run(target: Target, inject: InjectOOM, *, warm: bool, door: int = 1, case: C
 def _call(mbs: ElasticMBS, case: Case, door: int) -> StepResult:
     if door == 1:
         return mbs.backward(case.loss_fn, case.batch)
-    for micro in mbs.micro_batches(case.batch):
-        with micro:
-            micro.backward(case.loss_fn(micro.data))
-    assert mbs.last_result is not None
-    return mbs.last_result
+    return by_loop(mbs, case.loss_fn, case.batch)
 
 
 def _warm_up(case: Case, mbs: ElasticMBS) -> None:

@@ -19,17 +19,13 @@ from elastic_mbs.partition import partition
 from ..cases import CASES, Case, build
 from ..factory import make
 from ..scenarios.facts import check
-from ..state import State, error_of
+from ..state import State, error_of, tolerance_of
 from ..subject import naming
 
 Partition = tuple[tuple[int, int], ...]
 
 SAME_AS = {"compiled": "mlp"}
 """Cases whose reference is another one: what is compiled must equal what is not."""
-
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-"""Largest difference of a gradient of the user's, relative to its largest entry, by the narrowest type of the parameters: pieces are summed in
-another order than the whole."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
     check(name, seed, "cpu")
     case = built()
     length = BatchView(case.batch, case.options.get("dims")).length
-    tolerance = max(TOLERANCES.get(parameter.dtype, 3e-2) for parameter in case.model.parameters())
+    tolerance = tolerance_of(case.model)
     size = -(-length // 2)
     probe = Target(name, built, built, size)
     halves = partition(0, length, size)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .plan import Fault, Plan, case_seed, draw
-from .trial import Outcome, run_trial
+from ..repeat import case_seed
+from .plan import Fault, Plan, draw
+from .totals import Outcome
+from .trial import run_trial
 
 __all__ = ["Fault", "Outcome", "Plan", "case_seed", "draw", "run_trial"]

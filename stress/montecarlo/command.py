@@ -23,16 +23,14 @@ from elastic_mbs.errors import UsageError
 from ..exit_codes import PASSED, UNEXPECTED, WRONG
 from ..options import duration, seed, whole
 from ..output import check_writable
+from ..repeat import TOOL, case_seed
 from ..state import WrongOutcomeError
 from ..watchdog import Watchdog
-from .plan import Plan, case_seed, draw, read
+from .plan import Plan, draw, read
 from .processes import share
 from .shrink import shrink
-from .totals import Totals
-from .trial import Outcome, run_trial
-
-TOOL = __package__.partition(".montecarlo")[0]
-"""What `python -m` takes: `stress` in a checkout, `elastic_mbs.stress` where the package is installed."""
+from .totals import Outcome, Totals
+from .trial import run_trial
 
 EVERY = 10.0
 """Seconds between two lines of progress where the output is piped."""

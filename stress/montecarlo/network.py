@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ..cases import Recompute
+from ..networks import Recompute
 
 VOCABULARY = 11
 CLASSES = 3
@@ -227,19 +227,24 @@ class Network(nn.Module):
         width: of them.
         features: of a position; 0 where the input is indices.
         sparse: whether the embedding's gradient is sparse.
+        branches: further heads beside the layers. All of their backwards are ready when the head's is, so that an error leaves some leaves with the
+            piece's gradient and others without.
     """
 
-    def __init__(self, layers: tuple[str, ...], width: int, *, features: int, sparse: bool = False) -> None:
+    def __init__(self, layers: tuple[str, ...], width: int, *, features: int, sparse: bool = False, branches: int = 0) -> None:
         super().__init__()
         self.stem = nn.Linear(features, width) if features else nn.Embedding(VOCABULARY, width, sparse=sparse)
         shared = nn.Linear(width, width) if "tied" in layers else None
         self.layers = nn.ModuleList(shared if shared is not None and name == "tied" else LAYERS[name].make(width) for name in layers)
         self.head = nn.Linear(width, CLASSES)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES)) for _ in range(branches))
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of shape (samples, positions, CLASSES)."""
-        x = self.stem(x)
+        x = shared = self.stem(x)
         for layer in self.layers:
             x = layer(x)
         out: Tensor = self.head(x)
+        for branch in self.branches:
+            out = out + branch(shared)
         return out

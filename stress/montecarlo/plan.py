@@ -49,6 +49,7 @@ class Plan:
         seed: of weights, batches and random streams.
         layers: of the network, by name (see `network`).
         width: of its layers.
+        branches: heads beside its layers.
         tokens: its input is indices: "no", "dense" or "sparse" by the gradient of their embedding.
         samples: in a batch.
         length: positions of a sample.
@@ -85,6 +86,7 @@ class Plan:
     seed: int = 0
     layers: tuple[str, ...] = ()
     width: int = 4
+    branches: int = 0
     tokens: str = "no"
     samples: int = 4
     length: int = 2
@@ -174,11 +176,6 @@ def read(text: str) -> Plan:
     return plan
 
 
-def case_seed(seed: int, number: int) -> int:
-    """The seed of a run by the seed of all and its number: one integer, and another for each pair."""
-    return random.Random(f"{seed}:{number}").getrandbits(48)
-
-
 def draw(seed: int) -> Plan:
     """A random case from its seed."""
     rng = random.Random(seed)
@@ -240,7 +237,23 @@ def draw(seed: int) -> Plan:
     if plan.limits and maybe(0.4):
         moves = tuple((rng.randint(1, 8), round(0.05 * 40 ** rng.random(), 3)) for _ in range(rng.randint(1, 3)))
         plan = replace(plan, moves=moves)
-    return plan if plan.tokens != "sparse" or plan.optimizer in SPARSE else replace(plan, optimizer=rng.choice(SPARSE), clip=False)
+    if plan.tokens == "sparse" and plan.optimizer not in SPARSE:
+        plan = replace(plan, optimizer=rng.choice(SPARSE), clip=False)
+    return _branched(plan, random.Random(f"{seed}:branches"))
+
+
+def _branched(plan: Plan, rng: random.Random) -> Plan:
+    """Some cases with branches, room to split, and faults late in a call after a clean one: there pieces have partly committed when they fail."""
+    if plan.half or rng.random() > 0.4:
+        return plan
+    steps, layers = max(2, plan.steps), plan.layers
+    if rng.random() < 0.7:
+        layers = tuple(name for name in layers if LAYERS[name].separable)  # the others are replayed from the start of the batch
+    unit = -(-plan.minimum // plan.align) * plan.align
+    late = (Fault(step, "call", round(rng.uniform(0.15, 0.75), 4), 1, 1) for step in range(1, steps))
+    plan = replace(plan, branches=rng.randint(1, 3), steps=steps, layers=layers, samples=max(plan.samples, 4 * unit), maximum=0)
+    plan = replace(plan, size=max(plan.size, 2 * unit), replay=plan.replay if any(LAYERS[name].hidden_mixing for name in layers) else "auto")
+    return replace(plan, limits=(), moves=(), faults=(*plan.faults[:1], *late)) if rng.random() < 0.7 else plan
 
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adam foreach", "adam fused", "adagrad", "rmsprop", "nadam")

@@ -115,7 +115,9 @@ def set_up(plan: Plan) -> Setup:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        model = Network(plan.layers, plan.width, features=FEATURES if plan.tokens == "no" else 0, sparse=plan.tokens == "sparse")
+        model = Network(
+            plan.layers, plan.width, features=FEATURES if plan.tokens == "no" else 0, sparse=plan.tokens == "sparse", branches=plan.branches
+        )
     finally:
         torch.set_default_dtype(default)
     dtype = torch.bfloat16 if plan.half else torch.float64

@@ -8,12 +8,9 @@ to add up.
 from __future__ import annotations
 
 import gc
-import math
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,51 +32,17 @@ from elastic_mbs import (
 from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.testing import InjectOOM
 
-from ..state import State, Streams, WrongOutcomeError, error_of
-from .batches import count_of, counts_by_hand, dims_of, make_batch
+from ..by_hand import by_loop
+from ..state import State, Streams, error_of, same_state
+from .batches import count_of, dims_of, make_batch
+from .checks import SCALE, check_nothing_left, check_partition, check_state, demand
 from .faults import AlienError, Faults, sensor_of
 from .plan import Plan
-from .reference import Wanted, accumulate
+from .reference import accumulate
 from .setup import set_up
+from .totals import Outcome
 
-TOLERANCE = 1e-12
-FLOOR = 1e-2
-"""A leaf whose gradient cancels to nearly nothing is as exact as the terms that cancel: beside the whole batch, whose sums run in another order, it
-is held against this part of the largest gradient at least."""
-
-SCALE = 4.0
 PLENTY = "1TiB"
-
-
-@dataclass
-class Outcome:
-    """What one case came to.
-
-    Attributes:
-        calls: training calls.
-        faults: faults that were planned.
-        struck: operations that were made to fail.
-        limits_hit: times that a memory limit was passed.
-        splits: failures after which the micro-batch was made smaller.
-        errors: typed errors that ended a call, by name.
-        modes: replays by mode.
-        phases: failures by phase.
-        seconds: spent in calls.
-        lost: of those, in attempts that failed.
-        worst: largest relative error of a gradient.
-    """
-
-    calls: int = 0
-    faults: int = 0
-    struck: int = 0
-    limits_hit: int = 0
-    splits: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    modes: Counter[str] = field(default_factory=Counter)
-    phases: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    lost: float = 0.0
-    worst: float = 0.0
 
 
 def run_trial(plan: Plan) -> Outcome:
@@ -96,12 +59,6 @@ def run_trial(plan: Plan) -> Outcome:
             return _Trial(plan).run()
     finally:
         streams.restore()
-
-
-def demand(holds: bool, what: Callable[[], str] | str) -> None:
-    """Ends the case unless `holds`."""
-    if not holds:
-        raise WrongOutcomeError(what if isinstance(what, str) else what())
 
 
 class _Trial:
@@ -130,7 +87,7 @@ class _Trial:
             self._check_events(mbs)
         finally:
             mbs.close()
-        self._check_left_behind(mbs)
+        check_nothing_left(self.real)
         del mbs, step
         self._check_alive()
         return self.outcome
@@ -179,15 +136,7 @@ class _Trial:
         mbs = ElasticMBS(real.model, **options)
         if plan.door == 1:
             return (lambda batch: mbs.backward(loss_fn, batch)), mbs
-
-        def loop(batch: Any) -> StepResult:
-            for micro in mbs.micro_batches(batch):
-                with micro:
-                    micro.backward(loss_fn(micro.data))
-            assert mbs.last_result is not None
-            return mbs.last_result
-
-        return loop, mbs
+        return (lambda batch: by_loop(mbs, loss_fn, batch)), mbs
 
     def _forward(self) -> None:
         self.forwards += 1
@@ -228,8 +177,8 @@ class _Trial:
             return
         assert result is not None
         demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
-        self._check_partition(result, pristine, where)
-        self._check_state(result, pristine, before, where)
+        check_partition(plan, result, pristine, where)
+        self.outcome.worst = max(self.outcome.worst, check_state(real, twin, result, pristine, before, where))
         self._check_attempts(result, len(faults.hits) + limits_hit, where)
         del result
         if plan.evaluate:
@@ -260,67 +209,6 @@ class _Trial:
         demand(counters == real.counters(), f"{where}: a module's own count is not as before after {kind}")
         if "zero_grad()" in notes:
             real.optimizer.zero_grad()
-
-    def _check_partition(self, result: StepResult, batch: Any, where: str) -> None:
-        plan = self.plan
-        counts = counts_by_hand(plan, batch)
-        ranges = sorted([*result.partition, *result.skipped])
-        demand(
-            [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])] and ranges[-1][1] == plan.samples,
-            f"{where}: {ranges} do not cover {plan.samples} samples once",
-        )
-        demand(list(result.partition) == sorted(result.partition), f"{where}: pieces are not in the batch's order: {result.partition}")
-        for start, stop in result.skipped:
-            demand(not any(any(own[start:stop]) for own in counts.values()), f"{where}: samples {start}:{stop} count and were skipped")
-        for start, stop in ranges:
-            demand(stop - start >= min(plan.minimum, plan.samples), f"{where}: the piece {start}:{stop} is below the minimum of {plan.minimum}")
-            demand(start % plan.align == 0, f"{where}: the piece {start}:{stop} does not begin at a multiple of {plan.align}")
-            if plan.maximum and plan.minimum == plan.align == 1:
-                demand(stop - start <= plan.maximum, f"{where}: the piece {start}:{stop} is above the maximum of {plan.maximum}")
-
-    def _check_state(self, result: StepResult, batch: Any, before: State, where: str) -> None:
-        plan, real, twin = self.plan, self.real, self.twin
-        after = Streams.now()
-        scale = SCALE if plan.scaler else 1.0
-        before.streams.restore()
-        wanted = accumulate(twin, map_tensors(batch, torch.clone), result.partition, scale)
-        error = error_of([leaf.grad for leaf in real.leaves()], [leaf.grad for leaf in twin.leaves()])
-        self.outcome.worst = max(self.outcome.worst, error)
-        demand(error <= TOLERANCE, f"{where}: gradient off by {error:.3g} over the pieces {result.partition}")
-        demand(after.same(Streams.now()), f"{where}: random streams are not where a run without failures leaves them")
-        pairs = zip(real.model.buffers(), twin.model.buffers(), strict=True)
-        demand(all(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-14) for a, b in pairs), f"{where}: buffers differ from a run without failures")
-        demand(real.counters() == twin.counters(), f"{where}: a module's own count differs from a run without failures")
-        self._check_loss_and_outputs(result, wanted, where)
-        if plan.separable:
-            self._check_whole(batch, before, scale, where)
-        after.restore()
-
-    def _check_whole(self, batch: Any, before: State, scale: float, where: str) -> None:
-        twin = self.twin
-        for leaf, grad in zip(twin.leaves(), before.grads, strict=True):
-            leaf.grad = None if grad is None else grad.clone()
-        accumulate(twin, map_tensors(batch, torch.clone), [(0, self.plan.samples)], scale)
-        for leaf, other in zip(twin.leaves(), self.real.leaves(), strict=True):
-            if leaf.grad is not None and other.grad is None and not leaf.grad.to_dense().any():
-                leaf.grad = None  # only samples that count nothing reach it, and those are left out where a piece has no others
-        error = error_of([leaf.grad for leaf in self.real.leaves()], [leaf.grad for leaf in twin.leaves()], floor=FLOOR)
-        self.outcome.worst = max(self.outcome.worst, error)
-        demand(error <= TOLERANCE, f"{where}: gradient off by {error:.3g} from the whole batch's")
-
-    def _check_loss_and_outputs(self, result: StepResult, wanted: Wanted, where: str) -> None:
-        plan = self.plan
-        close = math.isclose(float(result), wanted.loss, rel_tol=1e-2 if plan.half else 1e-11, abs_tol=1e-12)
-        demand(close, f"{where}: the loss is {float(result)!r}, not {wanted.loss!r}")
-        outputs = result.outputs
-        if plan.returns == "loss" or plan.outputs == "none":
-            demand(outputs is None, f"{where}: there are outputs although none were returned or wanted")
-            return
-        scores = outputs if plan.returns == "pair" else outputs["scores"] if plan.returns == "dict" else outputs.scores
-        demand(
-            isinstance(scores, Tensor) and scores.shape == wanted.scores.shape and torch.allclose(scores, wanted.scores, rtol=1e-10, atol=1e-12),
-            f"{where}: the outputs are not those of the committed pieces in their order",
-        )
 
     def _check_attempts(self, result: StepResult, failures: int, where: str) -> None:
         demand(result.ooms <= failures, f"{where}: {result.ooms} failures are told of, and only {failures} operations failed")
@@ -394,7 +282,7 @@ class _Trial:
             self.scaler.update(SCALE)
         error_ = error_of([leaf.detach() for leaf in real.leaves()], [leaf.detach() for leaf in twin.leaves()])
         demand(error_ <= 1e-15, f"{where}: parameters off by {error_:.3g} from a plain step")
-        demand(_same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}: the optimizer's state differs from a plain step's")
+        demand(same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}: the optimizer's state differs from a plain step's")
         if not plan.keep:
             real.optimizer.zero_grad()
 
@@ -406,6 +294,7 @@ class _Trial:
         out.modes.update(event.mode for event in failures)
         out.phases.update(event.phase for event in failures)
         out.phases.update("optimizer" for event in events if isinstance(event, OptimizerOutOfMemory))
+        out.partial += sum(event.mode == "piece" and event.committed > 0 for event in failures)
         out.splits += sum(event.size_after < event.size_before for event in failures)
         done = [event for event in events if isinstance(event, CallDone)]
         ended: list[CallDone | CallFailed] = [event for event in events if isinstance(event, CallDone | CallFailed)]
@@ -420,12 +309,6 @@ class _Trial:
         told = sum(event.ooms for event in ended)
         refused = out.errors["ReplayUnsafeError"]  # which comes in the place of the event
         demand(told == len(failures) + refused, f"there are {len(failures)} out-of-memory events, and the calls tell of {told}")
-
-    def _check_left_behind(self, mbs: ElasticMBS) -> None:
-        for leaf in self.real.leaves():
-            demand(not leaf._post_accumulate_grad_hooks and not leaf._backward_hooks, "a closed runtime has left a hook on a leaf")
-        for module in self.real.model.modules():
-            demand(not module._forward_hooks and not module._forward_pre_hooks, "a closed runtime has left a hook on a module")
 
     def _check_alive(self) -> None:
         real = self.real
@@ -447,13 +330,3 @@ class _Trial:
 
 def _bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
-
-
-def _same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=1e-15, atol=0, equal_nan=True))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same_state, a, b))
-    return bool(a == b)

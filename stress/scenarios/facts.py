@@ -13,12 +13,12 @@ from elastic_mbs import ElasticMBS
 from elastic_mbs.batch import BatchView, map_tensors
 from elastic_mbs.errors import UsageError
 
+from ..by_hand import accumulate, view_of
 from ..factory import make
 from ..subject import Subject, naming
-from .needs import batch_of, view_of
+from .needs import batch_of
 from .reference import (
     Curve,
-    accumulate,
     begin_streams,
     generators_of,
     norm_of,

@@ -19,6 +19,7 @@ from elastic_mbs.memory.budget import on_host
 from elastic_mbs.oom import classify
 from elastic_mbs.partition import longest
 
+from ..by_hand import view_of
 from ..record import Needs
 from ..subject import Subject
 from ..worlds import World
@@ -37,11 +38,6 @@ def batch_of(subject: Subject, step: int) -> Any:
     """The batch of a step: a copy, made beside the world's count, that is gone when it is let go of."""
     with on_host():
         return map_tensors(subject.batch(step), torch.clone)
-
-
-def view_of(subject: Subject, batch: Any) -> BatchView:
-    """How the batch is cut, as the subject's options say."""
-    return BatchView(batch, subject.options.get("dims"))
 
 
 def smallest(subject: Subject) -> int:

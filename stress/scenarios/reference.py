@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import map_tensors
 from elastic_mbs.demo.compare import ROUNDING, Rounding
-from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.random_streams import RandomStreams
 
+from ..by_hand import Partition, accumulate, view_of
 from ..state import start_streams
 from ..subject import Subject
-from .needs import batch_of, view_of
-
-Partition = Sequence[Sequence[int]]
+from .needs import batch_of
 
 SHAKEN = 30.0
 """Roundings that a run makes on its way count as so many of the weights at its start."""
@@ -93,20 +90,6 @@ def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed
             curve.outputs.append([] if any(each is None for each in figures) else [number for each in figures for number in flat(each)])
     curve.final = state_of(model)
     return curve
-
-
-def accumulate(subject: Subject, view: Any, partition: Partition, *, backward: bool = True) -> float:
-    """Adds the gradient of a batch piece by piece, unless only the loss is wanted; returns that."""
-    counts = Counts.read(subject.options.get("count"), view)
-    total = 0.0
-    for start, stop in partition:
-        weights = counts.weights(start, stop, reduction=subject.options.get("reduction", "mean"))
-        if weights is not None:
-            loss = weighted_sum(read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0], weights)
-            if backward:
-                loss.backward()
-            total += float(loss.detach())
-    return total
 
 
 def norm_of(model: nn.Module) -> float:

@@ -19,13 +19,14 @@ from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.sensor import Reading
 from elastic_mbs.oom import classify
 
+from ..by_hand import Partition, view_of
 from ..record import End, Step
 from ..subject import Subject
 from ..worlds import World
 from .catalogue import Scenario
-from .needs import batch_of, view_of
+from .needs import batch_of
 from .notes import Notes
-from .reference import Curve, Partition, Probe, begin_streams, flat, norm_of, state_of
+from .reference import Curve, Probe, begin_streams, flat, norm_of, state_of
 from .stage import Stage
 from .weather import Room
 

@@ -1,7 +1,8 @@
 """Trains for a long time while memory comes and goes, and looks whether memory, threads, files and the time of a step stay flat.
 
-Every door, evaluations, guarded optimizer steps and checkpoints take part, runtimes are made and closed, and gradients are checked now and then.
-Exit codes: 0 flat and exact, 2 bad input, 3 something rises or a gradient is wrong, 4 an unexpected error, 5 a hang.
+Every door, evaluations, guarded optimizer steps and checkpoints take part, runtimes are made and closed, and gradients are checked now and then. Of a
+failed attempt nothing may be held when it is told of, and whenever all memory has returned the micro-batch has to grow back to the whole batch.
+Exit codes: 0 flat and exact, 2 bad input, 3 something rises, stays small, is held, or is wrong, 4 an unexpected error, 5 a hang.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--minutes", type=duration("minutes"), default=30.0, help="how long (default 30)")
     parser.add_argument("--kind", choices=("budget", "shim"), default="budget", help="what fails: counted tensors, or the allocator itself")
-    parser.add_argument("--model", default="gpt", help="built-in by name, or your own as path.py:factory (default gpt)")
+    parser.add_argument("--model", default="heads", help="built-in by name, or your own as path.py:factory (default heads)")
     parser.add_argument("--samples", type=whole(2 * LEAST, why="for a trend"), default=120, help="how often to measure, at most (default 120)")
     parser.add_argument("--seed", type=seed, default=0, help="of model, batches, and the comings and goings of memory (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples and the verdict to this file")

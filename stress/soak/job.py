@@ -17,20 +17,18 @@ from typing import Any
 import psutil
 import torch
 
-from elastic_mbs import ElasticMBS, MicroBatchFloorError, StepResult, elastic_step
-from elastic_mbs.accumulate import Counts
-from elastic_mbs.batch import BatchView
-from elastic_mbs.losses import read_losses, weighted_sum
+from elastic_mbs import ElasticMBS, MicroBatchFloorError, Policy, StepResult, elastic_step
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.partition import partition
 
+from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make
-from ..state import Streams, WrongOutcomeError, error_of
+from ..holding import Holding
+from ..state import Streams, WrongOutcomeError, error_of, tolerance_of
 from ..subject import Subject
 from ..worlds import World, open_world
 from .trend import LEAST, Sample
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
 """Of what the whole batch needs beyond the smallest piece: what the memory is, by turns."""
 
@@ -39,6 +37,12 @@ CHECKED_EVERY = 20
 
 TURNS = 4
 """Steps that each runtime makes with each door at least: from the second call on it works on what the first has learned."""
+
+BACK_WITHIN = 40
+"""Calls within which the micro-batch has to be as large as the batch again, once there is memory for it: five doublings, each with its patience."""
+
+BACK_SECONDS = 3.0
+"""Seconds that it may take in any case: readings of memory come by the clock."""
 
 KEPT_RATIOS = 9
 """Of so many the median is the sample's."""
@@ -59,7 +63,7 @@ def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, sample
         clock: gives the time in seconds.
 
     Raises:
-        WrongOutcomeError: a gradient is not exact.
+        WrongOutcomeError: a gradient is not exact, a failed attempt is still held, or the micro-batch does not come back with the memory.
     """
     torch.set_num_threads(1)
     with open_world(kind) as world:
@@ -70,13 +74,17 @@ class _Soak:
     def __init__(self, emit: Emit, world: World, subject: Subject, rng: random.Random, clock: Callable[[], float]) -> None:
         self._emit, self._world, self._subject, self._rng, self._clock = emit, world, subject, rng, clock
         self._optimizer = subject.optimizer(subject.model.parameters())
-        self._tolerance = max(TOLERANCES.get(p.dtype, 3e-2) for p in subject.model.parameters())
-        self._length = BatchView(subject.batch(0), subject.options.get("dims")).length
+        self._tolerance = tolerance_of(subject.model)
+        self._length = view_of(subject, subject.batch(0)).length
+        self._largest = min(self._length, subject.options.get("max_micro_batch_size") or self._length)
         self._learned: dict[str, object] = {}
         self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self._steps = self._ooms = self._refused = self._checked = 0
         self._check_at = 0
+        self._slowest = 0
         self._worst = 0.0
+        self._holding = Holding(world, subject.model)
+        self._kept = 0
         self._whole = self._least = 0
         self._capacity: int | None = None
 
@@ -95,14 +103,13 @@ class _Soak:
 
     def _counts(self) -> dict[str, Any]:
         found = {"steps": self._steps, "ooms": self._ooms, "refused": self._refused, "checked": self._checked, "worst": self._worst}
+        found["back_within"] = self._slowest
         return {**found, "failures": self._world.failures()}
 
     # ------------------------------------------------------------------ training
 
     def _piece(self, size: int) -> None:
-        subject = self._subject
-        piece = BatchView(subject.batch(0), subject.options.get("dims")).piece(0, size)
-        self._by_hand(piece, [(0, size)])
+        self._by_hand(self._subject.batch(0), [(0, size)])
         self._optimizer.zero_grad()
 
     def _calibrate(self) -> None:
@@ -110,35 +117,63 @@ class _Soak:
         self._by_hand(self._subject.batch(0), [(0, self._length)])
         self._optimizer.step()
         self._optimizer.zero_grad()
-        needs = []
+        needs, kept = [], []
         for stop in (self._length, min(self._length, 3)):
+            held = self._world.live()
             self._world.reset_peak()
             self._by_hand(self._subject.batch(0), [(0, stop)])
             needs.append(self._world.peak())
             self._optimizer.zero_grad()
+            kept.append(self._world.live() - held)
         self._whole, self._least = needs
+        self._kept = max(0, *kept)  # by the model itself, of its last piece
 
     def _between(self, until: float) -> None:
         """Trains with runtimes of its own, one for each door, until a moment; at least a few steps with each."""
         subject = self._subject
-        options = {**subject.options, "sensor": self._world.sensor, "monitor_interval": self._rng.choice((0.0, 0.05)), "wait_for_memory": 0}
-        hopeful = {"micro_batch_size": self._length, **options, "monitor_interval": 0}  # begins with the whole batch, whatever there is
+        options = {
+            "outputs": None,
+            "policy": Policy(patience=2, min_gain=0.0, cooldown=0.0, max_cooldown=0.0),
+            **subject.options,
+            "sensor": self._world.sensor,
+            "monitor_interval": self._rng.choice((0.0, 0.05)),
+            "wait_for_memory": 0,
+            "on_event": self._holding,
+        }
+        hopeful = {"micro_batch_size": self._largest, **options, "monitor_interval": 0}  # begins with the whole batch, whatever there is
         with ElasticMBS(subject.model, **options) as mbs, ElasticMBS(subject.model, **hopeful) as other:
             if self._learned:
                 mbs.load_state_dict(self._learned)
             decorated = elastic_step(subject.model, **{**options, "monitor_interval": 0})(subject.loss_fn)
-            doors = (lambda batch: mbs.backward(subject.loss_fn, batch), decorated, lambda batch: _loop(other, subject, batch))
+            doors = (lambda batch: mbs.backward(subject.loss_fn, batch), decorated, lambda batch: by_loop(other, subject.loss_fn, batch))
             turn = 0
             while turn < TURNS * len(doors) or self._clock() < until:
                 self._step(mbs, doors[turn % len(doors)])
                 if turn % 5 == 4:
                     self._evaluate(mbs)
                 turn += 1
+            self._capacity = None
+            self._world.resize(None)
+            self._come_back(mbs)
             self._learned = mbs.state_dict()
             decorated.mbs.close()
-        self._capacity = None
-        self._world.resize(None)
         self._time_a_step()
+
+    def _come_back(self, mbs: ElasticMBS) -> None:
+        """All memory has returned; the micro-batch has to, within bounds."""
+        subject = self._subject
+        if subject.options.get("grow") is False:
+            return
+        fewest = -(-self._length // self._largest)
+        began, calls, pieces = self._clock(), 0, self._length + 1
+        while pieces > fewest:
+            if calls >= BACK_WITHIN and self._clock() - began > BACK_SECONDS:
+                raise WrongOutcomeError(
+                    f"after step {self._steps}: there is memory for the whole batch again, but after {calls} calls it still runs in {pieces} pieces"
+                )
+            pieces, calls = len(mbs.backward(subject.loss_fn, subject.batch(0)).partition), calls + 1
+            self._optimizer.zero_grad()
+        self._slowest = max(self._slowest, calls)
 
     def _step(self, mbs: ElasticMBS, door: Callable[[Any], StepResult]) -> None:
         """One training step; every few of them the memory changes, and the gradient is checked."""
@@ -149,12 +184,15 @@ class _Soak:
         with on_host():
             buffers = [buffer.clone() for buffer in self._subject.model.buffers()]
         self._steps += 1
+        self._holding.begin()
         try:
             result = door(batch)
         except MicroBatchFloorError:
+            self._judge_held()
             self._refused += 1  # it does not fit at all just now; the next one may
             self._optimizer.zero_grad()
             return
+        self._judge_held()
         self._ooms += result.ooms
         if self._steps >= self._check_at:
             self._check_at = self._steps + self._rng.randint(1, 2 * CHECKED_EVERY - 1)
@@ -166,6 +204,10 @@ class _Soak:
             with self._unlimited():
                 self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _judge_held(self) -> None:
+        self._holding.look("call")
+        self._holding.check(self._kept, f"step {self._steps}")
 
     @contextmanager
     def _unlimited(self) -> Iterator[None]:
@@ -185,7 +227,7 @@ class _Soak:
         """Holds the gradient against a loop written by hand, with the random numbers and the buffers that the step itself has begun with."""
         leaves, buffers = list(self._subject.model.parameters()), list(self._subject.model.buffers())
         ranges = sorted([*result.partition, *result.skipped])
-        if [start for start, _ in ranges] + [BatchView(batch, self._subject.options.get("dims")).length] != [0, *(stop for _, stop in ranges)]:
+        if [start for start, _ in ranges] + [view_of(self._subject, batch).length] != [0, *(stop for _, stop in ranges)]:
             raise WrongOutcomeError(f"step {self._steps}: the pieces {ranges} do not cover the batch once")
         with self._unlimited():
             got = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
@@ -207,13 +249,7 @@ class _Soak:
             raise WrongOutcomeError(f"step {self._steps}: gradient off by {error:.3g} over the pieces {result.partition}")
 
     def _by_hand(self, batch: Any, pieces: Any) -> None:
-        subject = self._subject
-        view = BatchView(batch, subject.options.get("dims"))
-        counts = Counts.read(subject.options.get("count"), view)
-        for start, stop in pieces:
-            weights = counts.weights(start, stop, reduction=subject.options.get("reduction", "mean"))
-            if weights is not None:
-                weighted_sum(read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0], weights).backward()
+        accumulate(self._subject, view_of(self._subject, batch), pieces)
 
     # ------------------------------------------------------------------ measuring
 
@@ -252,14 +288,6 @@ class _Soak:
             + sum(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in model.parameters()),
             ratio=median(self._ratios),
         )
-
-
-def _loop(mbs: ElasticMBS, subject: Subject, batch: Any) -> StepResult:
-    for micro in mbs.micro_batches(batch):
-        with micro:
-            micro.backward(subject.loss_fn(micro.data))
-    assert mbs.last_result is not None
-    return mbs.last_result
 
 
 def _data_bytes() -> int:

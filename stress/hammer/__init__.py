@@ -1,0 +1,1 @@
+"""Real allocator failures by the thousand, at random places: `python -m stress hammer`. `job.py` strikes and checks, `blows.py` says where."""

@@ -1,0 +1,130 @@
+"""Where memory moves in a step, and to what: drawn from a seed, and carried out between two operations."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..worlds import World
+
+NOTHING_MORE = "nothing more"
+"""A room: what is held at that moment is all there is."""
+
+BLOCKS = "blocks"
+"""A room: all there is, but in small blocks only."""
+
+Room = float | str | None
+"""Memory there is: this share of what the whole batch needs beyond the smallest piece; `NOTHING_MORE`, `BLOCKS`; None for as much as is wanted."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One move of memory.
+
+    Attributes:
+        at: before which operation of the step, from 1; 0 is before the step.
+        room: what is left.
+    """
+
+    at: int
+    room: Room
+
+
+@dataclass(frozen=True)
+class Range:
+    """What rooms are in bytes.
+
+    Attributes:
+        least: what the smallest piece takes beyond what is held between two steps.
+        whole: what the whole batch takes likewise.
+        slack: bytes that stay beside `NOTHING_MORE`, where the interpreter's own memory counts, too.
+        blocks: whether the world knows `BLOCKS`.
+    """
+
+    least: int
+    whole: int
+    slack: int = 0
+    blocks: bool = False
+
+    def of(self, share: float) -> int:
+        """Bytes beyond what is held."""
+        return max(0, self.least + int((self.whole - self.least) * share))
+
+
+def draw(rng: random.Random, operations: int, *, blocks: bool) -> list[Blow]:
+    """The moves of one step, in their order.
+
+    Args:
+        rng: drawn from.
+        operations: that the whole batch takes in one piece, about; more pieces take more.
+        blocks: whether `BLOCKS` may be among them.
+    """
+    before: Room = None if rng.random() < 0.3 else rng.uniform(0.05, 1.1) if rng.random() < 0.95 else -0.5
+    found = [Blow(0, before)]
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
+        early = rng.random() < 0.4  # as often among the first few as among the many that follow
+        at = 1 + (int(math.exp(rng.random() * math.log(4 * operations))) if early else rng.randrange(2 * operations))
+        kind = rng.random()
+        found.append(Blow(at, NOTHING_MORE if kind < 0.6 else BLOCKS if blocks and kind < 0.7 else rng.uniform(0.0, 0.8)))
+        if rng.random() < 0.8:
+            found.append(Blow(at + rng.randint(1, operations), None if rng.random() < 0.5 else rng.uniform(0.3, 1.2)))
+    return sorted(found, key=lambda blow: blow.at)
+
+
+class Blows(TorchDispatchMode):
+    """A block in which memory moves as drawn, and after which there is as much as is wanted.
+
+    Args:
+        world: whose memory.
+        range_: what rooms are in bytes.
+        blows: in their order.
+    """
+
+    def __init__(self, world: World, range_: Range, blows: Sequence[Blow]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._world = world
+        self._range = range_
+        self._blows = list(reversed(blows))
+        self._held = world.live()
+        self._count = 0
+
+    def __enter__(self) -> Any:
+        """Begins with the moves that come before the step."""
+        entered = super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._move()
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        """Lifts every limit."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._world.resize(None)
+        if self._range.blocks:
+            self._world.fragment(None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Moves memory where it is this operation's turn, and runs it."""
+        self._count += 1
+        if self._blows and self._blows[-1].at <= self._count:
+            self._move()
+        return func(*args, **(kwargs or {}))
+
+    def _move(self) -> None:
+        while self._blows and self._blows[-1].at <= self._count:
+            room = self._blows.pop().room
+            if room == BLOCKS:
+                self._world.resize(None)
+                self._world.fragment(max(1, self._range.whole // 16))
+                continue
+            if self._range.blocks:
+                self._world.fragment(None)
+            if room is None:
+                self._world.resize(None)
+            elif isinstance(room, str):
+                self._world.resize(self._world.live() + self._range.slack)
+            else:
+                self._world.resize(self._held + self._range.of(room))
