@@ -19,7 +19,7 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,6 +89,14 @@ class Needs(_Plain):
         above = next((i for i, (known, _) in enumerate(pairs) if known >= size), len(pairs) - 1)
         (low, below), (high, peak) = pairs[above - 1], pairs[above]
         return round(below + (peak - below) * (size - low) / (high - low))
+
+    def foreseen(self) -> Needs:
+        """The same where a larger size takes less than smaller ones tell, by another algorithm for large batches: nobody can know that before."""
+        peaks = self.peaks[:2]
+        for i in range(2, len(self.peaks)):
+            slope = (peaks[-1] - peaks[-2]) / (self.sizes[i - 1] - self.sizes[i - 2])
+            peaks.append(max(self.peaks[i], round(peaks[-1] + slope * (self.sizes[i] - self.sizes[i - 1]))))
+        return replace(self, peaks=peaks)
 
     def fits(self, available: float) -> int:
         """The largest size, in samples, that takes no more than `available` bytes; 0 if none does."""

@@ -288,8 +288,8 @@ def test_rounds_that_all_end_badly_end_the_run(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--failures", "0"), "--failures 0"),
-        (("--deadline", "0"), "--deadline 0"),
+        (("--failures", "0"), "--failures: 0 is below 1"),
+        (("--deadline", "0"), "--deadline: '0' is no length of time"),
         (("--model", "no_such_model"), "no_such_model"),
         (("--kind", "cloud"), "cloud"),
         (("--only", "3"), "--only 3"),

@@ -47,6 +47,7 @@ def run(isolation: Isolation, w: Tensor, new: Tensor | None) -> None:
 KINDS = st.sampled_from(["none", "dense", "sparse"])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 says so although they are asked for
 @given(
     starts=st.lists(KINDS, min_size=1, max_size=3),
     pieces=st.lists(st.tuples(st.lists(KINDS, min_size=3, max_size=3), st.booleans()), max_size=5),

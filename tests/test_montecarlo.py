@@ -278,10 +278,10 @@ def test_a_minute_bound_ends_the_run_early(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--runs", "0"), "--runs 0"),
-        (("--jobs", "0"), "--jobs 0"),
-        (("--minutes", "0"), "--minutes 0"),
-        (("--deadline", "-1"), "--deadline -1"),
+        (("--runs", "0"), "--runs: 0"),
+        (("--jobs", "0"), "--jobs: 0"),
+        (("--minutes", "0"), "--minutes: '0'"),
+        (("--deadline", "-1"), "--deadline: '-1'"),
         (("--only", "3", "--case", "{}"), "--case"),
         (("--json", "/no/such/folder/x.json"), "/no/such/folder"),
         (("--json", "/"), "is a folder"),

@@ -29,7 +29,7 @@ BAD = [
     ("--kind nonsense", "--kind nonsense: no such kind of limit; one of budget"),
     ("--device tpu", "argument --device: invalid choice: 'tpu'"),
     ("--model nonsense", "--model nonsense: no such model; one of wide"),
-    ("--model mine.py", "--model mine.py: no such model; one of wide, mlp, cnn, gpt, gpt_bursts, adam, name its factory, as in mine.py:make"),
+    ("--model mine.py", "--model mine.py: no such model; one of wide, mlp, cnn, heads, gpt, gpt_bursts, adam, name its factory, as in mine.py:make"),
     ("--model mine.py:make", "--model mine.py:make: there is no file mine.py"),
     ("--model {file}:make", "--model {file}:make: {file} is no Python file, whose name ends in .py"),
     ("--nonsense", "unrecognized arguments: --nonsense"),
@@ -64,6 +64,11 @@ BAD = [
     ("soak --seed 99999999999", "--seed: 99999999999 is above 4294967295"),
     ("soak --kind cloud", "argument --kind: invalid choice: 'cloud'"),
     ("soak --model nonsense", "--model nonsense: no such model"),
+    ("hammer --failures x", "--failures: 'x' is no whole number"),
+    ("hammer --seed -1", "--seed: -1 is below 0"),
+    ("hammer --only 5 --model mlp --model gpt", "--only 5 is a round of one model"),
+    ("hammer --model nonsense", "--model nonsense: no such model"),
+    ("hammer --json {folder}", "--json {folder}: this is a folder"),
     ("soak --json {folder}", "--json {folder}: this is a folder"),
 ]
 

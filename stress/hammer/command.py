@@ -26,6 +26,8 @@ from elastic_mbs.errors import UsageError
 
 from .. import exit_codes
 from ..factory import find
+from ..options import duration, whole
+from ..options import seed as a_seed
 from ..output import check_writable
 from ..repeat import TOOL, case_seed
 from ..state import WrongOutcomeError
@@ -48,7 +50,7 @@ EVERY = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--failures", type=int, default=1000, metavar="N", help="allocations to make fail (default 1000)")
+    parser.add_argument("--failures", type=whole(1), default=1000, metavar="N", help="allocations to make fail (default 1000)")
     parser.add_argument("--kind", choices=KINDS, default="shim", help="what refuses memory (default shim)")
     parser.add_argument(
         "--model",
@@ -56,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"built-in by name, or your own as path.py:factory; may be given again (default: {', '.join(MODELS)} by turns)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of models, batches, and where memory moves (default 0)")
-    parser.add_argument("--only", type=int, metavar="ROUND_SEED", help="one round of one --model, by the seed that was printed for it")
-    parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="a round that takes longer hangs (default 300)")
+    parser.add_argument("--seed", type=a_seed, default=0, help="of models, batches, and where memory moves (default 0)")
+    parser.add_argument("--only", type=a_seed, metavar="ROUND_SEED", help="one round of one --model, by the seed that was printed for it")
+    parser.add_argument("--deadline", type=duration("seconds"), default=300.0, metavar="SECONDS", help="a longer round hangs (default 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 
 
@@ -134,10 +136,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _checked(options: argparse.Namespace) -> list[str]:
-    if options.failures < 1:
-        raise UsageError(f"--failures {options.failures} is below 1")
-    if not options.deadline > 0:
-        raise UsageError(f"--deadline {options.deadline} is not above 0")
     models = list(dict.fromkeys(options.model or MODELS))
     if options.only is not None and len(models) > 1:
         raise UsageError(f"--only {options.only} is a round of one model: give one --model, as it was printed")

@@ -38,6 +38,9 @@ CHECKED_EVERY = 20
 TURNS = 4
 """Steps that each runtime makes with each door at least: from the second call on it works on what the first has learned."""
 
+AMPLE = 4
+"""So many times what the whole batch takes is room for a reference beside it."""
+
 BACK_WITHIN = 40
 """Calls within which the micro-batch has to be as large as the batch again, once there is memory for it: five doublings, each with its patience."""
 
@@ -211,8 +214,8 @@ class _Soak:
 
     @contextmanager
     def _unlimited(self) -> Iterator[None]:
-        """For what has no guard."""
-        self._world.resize(None)
+        """For what has no guard. Less than there is when all has come back: a reading made now must not make that look like no change."""
+        self._world.resize(AMPLE * self._whole)
         yield
         self._world.resize(self._capacity)
 
