@@ -15,6 +15,7 @@ from torch.nn import functional
 from elastic_mbs import MemoryBudget, ReplayUnsafeError, count_tokens
 from elastic_mbs.testing import InjectOOM
 from stress.exhaustive import builtin, run
+from stress.networks import Recompute
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, loop, mlp, off_by, pairs, through, whole_gradient
 
 DOORS = [1, 3]
@@ -390,27 +391,6 @@ def test_a_module_put_in_place_of_another_between_calls_is_found(door: int) -> N
         assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(model.buffers(), statistics, strict=True)), n
 
 
-class _Recompute(torch.autograd.Function):
-    """Runs its module in backward and calls backward by itself: the leaves in it are not in the outer graph."""
-
-    @staticmethod
-    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
-        ctx.module = module
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            out: Tensor = module(x)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            out = ctx.module(x)
-        torch.autograd.backward(out, grad)
-        return None, x.grad
-
-
 def test_recomputation_switched_on_between_two_calls_stays_exact() -> None:
     """The same number of commits as before, but some of them come from leaves that the graph does not show."""
     torch.manual_seed(0)
@@ -421,7 +401,7 @@ def test_recomputation_switched_on_between_two_calls_stays_exact() -> None:
 
     def loss_fn(b: Pair) -> Tensor:
         h = stem(b[0])
-        h = _Recompute.apply(block, h) if recompute[0] else block(h)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        h = Recompute.apply(block, h) if recompute[0] else block(h)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return functional.cross_entropy(head(h), b[1])
 
     wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
