@@ -275,6 +275,12 @@ def test_a_minute_bound_ends_the_run_early(capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"runs +1 ", capsys.readouterr().out)
 
 
+def test_zeros_of_samples_that_do_not_count_are_no_wrong_gradient() -> None:
+    """An expert that only such samples reach has none where they are skipped, and zeros where a failed attempt had them beside others."""
+    case = {"seed": 681276007, "layers": ["experts", "tied"], "branches": 2, "tokens": "dense", "samples": 8, "count": "weights", "size": 4}
+    assert run("--case", json.dumps({**case, "faults": [{"at": 0.7677}]})) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
