@@ -59,8 +59,8 @@ def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> N
 def _beside_skipped(wanted: list[Tensor | None], found: list[Tensor | None], result: StepResult) -> list[Tensor | None]:
     """What is wanted, with a gradient of zeros in place of none where samples that do not count are skipped.
 
-    A piece of such samples alone is skipped. In an attempt that failed half-way they may have been in a piece with others, as in the whole batch: then
-    they have added zeros to leaves that only they reach.
+    A piece of such samples alone is skipped. In an attempt that failed half-way they may have been in a piece with others, as in the whole batch:
+    then they have added zeros to leaves that only they reach.
     """
     if not result.skipped:
         return wanted
