@@ -230,6 +230,10 @@ class Call:
         """Weighs the loss and runs backward; see `MicroBatch.backward`."""
         if micro is not self.running or micro._phase != "forward" or not self.training:
             raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
+        if not torch.is_grad_enabled():  # the loss can have a graph all the same, and `loss.backward()` would use it
+            with torch.inference_mode(False), torch.enable_grad():
+                self.backward(micro, value)
+            return
         if self.parts.commits.fired or not self.gradients.stayed():
             self.refuse_touched()
         terms, outputs = read_losses(value, self.names)

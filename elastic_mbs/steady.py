@@ -22,7 +22,7 @@ def runs_steadily(call: Call) -> bool:
     """Whether nothing of the pieces to come has to be asked about, learned or measured."""
     parts = call.parts
     watched = parts.commits.listening or parts.guard is not None or guards.attempt_watch is not None
-    return call.steady and call.names is None and not watched and not call.plan.probing
+    return call.steady and call.names is None and not watched and not call.plan.probing and torch.is_grad_enabled()
 
 
 def run_steadily(call: Call, loss_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
