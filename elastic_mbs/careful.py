@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elastic_mbs.commits import has_foreign_hook
 from elastic_mbs.guards import check_gradients_stayed
 from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
 from elastic_mbs.learning import learn, meet_inner_leaves, take_census
 from elastic_mbs.micro_batch import MicroBatch
-from elastic_mbs.recovery import retrying
+from elastic_mbs.recovery import retrying, separate_gradients
 
 if TYPE_CHECKING:
     from elastic_mbs.engine import Call
@@ -68,8 +69,9 @@ def commit_with_care(call: Call, micro: MicroBatch) -> None:
     parts, traits, commits = call.parts, call.traits, call.parts.commits
     moved = call.gradients.moved()
     if commits.listening:
-        told, committed = True, list(commits.fired)
-        check_gradients_stayed(committed, parts.inventory.name_of)
+        told, committed = True, [leaf for leaf in commits.fired if leaf.grad is not None]
+        if len(committed) < len(commits.fired):
+            _look_for_cleared(call, micro, moved)
         if call.isolation is None and traits.counted is not False:
             traits.counted = sorted(map(id, moved)) == sorted(map(id, committed))
     else:
@@ -79,10 +81,23 @@ def commit_with_care(call: Call, micro: MicroBatch) -> None:
         learn(call, micro, committed)
         call.steady = call.steady and call.is_steady()
     commits.clear()
+    separate_gradients(call)
     if call.isolation is not None:
         retrying(parts, "add a piece's gradient to the batch's", call.isolation.fold)
         call.history.touched = True
     call.remember_gradients()
+
+
+def _look_for_cleared(call: Call, micro: MicroBatch, moved: list[torch.Tensor]) -> None:
+    """Refuses leaves that came to a commit and have no gradient, unless it was never there: a custom function may return None for an input.
+
+    Raises:
+        OptimizerInBackwardError: a hook of the user's has cleared one.
+    """
+    had = set() if call.isolation is not None else {id(leaf) for leaf in moved}
+    may_be_none = bool(call.traits.custom or micro._custom)
+    suspects = [leaf for leaf in call.parts.commits.fired if not may_be_none or id(leaf) in had or has_foreign_hook(leaf)]
+    check_gradients_stayed(suspects, call.parts.inventory.name_of)
 
 
 def _gradients_tell(call: Call) -> bool:

@@ -17,8 +17,10 @@ import torch
 from elastic_mbs.errors import GradientsChangedError
 
 NO_VERSION = -1
-"""Stands for the version of a gradient that is not there."""
+"""Stands for the version of a gradient that is not there, or that has none: an inference tensor, which autograd does not write to."""
 
+UNUSUAL = -1
+"""Stands for a number of commits that cannot be told."""
 
 _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
@@ -28,8 +30,41 @@ def _read(leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], li
     grads: list[torch.Tensor | None] = list(map(_GRAD, leaves))
     try:
         return grads, list(map(_VERSION, grads))
-    except AttributeError:  # of None
-        return grads, [NO_VERSION if grad is None else grad._version for grad in grads]
+    except (AttributeError, RuntimeError):  # of None, and of inference tensors
+        return grads, [_version(grad) for grad in grads]
+
+
+def _version(grad: torch.Tensor | None) -> int:
+    return NO_VERSION if grad is None or grad.is_inference() else grad._version
+
+
+def separate(leaves: Sequence[torch.Tensor]) -> None:
+    """Gives the gradients of `leaves` memory of their own, where autograd has made several in one place.
+
+    It takes a gradient that nobody else holds for a leaf's own, without a copy. Where two leaves meet in one addition, each through a view, both are
+    given views of one tensor, and what the next piece adds to one is added to the other.
+    """
+    for leaf in overlapping(leaves):
+        assert leaf.grad is not None
+        leaf.grad = leaf.grad.clone()
+
+
+def overlapping(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `leaves` whose gradient lies where an earlier one's lies."""
+    held = [(grad.untyped_storage()._cdata, leaf, grad) for leaf in leaves if (grad := leaf.grad) is not None and grad.layout is torch.strided]
+    if len({storage for storage, _, _ in held}) == len(held):
+        return []
+    found: list[torch.Tensor] = []
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for storage, leaf, grad in held:
+        if grad.numel():
+            start = int(grad.storage_offset()) * grad.itemsize
+            stop = start + int(1 + sum((n - 1) * step for n, step in zip(grad.shape, grad.stride(), strict=True))) * grad.itemsize
+            places = taken.setdefault(storage, [])
+            if any(start < end and begin < stop for begin, end in places):
+                found.append(leaf)
+            places.append((start, stop))
+    return found
 
 
 class GradientNotes:
@@ -68,15 +103,17 @@ class GradientNotes:
             grad = leaf.grad
             if grad is not before:
                 found.append(leaf)
-            elif grad is not None and grad._version != version:
-                found += [leaf] * (grad._version - version)
+            elif (now := _version(grad)) != version:
+                found += [leaf] * (now - version)
         return found
 
     def commits(self) -> int:
-        """How many `moved`."""
+        """How many `moved`; `UNUSUAL` where one was dropped, or where they have come to share memory."""
         self._latest = grads, versions = _read(self._leaves)
         if all(map(is_, grads, self._grads)):
             return sum(versions) - sum(self._versions)
+        if any(grad is None and noted is not None for grad, noted in zip(grads, self._grads, strict=True)) or self.share_memory():
+            return UNUSUAL
         pairs = zip(grads, self._grads, versions, self._versions, strict=True)
         return sum([now - before if grad is noted else 1 for grad, noted, now, before in pairs])
 

@@ -25,6 +25,7 @@ from elastic_mbs.commits import drain, drop_unrun, walk
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
 from elastic_mbs.events import OutOfMemory
 from elastic_mbs.floor import hold
+from elastic_mbs.gradients import separate
 from elastic_mbs.memory import Headroom
 from elastic_mbs.memory.holders import describe
 from elastic_mbs.micro_batch import MicroBatch
@@ -294,6 +295,7 @@ def _undo(call: Call, failure: Failure, mode: str) -> None:
         history.replayed_samples += len(failure.piece)
         committed = failure.piece.committed if mode == "isolate" else failure.piece.committed | failure.fired
         call.schedule.push(Range(failure.piece.start, failure.piece.stop, committed))
+        separate_gradients(call)
         call.remember_gradients()
     if call.stream_start is not None:
         to_start = mode == "step"
@@ -336,6 +338,12 @@ def retrying(parts: Parts, what: str, operation: Callable[[], T]) -> T:
             message = verdict.message
         oom.release(devices=parts.inventory.devices(), thorough=attempt > 0)
     raise MicroBatchFloorError(f"there is no room to {what}: {message}")
+
+
+def separate_gradients(call: Call) -> None:
+    """Separates what this call has made. Gradients that were there when it began are the user's, and so is where they lie."""
+    made = [leaf for leaf in call.parts.commits.leaves() if id(leaf) not in call.filled]
+    retrying(call.parts, "give each gradient memory of its own", lambda: separate(made))
 
 
 def streams_moved(parts: Parts, since: StreamState) -> bool:
