@@ -88,8 +88,8 @@ class Call:
         self.committed = Committed()
         self.walked = False
         self.gradients = GradientNotes()
-        self._enter()
         try:
+            self._enter()
             self._begin()
         except BaseException:
             leave_call(self)

@@ -72,7 +72,10 @@ def leave_call(call: Any) -> None:
 
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for call in tuple(_running):
-        call.refuse_step(optimizer)
+        if call.finished:  # an interrupt has struck between its end and its leaving
+            leave_call(call)
+        else:
+            call.refuse_step(optimizer)
 
 
 def check_gradients_stayed(committed: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:

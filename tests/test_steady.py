@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import linecache
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -467,3 +471,43 @@ def test_a_hook_that_clears_gradients_which_were_filled_is_noticed_in_the_first_
         leaf.register_post_accumulate_grad_hook(let_go)
     with pytest.raises(OptimizerInBackwardError):
         through(door, mbs, cross_entropy(model), batch)
+
+
+@pytest.mark.parametrize("line", ["leave_call(self)", "if getattr(_thread", "del _running[place]"])
+def test_an_interrupt_while_a_finished_call_leaves_refuses_no_later_step(line: str) -> None:
+    model, batch = mlp(), pairs()
+    mbs = settled(model, cross_entropy(model), batch, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with interrupt_at(line), pytest.raises(KeyboardInterrupt):
+        mbs.backward(cross_entropy(model), batch)
+    optimizer.step()
+    assert still_works(mbs, model)
+    optimizer.step()
+
+
+def test_an_interrupt_while_a_call_begins_leaves_the_thread_outside_of_calls() -> None:
+    model, batch = mlp(), pairs()
+    mbs = settled(model, cross_entropy(model), batch, 1)
+    with interrupt_at("_running.append(call)"), pytest.raises(KeyboardInterrupt):
+        mbs.backward(cross_entropy(model), batch)
+    assert still_works(mbs, model)
+
+
+@contextmanager
+def interrupt_at(start: str) -> Iterator[None]:
+    """Ctrl-C in this package, before the line that starts so."""
+
+    def tracer(frame: FrameType, event: str, arg: object) -> Any:
+        if "elastic_mbs" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith(start):
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return tracer
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
