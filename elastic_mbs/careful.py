@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_mbs.commits import has_foreign_hook
+from elastic_mbs.commits import has_foreign_hook, has_foreign_hook_after
 from elastic_mbs.guards import check_gradients_stayed
 from elastic_mbs.inner_backward import inner_backwards
 from elastic_mbs.isolation import Isolation
@@ -73,7 +73,7 @@ def commit_with_care(call: Call, micro: MicroBatch) -> None:
         if len(committed) < len(commits.fired):
             _look_for_cleared(call, micro, moved)
         if call.isolation is None and traits.counted is not False:
-            traits.counted = sorted(map(id, moved)) == sorted(map(id, committed))
+            traits.counted = sorted(map(id, moved)) == sorted(map(id, committed)) and not any(map(has_foreign_hook_after, committed))
     else:
         told, committed = _gradients_tell(call), moved
         commits.listen()  # from now on

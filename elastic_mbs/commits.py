@@ -171,8 +171,13 @@ def _remove(hooks: dict[int, RemovableHandle], guests: dict[int, tuple[TensorWea
 
 def has_foreign_hook(leaf: torch.Tensor) -> bool:
     """Whether somebody else's hook sees or changes this leaf's gradient, piece by piece."""
+    return bool(leaf._backward_hooks) or has_foreign_hook_after(leaf)
+
+
+def has_foreign_hook_after(leaf: torch.Tensor) -> bool:
+    """Whether somebody else's hook runs after this leaf's commits. It may write to gradients, of other leaves too."""
     after = leaf._post_accumulate_grad_hooks or {}
-    return bool(leaf._backward_hooks) or any(not isinstance(getattr(hook, "__self__", None), _Fired) for hook in after.values())
+    return any(not isinstance(getattr(hook, "__self__", None), _Fired) for hook in after.values())
 
 
 def drain(devices: Iterable[torch.device]) -> None:

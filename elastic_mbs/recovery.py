@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from elastic_mbs import oom
-from elastic_mbs.commits import drain, drop_unrun, walk
+from elastic_mbs.commits import drain, drop_unrun, has_foreign_hook_after, walk
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
 from elastic_mbs.events import OutOfMemory
 from elastic_mbs.floor import hold
@@ -52,7 +52,7 @@ class Failure:
         unknown: leaves with a gradient that the graph reaches but nobody watched; whether they committed cannot be told.
         normalises_batch: the attempt's graph normalises with statistics of the batch.
         surprising: it has custom functions that have never been through a clean backward, or committed to leaves in ways the graph does not show.
-        shared: only the gradients tell what committed, and some are in one piece of memory.
+        shared: only the gradients tell what committed, and some are in one piece of memory, or a hook of the user's may have written to them.
         edited: the attempt changed its piece of the batch in place.
         streams: the random streams at its start.
     """
@@ -101,7 +101,7 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
     committed: list[torch.Tensor] = []
     if micro._phase in ("backward", "commit"):
         committed = list(parts.commits.fired) if parts.commits.listening else call.gradients.moved()
-        shared = not parts.commits.listening and call.gradients.share_memory()
+        shared = not parts.commits.listening and (call.gradients.share_memory() or any(map(has_foreign_hook_after, parts.commits.leaves())))
     root = micro._root
     if root is not None:
         census = walk(root)
@@ -267,7 +267,7 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
     if not failure.fired:
         return None
     if failure.shared:
-        return "gradients share memory, so which of them it reached cannot be told"
+        return "gradients share memory or have new hooks, so which of them it reached cannot be told"
     if parts.settings.backward is not None:
         return "backward= gives no way to leave out the leaves that had committed"
     if traits.normalises_batch or failure.normalises_batch or parts.buffers.moved():

@@ -473,6 +473,30 @@ def test_a_hook_that_clears_gradients_which_were_filled_is_noticed_in_the_first_
         through(door, mbs, cross_entropy(model), batch)
 
 
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_hook_that_writes_to_another_leafs_gradient_is_not_taken_for_its_commit(door: int, early: bool) -> None:
+    batch = pairs()
+    wanted = whole_gradient(mlp(), lambda twin: cross_entropy(twin)(batch))
+    for at in range(1, 45):
+        model = mlp()
+        mbs = settled(model, cross_entropy(model), batch, door) if not early else elastic(model, micro_batch_size=3)
+        other = next(model[0].parameters())
+
+        def write(leaf: Tensor, other: Tensor = other) -> None:
+            if other.grad is not None:
+                other.grad.mul_(1.0)
+
+        model[2].bias.register_post_accumulate_grad_hook(write)
+        if early:
+            for _ in range(2):
+                through(door, mbs, cross_entropy(model), batch)
+        model.zero_grad()
+        with InjectOOM(at=[at]):
+            through(door, mbs, cross_entropy(model), batch)
+        assert off_by(model, wanted) <= 1e-12
+
+
 @pytest.mark.parametrize("line", ["leave_call(self)", "if getattr(_thread", "del _running[place]"])
 def test_an_interrupt_while_a_finished_call_leaves_refuses_no_later_step(line: str) -> None:
     model, batch = mlp(), pairs()
