@@ -10,7 +10,8 @@ Source: torch/csrc/autograd/functions/accumulate_grad.h; shared/reference/autogr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 
 import torch
 
@@ -28,10 +29,16 @@ _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 def _read(leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
     """The gradients of `leaves` and their versions. Twice for every piece, so without a line of Python for each."""
     grads: list[torch.Tensor | None] = list(map(_GRAD, leaves))
+    if grads and grads[0] is None and _none(grads):
+        return grads, [NO_VERSION] * len(grads)
     try:
         return grads, list(map(_VERSION, grads))
     except (AttributeError, RuntimeError):  # of None, and of inference tensors
         return grads, [_version(grad) for grad in grads]
+
+
+def _none(grads: Sequence[torch.Tensor | None]) -> bool:
+    return all(map(is_, grads, repeat(None)))
 
 
 def _version(grad: torch.Tensor | None) -> int:
@@ -89,6 +96,8 @@ class GradientNotes:
 
     def filled(self) -> set[int]:
         """The ids of the leaves that had a gradient."""
+        if _none(self._grads):
+            return set()
         return {id(leaf) for leaf, grad in zip(self._leaves, self._grads, strict=True) if grad is not None}
 
     def stayed(self) -> bool:
@@ -112,6 +121,8 @@ class GradientNotes:
         self._latest = grads, versions = _read(self._leaves)
         if all(map(is_, grads, self._grads)):
             return sum(versions) - sum(self._versions)
+        if _none(self._grads):
+            return UNUSUAL if self.share_memory() else sum(map(is_not, grads, repeat(None)))
         if any(grad is None and noted is not None for grad, noted in zip(grads, self._grads, strict=True)) or self.share_memory():
             return UNUSUAL
         pairs = zip(grads, self._grads, versions, self._versions, strict=True)
