@@ -235,12 +235,14 @@ def test_two_processes_at_the_limit_never_pass_it(fence: Fence) -> None:
         process.stdin.write("go\n")
         process.stdin.flush()
     while any(process.poll() is None for process in pair):
-        highest = max(highest, sum(slot.live for slot in fence.slots()))
+        # Each process's figure is read at a moment of its own. Where a second look finds both as they were, they stood so together.
+        figures = [slot.live for slot in fence.slots()]
+        if figures == [slot.live for slot in fence.slots()]:
+            highest = max(highest, sum(figures))
     for process in pair:
         process.communicate()
         assert process.returncode == 0
-    # each process's figure is read at a moment of its own, so that together they may show a little more than there ever was
-    assert MEBI < highest <= 6 * MEBI
+    assert MEBI < highest <= 4 * MEBI
     assert fence.failures > 100
 
 
