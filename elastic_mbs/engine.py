@@ -27,7 +27,7 @@ from elastic_mbs.gradients import GradientNotes
 from elastic_mbs.guards import enter_call, leave_call, running_call
 from elastic_mbs.history import History
 from elastic_mbs.isolation import Isolation
-from elastic_mbs.learning import held_beside, tell_controller
+from elastic_mbs.learning import held_beside, look_at_batch, look_at_streams, tell_controller
 from elastic_mbs.losses import read_losses, weighted_sum
 from elastic_mbs.micro_batch import MicroBatch, Totals
 from elastic_mbs.parts import Parts
@@ -294,7 +294,7 @@ class Call:
         if parts.buffers.watched:
             traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
         if not self.steady:
-            self._look_at_batch()
+            look_at_batch(self)
         self.committed.add(micro)
         self.history.progress()
         if self.plan.probing:
@@ -302,19 +302,14 @@ class Call:
             usage = None if self.training and len(self.committed) == 1 and not self.filled else parts.meter.usage()
             self.size = parts.controller.piece_done(self.key, len(micro), usage.peak_allocated if usage else None, parts.capacity())
 
-    def _look_at_batch(self) -> None:
-        """Notices a `loss_fn` that edits its samples in place. After a piece while it is new, and at a call's end from then on."""
-        if not self.traits.edits_batch and self.view.versions() != self.versions:
-            self.traits.edits_batch = self.history.edited = True
-
     def finish(self) -> None:
         """Ends the call whose last piece has committed: its result, what the controller makes of it, and the callbacks."""
         parts = self.parts
         if self.isolation is not None:
             retrying(parts, "write the gradient in its own type", self.isolation.finish)
         if self.steady:
-            self._look_at_batch()
-        self._look_at_streams()
+            look_at_batch(self)
+        look_at_streams(self)
         self.result = self.committed.result(self.size, self.history, self.schedule.skipped)
         tell_controller(self, len(self.committed))
         self._leave()  # the gradient is whole: a callback may step, or evaluate
@@ -325,18 +320,6 @@ class Call:
             raise
         finally:
             self._close()
-
-    def _look_at_streams(self) -> None:
-        """Learns whether the step draws random numbers, at its 1st, 2nd, 4th, 8th, … call.
-
-        Where it begins to in between, recovery notices and replays the batch from its start. That needs gradients that were empty; where some were
-        not, every call looks.
-        """
-        traits = self.traits
-        traits.calls += 1
-        if not traits.draws and self.stream_start is not None and (self.filled or traits.calls & (traits.calls - 1) == 0):
-            start = self.stream_start
-            traits.draws = retrying(self.parts, "read the random streams", lambda: self.parts.streams.moved_on_devices(start))
 
     def _leave(self) -> None:
         self.finished = True

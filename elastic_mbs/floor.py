@@ -56,7 +56,7 @@ def facts_of(seen: Headroom | None) -> str:
     """What a reading says, for an error's text."""
     if seen is None:
         return "there is no memory reading"
-    facts = f"{format_bytes(seen.free)} of {format_bytes(seen.total)} are free, {format_bytes(seen.held_by_others)} are held by others"
+    facts = f"{format_bytes(seen.free)} of {format_bytes(seen.total)} were free at the last look, {format_bytes(seen.held_by_others)} held by others"
     if seen.holders:
         facts += f" (processes there: {describe(seen.holders)})"
     if seen.doubt is not None:

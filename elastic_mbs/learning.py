@@ -11,7 +11,7 @@ from elastic_mbs.commits import has_foreign_hook, walk
 from elastic_mbs.controller import Observation
 from elastic_mbs.events import Resized
 from elastic_mbs.micro_batch import MicroBatch
-from elastic_mbs.recovery import streams_moved
+from elastic_mbs.recovery import retrying, streams_moved
 
 if TYPE_CHECKING:
     from elastic_mbs.engine import Call
@@ -72,6 +72,25 @@ def learn(call: Call, micro: MicroBatch, committed: Sequence[torch.Tensor]) -> N
                 f"{parts.inventory.name_of(leaf)} has a hook on its gradient, which runs once per micro-batch: it must be linear (no clamp, no norm) "
                 "for the gradient to be the whole batch's",
             )
+
+
+def look_at_batch(call: Call) -> None:
+    """Notices a `loss_fn` that edits its samples in place. After a piece while it is new, and at a call's end from then on."""
+    if not call.traits.edits_batch and call.view.versions() != call.versions:
+        call.traits.edits_batch = call.history.edited = True
+
+
+def look_at_streams(call: Call) -> None:
+    """Learns whether the step draws random numbers, at its 1st, 2nd, 4th, 8th, … call.
+
+    Where it begins to in between, recovery notices and replays the batch from its start. That needs gradients that were empty; where some were not,
+    every call looks.
+    """
+    parts, traits = call.parts, call.traits
+    traits.calls += 1
+    if not traits.draws and call.stream_start is not None and (call.filled or traits.calls & (traits.calls - 1) == 0):
+        start = call.stream_start
+        traits.draws = retrying(parts, "read the random streams", lambda: parts.streams.moved_on_devices(start))
 
 
 def held_beside(call: Call) -> int | None:

@@ -43,7 +43,8 @@ def run_steadily(call: Call, loss_fn: Callable[..., Any], args: Sequence[Any], k
         micro._phase = "forward"
         try:
             loss = loss_fn(micro.data, *args, **kwargs)
-            if is_plain(loss) and gradients.stayed() and piece.weights is not None:
+            if is_plain(loss) and gradients.stayed():
+                assert piece.weights is not None  # or it would have been skipped
                 weighted = loss * piece.weights[None]
                 micro._loss, micro._weighed = weighted.detach(), weighted
                 history.touched = True

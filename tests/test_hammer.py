@@ -285,24 +285,6 @@ def test_rounds_that_all_end_badly_end_the_run(monkeypatch: pytest.MonkeyPatch, 
     assert "not allowed: crash by SIGSEGV 5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--failures", "0"), "--failures: 0 is below 1"),
-        (("--deadline", "0"), "--deadline: '0' is no length of time"),
-        (("--model", "no_such_model"), "no_such_model"),
-        (("--kind", "cloud"), "cloud"),
-        (("--only", "3"), "--only 3"),
-        (("--json", "/no/such/folder/x.json"), "/no/such/folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
-    told = capsys.readouterr().err
-    assert named in told
-    assert told.count("\n") == 1
-
-
 def test_a_kind_that_cannot_be_had_here_is_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("stress.hammer.command.available", lambda kind: "there is no compiler")
     assert run("--kind", "shim") == 2

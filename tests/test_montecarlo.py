@@ -281,26 +281,6 @@ def test_zeros_of_samples_that_do_not_count_are_no_wrong_gradient() -> None:
     assert run("--case", json.dumps({**case, "faults": [{"at": 0.7677}]})) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--runs", "0"), "--runs: 0"),
-        (("--jobs", "0"), "--jobs: 0"),
-        (("--minutes", "0"), "--minutes: '0'"),
-        (("--deadline", "-1"), "--deadline: '-1'"),
-        (("--only", "3", "--case", "{}"), "--case"),
-        (("--json", "/no/such/folder/x.json"), "/no/such/folder"),
-        (("--json", "/"), "is a folder"),
-        (("--runs", "many"), "many"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
-    told = capsys.readouterr().err
-    assert named in told
-    assert told.count("\n") == 1
-
-
 def test_totals_of_several_processes_are_those_of_one() -> None:
     outcomes = [run_trial(draw(case_seed(1, number))) for number in range(6)]
     together, parts = Totals(), [Totals(), Totals()]

@@ -219,23 +219,6 @@ def test_a_size_comes_back_as_far_as_its_options_let_it(options: dict[str, Any],
     assert running._slowest in calls
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--minutes", "0"), "--minutes: '0'"),
-        (("--samples", "3"), "--samples: 3 is too few"),
-        (("--model", "no_such_model"), "no_such_model"),
-        (("--kind", "cloud"), "cloud"),
-        (("--json", "/no/such/folder/x.json"), "/no/such/folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
-    told = capsys.readouterr().err
-    assert named in told
-    assert told.count("\n") == 1
-
-
 def test_a_kind_that_cannot_be_had_here_is_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("stress.soak.command.available", lambda kind: "there is no compiler")
     assert run("--kind", "shim") == 2

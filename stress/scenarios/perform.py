@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from elastic_mbs.errors import UsageError
 
@@ -164,8 +165,7 @@ def _two(order: Order, tell: Tell) -> list[Run]:
 def _two_on_cuda(order: Order, tell: Tell, device: Confined) -> list[Run]:
     """On a GPU a ballast process takes all but what both may have, once both have what libraries keep for good."""
     needs: dict[int, Needs] = {}
-    found: list[Run | None] = [None, None]
-    training = {0, 1}
+    two = _Two(order, tell)
     with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder:
         meeting = Meeting(Path(folder))
         orders = [replace(order, process=process, meeting=folder) for process in (0, 1)]
@@ -177,30 +177,44 @@ def _two_on_cuda(order: Order, tell: Tell, device: Confined) -> list[Run]:
                         if len(needs) == len(orders):
                             device.leave(Room(needs[0], needs[0].samples, copies=2).capacity(order.entry.script(0, order.steps, order.seed)))
                             meeting.say("begin")
-                    if "step" in message and index == 0:
-                        tell(Step.from_json(message["step"]))
-                    if "trained" in message:
-                        training.discard(index)
-                        if not training:
-                            device.leave(None)  # for the references
-                            meeting.say("compare")
-                    if "run" in message:
-                        found[index] = Run.from_json(message["run"])
+                    if two.hear(index, message):
+                        device.leave(None)  # for the references
+                        meeting.say("compare")
         except ChildError as error:
             return [failed(order, words(error))]
-    return _both(order, found)
+    return two.records()
 
 
-def _both(order: Order, found: list[Run | None]) -> list[Run]:
-    return [failed(replace(order, process=i), "the process ended without a record") if run is None else run for i, run in enumerate(found)]
+class _Two:
+    """What two processes on one device have told."""
+
+    def __init__(self, order: Order, tell: Tell) -> None:
+        self._order, self._tell = order, tell
+        self._training = {0, 1}
+        self._found: list[Run | None] = [None, None]
+
+    def hear(self, index: int, message: Mapping[str, Any]) -> bool:
+        """Takes in what one has told; returns whether both have now trained."""
+        if "step" in message and index == 0:
+            self._tell(Step.from_json(message["step"]))
+        if "run" in message:
+            self._found[index] = Run.from_json(message["run"])
+        if "trained" not in message:
+            return False
+        self._training.discard(index)
+        return not self._training
+
+    def records(self) -> list[Run]:
+        """Of both; a failed one for a process that has left none."""
+        lost = "the process ended without a record"
+        return [failed(replace(self._order, process=i), lost) if run is None else run for i, run in enumerate(self._found)]
 
 
 def _two_in_a_fence(order: Order, tell: Tell) -> list[Run]:
     try:
         needs = next(Needs.from_json(message["needs"]) for message in run_child(order.kind, _MEASURE, order.to_json(), deadline=order.deadline))
         capacity = Room(needs, needs.samples, copies=2).capacity(order.entry.script(0, order.steps, order.seed))
-        found: list[Run | None] = [None, None]
-        training, opening = {0, 1}, {0, 1}
+        two, opening = _Two(order, tell), {0, 1}
         with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder, Fence.create() as fence:
             meeting = Meeting(Path(folder))
             orders = [replace(order, process=process, needs=needs.to_json(), meeting=folder) for process in (0, 1)]
@@ -211,15 +225,9 @@ def _two_in_a_fence(order: Order, tell: Tell) -> list[Run]:
                     if not opening:
                         fence.budget = capacity
                         meeting.say("begin")
-                if "step" in message and index == 0:
-                    tell(Step.from_json(message["step"]))
-                if "trained" in message:
-                    training.discard(index)
-                    if not training:
-                        fence.budget = UNLIMITED  # for the references
-                        meeting.say("compare")
-                if "run" in message:
-                    found[index] = Run.from_json(message["run"])
+                if two.hear(index, message):
+                    fence.budget = UNLIMITED  # for the references
+                    meeting.say("compare")
     except ChildError as error:
         return [failed(order, words(error))]
-    return _both(order, found)
+    return two.records()
