@@ -104,7 +104,7 @@ def test_at_the_floor_the_biggest_holders_and_the_doubt_are_named() -> None:
     with pytest.raises(MicroBatchFloorError) as caught:
         mbs.backward(loss_fn, pairs(2))
     names = "python (PID 4711) 200.0 MiB, PID 12 60.0 MiB, Xorg (PID 13), and 1 more"
-    assert f"300.0 MiB are held by others (processes there: {names}) (in doubt: {LOST})" in str(caught.value)
+    assert f"300.0 MiB held by others (processes there: {names}) (in doubt: {LOST})" in str(caught.value)
     assert sum(naps) == pytest.approx(2.0), "a figure in doubt is good enough to wait by"
     [wait] = [event for event in events if isinstance(event, WaitingForMemory)]
     assert wait.holders == names
@@ -120,6 +120,6 @@ def test_where_nobody_is_known_nobody_is_named() -> None:
         loss: torch.Tensor = cross_entropy(model)(piece)
         return loss
 
-    with pytest.raises(MicroBatchFloorError, match=r"300\.0 MiB are held by others\. Ways out"):
+    with pytest.raises(MicroBatchFloorError, match=r"300\.0 MiB held by others\. Ways out"):
         mbs.backward(loss_fn, pairs(2))
     assert WaitingForMemory("run", 1.0, 1, 2).line().endswith("held by others 2 B)")
