@@ -35,6 +35,7 @@ from elastic_mbs.random_streams import StreamState
 from elastic_mbs.recovery import Failure, note_failure, recover, retrying, unwind
 from elastic_mbs.result import OutputPlace, StepResult, StoredOutput
 from elastic_mbs.saved_tensors import SavedTensorTable
+from elastic_mbs.scalar_backward import backward
 from elastic_mbs.schedule import Range, Schedule
 
 
@@ -248,7 +249,7 @@ class Call:
         if self.steady and weighted.grad_fn is not None:
             self.history.touched = True
             micro._phase = "backward"
-            torch.autograd.backward(weighted)
+            backward(weighted)
         else:
             backward_with_care(self, micro, weighted)
         micro._phase = "commit"

@@ -13,6 +13,7 @@ import torch
 from elastic_mbs import guards
 from elastic_mbs.losses import is_plain
 from elastic_mbs.recovery import retrying
+from elastic_mbs.scalar_backward import backward
 
 if TYPE_CHECKING:
     from elastic_mbs.engine import Call
@@ -35,7 +36,7 @@ def run_steadily(call: Call, loss_fn: Callable[..., Any], args: Sequence[Any], k
         kwargs: the same, by name.
     """
     parts, traits, gradients, buffers = call.parts, call.traits, call.gradients, call.parts.buffers
-    backward, history = torch.autograd.backward, call.history
+    history = call.history
     while (piece := call.schedule.next(call.size)) is not None:
         if (micro := call.prepare(piece)) is None:
             return

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-import torch
-
-from elastic_mbs import ElasticMBS, engine, runtime
+from elastic_mbs import ElasticMBS, engine, runtime, steady
 from elastic_mbs.accumulate import Counts
 from elastic_mbs.batch import BatchView
 from elastic_mbs.buffers import BufferCopies
@@ -70,7 +68,8 @@ PARTS: Sequence[tuple[str, object, str]] = (
     ("stopwatch", Stopwatch, "seconds"),
     ("stopwatch", Stopwatch, "later"),
     ("stopwatch", Stopwatch, "finished"),
-    ("user: backward", torch.autograd, "backward"),
+    ("user: backward", steady, "backward"),
+    ("user: backward", engine, "backward"),
 )
 """(label, owner, attribute): a function, method or property that is timed without what other parts inside of it take."""
 
