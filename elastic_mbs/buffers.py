@@ -91,6 +91,7 @@ class BufferCopies:
         self._moving: list[_Slot] = []
         self._tensors: list[torch.Tensor | None] = []
         self._statistics: list[_Slot] = []
+        self._statistics_marks: list[_Mark] = []  # of their pieces' starts, from one call to the next
         self._others: list[_Slot] = []
         self._begun = False
         self._call_copies, self._statistics_copies, self._other_copies = _Copies(), _Copies(), _Copies()
@@ -113,17 +114,22 @@ class BufferCopies:
             self._modules = modules
             return  # no buffers, as in the call before
         # The same tensors in the same places as in the call before: what is known of the places holds, and only values are taken anew.
-        if same and all(map(is_, tensors, self._tensors)):
-            for slot, tensor in zip(self._slots, tensors, strict=True):
-                slot.at_piece = mark = slot.at_call
-                mark.version, mark.copy = _version(tensor), None
+        settled = same and all(map(is_, tensors, self._tensors))
+        if settled:
+            for slot in self._slots:
+                slot.at_piece = slot.at_call
+            for slot in (*self._others, *self._still):
+                slot.at_call.version, slot.at_call.copy = _version(slot.at_call.tensor), None
         else:
             self._slots = [self._slot(module, name, tensor) for module in owners for name, tensor in module._buffers.items()]
         self._modules, self._owners, self._tensors, self._key = modules, owners, tensors, key
         self._plain = [module for module in owners if not _keeps_statistics(module)] if known else list(modules)
         self._attributes = {"call": _attributes(self._plain)}
         self._begun = False
-        self._sort()
+        if settled:
+            self.busy = bool(self._plain or self._moving)
+        else:
+            self._sort()
         if self._moving:
             self._call_copies.take([slot.at_call for slot in self._moving])
         if not known:
@@ -144,6 +150,7 @@ class BufferCopies:
         self._statistics = [slot for slot in self._moving if slot.statistics]
         self._others = [slot for slot in self._moving if not slot.statistics] if len(self._statistics) < len(self._moving) else []
         self._still = [slot for slot in self._slots if not slot.changing] if len(self._moving) < len(self._slots) else []
+        self._statistics_marks = []
         self.watched = bool(self._still) or not self._known
         self.busy = bool(self._plain or self._moving)
 
@@ -154,10 +161,19 @@ class BufferCopies:
         if self._begun:
             self._statistics_copies.again()
         elif self._statistics:
-            _begin(self._statistics, self._statistics_copies)
+            self._begin_statistics()
             self._begun = True
         if self._others:
             _begin(self._others, self._other_copies)
+
+    def _begin_statistics(self) -> None:
+        marks = self._statistics_marks
+        if marks and self._statistics_copies.take_again([mark.tensor for mark in marks]):
+            for slot, mark in zip(self._statistics, marks, strict=True):
+                slot.at_piece = mark  # their versions are old, but what has a copy is not told by its version
+        else:
+            _begin(self._statistics, self._statistics_copies)
+            self._statistics_marks = [slot.at_piece for slot in self._statistics]
 
     def end_clean_piece(self) -> bool:
         """Learns which buffers the forward changes; returns whether it changes any.

@@ -202,7 +202,7 @@ def test_running_statistics_whose_version_does_not_move_are_put_back() -> None:
 def test_each_start_is_gone_back_to_as_asked() -> None:
     module, forward = batch_norm()
     copies = BufferCopies()
-    for _ in range(2):
+    for _ in range(4):
         copies.begin_call([module])
         call_start = values(module)
         clean_piece(copies, forward, first=True)
@@ -470,6 +470,43 @@ def test_after_any_history_buffers_are_those_of_a_run_without_failures(attempts:
             assert state() == done
             if to_start:
                 assert all(a is b for a, b in zip(module._buffers.values(), objects, strict=True))
+
+
+BETWEEN: dict[str, Callable[[nn.BatchNorm1d], object]] = {
+    "nothing": lambda norm: None,
+    "edited": lambda norm: norm.get_buffer("running_mean").add_(1),
+    "edited through data": lambda norm: norm.get_buffer("running_mean").data.add_(1),
+    "other memory": lambda norm: setattr(norm.get_buffer("running_var"), "data", norm.get_buffer("running_var").clone()),
+    "replaced": lambda norm: setattr(norm, "running_mean", norm.get_buffer("running_mean").clone()),
+    "mode": lambda norm: norm.train(not norm.training),
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(BETWEEN)), st.lists(st.sampled_from(["ok", "fail", "step"]), min_size=1, max_size=5)), max_size=6))
+def test_statistics_follow_a_run_without_failures_from_call_to_call(calls: list[tuple[str, list[str]]]) -> None:
+    """What is kept from one call to the next must not outlive what happens to the buffers between them."""
+    norm, twin = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+    draw = torch.Generator().manual_seed(0)
+    copies = BufferCopies()
+    for between, attempts in calls:
+        for each in (norm, twin):
+            BETWEEN[between](each)
+        copies.begin_call([norm])
+        start = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+        for attempt, outcome in enumerate(attempts):
+            if attempt:
+                copies.begin_piece()
+            piece = torch.randn(8, 3, dtype=F64, generator=draw)
+            norm(piece)
+            if outcome == "ok":
+                copies.end_clean_piece()
+                twin(piece)
+            else:
+                assert copies.restore(to_call_start=outcome == "step") is None
+                if outcome == "step":
+                    for name, buffer in twin.named_buffers():
+                        buffer.copy_(start[name])
+            assert values(norm) == values(twin)
 
 
 def test_the_copies_of_one_start_are_not_overwritten_by_the_other() -> None:
