@@ -120,6 +120,7 @@ TABLE_B = [
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
     "CUDNN_BACKEND_OPERATION: cudnnFinalize Failed cudnn_status: CUDNN_STATUS_NOT_SUPPORTED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
     "unable to find an engine to execute this computation",
     "GET was unable to find an engine to execute this computation",
     "FIND was unable to find an engine to execute this computation",
