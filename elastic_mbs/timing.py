@@ -21,6 +21,7 @@ class Stopwatch(Generic[Payload]):
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
         self._events = device.type == "cuda"
         self._clock = clock
         self._began = 0.0
@@ -31,7 +32,7 @@ class Stopwatch(Generic[Payload]):
         """Starts timing a call."""
         if self._events:  # cuda-only
             self._start = torch.cuda.Event(enable_timing=True)
-            self._start.record()
+            self._start.record(torch.cuda.current_stream(self._device))  # the model need not be on the thread's current device
         self._began = self._clock()
 
     def seconds(self) -> float | None:
@@ -42,7 +43,7 @@ class Stopwatch(Generic[Payload]):
         """Ends a call whose `seconds` are not known yet; `payload` comes back from `finished` with them."""
         if self._start is not None:  # cuda-only
             end = torch.cuda.Event(enable_timing=True)
-            end.record()
+            end.record(torch.cuda.current_stream(self._device))
             self._open.append((payload, self._start, end))
 
     def finished(self) -> list[tuple[Payload, float]]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -58,13 +58,15 @@ class Event:
 
     done: Callable[[float], bool] = staticmethod(lambda at: False)
     clock = Clock()
+    streams: ClassVar[list[torch.device]] = []
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
         self.at = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: torch.device) -> None:
         self.at = Event.clock.now
+        Event.streams.append(stream)
 
     def query(self) -> bool:
         return Event.done(self.at)
@@ -75,6 +77,7 @@ class Event:
 
 def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     horizon = 0.0
     monkeypatch.setattr(Event, "done", staticmethod(lambda at: at <= horizon))
     watch: Stopwatch[Any] = Stopwatch(torch.device("cuda", 0))
@@ -89,3 +92,13 @@ def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(mon
     assert watch.finished() == []
     horizon = Event.clock.now
     assert watch.finished() == [(2, 3.0)]
+
+
+def test_work_is_timed_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(Event, "streams", [])
+    watch: Stopwatch[None] = Stopwatch(torch.device("cuda", 1))
+    watch.start()
+    watch.later(None)
+    assert Event.streams == [torch.device("cuda", 1)] * 2
