@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from elastic_mbs.errors import RecoveryError, UsageError
 BAD_INPUT = 2
 INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
+NOBODY_READS = 141
+"""128 + SIGPIPE."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None for this process's.
 
     Returns:
-        The exit code: that of the command, 2 for bad input, 130 after Ctrl-C.
+        The exit code: that of the command, 2 for bad input, 130 after Ctrl-C, 141 where nobody reads the output any more (`… | head`).
     """
     parser = _Parser(prog="elastic-mbs", description="PyTorch training that survives out-of-memory errors, with exact gradients.")
     parser.add_argument("--version", action="version", version=f"elastic-mbs {__version__}")
@@ -58,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _stress_arguments()(command)
         parsed = parser.parse_args(given)
         code: int = parsed.run(parsed)
+        sys.stdout.flush()
     except UsageError as error:
         print(f"elastic-mbs: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -66,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter, which flushes at its end, complains once more
+        return NOBODY_READS
     return code
 
 
