@@ -302,7 +302,8 @@ class ElasticMBS:
 
         Raises:
             UsageError: the batch or its counts make no sense.
-            IncompleteBatchError: the loop before this one was left early.
+            IncompleteBatchError: the loop before this one was left early, by `break` or by an error outside its blocks. What it had done is undone
+                only now: by the next call, by `optimizer.step()` (which says the same), or at the end of the runtime's own block.
         """
         if not self.enabled:
             return self._loop_whole(batch)

@@ -1,6 +1,7 @@
 """What is told of a finished call, when, and that it costs nothing where nobody listens."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -371,6 +372,9 @@ def test_telling_of_calls_never_waits_for_the_device() -> None:
     losses = []
     try:
         with ElasticMBS(model, micro_batch_size=16, max_micro_batch_size=16, on_event=heard) as mbs:
+            deadline = time.monotonic() + 10
+            while not isinstance(mbs.headroom, Headroom) and time.monotonic() < deadline:
+                time.sleep(0.01)  # the first call may be over before NVML has answered for the first time, and would tell of no total
             for i in range(8):
                 model.zero_grad()
                 torch.cuda.set_sync_debug_mode("error" if i >= 2 else "default")
