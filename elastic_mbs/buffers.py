@@ -121,8 +121,9 @@ class BufferCopies:
             for slot in (*self._others, *self._still):
                 slot.at_call.version, slot.at_call.copy = _version(slot.at_call.tensor), None
         else:
+            self._key = None  # until what is known of the places is whole again: an interrupt may come in between
             self._slots = [self._slot(module, name, tensor) for module in owners for name, tensor in module._buffers.items()]
-        self._modules, self._owners, self._tensors, self._key = modules, owners, tensors, key
+        self._modules, self._owners, self._tensors = modules, owners, tensors
         self._plain = [module for module in owners if not _keeps_statistics(module)] if known else list(modules)
         self._attributes = {"call": _attributes(self._plain)}
         self._begun = False
@@ -130,6 +131,7 @@ class BufferCopies:
             self.busy = bool(self._plain or self._moving)
         else:
             self._sort()
+        self._key = key
         if self._moving:
             self._call_copies.take([slot.at_call for slot in self._moving])
         if not known:
@@ -140,9 +142,10 @@ class BufferCopies:
 
     def _slot(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> _Slot:
         buffers = module._buffers
-        statistics = module.training and _keeps_statistics(module) and _copyable(tensor)
+        moves = (id(buffers), name) in self._changing
+        statistics = module.training and _keeps_statistics(module) and _copyable(tensor) and not moves
         mark = _Mark(tensor, _version(tensor))
-        changing = statistics or (id(buffers), name) in self._changing
+        changing = statistics or moves
         return _Slot(buffers, name, f"{type(module).__name__}.{name}", changing, mark, mark, statistics)
 
     def _sort(self) -> None:
@@ -182,20 +185,31 @@ class BufferCopies:
         forward has made are taken in.
         """
         first = not self._known
-        for slot in self._still:
-            mark = slot.at_piece
-            if slot.moved(mark) or (first and not _same(mark)):
-                slot.changing = True
-                self._changing.add((id(slot.owner), slot.key))
+        moved = [slot for slot in self._still if slot.moved(slot.at_piece) or (first and not _same(slot.at_piece))]
+        if moved:
+            # Where one of several running statistics has moved its version (the count does), a forward has put its module in training mode.
+            beside = {id(slot.owner) for slot in moved if "running_mean" in slot.owner}
+            moved += [slot for slot in self._still if id(slot.owner) in beside]
+            self._take_for_changing(moved)
         if first:
+            self._take_for_changing(self._elsewhere(self._call_copies))
             self._learned.add(self._key)
             self._known = True
             for slot in self._new_slots():
                 self._changing.add((id(slot.owner), slot.key))
                 self._slots.append(slot)
-        if first or self._still:
+        if first or moved:
             self._sort()
         return bool(self._moving)
+
+    def _take_for_changing(self, slots: Iterable[_Slot]) -> None:
+        for slot in slots:
+            slot.changing, slot.statistics = True, False
+            self._changing.add((id(slot.owner), slot.key))
+
+    def _elsewhere(self, copies: _Copies) -> list[_Slot]:
+        """Running statistics that are not where `copies` of them have been taken from: a forward of the user's has put others in their place."""
+        return [slot for slot in self._statistics if copies.displaced or slot.now() is not slot.at_piece.tensor]
 
     def _new_slots(self) -> list[_Slot]:
         """Buffers that hang now where there was no place for one at the call's start."""
@@ -219,6 +233,10 @@ class BufferCopies:
             The label of a buffer whose earlier value nobody kept (it changed for the first time in this very call), or None.
         """
         lost = None
+        if self._begun and not to_call_start and (elsewhere := self._elsewhere(self._statistics_copies)):
+            lost = elsewhere[0].label
+            self._take_for_changing(elsewhere)
+            self._key = None  # the next call finds out anew what there is
         with torch.no_grad():
             for slot in self._new_slots():
                 if self._known and not to_call_start:
@@ -311,7 +329,7 @@ class _Copies:
 
     def take_again(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Takes the values anew, into the copies that there are; returns False, and does nothing, where they are of other tensors."""
-        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)) or _places(self._tensors) != self._places:
+        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)) or self.displaced:
             return False
         self.again()
         return True
@@ -322,6 +340,11 @@ class _Copies:
             torch.cat(flat_views, out=together)
         for tensor, copy in self._single:
             copy.copy_(tensor)
+
+    @property
+    def displaced(self) -> bool:
+        """Whether one of the tensors has got other memory since it was copied first."""
+        return _places(self._tensors) != self._places
 
     def _prepare(self, tensors: list[torch.Tensor]) -> None:
         self._tensors, self._copies, self._groups, self._single = [], [], [], []  # until it is done: there may be no room for copies

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import linecache
-import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +14,7 @@ from torch import Tensor, nn
 from elastic_mbs import BackwardInsideError, ElasticMBS, GradientsChangedError, OptimizerInBackwardError, OutOfMemory
 from elastic_mbs.events import Event
 from elastic_mbs.testing import InjectOOM
+from tests.helpers.interrupts import interrupt_at
 from tests.helpers.steps import cross_entropy, elastic, mlp, off_by, pairs, still_works, through, whole_gradient
 
 pytestmark = pytest.mark.no_oom_injection
@@ -517,23 +514,3 @@ def test_an_interrupt_while_a_call_begins_leaves_the_thread_outside_of_calls() -
     with interrupt_at("_running.append(call)"), pytest.raises(KeyboardInterrupt):
         mbs.backward(cross_entropy(model), batch)
     assert still_works(mbs, model)
-
-
-@contextmanager
-def interrupt_at(start: str) -> Iterator[None]:
-    """Ctrl-C in this package, before the line that starts so."""
-
-    def tracer(frame: FrameType, event: str, arg: object) -> Any:
-        if "elastic_mbs" not in frame.f_code.co_filename:
-            return None
-        if event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith(start):
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return tracer
-
-    before = sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
