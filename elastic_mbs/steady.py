@@ -44,7 +44,7 @@ def run_steadily(call: Call, loss_fn: Callable[..., Any], args: Sequence[Any], k
         micro._phase = "forward"
         try:
             loss = loss_fn(micro.data, *args, **kwargs)
-            if is_plain(loss) and gradients.stayed():
+            if is_plain(loss) and gradients.stayed() and torch.is_grad_enabled():  # the step may have switched graphs off, after its own
                 assert piece.weights is not None  # or it would have been skipped
                 weighted = loss * piece.weights[None]
                 micro._loss, micro._weighed = weighted.detach(), weighted

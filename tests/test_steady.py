@@ -514,3 +514,23 @@ def test_an_interrupt_while_a_call_begins_leaves_the_thread_outside_of_calls() -
     with interrupt_at("_running.append(call)"), pytest.raises(KeyboardInterrupt):
         mbs.backward(cross_entropy(model), batch)
     assert still_works(mbs, model)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_known_step_function_may_leave_graphs_switched_off_behind_its_own(door: int) -> None:
+    model, batch = mlp(), pairs()
+    closes = [False]
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        torch.set_grad_enabled(True)
+        loss: Tensor = cross_entropy(model)(piece)
+        torch.set_grad_enabled(not closes[0])
+        return loss
+
+    mbs = settled(model, loss_fn, batch, door)
+    closes[0] = True
+    try:
+        through(door, mbs, loss_fn, batch)
+    finally:
+        torch.set_grad_enabled(True)
+    assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12
