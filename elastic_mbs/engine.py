@@ -120,7 +120,7 @@ class Call:
         parts = self.parts
         if parts.inventory.refresh():
             parts.commits.watch(parts.inventory.leaves)
-        self.traits = parts.traits_of(self.identity)
+        self.traits = parts.traits_of((self.key.name, self.identity))
         if self.training:
             self.gradients.note(parts.inventory.leaves)
             self.filled = self.gradients.filled()

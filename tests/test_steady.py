@@ -534,3 +534,27 @@ def test_a_known_step_function_may_leave_graphs_switched_off_behind_its_own(door
     finally:
         torch.set_grad_enabled(True)
     assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12
+
+
+def test_two_step_functions_under_one_decorator_are_learned_apart() -> None:
+    """They share the decorator's code. The second one's own leaf was taken for one that had come in the middle of a batch."""
+    model, batch = mlp(), pairs()
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    @torch.enable_grad()
+    def first(piece: tuple[Tensor, Tensor]) -> Tensor:
+        loss: Tensor = cross_entropy(model)(piece)
+        return loss
+
+    @torch.enable_grad()
+    def second(piece: tuple[Tensor, Tensor]) -> Tensor:
+        loss: Tensor = cross_entropy(model)(piece) * scale
+        return loss
+
+    mbs = settled(model, first, batch, 1)
+    with InjectOOM(at=[35]) as inject:
+        mbs.backward(second, batch)
+    assert inject.hits
+    assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12
+    assert scale.grad is not None
+    assert torch.allclose(scale.grad, cross_entropy(model)(batch), rtol=1e-12)
