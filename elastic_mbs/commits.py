@@ -117,9 +117,8 @@ class CommitLog:
     def rest(self) -> None:
         """Takes the hooks off the leaves of the model, which stay watched by other means (`GradientNotes`) until `listen`."""
         self.listening = False
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+        while self._hooks:  # one by one: an interrupt must not leave a leaf noted as watched that has no hook any more
+            self._hooks.popitem()[1].remove()
         self.clear()  # of backwards that were not ours
 
     def watch_guests(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -139,9 +138,8 @@ class CommitLog:
 
     def forget_guests(self) -> None:
         """Ends the watch over leaves that are not the model's."""
-        for _, handle in self._guests.values():
-            handle.remove()
-        self._guests.clear()
+        while self._guests:
+            self._guests.popitem()[1][1].remove()
 
     def watches(self, leaf: torch.Tensor) -> bool:
         """Whether a commit to `leaf` would be seen."""

@@ -94,6 +94,7 @@ class Call:
             self._begin()
         except BaseException:
             leave_call(self)
+            parts.inventory.forget()  # it may have changed without that its leaves are watched
             raise
 
     @property

@@ -486,6 +486,11 @@ class ElasticMBS:
     def _loop(self, call: Call) -> Iterator[MicroBatch]:
         try:
             yield from call
+        except GeneratorExit:
+            raise  # left early: the next call, or the end of the `with` block, says so
+        except BaseException as error:
+            call.abort(error)  # an interrupt between the lines of the engine itself
+            raise
         finally:  # a `break` after the last piece ends the loop here
             if call.result is not None:
                 self._finish(call)
