@@ -275,6 +275,11 @@ class Run(_Plain):
         return self.scenario if self.process == 0 else f"{self.scenario} ({self.process + 1})"
 
     @property
+    def shown(self) -> bool:
+        """Whether it is a proof: nothing was wrong, and what the scenario is about took place."""
+        return self.passed and not self.unshown
+
+    @property
     def ooms(self) -> int:
         """Out-of-memory errors survived."""
         return sum(step.ooms for step in self.steps)
@@ -321,6 +326,13 @@ class Run(_Plain):
         run.end = None if plain["end"] is None else End.from_json(plain["end"])
         run.differences = None if plain["differences"] is None else Differences.from_json(plain["differences"])
         return run
+
+
+def count(runs: Sequence[Run]) -> str:
+    """How many passed, in words. Those that showed nothing are not among them: nothing was wrong, and nothing was proved."""
+    failed, unshown = sum(not run.passed for run in runs), sum(run.passed and not run.shown for run in runs)
+    said = f"{sum(run.shown for run in runs)} of {len(runs)} passed"
+    return said + (f", {unshown} showed nothing" if unshown else "") + (f", {failed} FAILED" if failed else "")
 
 
 def document(runs: Sequence[Run], seed: int) -> dict[str, Any]:

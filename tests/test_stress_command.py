@@ -147,6 +147,13 @@ def test_the_table_tells_verdicts_and_complaints_in_words() -> None:
     assert "1 2 3 … 8 9" in table([many])
 
 
+def test_a_run_that_shows_nothing_is_not_counted_as_passed() -> None:
+    """Of a user's conv net 7 of 26 runs had shown nothing, one of them ended by an error, and the last line said `26 of 26 passed`."""
+    good, nothing = record(passed=True), record(passed=True, unshown="memory never ran out, so nothing was shown")
+    assert summary([good, nothing]).splitlines()[-1] == "1 of 2 passed, 1 showed nothing; 0 out-of-memory errors survived"
+    assert summary([nothing, record()]).splitlines()[-1] == "0 of 2 passed, 1 showed nothing, 1 FAILED; 0 out-of-memory errors survived"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

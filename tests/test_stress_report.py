@@ -146,6 +146,15 @@ def test_a_failure_stands_out_by_a_word_is_open_and_tells_what_was_wrong() -> No
     assert re.findall(r'<details class="run" id="(run-\d)" open>', page) == ["run-1"]
 
 
+def test_a_run_that_shows_nothing_says_so_on_the_page_and_is_not_counted_as_passed() -> None:
+    nothing = run("sawtooth", unshown="memory <never> ran out")
+    page = render([run(), nothing])
+    assert "Stress test: 1 of 2 passed, 1 showed nothing" in page
+    assert page.count("not shown") == 2  # in the table and above its lanes
+    assert "It shows nothing: memory &lt;never&gt; ran out" in page
+    assert overview([run(), nothing])[0][:2] == ("runs passed", "1 of 2")
+
+
 def test_names_of_the_users_are_escaped() -> None:
     page = render([run("<q>", "<i>", model="<u>", marks=[Mark(6.0, 1, "<s>", "<em>")])])
     for tag in ("<q>", "<i>", "<u>", "<s>", "<em>"):

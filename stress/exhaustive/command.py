@@ -155,7 +155,7 @@ def _what(target: Target) -> str:
     how = (
         "compared with the same pieces and with the whole batch"
         if case.separable
-        else "samples depend on each other: compared with the same pieces only"
+        else "its gradient depends on the split (BatchNorm, dropout, samples that depend on each other): compared with the same pieces only"
     )
     return f"{target.name}: {how}, tolerance {case.tolerance:.0e}"
 

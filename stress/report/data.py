@@ -64,7 +64,7 @@ def began(run: Run) -> float:
 
 def overview(runs: Sequence[Run]) -> tuple[tuple[str, str, str], ...]:
     """The figures of all runs together: name, value, remark."""
-    passed = sum(run.passed for run in runs)
+    shown = sum(run.shown for run in runs)
     steps = sum(len(run.steps) for run in runs)
     real = sum(run.end.failures or 0 for run in runs if run.end is not None and run.kind != COUNTED)
     replayed = sum(step.replayed for run in runs for step in run.steps)
@@ -72,7 +72,7 @@ def overview(runs: Sequence[Run]) -> tuple[tuple[str, str, str], ...]:
     worst = max((run for run in runs if run.differences is not None), key=_largest, default=None)
     kinds = Counter(run.kind for run in runs)
     return (
-        ("runs passed", f"{passed} of {len(runs)}", ", ".join(f"{kind} {count}" for kind, count in kinds.items())),
+        ("runs passed", f"{shown} of {len(runs)}", ", ".join(f"{kind} {count}" for kind, count in kinds.items())),
         ("steps", f"{steps:,}", f"{samples:,} samples"),
         ("OOMs survived", f"{sum(run.ooms for run in runs):,}", ""),
         ("allocator failures", f"{real:,}", "real ones, not counted memory" if real else "memory was counted only"),

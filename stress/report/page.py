@@ -10,7 +10,7 @@ from elastic_mbs import __version__
 from elastic_mbs.report.page import document, section, tiles
 from elastic_mbs.report.scale import duration
 
-from ..record import Run
+from ..record import Run, count
 from .data import difference, overview, run_data, sizes
 
 KINDS = {
@@ -32,7 +32,12 @@ def render(runs: Sequence[Run]) -> str:
         )
         for number, run in enumerate(runs)
     )
-    verdict = f"{len(failed)} of {len(runs)} failed" if failed else f"all {len(runs)} passed" if runs else "nothing was run"
+    if failed:
+        verdict = f"{len(failed)} of {len(runs)} failed"
+    elif all(run.shown for run in runs):
+        verdict = f"all {len(runs)} passed" if runs else "nothing was run"
+    else:
+        verdict = count(runs)
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     return document(f"Stress test: {verdict}", f"elastic_mbs {__version__} · training while memory runs out", head + sections, style=style)
 
@@ -81,10 +86,14 @@ def _name(number: int) -> str:
 
 
 def _badge(run: Run) -> str:
+    if run.passed and not run.shown:
+        return '<span class="badge">– not shown</span>'
     return '<span class="badge passed">✓ passed</span>' if run.passed else '<span class="badge failed">✗ FAILED</span>'
 
 
 def _complaints(run: Run) -> str:
+    if run.passed and not run.shown:
+        return f'<p class="about">It shows nothing: {escape(run.unshown)}</p>'
     if not run.complaints:
         return ""
     return f'<ul class="complaints">{"".join(f"<li>{escape(complaint)}</li>" for complaint in run.complaints)}</ul>'

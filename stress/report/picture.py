@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from elastic_mbs.demo.timeline import FAILED, GROWN, LINE, MIB, OTHERS, USED
 from elastic_mbs.report.scale import powers_of_two
 
-from ..record import Run
+from ..record import Run, count
 from .data import available, began, run_data
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     entries: dict[str, object] = {}
     for run, cell in zip(runs, cells.flat, strict=False):
         memory, size = cell.subplots(2, 1, sharex=True, height_ratios=[1.5, 1])
-        word = "passed" if run.passed else "FAILED"
+        word = "FAILED" if not run.passed else "passed" if run.shown else "not shown"
         memory.set_title(f"{run.title} · {run.kind}", loc="left", fontsize=9.5, fontweight="bold", color=LINE)
-        memory.set_title(word, loc="right", fontsize=9.5, fontweight="bold", color=PASSED if run.passed else FAILED)
+        memory.set_title(word, loc="right", fontsize=9.5, fontweight="bold", color=PASSED if run.shown else LINE if run.passed else FAILED)
         _draw_memory(memory, run)
         _draw_sizes(size, run)
         if not run.steps:
@@ -52,7 +52,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         if not run.passed:
             cell.set_facecolor("#fdeceb")
     failed = sum(not run.passed for run in runs)
-    title = f"{failed} of {len(runs)} runs failed" if failed else f"all {len(runs)} runs passed"
+    title = f"{failed} of {len(runs)} runs failed" if failed else f"all {len(runs)} runs passed" if all(run.shown for run in runs) else count(runs)
     figure.suptitle(f"elastic_mbs under stress: {title}", fontsize=12, fontweight="bold", x=0.01, ha="left")
     if entries:
         figure.legend(entries.values(), entries.keys(), loc="outside lower left", ncols=min(6, 2 * columns), fontsize=8.5, frameon=False)  # type: ignore[call-overload]  # it knows only handles
