@@ -466,6 +466,15 @@ def test_a_curve_that_diverges_in_the_same_way_is_the_same_curve() -> None:
     assert weight_difference({"w": torch.tensor([2.0, nan])}, {"w": torch.tensor([1.0, nan])}) == 1.0
 
 
+def test_a_batch_that_went_through_whole_is_no_proof_for_one_that_has_never_fitted() -> None:
+    """Under the process limit a user's small model ran its whole batch at once, without a failure, and `too_big` said ok."""
+    run = record([step(0, partition=[[0, 16], [16, 32]]), step(1)])
+    (judged,) = judge([replace(run, scenario="too_big", model="mine.py:make")], Order("too_big", "rlimit", "mine.py:make", 0, 18))
+    assert "the whole batch went through at once in step 1, so nothing was shown" in (judged.unshown, *judged.complaints)
+    assert not judged.shown
+    assert checks.cut_up(record([step(0, partition=[[0, 16], [16, 32]])])) == []
+
+
 @pytest.mark.parametrize(
     ("complaint", "peaks", "excused"),
     [

@@ -82,7 +82,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "the batch has never fitted: room for three tenths of it",
             weather.too_big,
             ("budget", "shim", "rlimit", "cuda"),
-            (checks.bounded,),
+            (checks.bounded, checks.cut_up),
         ),
         Scenario(
             "cliff",

@@ -94,6 +94,12 @@ def something_happened(run: Run) -> list[str]:
     return [] if run.ooms else ["memory never ran out, so nothing was shown"]
 
 
+def cut_up(run: Run) -> list[str]:
+    """No step's batch went through whole, without which it has fitted."""
+    whole = [step.step for step in run.steps if step.pieces == 1 and step.samples > run.needs.sizes[0]]
+    return [f"the whole batch went through at once in step {whole[0]}, so nothing was shown"] if whole else []
+
+
 def broken_up(run: Run) -> list[str]:
     """At least one failure, except where the allocator can mend broken memory: there training has to come through, and need not fail."""
     return [] if run.expandable else something_happened(run)
