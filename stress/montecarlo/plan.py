@@ -165,15 +165,21 @@ def read(text: str) -> Plan:
         if unknown:
             raise TypeError(f"there is no field {unknown[0]!r}")
         values: dict[str, Any] = {name: tuple(value) if kinds[name] is tuple else kinds[name](value) for name, value in given.items()}
-        values["faults"] = tuple(Fault(**each) for each in given.get("faults", ()))
+        values["faults"] = tuple(_fault_of(each) for each in given.get("faults", ()))
+        values["limits"] = tuple(map(float, given.get("limits", ())))
         values["moves"] = tuple((int(at), float(to)) for at, to in given.get("moves", ()))
         plan = Plan(**values)
         missing = [name for name in plan.layers if name not in LAYERS]
         if missing:
             raise TypeError(f"there is no layer {missing[0]!r}")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"--case {text}: this is no case, which is an object as JSON such as the tool prints: {error}") from error
     return plan
+
+
+def _fault_of(given: Mapping[str, Any]) -> Fault:
+    kinds = {each.name: type(getattr(Fault(), each.name)) for each in fields(Fault)}
+    return Fault(**{name: kinds[name](value) if name in kinds else value for name, value in given.items()})
 
 
 def draw(seed: int) -> Plan:

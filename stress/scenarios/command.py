@@ -74,8 +74,11 @@ def main(options: argparse.Namespace) -> int:
     if options.list:
         print(listing())
         return 0
-    for name in ("json", "html", "png"):
-        check_writable(getattr(options, name), f"--{name}")
+    outputs = {name: path for name in ("json", "html", "png") if (path := getattr(options, name)) is not None}
+    for name, path in outputs.items():
+        check_writable(path, f"--{name}")
+        if list(outputs.values()).count(path) > 1:
+            raise UsageError(f"--{name} {path}: another of --json, --html and --png goes to the same file; name a file for each")
     if options.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--png needs matplotlib, which is not installed: pip install 'elastic-mbs[plot]'")
     orders, missing = plan(options)
