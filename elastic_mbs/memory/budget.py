@@ -68,9 +68,10 @@ class MemoryBudget:
     ```
 
     What is counted: each untyped storage once, however many tensors look into it, from the operation that brought it to its end; after a resize
-    again. Storages that an operation only reads and that were not tracked are counted when they are first seen, but do not cause an error by
-    themselves: the next allocation does. Wrapper subclasses (DTensor, jagged nested tensors) count through the plain tensors inside them; meta and
-    fake tensors, other devices and mkldnn tensors (which have no storage) not at all.
+    again. Storages that an operation only reads and that were not tracked (those of `torch.tensor([...])` and `from_numpy`, too, which are no
+    operations) are counted when they are first seen, but do not cause an error by themselves: the next allocation does. Wrapper subclasses
+    (DTensor, jagged nested tensors) count through the plain tensors inside them; meta and fake tensors, other devices and mkldnn tensors (which have
+    no storage) not at all.
 
     How it differs from an allocator:
 
