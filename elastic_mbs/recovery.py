@@ -160,6 +160,7 @@ def recover(call: Call) -> None:
     size = parts.controller.out_of_memory(call.key, len(failure.piece), parts.capacity())
     splits = size is not None and _splits(call, failure.piece, size)
     oom.release(devices=parts.inventory.devices(), thorough=history.since_progress > 1 or not splits)
+    parts.monitor.hurry()  # whoever took the memory may be gone again before the next reading is due
     if size is not None:
         call.size = size
     reading = parts.monitor.last()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -327,3 +328,30 @@ def test_a_sensor_that_hangs_does_not_hold_up_a_step() -> None:
         began = time.monotonic()
         mbs.backward(cross_entropy(model), batch)
         assert time.monotonic() - began < 0.4
+
+
+@pytest.mark.no_oom_injection
+def test_memory_is_read_right_after_a_failure_and_not_when_the_next_reading_is_due() -> None:
+    model, batch = mlp(), pairs(8)
+    readings: list[bool] = []  # of each: whether the neighbour was seen
+    spike = threading.Event()
+
+    class Neighbour:
+        def read(self) -> Reading:
+            readings.append(spike.is_set())
+            return Headroom(free=1 if spike.is_set() else 100, total=100, held_by_others=0, source="test", at=0.0)
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(readings) < count and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    with ElasticMBS(model, micro_batch_size=4, sensor=Neighbour(), monitor_interval=3600) as mbs:
+        mbs.backward(cross_entropy(model), batch)
+        model.zero_grad()
+        wait_for(1)
+        spike.set()
+        with InjectOOM(at=[5]):
+            assert mbs.backward(cross_entropy(model), batch).ooms == 1
+        wait_for(2)
+    assert readings == [False, True]

@@ -116,6 +116,20 @@ def test_the_thread_reads_at_once_and_then_every_interval() -> None:
     assert isinstance(monitor.latest(), Headroom)
 
 
+def test_a_hurried_thread_reads_before_its_interval_is_over() -> None:
+    sensor = Script(room())
+    monitor = Monitor(sensor, interval=3600)
+    monitor.hurry()  # no thread yet: the first reading will come anyway
+    monitor.start()
+    for reads in (1, 2, 3):
+        wait_until(lambda reads=reads: sensor.reads == reads)  # type: ignore[misc]  # a default is no type that mypy infers
+        monitor.hurry()
+    wait_until(lambda: sensor.reads == 4)
+    monitor.stop()
+    monitor.hurry()
+    assert sensor.reads == 4
+
+
 def test_starting_twice_makes_one_thread() -> None:
     monitor = Monitor(Script(room()), interval=100)
     monitor.start()

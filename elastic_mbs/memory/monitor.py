@@ -64,6 +64,7 @@ class Monitor:
         self._latest = _Latest(sensor, clock, on_change)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._alarm: _Alarm | None = None
         self._ender: weakref.finalize[[], Monitor] | None = None
         self._forks = _forks
 
@@ -78,24 +79,30 @@ class Monitor:
         with self._lock:
             if self._interval == 0 or self._thread is not None:
                 return
-            ended = threading.Event()
-            thread = threading.Thread(target=_watch, args=(self._latest, self._interval, ended), name="elastic-mbs-monitor", daemon=True)
+            alarm = _Alarm()
+            thread = threading.Thread(target=_watch, args=(self._latest, self._interval, alarm), name="elastic-mbs-monitor", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
                 self._latest.publish(Unavailable(f"no thread for the memory monitor: {error}", self._latest.clock()))
                 return
-            self._thread, self._ender = thread, weakref.finalize(self, ended.set)
+            self._thread, self._alarm, self._ender = thread, alarm, weakref.finalize(self, alarm.end)
 
     def stop(self) -> None:
         """Ends the thread, waiting at most two seconds for a sensor that hangs. The latest reading stays."""
         self._after_fork(restart=False)
         with self._lock:
-            thread, ender, self._thread, self._ender = self._thread, self._ender, None, None
+            thread, ender, self._thread, self._alarm, self._ender = self._thread, self._ender, None, None, None
         if thread is not None and ender is not None:
             ender()
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
+
+    def hurry(self) -> None:
+        """Has the thread read now and not at the end of its interval, without waiting for it: something has happened that a reading may explain."""
+        alarm = self._alarm
+        if alarm is not None:
+            alarm.rung.set()
 
     def latest(self) -> Reading:
         """The latest reading, without waiting; `Unavailable("no reading yet")` before the first."""
@@ -118,13 +125,26 @@ class Monitor:
         if self._forks == _forks:
             return
         ran = self._thread is not None
-        self._forks, self._lock, self._thread = _forks, threading.Lock(), None
+        self._forks, self._lock, self._thread, self._alarm = _forks, threading.Lock(), None, None
         if self._ender is not None:
             self._ender.detach()
             self._ender = None
         self._latest.lock = threading.Lock()
         if ran and restart:
             self.start()
+
+
+class _Alarm:
+    """What wakes the thread before its interval is over: to end, or to read."""
+
+    def __init__(self) -> None:
+        self.rung = threading.Event()
+        self.ended = False
+
+    def end(self) -> None:
+        """Ends the thread; one that is reading publishes nothing any more."""
+        self.ended = True
+        self.rung.set()
 
 
 class _Latest:
@@ -140,10 +160,10 @@ class _Latest:
         self._on_change = weakref.WeakMethod(on_change) if isinstance(on_change, MethodType) else lambda: on_change
         self._available = True
 
-    def update(self, ended: threading.Event | None = None) -> Reading:
+    def update(self, alarm: _Alarm | None = None) -> Reading:
         """Reads and publishes. A thread that was told to end while it read publishes nothing."""
         reading = self._read()
-        if ended is None or not ended.is_set():
+        if alarm is None or not alarm.ended:
             self.publish(reading)
         return reading
 
@@ -169,10 +189,12 @@ class _Latest:
         return replace(reading, at=at)
 
 
-def _watch(latest: _Latest, interval: float, ended: threading.Event) -> None:
-    while not ended.is_set():
+def _watch(latest: _Latest, interval: float, alarm: _Alarm) -> None:
+    while not alarm.ended:
+        alarm.rung.clear()  # before the reading: what rings from here on wants another one
         try:
-            latest.update(ended)
+            latest.update(alarm)
         except Exception:
             logger.exception("an error in on_change of the memory monitor")
-        ended.wait(interval)
+        if not alarm.ended:  # `end` may have rung before the line that clears
+            alarm.rung.wait(interval)
