@@ -1,0 +1,196 @@
+"""The guard inside `ElasticMBS`: its limit is up in forward and backward and nowhere else, and what fails at it is recovered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_mbs import Event, MemoryBudget, OutOfMemory, Warned, elastic_step
+from elastic_mbs.memory import host_guard
+from tests.helpers.rlimit import MEBI, Limit, fake_limit, guard_of
+from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only")
+
+limit = pytest.fixture(fake_limit)
+
+
+def test_without_the_switch_there_is_no_guard(limit: Limit) -> None:
+    for mbs in (elastic(mlp()), elastic(mlp(), host_guard=False), elastic(mlp(), host_guard=True, enabled=False)):
+        assert mbs._parts.guard is None
+    assert limit.seen == []
+
+
+@pytest.mark.parametrize("door", [1, 3])
+def test_the_limit_is_up_in_forward_and_backward_and_down_everywhere_else(limit: Limit, door: int) -> None:
+    model = mlp()
+    softs: dict[str, list[int]] = {"forward": [], "backward": [], "event": []}
+
+    def loss_fn(batch: Any) -> Any:
+        softs["forward"].append(limit.soft)
+        if len(softs["forward"]) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        loss = cross_entropy(model)(batch)
+        loss.register_hook(lambda _: softs["backward"].append(limit.soft))
+        return loss
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, OutOfMemory):
+            softs["event"].append(limit.soft)
+
+    mbs = elastic(model, micro_batch_size=8, host_guard="10MiB", on_event=on_event)
+    batch = pairs()
+    wanted = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
+    through(door, mbs, loss_fn, batch)
+    assert off_by(model, wanted) <= 1e-12
+    assert softs == {"forward": [990 * MEBI] * 3, "backward": [990 * MEBI] * 2, "event": [-1]}
+    assert limit.soft == -1
+
+
+def test_evaluation_is_guarded_too_also_inside_a_step(limit: Limit) -> None:
+    model, other = mlp(), mlp(seed=5)
+    inner = elastic(other, micro_batch_size=8, host_guard="60MiB")
+    seen: list[int] = []
+
+    def loss_fn(batch: Any) -> Any:
+        inner.eval(forward, batch)
+        seen.append(limit.soft)
+        return cross_entropy(model)(batch)
+
+    def forward(part: Any) -> Any:
+        seen.append(limit.soft)
+        return other(part[0])
+
+    elastic(model, micro_batch_size=8, host_guard="10MiB").backward(loss_fn, pairs())
+    assert seen == [940 * MEBI, 990 * MEBI]
+    assert limit.soft == -1
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), MemoryError()])
+def test_the_limit_comes_back_whatever_ends_the_call(limit: Limit, error: BaseException) -> None:
+    def loss_fn(batch: Any) -> Any:
+        raise error
+
+    mbs = elastic(mlp(), host_guard=True)
+    with pytest.raises(BaseException) as caught:
+        mbs.backward(loss_fn, pairs())
+    assert not isinstance(caught.value, AssertionError)
+    assert limit.soft == -1
+
+
+def test_an_interrupt_between_the_lines_of_the_engine_leaves_no_limit(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    mbs = elastic(model, host_guard=True)
+    guard = mbs._parts.guard
+    assert guard is not None
+    real = guard.renew
+
+    def renew_and_be_interrupted() -> None:
+        real()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(guard, "renew", renew_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mbs.backward(cross_entropy(model), pairs())
+    assert limit.soft == -1
+
+
+def test_closing_the_runtime_restores_the_limit(limit: Limit) -> None:
+    model = mlp()
+    with elastic(model, host_guard=True) as mbs:
+        for micro in mbs.micro_batches(pairs(), own_graph=False):  # its hooks would stay, as this block is never left
+            micro.__enter__()
+            assert limit.soft != -1
+            break
+        mbs.close()
+        assert limit.soft == -1
+        guard = mbs._parts.guard
+        assert guard is not None
+        assert not guard._own._files
+
+
+def test_the_decorator_takes_the_switch(limit: Limit) -> None:
+    model = mlp()
+    step = elastic_step(model, host_guard=True, monitor_interval=0)(cross_entropy(model))
+    step(pairs())
+    assert limit.seen[-1] == -1
+    assert len(limit.seen) > 2
+
+
+def test_a_refusal_is_one_event(limit: Limit) -> None:
+    limit.refuse = PermissionError(1, "Operation not permitted")
+    events: list[Event] = []
+    model = mlp()
+    mbs = elastic(model, host_guard=True, on_event=events.append)
+    for _ in range(3):
+        mbs.backward(cross_entropy(model), pairs())
+    warned = [event for event in events if isinstance(event, Warned)]
+    assert [(event.topic, "PermissionError" in event.message) for event in warned] == [("host_guard", True)]
+
+
+def test_a_budget_with_no_room_for_the_thread_pool_does_not_end_the_step(limit: Limit) -> None:
+    model = mlp()
+    with MemoryBudget(2**40, track=model) as budget:
+        guard = guard_of(Path("/"))
+        budget.limit = 0
+        guard.renew()
+        guard.lift()
+        budget.limit = 2**40
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_error_of_onednn_near_the_limit_is_out_of_memory_as_often_as_it_comes(limit: Limit, monkeypatch: pytest.MonkeyPatch, filled: bool) -> None:
+    model, batch = mlp(), pairs()
+    wanted = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
+    fail = FailOn(1, 2, 3, error=lambda: RuntimeError("could not create a primitive"))
+    monkeypatch.setattr(host_guard._OwnMemory, "mapped", lambda _: 950 * MEBI)
+    events: list[Event] = []
+
+    def loss_fn(part: Any) -> Any:
+        fail()
+        return cross_entropy(model)(part)
+
+    if filled:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    elastic(model, micro_batch_size=8, host_guard=True, on_event=events.append).backward(loss_fn, batch)
+    assert off_by(model, wanted) <= 1e-12
+    assert [event.kind for event in events if isinstance(event, OutOfMemory)] == ["host"] * 3
+    assert not [event for event in events if isinstance(event, Warned)]
+
+
+def test_an_error_of_onednn_far_from_the_limit_is_tried_once_and_then_raised(limit: Limit) -> None:
+    model = mlp()
+    fail = FailOn(*range(1, 100), error=lambda: RuntimeError("could not create a primitive"))
+
+    def loss_fn(part: Any) -> Any:
+        fail()
+        return cross_entropy(model)(part)
+
+    with pytest.raises(RuntimeError, match="could not create a primitive"):
+        elastic(model, micro_batch_size=8, host_guard=True).backward(loss_fn, pairs())
+    assert fail.count == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError, lambda: RuntimeError("std::bad_alloc")])
+def test_a_heap_without_memory_in_backward_replays_the_batch_because_a_commit_may_be_unnoted(error: Callable[[], Exception]) -> None:
+    model, batch = mlp(), pairs()
+    wanted = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
+    events: list[Event] = []
+    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
+    mbs.backward(cross_entropy(model), batch)
+    model.zero_grad()
+    fail = FailOn(2, error=error)
+    leaf = next(model.parameters())
+    next(iter(mbs._parts.traits.values()))[1].counted = False  # so that hooks tell
+    mbs._parts.commits.listen()
+    mbs._parts.commits._hooks[id(leaf)].remove()  # the note of this leaf's commit is what there is no memory for
+    leaf.register_post_accumulate_grad_hook(lambda _: fail())
+    mbs.backward(cross_entropy(model), batch)
+    assert off_by(model, wanted) <= 1e-12
+    assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]
