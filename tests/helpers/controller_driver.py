@@ -1,0 +1,94 @@
+"""Runs calls of a controller by hand."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from elastic_mbs.controller import Capacity, Controller, Key, Limits, Move, Observation, Plan, Policy
+
+KEY = Key("loss", "train", 0)
+CALM = Policy(jitter=0.0)
+
+
+class Driver:
+    """Runs calls by hand: what a call sees is said by the test."""
+
+    def __init__(self, start: int | None = None, *, limits: Limits | None = None, grow: bool = True, policy: Policy = CALM, seed: int = 0) -> None:
+        self.now = 0.0
+        self.capacity: int | None = 10_000
+        self.need: Callable[[int], int] | None = lambda x: 100 + 10 * x
+        self.fragmentation = 1.0
+        self.seconds: Callable[[int], float] | None = None
+        self.arguments: dict[str, Any] = {"start": start, "limits": limits or Limits(), "grow": grow, "policy": policy}
+        self.seed = seed
+        self.controller = self.make()
+
+    def make(self) -> Controller:
+        return Controller(**self.arguments, clock=lambda: self.now, random=random.Random(self.seed))
+
+    def reading(self) -> Capacity | None:
+        return None if self.capacity is None else Capacity(self.capacity, self.now)
+
+    def peak(self, x: int) -> int | None:
+        return None if self.need is None else self.need(x)
+
+    def probe(self, samples: int, lengths: list[int], elements: int = 1, key: Key = KEY) -> list[int]:
+        """A probing call whose pieces have these lengths; the size after each."""
+        plan = self.controller.begin(key, samples, elements)
+        after = [self.controller.piece_done(key, n, self.peak(n * elements), self.reading()) for n in lengths]
+        self.finish(plan, samples, elements, key, size=after[-1] if after else plan.size, pieces=len(lengths))
+        return after
+
+    def finish(
+        self,
+        plan: Plan,
+        samples: int,
+        elements: int,
+        key: Key,
+        *,
+        size: int,
+        pieces: int = 1,
+        retries: int = 0,
+        ooms: int = 0,
+        epoch: int | None = None,
+    ) -> Move | None:
+        self.now += 1
+        longest = -(-samples // -(-samples // size))
+        observation = Observation(
+            size=size,
+            epoch=plan.epoch if epoch is None else epoch,
+            samples=samples,
+            elements=elements,
+            pieces=pieces,
+            peak=self.peak(longest * elements) if plan.learning and not ooms else None,
+            fragmentation=self.fragmentation,
+            seconds=None if self.seconds is None else pieces * self.seconds(longest),
+            retries=retries,
+            ooms=ooms,
+        )
+        return self.controller.end(key, observation, self.reading())
+
+    def clean(self, samples: int = 64, elements: int = 1, *, retries: int = 0, key: Key = KEY) -> Move | None:
+        plan = self.controller.begin(key, samples, elements)
+        return self.finish(plan, samples, elements, key, size=plan.size, pieces=-(-samples // plan.size), retries=retries)
+
+    def failing(self, attempted: int, *more: int, samples: int = 64, elements: int = 1) -> tuple[list[int | None], Move | None]:
+        """A call in which pieces of these lengths fail, one after the other."""
+        plan = self.controller.begin(KEY, samples, elements)
+        sizes = [self.controller.out_of_memory(KEY, n, self.reading()) for n in (attempted, *more)]
+        last = sizes[-1]
+        return sizes, self.finish(plan, samples, elements, KEY, size=last or 1, ooms=len(sizes))
+
+    def until_move(self, calls: int = 40, samples: int = 64, elements: int = 1) -> tuple[int, Move | None]:
+        """Clean calls until the size changes: how many, and the change."""
+        for n in range(1, calls + 1):
+            if move := self.clean(samples, elements):
+                return n, move
+        return calls, None
+
+    def size(self) -> int | None:
+        return self.controller.size(KEY)
+
+    def ceilings(self) -> list[Any]:
+        tracks: Any = self.controller.state_dict()["tracks"]
+        return list(tracks[0]["ceilings"])
