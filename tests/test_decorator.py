@@ -1,0 +1,174 @@
+"""Door 2, the decorator: whatever is decorated stays the function that it was, and each instance has a runtime of its own."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from elastic_mbs import ElasticMBS, elastic_step
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.doors import QUIET
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
+
+
+@pytest.mark.no_oom_injection
+def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> None:
+    model, seen = mlp(), []
+
+    @elastic_step(model, micro_batch_size=4, **QUIET)
+    def train_step(batch: Pair, factor: float, *rest: object, flag: bool = False, **more: object) -> Tensor:
+        """Its own words."""
+        seen.append((len(batch[0]), factor, rest, flag, more))
+        loss: Tensor = cross_entropy(model)(batch) * factor
+        return loss
+
+    result = train_step(pairs(), 2.0, "a", flag=True, other=3)
+    assert seen == [(4, 2.0, ("a",), True, {"other": 3})] * 2
+    assert float(result) == pytest.approx(2 * cross_entropy(model)(pairs()).item())
+    assert (train_step.__name__, train_step.__doc__) == ("train_step", "Its own words.")  # type: ignore[attr-defined]  # functools.wraps
+    assert isinstance(train_step.mbs, ElasticMBS)
+    assert train_step.mbs.last_result is result
+
+
+@pytest.mark.parametrize("door", [1, 2])
+def test_arguments_of_any_name_reach_the_step_function(door: int) -> None:
+    """`loss_fn`, `batch` and `self` are names of the engine's own parameters, and may be the user's too."""
+    model = mlp()
+
+    def step(piece: Pair, loss_fn: int, batch: int, self: int, fn: int) -> Tensor:
+        assert (loss_fn, batch, self, fn) == (1, 2, 3, 4)
+        loss: Tensor = cross_entropy(model)(piece)
+        return loss
+
+    if door == 1:
+        elastic(model, micro_batch_size=4).backward(step, pairs(), loss_fn=1, batch=2, self=3, fn=4)
+    else:
+        elastic_step(model, micro_batch_size=4, **QUIET)(functools.partial(step, batch=2))(pairs(), loss_fn=1, self=3, fn=4)
+    assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(pairs()))) <= 1e-12
+
+
+class _Trainer:
+    def __init__(self, seed: int) -> None:
+        self.model = mlp(seed=seed)
+        self.fail = FailOn(1)
+
+    @elastic_step(lambda self: self.model, micro_batch_size=4, **QUIET)
+    def train_step(self, batch: Pair, factor: float = 1.0) -> Tensor:
+        """Its own words."""
+        self.fail()
+        loss: Tensor = cross_entropy(self.model)(batch) * factor
+        return loss
+
+
+@pytest.mark.no_oom_injection
+def test_the_decorator_on_a_method_gives_each_instance_its_own_runtime() -> None:
+    batch = pairs()
+    first, second = _Trainer(1), _Trainer(2)
+    for trainer in (first, second):
+        result = trainer.train_step(batch, factor=3.0)
+        assert result.ooms == 1
+        assert off_by(trainer.model, whole_gradient(trainer.model, lambda net: cross_entropy(net)(batch) * 3.0)) <= 1e-12
+    assert _Trainer.train_step.mbs(first) is not _Trainer.train_step.mbs(second)
+    assert _Trainer.train_step.mbs(first) is _Trainer.train_step.mbs(first)
+    assert _Trainer.train_step.mbs(first).stats.ooms == 1
+    assert _Trainer.train_step.__doc__ == "Its own words."
+
+
+def test_instances_with_a_decorated_method_are_freed() -> None:
+    trainer = _Trainer(1)
+    trainer.train_step(pairs())
+    gone: list[weakref.ref[Any]] = [weakref.ref(trainer), weakref.ref(trainer.model)]
+    del trainer
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+class _OwnModel(nn.Module):
+    """As a LightningModule: the model is the instance itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    @elastic_step(lambda self: self, micro_batch_size=4, **QUIET)
+    def train_step(self, batch: Pair) -> Tensor:
+        loss: Tensor = cross_entropy(self.net)(batch)
+        return loss
+
+
+def test_instances_that_are_their_own_model_are_freed() -> None:
+    model = _OwnModel()
+    model.train_step(pairs())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@dataclass
+class _DataTrainer:
+    """Dataclasses compare by value, so they have no hash."""
+
+    model: nn.Module
+
+    @elastic_step(lambda self: self.model, micro_batch_size=4, **QUIET)
+    def train_step(self, batch: Pair) -> Tensor:
+        loss: Tensor = cross_entropy(self.model)(batch)
+        return loss
+
+
+class _EqualTrainer(_Trainer):
+    """All are equal, and yet each has its own model."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _EqualTrainer)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("make", [lambda: _DataTrainer(mlp()), lambda: _EqualTrainer(3)])
+def test_instances_without_a_hash_or_equal_ones_have_their_own_runtime(make: Any) -> None:
+    batch = pairs()
+    first, second = make(), make()
+    for trainer in (first, second):
+        trainer.train_step(batch)
+        assert off_by(trainer.model, whole_gradient(trainer.model, lambda net: cross_entropy(net)(batch))) <= 1e-12
+    assert type(first).train_step.mbs(first) is not type(first).train_step.mbs(second)
+
+
+def test_a_sequence_of_modules_is_one_step() -> None:
+    encoder, decoder = nn.Linear(6, 8).double(), nn.Linear(8, 4).double()
+    batch = pairs()
+    both = nn.Sequential(encoder, decoder)
+    wanted = whole_gradient(both, lambda net: cross_entropy(net)(batch))
+    for n in (0, 4, 9, 13, 19):
+        both.zero_grad()
+        step = elastic_step([encoder, decoder], micro_batch_size=4, **QUIET)(cross_entropy(both))
+        with InjectOOM(at=[n]):
+            step(batch)
+        assert off_by(both, wanted) <= 1e-12
+
+
+def test_functools_partial_and_callable_objects_are_step_functions() -> None:
+    model, batch = mlp(), pairs()
+
+    def scaled(b: Pair, factor: float) -> Tensor:
+        loss: Tensor = cross_entropy(model)(b) * factor
+        return loss
+
+    class Step:
+        def __call__(self, b: Pair) -> Tensor:
+            return scaled(b, 2.0)
+
+    wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch) * 2)
+    for fn in (functools.partial(scaled, factor=2.0), Step()):
+        model.zero_grad()
+        elastic(model, micro_batch_size=2).backward(fn, batch)
+        assert off_by(model, wanted) <= 1e-12

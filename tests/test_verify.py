@@ -1,0 +1,183 @@
+"""`mbs.verify` names what makes the loss of the pieces another than the batch's, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic_mbs import Event, UsageError, VerifyReport, Warned, count_tokens
+from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs
+
+
+def _tokens() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
+    labels = torch.randint(0, 11, (8, 5))
+    for row, keep in enumerate((5, 1, 2, 4, 3, 2, 2, 5)):
+        labels[row, keep:] = -100
+    return model, {"input_ids": torch.randint(0, 11, (8, 5)), "labels": labels}
+
+
+def _language(model: nn.Module) -> Any:
+    return lambda b: functional.cross_entropy(model(b["input_ids"]).flatten(0, 1), b["labels"].flatten(), ignore_index=-100)
+
+
+def _says(report: VerifyReport, *words: str) -> bool:
+    return any(all(word in finding for word in words) for finding in report.findings)
+
+
+def test_verify_is_content_with_what_is_right() -> None:
+    model, batch = _tokens()
+    report = elastic(model, count=count_tokens("labels")).verify(_language(model), batch)
+    assert report.ok
+    assert report.findings == ()
+    assert report.whole == pytest.approx(report.split, rel=1e-12)
+    assert str(report).startswith("ok: loss")
+    report.raise_if_wrong()
+    plain = mlp()
+    assert elastic(plain).verify(cross_entropy(plain), pairs()).ok
+    assert elastic(plain, reduction="sum").verify(lambda b: functional.cross_entropy(plain(b[0]), b[1], reduction="sum"), pairs()).ok
+
+
+def test_verify_names_a_missing_count() -> None:
+    model, batch = _tokens()
+    report = elastic(model).verify(_language(model), batch)
+    assert not report.ok
+    assert _says(report, "count=count_tokens('labels')")
+    with pytest.raises(UsageError, match="WRONG"):
+        report.raise_if_wrong()
+
+
+def test_verify_names_a_sum_where_a_mean_was_said_and_the_reverse() -> None:
+    model = mlp()
+    report = elastic(model).verify(lambda b: functional.cross_entropy(model(b[0]), b[1], reduction="sum"), pairs())
+    assert not report.ok
+    assert _says(report, "is a sum", "reduction='sum'")
+    report = elastic(model, reduction="sum").verify(cross_entropy(model), pairs())
+    assert not report.ok
+    assert _says(report, "is a mean", "reduction='mean'")
+
+
+def test_verify_names_a_regulariser_under_a_sum() -> None:
+    model = mlp()
+
+    def loss_fn(b: Pair) -> Tensor:
+        regulariser = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        return functional.cross_entropy(model(b[0]), b[1], reduction="sum") + 0.1 * regulariser
+
+    report = elastic(model, reduction="sum").verify(loss_fn, pairs())
+    assert not report.ok
+    size = 0.1 * sum(p.square().sum().item() for p in model.parameters())
+    assert _says(report, f"{size:.6g}", "once per piece")
+
+
+def test_verify_names_a_loss_that_compares_samples() -> None:
+    model = mlp()
+
+    def contrastive(b: Pair) -> Tensor:
+        features = functional.normalize(model(b[0]), dim=1)
+        return functional.cross_entropy(features @ features.T / 0.1, torch.arange(len(features)))
+
+    report = elastic(model).verify(contrastive, pairs())
+    assert not report.ok
+    assert _says(report, "compares samples", "contrastive")
+
+
+def test_verify_names_randomness_that_is_not_rolled_back() -> None:
+    model, own = mlp(), random.Random(0)
+
+    def loss_fn(b: Pair) -> Tensor:
+        loss: Tensor = cross_entropy(model)(b) * own.random()
+        return loss
+
+    assert _says(elastic(model).verify(loss_fn, pairs()), "generators=")
+    model_with_own = elastic(model, generators=[own]).verify(loss_fn, pairs())
+    assert model_with_own.ok
+
+
+def test_verify_mentions_batch_norm_without_calling_it_wrong() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    report = elastic(model).verify(cross_entropy(model), pairs())
+    assert report.ok
+    assert _says(report, "BatchNorm")
+
+
+def test_verify_names_the_loss_among_several() -> None:
+    model = mlp()
+
+    def losses(b: Pair) -> dict[str, Tensor]:
+        return {"good": cross_entropy(model)(b), "bad": functional.cross_entropy(model(b[0]), b[1], reduction="sum")}
+
+    report = elastic(model, count={"good": None, "bad": None}).verify(losses, pairs())
+    assert not report.ok
+    assert _says(report, "'bad'", "sum")
+    assert not _says(report, "'good'")
+
+
+def test_verify_works_for_a_loss_that_reads_the_total() -> None:
+    model = mlp()
+    mbs = elastic(model, reduction="sum")
+    report = mbs.verify(lambda b: functional.cross_entropy(model(b[0]), b[1], reduction="sum") / mbs.total, pairs())
+    assert report.ok
+
+
+@pytest.mark.no_oom_injection
+def test_verify_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+    model[1].eval()
+    batch = pairs()
+
+    def loss_fn(b: Pair) -> Tensor:
+        model.get_buffer("1.running_mean").add_(1.0)
+        noise = torch.rand(()) + random.random() + np.random.rand()  # the legacy stream is what is rolled back
+        loss: Tensor = cross_entropy(model)(b) + 0 * noise
+        return loss
+
+    before = [p.clone() for p in model.parameters()], [b.clone() for b in model.buffers()]
+    modes = [module.training for module in model.modules()]
+    streams = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+    mbs = elastic(model, micro_batch_size=4)
+    mbs.verify(loss_fn, batch)
+    assert all(torch.equal(a, b) for a, b in zip([*before[0], *before[1]], [*model.parameters(), *model.buffers()], strict=True))
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(streams[0], torch.get_rng_state())
+    assert streams[1:] == (random.getstate(), repr(np.random.get_state()))
+    assert all(p.grad is None for p in model.parameters())
+    assert mbs.stats.calls == 0
+    model.zero_grad()
+    assert mbs.backward(cross_entropy(model), batch).partition == ((0, 4), (4, 8))
+
+
+def test_verify_puts_everything_back_when_the_loss_fails() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    model.train()
+
+    def loss_fn(b: Pair) -> Tensor:
+        model.get_buffer("0.running_mean").add_(1.0)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        elastic(model).verify(loss_fn, pairs())
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert not bool(model.get_buffer("0.running_mean").any())
+
+
+def test_labels_to_be_ignored_without_a_count_are_warned_of_once() -> None:
+    model, batch = _tokens()
+    events = list[Event]()
+    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
+    for _ in range(3):
+        mbs.backward(_language(model), batch)
+    warnings = [event for event in events if isinstance(event, Warned)]
+    assert len(warnings) == 1
+    assert "count=count_tokens('labels')" in warnings[0].message
+    events.clear()
+    elastic(model, micro_batch_size=4, on_event=events.append, count=count_tokens("labels")).backward(_language(model), batch)
+    assert not [event for event in events if isinstance(event, Warned)]
