@@ -18,7 +18,8 @@ test: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=auto --cov --cov-report=term
 
 # Tests that hold whatever fails, with out-of-memory errors at random places inside guarded attempts (elastic_mbs.testing). SEED=N for other places.
-INJECTED := bugs decorator disabled doors ends eval exact exact_gradients losses mistakes mistakes_input mistakes_loop nothing_swallowed once optimizer_step saved_tensors sinks telemetry verify
+INJECTED := decorator disabled doors ends eval exact exact_gradients losses mistakes mistakes_input mistakes_loop nothing_swallowed once optimizer_copies \
+	optimizer_step package random_streams saved_tensors scaler sinks telemetry verify
 SEED ?= 20
 
 test-injected: .venv/installed

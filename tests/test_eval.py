@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MicroBatchFloorError, UsageError
+from elastic_mbs import ElasticMBS, MemoryBudget, MicroBatchFloorError, OutOfMemory, UsageError
 from elastic_mbs.join import PerPiece
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import Pair, elastic, mlp, pairs
+from tests.helpers.steps import Pair, elastic, mlp, off_by, pairs
 
 
 @pytest.mark.parametrize("fault", [0, 1, 2, 4, 5])
@@ -101,3 +101,41 @@ def test_evaluation_fits_more_than_training_and_has_sizes_of_its_own() -> None:
         sizes = {key.mode: track.size for key, track in mbs._parts.controller._tracks.items()}
     assert max(stop - start for start, stop in trained.partition) < 64  # the whole batch does not fit with its graph
     assert sizes["eval"] > sizes["train"]
+
+
+def test_an_evaluation_that_does_not_fit_leaves_the_gradients_alone() -> None:
+    """Its end by an error emptied all of them, as the end of a training call does: whatever had been accumulated by then was gone."""
+    model, batch = mlp(), pairs(8)
+    mbs = elastic(model, micro_batch_size=4)
+    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
+        mbs.eval(lambda b: model(b[0]), batch)
+    assert off_by(model, before) == 0
+
+
+@pytest.mark.no_oom_injection
+def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> None:
+    """Starting over empties the gradients of the batch, and an evaluation has none of its own."""
+    model, batch = mlp(), pairs(8)
+    draws, fails = [False], [False]
+
+    def scores(b: tuple[Tensor, Tensor]) -> Tensor:
+        if fails[0] and bool((b[0][0] == batch[0][4]).all()):
+            fails[0] = False
+            torch.rand(2)
+            raise torch.OutOfMemoryError("CUDA out of memory. in the middle")
+        found: Tensor = model(b[0]) * (1 + torch.rand(()) if draws[0] else 1)
+        return found
+
+    events: list[Any] = []
+    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
+    for _ in range(2):
+        mbs.eval(scores, batch)
+    model.zero_grad()
+    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    draws[0] = fails[0] = True
+    mbs.eval(scores, batch)
+    assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]
+    assert off_by(model, before) == 0

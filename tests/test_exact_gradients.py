@@ -260,3 +260,41 @@ def test_recomputation_switched_on_between_two_calls_stays_exact() -> None:
             assert off_by(model, wanted) <= EXACT, n
         mbs.close()
         model.zero_grad()
+
+
+def test_the_tensor_that_weighs_a_loss_does_not_become_the_gradient_of_a_leaf_and_of_every_later_batch() -> None:
+    """It was kept and used again. Where only views lie between a leaf and the loss, autograd makes it the leaf's `.grad`: clipping wrote to it."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+    shift = model.shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    x = torch.randn(8, 3, dtype=torch.float64)
+
+    def loss_fn(piece: Tensor) -> Tensor:
+        loss: Tensor = model(piece).pow(2).mean() + shift.squeeze()
+        return loss
+
+    mbs, unrelated = elastic(model, micro_batch_size=2, grow=False), elastic(other, micro_batch_size=2, grow=False)
+    for _ in range(4):
+        model.zero_grad()
+        mbs.backward(loss_fn, x)
+        assert shift.grad is not None
+        assert float(shift.grad) == 1.0
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        other.zero_grad()
+        unrelated.backward(lambda piece: other(piece).pow(2).mean(), x)
+        assert off_by(other, whole_gradient(other, lambda net: net(x).pow(2).mean())) <= 1e-12
+
+
+def test_a_hook_on_the_loss_that_writes_to_its_gradient_does_so_once() -> None:
+    model, batch = mlp(), pairs(8)
+
+    def loss_fn(b: tuple[Tensor, Tensor]) -> Tensor:
+        loss = nn.functional.cross_entropy(model(b[0]), b[1])
+        loss.register_hook(lambda gradient: gradient.mul_(2))
+        return loss
+
+    mbs = elastic(model, micro_batch_size=2, grow=False)
+    for _ in range(4):
+        model.zero_grad()
+        mbs.backward(loss_fn, batch)
+        assert off_by(model, whole_gradient(model, lambda net: 2 * nn.functional.cross_entropy(net(batch[0]), batch[1]))) <= 1e-12

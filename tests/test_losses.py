@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from elastic_mbs import ElasticMBS
 from elastic_mbs.errors import LossError
 from elastic_mbs.losses import Terms, read_losses, weighted_sum
+from tests.helpers.steps import elastic, mlp, pairs, through
 
 Named = namedtuple("Named", ["loss", "logits"])
 
@@ -172,3 +173,26 @@ def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradi
     assert float(result) == pytest.approx(model(x[2:]).mean().item() + 2, rel=1e-14)
     assert model.weight.grad is not None
     assert torch.allclose(model.weight.grad, x[2:].mean(0, keepdim=True), rtol=1e-14)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("door", [1, 3])
+def test_what_the_user_does_to_a_loss_afterwards_does_not_reach_the_reported_one(door: int, enabled: bool) -> None:
+    """It was kept by `detach()`, which shares its memory: `total = loss.detach(); total += …` in the user's loop changed `result.loss`."""
+    model, batch = mlp(), pairs(8)
+    total: list[Tensor] = []
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        loss = nn.functional.cross_entropy(model(piece[0]), piece[1])
+        if total:
+            total[0] += loss.detach()
+        else:
+            total.append(loss.detach())
+        return loss
+
+    mbs = elastic(model, micro_batch_size=2, grow=False, enabled=enabled)
+    with torch.no_grad():
+        wanted = float(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    for _ in range(4):
+        total.clear()
+        assert abs(float(through(door, mbs, loss_fn, batch)) - wanted) <= 1e-12

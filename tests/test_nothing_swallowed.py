@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, ElasticMBSError, Event, MicroBatchFloorError, OutOfMemory, PoisonedDeviceError, Policy, RecoveryError, Warned
 from elastic_mbs.memory import MemoryBudget
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, off_by, pairs, still_works, through
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, still_works, through
 
 DOORS = [1, 3]
 
@@ -353,3 +353,21 @@ def test_eval_passes_errors_through_and_puts_state_back() -> None:
     assert _same(_state(model), state)
     assert grads(model) == [None] * 6
     assert mbs.eval(fn, batch).shape == (8, 4)
+
+
+def test_where_autograd_refuses_to_run_the_batch_is_put_back_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letting go of what a failed backward has left is a backward itself. Its error took the place of the user's, and state was not put back."""
+    model, batch = mlp(), pairs(8)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        if bool((piece[0] == batch[0][-1]).all(1).any()):
+            raise ValueError("mine")
+        return nn.functional.cross_entropy(model(piece[0]), piece[1])
+
+    monkeypatch.setattr(torch.autograd, "grad", refuse)
+    with pytest.raises(ValueError, match="mine"):
+        elastic(model, micro_batch_size=2, grow=False).backward(loss_fn, batch)
+    assert all(parameter.grad is None for parameter in model.parameters())

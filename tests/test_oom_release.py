@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from elastic_mbs import oom
+from elastic_mbs import MemoryBudget, oom
 from elastic_mbs.oom import Kind, classify, clear_frames, forget, probe, release
 from tests.helpers.oom_chains import Wrapper, caught, fail
 from tests.helpers.oom_tables import CUDA_ADVICE
+from tests.helpers.steps import elastic
 
 
 def attempt(watch: list[weakref.ref[torch.Tensor]], wrap: bool) -> None:
@@ -95,6 +97,37 @@ def test_clearing_frames_leaves_the_running_ones_alone() -> None:
     clear_frames(None)
     assert watch[0]() is None
     assert mine.numel() == 3
+
+
+@pytest.mark.parametrize("alien", [False, True])
+@pytest.mark.no_oom_injection
+def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activations(alien: bool) -> None:
+    """Autograd leaves them in the thread's queue until its next backward: the replay's forward had to fit beside the attempt that had failed."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 512, bias=False).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    live: list[int] = []
+    failing = [True]
+
+    def fail(grad: Tensor) -> None:
+        if failing.pop() if failing else False:
+            raise ValueError("mine") if alien else torch.OutOfMemoryError("CUDA out of memory. in a branch")
+
+    def loss_fn(piece: Tensor) -> Tensor:
+        live.append(budget.live)
+        branches = [model(piece).exp() for _ in range(3)]
+        branches[-1].register_hook(fail)
+        return sum((branch.mean() for branch in branches), torch.zeros((), dtype=torch.float64))
+
+    with MemoryBudget("1GiB", track=(model, x)) as budget:
+        mbs = elastic(model, micro_batch_size=8)
+        if alien:
+            with pytest.raises(ValueError, match="mine"):
+                mbs.backward(loss_fn, x)
+            live.append(budget.live)
+        else:
+            assert mbs.backward(loss_fn, x).ooms == 1
+    assert live[1] - live[0] < 8 * 512 * 8
 
 
 class Backend:

@@ -12,8 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from elastic_mbs.random_streams import RandomStreams, check_generators
+from elastic_mbs import ElasticMBS
+from elastic_mbs.random_streams import RandomStreams, StreamState, check_generators
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.steps import mlp, off_by, pairs, whole_gradient
 
 Draw = Callable[[], Any]
 
@@ -127,3 +131,25 @@ def test_what_has_no_state_is_refused_by_name(generator: Any, name: str) -> None
     assert trouble is not None
     assert f"has a {name}," in trouble
     assert "give torch, random or numpy generators" in trouble
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_looking_at_the_random_streams_may_run_out_of_memory_as_well(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of torch's takes 5 KiB of the host's memory: refused those, a raw error left the call, one even after the gradient was whole."""
+    model, batch = mlp(), pairs(8)
+    reference = whole_gradient(model, lambda twin: nn.functional.cross_entropy(twin(batch[0]), batch[1]))
+    looks, look = 0, RandomStreams.moved_on_devices
+
+    def refused(self: RandomStreams, since: StreamState) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == at:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5056 bytes. Error code 12")
+        return look(self, since)
+
+    monkeypatch.setattr(RandomStreams, "moved_on_devices", refused)
+    mbs = ElasticMBS(model, micro_batch_size=4, monitor_interval=0)
+    with InjectOOM(at=(25,)):
+        assert mbs.backward(lambda piece: nn.functional.cross_entropy(model(piece[0]), piece[1]), batch).ooms == 1
+    assert off_by(model, reference) <= 1e-12
+    assert looks >= at
