@@ -40,6 +40,7 @@ def test_a_loop_left_early_is_named_by_the_next_call(model: nn.Module, how: str)
     assert still_works(mbs, model)
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("how", LEFT)
 def test_a_loop_left_early_is_named_by_the_optimizer(model: nn.Module, how: str) -> None:
     mbs, optimizer = elastic(model, micro_batch_size=4), torch.optim.SGD(model.parameters(), lr=1.0)
