@@ -111,7 +111,8 @@ def test_evaluation_survives_too(device: torch.device) -> None:
         events: list[Event] = []
         outputs = elastic(model, micro_batch_size=len(batch[1]), on_event=events.append).eval(lambda piece: model(piece[0]), batch)
         assert events
-        assert torch.allclose(outputs, expected, rtol=1e-12, atol=1e-14)
+        # a sum of 16384 terms, some of which come to next to nothing: in another order it differs by the rounding of its terms
+        assert torch.allclose(outputs, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("middle", [nn.Dropout(0.5), nn.BatchNorm1d], ids=["dropout", "batchnorm"])
@@ -301,19 +302,23 @@ def test_the_monitor_sees_a_memory_fraction_and_a_neighbour(gpu: torch.device) -
     model = wide(gpu)
     with Room(gpu, model) as room, Neighbour(room) as neighbour, ElasticMBS(model, monitor_interval=0.02) as mbs:
 
-        def reading() -> Headroom:
-            time.sleep(0.3)
-            found = mbs.headroom
-            assert isinstance(found, Headroom)
-            return found
+        def free_when(right: Callable[[int], bool]) -> int:
+            """The driver wipes memory that is given back before it counts it as free, and a whole card's takes a while."""
+            deadline = time.monotonic() + 10
+            while True:
+                time.sleep(0.1)
+                found = mbs.headroom
+                if isinstance(found, Headroom) and (right(found.free) or time.monotonic() > deadline):
+                    return found.free
+                assert time.monotonic() < deadline, found
 
-        alone = reading()
+        alone = free_when(lambda free: free > 0)
         neighbour.come(left=1024 * MEBI)
-        assert reading().free <= 1100 * MEBI
+        assert free_when(lambda free: free <= 1100 * MEBI) <= 1100 * MEBI
         neighbour.go()
-        assert abs(reading().free - alone.free) <= 1024 * MEBI
+        assert abs(free_when(lambda free: abs(free - alone) <= 1024 * MEBI) - alone) <= 1024 * MEBI
         room.allow(512 * MEBI)
-        assert abs(reading().free - 512 * MEBI) <= 8 * MEBI
+        assert abs(free_when(lambda free: abs(free - 512 * MEBI) <= 8 * MEBI) - 512 * MEBI) <= 8 * MEBI
 
 
 @pytest.mark.gpu
@@ -433,13 +438,15 @@ def test_a_scaled_step_is_the_same_after_an_oom(device: torch.device) -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(device: torch.device, implementation: str, first: bool) -> None:
-    side = 1024 if device.type == "cuda" else 64  # on CUDA 16 parameters of 4 MiB, which are blocks of their own
+    # On CUDA 16 parameters of 16 MiB: from 10 MiB on each is a segment of its own. Smaller ones share segments of 20 MiB, and what is free of those
+    # would be room that nobody has allowed, or not be there where it is counted on.
+    side = 2048 if device.type == "cuda" else 64
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(16))).to(device)
+        model = nn.Sequential(*(nn.Linear(side, side, bias=False, device=device) for _ in range(16)))
         for parameter in model.parameters():
-            parameter.grad = torch.randn(side, side).to(device)
+            parameter.grad = torch.randn(side, side, device=device)
         optimizer = (
             torch.optim.AdamW(model.parameters(), fused=True) if implementation == "fused" else torch.optim.AdamW(model.parameters(), foreach=True)
         )
@@ -517,8 +524,10 @@ def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(gpu: 
     }
     for name, work in works.items():
         try:
-            work()
-            torch.cuda.synchronize(gpu)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # libraries may warn of a plan or a solver that they give up, and try the next
+                work()
+                torch.cuda.synchronize(gpu)
         except Exception as error:
             verdict = oom.classify(error)
             seen.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]} -> {verdict.kind.name if verdict else None}")

@@ -363,6 +363,7 @@ def test_a_forked_child_tells_nothing_of_its_parents_calls(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # said once in a process, by whichever test is the first
 def test_telling_of_calls_never_waits_for_the_device() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
