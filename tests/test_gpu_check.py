@@ -116,6 +116,30 @@ def test_a_part_that_runs_over_is_ended_with_all_that_it_started(tool: Any, tmp_
     assert not alive.exists()
 
 
+def test_a_part_that_runs_over_can_still_tell_of_what_it_has_done(tool: Any, tmp_path: Path) -> None:
+    tests = tmp_path / "test_it.py"
+    tests.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
+    junit = tmp_path / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--junit-xml={junit}", str(tests)]
+    outcome = tool.run(tool.Part("it", command, 5.0, lambda _: tool.read_junit(junit)))
+    assert outcome.timed_out
+    assert not outcome.passed
+    assert outcome.figures["passed"] == 1
+    assert "test_b" in outcome.tail
+
+
+def test_limits_can_be_stretched(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tool, "parts", lambda folder, dry: [part(tool, "print(1)", limit=20.0)])
+    out = tmp_path / "check.json"
+    assert tool.main(["--dry-run", "--stretch", "1.5", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["parts"]["it"]["limit"] == 30.0
+
+
+def test_every_file_with_a_test_for_a_gpu_is_run(tool: Any, tmp_path: Path) -> None:
+    marked = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py") if "mark." + "gpu" in path.read_text()}
+    assert {argument for argument in tool.parts(tmp_path, dry=False)[0].command if argument.startswith("tests/")} == marked
+
+
 @pytest.mark.parametrize(("code", "passed"), [("print('fine')", True), ("raise SystemExit(1)", False)])
 def test_a_part_passes_by_its_exit_code(tool: Any, code: str, passed: bool) -> None:
     outcome = tool.run(part(tool, code))
@@ -153,6 +177,7 @@ def test_pytests_report_becomes_figures(tool: Any, tmp_path: Path) -> None:
     figures = tool.read_junit(report)
     assert (figures["run"], figures["passed"]) == (3, 1)
     assert figures["failed"] == ["tests.test_gpu::b"]
+    assert figures["why"] == {"tests.test_gpu::b": "no"}
     assert figures["slowest"][0] == ["a", 2.5]
     report.write_text("<testsuites/>")
     with pytest.raises(ValueError, match="no test was run"):
