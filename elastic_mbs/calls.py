@@ -71,10 +71,11 @@ class Observation(NamedTuple):
         elements: elements per sample.
         pieces: pieces that committed.
         peak: highest allocation during the call in bytes, or None if it was not measured or is not to be trusted.
-        fragmentation: peak reserved / peak allocated; at least 1.
+        fragmentation: peak reserved / peak allocated; at least 1. An upper bound, where something was cached before.
         seconds: time of the whole call, or None.
         retries: allocator retries during the call.
         ooms: failures during the call.
+        least_fragmentation: a lower bound of `fragmentation`, or None where that is exact.
     """
 
     size: int
@@ -87,6 +88,7 @@ class Observation(NamedTuple):
     seconds: float | None
     retries: int
     ooms: int
+    least_fragmentation: float | None = None
 
 
 class Move(NamedTuple):

@@ -316,7 +316,9 @@ class Controller:
         elif call.learning:
             track.blind += 1
         if observation.fragmentation >= 1:
-            track.fragmentation = observation.fragmentation
+            # What was cached before may be of no use to this size, or of all: what is known stays as it is between the two.
+            least = observation.least_fragmentation or observation.fragmentation
+            track.fragmentation = min(max(track.fragmentation, least), observation.fragmentation)
         if not call.probing:
             self._time(track, observation)
 

@@ -120,6 +120,7 @@ def tell_controller(call: Call, pieces: int) -> None:
         seconds=None if call.plan.probing else parts.stopwatch.seconds(),
         retries=parts.new_retries(usage.retries if usage else 0),
         ooms=call.history.failures,
+        least_fragmentation=usage.least_fragmentation if usage else None,
     )
     for (key, earlier), seconds in parts.stopwatch.finished():
         parts.controller.timed(key, earlier._replace(seconds=seconds))

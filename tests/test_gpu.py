@@ -171,6 +171,27 @@ def test_sizes_grow_back_when_a_neighbour_leaves(device: torch.device) -> None:
             assert alone == samples
 
 
+def test_the_batch_goes_through_whole_again_when_just_as_much_memory_is_back(device: torch.device) -> None:
+    """On CUDA the cache holds what the failed attempt had, which must not pass for memory that smaller pieces need."""
+    model, batch = wide(device), batch_on(device, scale(device)[0])
+    policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
+    with Room(device, model) as room:
+        _, step = needs(room, model, batch)
+        with ElasticMBS(model, policy=policy, monitor_interval=0, wait_for_memory=0, seed=0) as mbs:
+
+            def pieces(share: float, calls: int) -> int:
+                model.zero_grad()
+                room.allow(int(share * step))
+                for _ in range(calls):
+                    partition = mbs.backward(lambda piece: loss_of(model, piece), batch).partition
+                    model.zero_grad()
+                return len(partition)
+
+            assert pieces(1.4, 6) == 1
+            assert pieces(0.9, 6) > 1
+            assert pieces(1.4, 10) == 1
+
+
 # ---------------------------------------------------------------------- free when idle
 
 

@@ -56,6 +56,13 @@ def test_fragmentation_is_never_below_one(usage: Usage, factor: float) -> None:
     assert usage.fragmentation == factor
 
 
+@pytest.mark.parametrize(("idle", "least"), [(0, 1.5), (3, 1.2), (12, 1.0)])
+def test_what_was_cached_before_may_be_no_fragmentation(idle: int, least: float) -> None:
+    usage = Usage(1, 2, 10, 15, 0, idle)
+    assert usage.fragmentation == 1.5
+    assert usage.least_fragmentation == pytest.approx(least)
+
+
 def test_an_unknown_device_trains_without_readings() -> None:
     sensor, meter = sensor_for("mps")
     assert sensor.read() == Unavailable("no memory sensor for device 'mps': pass sensor=...")
@@ -246,7 +253,7 @@ def test_the_allocator_tells_our_use(cuda: FakeCuda) -> None:
     meter.reset_peak()
     assert (meter.resets, cuda.resets) == (1, [torch.device("cuda:0")])
     del cuda.stats["num_alloc_retries"]
-    assert meter.usage() == Usage(10, 20, 30, 45, 0)
+    assert meter.usage() == Usage(10, 20, 30, 45, 0, idle=10)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ class CudaMeter:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = _with_index(torch.device(device))
+        self._idle = 0
         self.resets = 0
 
     def usage(self) -> Usage | None:
@@ -92,7 +93,7 @@ class CudaMeter:
         peaks = stats.get("active_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)
         if not reserved or peaks[0] < allocated or peaks[1] < reserved:
             return None  # cudaMallocAsync reports zero for some of these
-        return Usage(allocated, reserved, *peaks, stats.get("num_alloc_retries", 0))
+        return Usage(allocated, reserved, *peaks, stats.get("num_alloc_retries", 0), self._idle)
 
     def reset_peak(self) -> None:
         """Starts a new interval for the peaks. They belong to the process: others who read them see the reset too."""
@@ -101,6 +102,8 @@ class CudaMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
         except (RuntimeError, AssertionError):
             return  # without a device there is no peak either, and `usage` says so
+        now = self.usage()
+        self._idle = now.reserved - now.allocated if now is not None else 0
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -72,6 +72,7 @@ class Usage:
         peak_allocated: most bytes allocated since the last reset of the peaks.
         peak_reserved: most bytes reserved since then.
         retries: how often the allocator has had to empty its cache and try again, since the process began.
+        idle: bytes that its cache held when the peaks were last reset.
     """
 
     allocated: int
@@ -79,11 +80,17 @@ class Usage:
     peak_allocated: int
     peak_reserved: int
     retries: int
+    idle: int = 0
 
     @property
     def fragmentation(self) -> float:
-        """Peak reserved over peak allocated, at least 1: what a predicted peak of tensors must be multiplied by."""
+        """Peak reserved over peak allocated, at least 1: what a predicted peak of tensors must be multiplied by, at most."""
         return max(1.0, self.peak_reserved / self.peak_allocated) if self.peak_allocated > 0 else 1.0
+
+    @property
+    def least_fragmentation(self) -> float:
+        """The same without what was cached before: that may be of an attempt that has failed, say, and no more than half of it be of use now."""
+        return max(1.0, (self.peak_reserved - self.idle) / self.peak_allocated) if self.peak_allocated > 0 else 1.0
 
 
 @runtime_checkable
