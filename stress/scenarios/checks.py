@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from elastic_mbs.events import format_bytes
 
 from ..record import Run, Step
-from .weather import MARGIN
+from .weather import margin_of
 
 Check = Callable[[Run], list[str]]
 
@@ -160,7 +160,7 @@ def grown_back(run: Run) -> list[str]:
     # What steps took beyond what was measured by hand (an allocator's cache, say): the runtime sees it and has to leave room for it.
     quiet = [step for step in run.steps if step.partition and not step.ooms]
     beyond = max([0, *(step.peak - needs.at(_longest(step)) for step in quiet)])
-    fits = needs.fits(last.available * (1 - MARGIN) + 1 - beyond) if math.isfinite(last.available) else last.samples
+    fits = needs.fits(last.available * (1 - margin_of(run.kind)) + 1 - beyond) if math.isfinite(last.available) else last.samples
     if fits < 1 or last.pieces <= math.ceil(last.samples / fits):
         return []
     return [

@@ -18,7 +18,7 @@ from .meeting import Meeting
 from .order import Order
 from .session import run as run_here
 from .session import unexpected
-from .weather import Room
+from .weather import Room, margin_of
 
 Tell = Callable[[Step], object]
 
@@ -175,7 +175,8 @@ def _two_on_cuda(order: Order, tell: Tell, device: Confined) -> list[Run]:
                     if "needs" in message:
                         needs[index] = Needs.from_json(message["needs"])
                         if len(needs) == len(orders):
-                            device.leave(Room(needs[0], needs[0].samples, copies=2).capacity(order.entry.script(0, order.steps, order.seed)))
+                            room = Room(needs[0], needs[0].samples, copies=2, margin=margin_of(order.kind))
+                            device.leave(room.capacity(order.entry.script(0, order.steps, order.seed)))
                             meeting.say("begin")
                     if two.hear(index, message):
                         device.leave(None)  # for the references

@@ -31,7 +31,7 @@ from .notes import Notes
 from .order import Order
 from .reference import SHAKEN, Curve, relative, rounding_of, shake, train_by_hand, weight_difference
 from .train import Mortal, NoRoomForBatchError, Session, Trained, open_session, train
-from .weather import MARGIN, Room
+from .weather import Room, margin_of
 
 Tell = Callable[[Step], object]
 
@@ -92,15 +92,15 @@ def room_of(order: Order, world: World) -> Room:
         UsageError: the budget is below what the smallest micro-batch takes.
     """
     needs = needs_of(order, world)
-    unit = float(needs.samples)
+    unit, margin = float(needs.samples), margin_of(order.kind)
     if order.budget is not None:
-        unit = float(needs.fits(order.budget * (1 - MARGIN)))
+        unit = float(needs.fits(order.budget * (1 - margin)))
         if unit < needs.sizes[0]:
             raise UsageError(
                 f"--budget: {format_bytes(order.budget)} are below the model: its smallest micro-batch ({needs.sizes[0]}) takes "
-                f"{format_bytes(needs.one)}, and {MARGIN:.0%} stay free; give at least {round(needs.one / (1 - MARGIN)) + 1}"
+                f"{format_bytes(needs.one)}, and {margin:.0%} stay free; give at least {round(needs.one / (1 - margin)) + 1}"
             )
-    return Room(needs, unit, copies=2 if order.entry.play == "two" else 1)
+    return Room(needs, unit, copies=2 if order.entry.play == "two" else 1, margin=margin)
 
 
 _known: dict[tuple[object, ...], Needs] = {}

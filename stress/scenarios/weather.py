@@ -15,6 +15,9 @@ from ..record import Needs
 MARGIN = 0.08
 """What stays free of the room for a share, so that it is room which the controller uses: 5 % that it keeps free, and what its lines through measured
 peaks are off."""
+ROOMY = 0.25
+"""The same on a GPU, whose allocator reserves more than it hands out: blocks of other sizes in its cache, and segments of 20 MiB. The controller
+leaves room for as much as it has seen."""
 
 When = Literal["before", "forward", "backward"]
 
@@ -38,6 +41,11 @@ class Weather:
     optimizer: bool = False
 
 
+def margin_of(kind: str) -> float:
+    """What stays free under a kind of limit."""
+    return ROOMY if kind == "cuda" else MARGIN
+
+
 @dataclass(frozen=True)
 class Room:
     """What a share is in bytes, for one model in one world.
@@ -46,15 +54,17 @@ class Room:
         needs: as measured.
         unit: samples that a share of 1 stands for: the batch, or what fits into the budget that the user gave.
         copies: how many processes share it.
+        margin: what stays free of it.
     """
 
     needs: Needs
     unit: float
     copies: int = 1
+    margin: float = MARGIN
 
     def of(self, share: float) -> int:
         """Bytes that a share takes, with the controller's margin."""
-        return self.copies * round(self.needs.at(max(self.needs.sizes[0], share * self.unit)) / (1 - MARGIN))
+        return self.copies * round(self.needs.at(max(self.needs.sizes[0], share * self.unit)) / (1 - self.margin))
 
     def capacity(self, weather: Weather) -> int:
         """Bytes for all."""
