@@ -196,6 +196,12 @@ def test_the_demos_summary_becomes_figures(tool: Any) -> None:
         tool.read_demo("elastic-mbs: something is wrong")
 
 
+def test_a_warning_beside_the_doctors_json_does_no_harm(tool: Any) -> None:
+    assert tool.read_object('UserWarning: of something\n{"healthy": true,\n "findings": []}\nand more\n') == {"healthy": True, "findings": []}
+    with pytest.raises(ValueError):
+        tool.read_object("nothing")
+
+
 def test_it_works_without_git(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     about = tool.describe(dry=True)
