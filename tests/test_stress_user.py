@@ -180,7 +180,7 @@ def test_a_loss_that_draws_random_numbers_is_compared_over_the_same_pieces(loss:
     assert (found.unshown, found.complaints) == ("", [])
     assert found.differences is not None
     assert found.differences.outputs is not None
-    assert found.differences.outputs < 1e-12
+    assert found.differences.outputs <= found.differences.tolerance_weight  # after 18 steps; other numbers would make tenths
     assert found.ooms > 0
 
 
