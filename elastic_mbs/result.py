@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from elastic_mbs.batch import join, map_tensors
+from elastic_mbs.batch import join
 from elastic_mbs.errors import UsageError
+from elastic_mbs.everywhere import map_everywhere
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 
 OutputPlace = Literal["cpu", "device"] | None
@@ -78,7 +77,7 @@ class StoredOutput:
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self.on_host = place == "cpu"
         self._event: torch.cuda.Event | None = None
-        self._value = _map_any(value, self._to_host if place == "cpu" else torch.Tensor.detach)
+        self._value = map_everywhere(value, self._to_host if place == "cpu" else torch.Tensor.detach)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.grad_fn is not None
@@ -99,18 +98,6 @@ class StoredOutput:
         if self._event is not None:  # cuda-only
             self._event.synchronize()
         return self._value
-
-
-def _map_any(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`map_tensors`, and into the attributes of a plain object, whose tensors would keep their graph otherwise."""
-    mapped = map_tensors(value, fn)
-    if mapped is value and not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):
-        attributes = vars(value)
-        inner = map_tensors(attributes, fn)
-        if inner is not attributes:
-            mapped = copy.copy(value)
-            vars(mapped).update(inner)
-    return mapped
 
 
 def check_place(place: object) -> OutputPlace:
