@@ -53,6 +53,12 @@ class Inventory:
         self.generation += 1
         return True
 
+    def thaw(self) -> None:
+        """Makes the leaves trainable again that were so when the call began: a failed attempt may have frozen some and not come to thaw them."""
+        for leaf in self.leaves:
+            if not leaf.requires_grad:
+                leaf.requires_grad_()
+
     def forget(self) -> None:
         """Makes the next `refresh` find everything new."""
         self._ids = []

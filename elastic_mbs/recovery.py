@@ -147,6 +147,7 @@ def recover(call: Call) -> None:
     assert failure is not None
     history, parts = call.history, call.parts
     call.steady = False
+    parts.inventory.thaw()
     if call.training:
         parts.commits.listen()
     if failure.phase == "backward":
@@ -358,6 +359,7 @@ def unwind(call: Call, error: BaseException) -> None:
     What cannot be put back is said in a note on the error, which otherwise passes unchanged.
     """
     parts = call.parts
+    parts.inventory.thaw()
     if call.training:
         drop_unrun()
         _undo_half_made(parts.settings.scaler)
