@@ -298,7 +298,7 @@ class Call:
         if not self.steady:
             look_at_batch(self)
         self.committed.add(micro)
-        self.history.progress()
+        self.history.progress(micro.start, micro.stop)
         if self.plan.probing:
             # The first piece makes the gradients, of which its peak has a part at most: beside it the next one would seem to need them all.
             usage = None if self.training and len(self.committed) == 1 and not self.filled else parts.meter.usage()

@@ -27,11 +27,11 @@ def hold(parts: Parts, history: History, piece: Range, verdict: Verdict) -> None
     Raises:
         MicroBatchFloorError: it will not fit; the text tells what was asked for, what is free, who holds the rest, and the ways out.
     """
-    history.at_floor += 1
+    tries = history.stuck_at(piece.start)
     seen = last_headroom(parts)
     hopeless = seen is not None and verdict.requested is not None and verdict.requested > seen.total
     if not hopeless:
-        if history.at_floor < TRIES:
+        if tries < TRIES:
             return
         if seen is not None and seen.held_by_others >= max(1, verdict.requested or 0, seen.total // OTHERS) and _wait(parts, history, seen):
             return

@@ -17,6 +17,7 @@ class History:
         self.failures = 0
         self.since_progress = 0
         self.at_floor = 0
+        self.stuck: int | None = None  # first sample of the piece that failed at the floor and has not committed yet
         self.restarts = 0
         self.replayed_samples = 0
         self.masked = False
@@ -25,9 +26,20 @@ class History:
         self.wait_left = wait_for_memory
         self._marked: dict[int, TensorWeakRef] = {}
 
-    def progress(self) -> None:
-        """A piece committed."""
-        self.since_progress = self.at_floor = 0
+    def progress(self, start: int, stop: int) -> None:
+        """The samples from `start` to `stop` committed."""
+        self.since_progress = 0
+        if self.stuck is not None and start <= self.stuck < stop:
+            self.stuck, self.at_floor = None, 0
+
+    def stuck_at(self, start: int) -> int:
+        """The piece that begins at `start` failed and cannot be cut; returns how often it has.
+
+        Others that commit in between, because the batch is replayed from its start, do not count as progress.
+        """
+        self.at_floor = self.at_floor + 1 if self.stuck == start else 1
+        self.stuck = start
+        return self.at_floor
 
     def mark(self, leaves: Iterable[torch.Tensor]) -> frozenset[int]:
         """The ids of leaves that a failed attempt committed to. Weak: a step may make leaves of its own, which end with it."""

@@ -124,6 +124,38 @@ def test_replays_from_the_start_are_capped(door: int, name: str) -> None:
     assert through(door, mbs, loss_fn, pairs(64)).ooms == 0
 
 
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("door", DOORS)
+def test_a_sample_that_cannot_be_run_ends_the_batch_at_the_second_replay_from_its_start(door: int) -> None:
+    """The pieces before it commit again each time, which is no progress: 45 replays of nearly the whole batch were made."""
+    torch.manual_seed(0)
+    model, batch, bad = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double(), pairs(64), 40
+    events, runs, poor = list[Event](), [0], [False]
+
+    def fail(grad: Tensor) -> None:  # at the last leaf, when the others have committed: dropout then leaves no way but from the start
+        if poor[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def loss_fn(b: Pair) -> Tensor:
+        runs[0] += 1
+        poor[0] = known and bool((b[0] == batch[0][bad]).all(1).any())
+        loss: Tensor = cross_entropy(model)(b)
+        return loss
+
+    known = False
+    mbs = elastic(model, micro_batch_size=64, on_event=events.append)
+    through(door, mbs, loss_fn, batch)
+    model.zero_grad()
+    next(model.parameters()).register_hook(fail)
+    known, runs[0] = True, 0
+    with pytest.raises(MicroBatchFloorError, match="samples 40:41"):
+        through(door, mbs, loss_fn, batch)
+    assert runs[0] <= 200
+    halvings = 6
+    assert sum(isinstance(event, OutOfMemory) for event in events) == halvings + 2
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_failures_at_random_for_ever_end(share: float) -> None:
     """Progress in between sets the count of failures back, but a batch has an end."""
