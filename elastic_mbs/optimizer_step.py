@@ -83,10 +83,12 @@ def optimizer_step(parts: Parts, optimizer: Optimizer) -> None:
 
 
 def _refuse(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
+    # accelerate's wrapper is a torch.optim.Optimizer by its class, and has nothing of one: neither hooks nor a step that can be made again.
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
-        hint = f": pass the {type(inner).__name__} inside it" if isinstance(inner, Optimizer) else ""
-        raise UsageError(f"optimizer_step() got a {type(optimizer).__name__}, which is no torch.optim.Optimizer{hint}")
+        hint = f": pass the {type(inner).__name__} inside it, its .optimizer" if isinstance(inner, Optimizer) else ""
+        kind = "is no torch.optim.Optimizer" if not isinstance(optimizer, Optimizer) else "was not made by Optimizer.__init__"
+        raise UsageError(f"optimizer_step() got a {type(optimizer).__name__}, which {kind}{hint}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "LBFGS runs its closure, and with it forward and backward, several times in one step, so a step cannot be taken back and made again: "

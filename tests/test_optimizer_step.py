@@ -443,6 +443,9 @@ def test_what_cannot_be_stepped_is_refused_by_name() -> None:
     wrapper = type("Wrapper", (), {"optimizer": world.optimizer})()
     with pytest.raises(UsageError, match=r"got a Wrapper.*pass the Adam inside it"):
         world.mbs.optimizer_step(wrapper)
+    accelerated = type("Accelerated", (torch.optim.Optimizer,), {"__init__": lambda self, inner: setattr(self, "optimizer", inner)})
+    with pytest.raises(UsageError, match=r"got a Accelerated, which was not made by Optimizer.__init__: pass the Adam inside it, its \.optimizer"):
+        world.mbs.optimizer_step(accelerated(world.optimizer))
     for micro in world.mbs.micro_batches(torch.ones(4, 3, dtype=torch.float64)):
         with pytest.raises(StepInsideError), micro:
             world.guarded()
