@@ -19,7 +19,7 @@ def first_look(
     Args:
         view: the batch.
         training: whether a loss is to be computed.
-        counted: whether the user said what is counted.
+        counted: whether it is known what is counted: the user said so, or losses are sums.
         beside: the arguments that follow the batch.
         named: those given by name.
     """
@@ -30,7 +30,8 @@ def first_look(
         yield (
             "count",
             f"{label!r} has labels of -100 and no count= was given, so every sample weighs the same, however many labels it has: "
-            f"give count=count_tokens({label!r}), and verify(loss_fn, batch) to check",
+            f"give count=count_tokens({label!r}), with shift=True for a causal language model that shifts its labels itself, "
+            "and verify(loss_fn, batch) to check",
         )
     others = [(f"argument {place} after the batch", value) for place, value in enumerate(beside, 1)]
     others += [(f"{name}=", value) for name, value in (named or {}).items()]

@@ -530,7 +530,7 @@ class ElasticMBS:
             raise error
 
     def _look_at(self, view: BatchView, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        counted = self._count is not None
+        counted = self._count is not None or self.settings.reduction == "sum"
         found = retrying(
             self._parts, "look at the labels", lambda: [*first_look(view, training=training, counted=counted, beside=args, named=kwargs)]
         )

@@ -155,8 +155,11 @@ def _reason(
     if near(whole, joined(ones, name, other)) and near(whole, joined(halves, name, other)):
         return f"{what} is a {other} over the samples, but reduction={reduction!r}: use reduction={other!r}"
     label = looks_like_token_labels(view)
-    if reduction == "mean" and counts.names is None and label is not None and _fits_tokens(label, view, whole, ones, near):
-        return f"{what} is a mean over the labels that are not -100: give count=count_tokens({label!r})"
+    if reduction == "mean" and counts.names is None and label is not None:
+        for shift in (False, True):
+            if _fits_tokens(label, view, whole, ones, near, shift=shift):
+                how, over = (", shift=True", ", from the second of each sample on") if shift else ("", "")
+                return f"{what} is a mean over the labels that are not -100{over}: give count=count_tokens({label!r}{how})"
     if reduction == "sum":
         excess = {1: sum(losses[name] for _, _, losses in ones) - whole, 2: sum(losses[name] for _, _, losses in halves) - whole}
         # A term R that is added once per call shows up (pieces - 1) times too often.
@@ -171,13 +174,12 @@ def _reason(
     )
 
 
-def _fits_tokens(label: str, view: BatchView, whole: float, ones: Any, near: Callable[[float, float], bool]) -> bool:
+def _fits_tokens(label: str, view: BatchView, whole: float, ones: Any, near: Callable[[float, float], bool], *, shift: bool) -> bool:
     labels = view.leaf(label)
-    for shifted in (labels, labels[:, 1:] if labels.dim() > 1 else labels):
-        tokens = (shifted != -100).reshape(view.length, -1).sum(1).tolist()
-        if sum(tokens) and near(whole, sum(losses[None] * tokens[start] for start, _, losses in ones if tokens[start]) / sum(tokens)):
-            return True
-    return False
+    if shift and labels.dim() < 2:
+        return False
+    tokens = ((labels[:, 1:] if shift else labels) != -100).reshape(view.length, -1).sum(1).tolist()
+    return bool(sum(tokens)) and near(whole, sum(losses[None] * tokens[start] for start, _, losses in ones if tokens[start]) / sum(tokens))
 
 
 def _known(modules: list[nn.Module]) -> list[str]:

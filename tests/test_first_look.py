@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,6 +22,17 @@ LABELS = {"x": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [1, 1]])}
 def test_labels_to_ignore_without_a_count_are_told_of_where_there_is_a_loss() -> None:
     assert kinds(LABELS) == ["count"]
     assert kinds(LABELS, counted=True) == kinds(LABELS, training=False) == []
+
+
+@pytest.mark.parametrize(("reduction", "told"), [("mean", ["count"]), ("sum", [])])
+def test_sums_need_no_count(reduction: Literal["mean", "sum"], told: list[str]) -> None:
+    model, events = nn.Linear(3, 4), list[Any]()
+
+    def loss_fn(batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["x"]), batch["labels"][:, 1], reduction=reduction)
+
+    ElasticMBS(model, reduction=reduction, monitor_interval=0, on_event=events.append).backward(loss_fn, LABELS)
+    assert [event.topic for event in events if isinstance(event, Warned)] == told
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,20 @@ def test_verify_names_a_missing_count() -> None:
         report.raise_if_wrong()
 
 
+def test_verify_tells_a_loss_that_shifts_its_labels_from_one_that_does_not() -> None:
+    """A causal language model does: the count that was advised was the one that had been given, and wrong."""
+    model, batch = _tokens()
+
+    def loss_fn(b: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(b["input_ids"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten(), ignore_index=-100)
+
+    for given in (None, count_tokens("labels")):
+        report = elastic(model, count=given).verify(loss_fn, batch)
+        assert not report.ok
+        assert _says(report, "from the second of each sample on", "count=count_tokens('labels', shift=True)")
+    assert elastic(model, count=count_tokens("labels", shift=True)).verify(loss_fn, batch).ok
+
+
 def test_verify_names_a_sum_where_a_mean_was_said_and_the_reverse() -> None:
     model = mlp()
     report = elastic(model).verify(lambda b: functional.cross_entropy(model(b[0]), b[1], reduction="sum"), pairs())
