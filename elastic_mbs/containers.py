@@ -208,6 +208,7 @@ class Kind:
         why: why the type is refused and what to do, for `Role.REFUSED`.
         computed: dataclass fields that the constructor does not take, with their defaults.
         cached: names of cached properties.
+        beside: attributes beside the parts that are lists with one item per sample, where they are there.
     """
 
     role: Role
@@ -217,6 +218,7 @@ class Kind:
     why: str = ""
     computed: Mapping[str, Any] = field(default_factory=dict)
     cached: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 _SCALARS = (str, bytes, bytearray, numbers.Number, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -255,7 +257,7 @@ def _container_kind(cls: type) -> Kind:
     if issubclass(cls, dict):
         return Kind(Role.FIELDS, _take_dict, _put_dict if cls is dict else _put_dict_subclass, cached=cached)
     if issubclass(cls, UserDict):
-        return Kind(Role.FIELDS, _take_userdict, _put_userdict, cached=cached)
+        return Kind(Role.FIELDS, _take_userdict, _put_userdict, cached=cached, beside=("_encodings",))  # HF BatchEncoding's, behind `word_ids(i)`
     if issubclass(cls, Mapping):
         return Kind(Role.FIELDS, _take_mapping, _put_mapping, cached=cached)
     if issubclass(cls, tuple):
@@ -321,6 +323,14 @@ def fresh(obj: Any) -> Any:
     kind = kind_of(type(obj))
     keys, values = kind.take(obj)
     return kind.put(obj, keys, [fresh(value) for value in values]) if values else kind.put(obj, [], [])
+
+
+def cut_beside(obj: Any, made: Any, lengths: set[int], start: int, stop: int) -> None:
+    """Gives the piece `made` of `obj` its own samples in what `obj` keeps beside its parts, where that is as long as one of them."""
+    for name in kind_of(type(obj)).beside:
+        items = vars(obj).get(name)
+        if isinstance(items, list) and len(items) in lengths:
+            vars(made)[name] = items[start:stop]
 
 
 def dotted(path: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.containers import Kind, Path, Role, dotted, fresh, kind_of, roles_in, some, suffixes
+from elastic_mbs.containers import Kind, Path, Role, cut_beside, dotted, fresh, kind_of, roles_in, some, suffixes
 from elastic_mbs.errors import BatchError
 from elastic_mbs.splitter import type_name
 
@@ -88,7 +88,10 @@ class Node:
                 child.value.narrow(child.dim, start, length) if child.cut is Cut.NARROW else child.piece(start, stop)  # a frame less for most
                 for child in self.children
             ]
-            return self.kind.put(self.value, self.keys, parts)
+            made = self.kind.put(self.value, self.keys, parts)
+            if self.kind.beside:
+                cut_beside(self.value, made, {child.size for child in self.children}, start, stop)
+            return made
         if cut is Cut.WHOLE:
             return self.value
         if cut is Cut.ITEMS:

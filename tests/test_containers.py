@@ -31,6 +31,15 @@ class Encoding(UserDict[str, Any]):
         return self.encodings[item] if isinstance(item, int) else self.data[item]
 
 
+class Tokenized(UserDict[str, Any]):
+    """What HF's fast tokenizers keep beside the tensors of a batch."""
+
+    def __init__(self, data: dict[str, Any], encodings: Any) -> None:
+        super().__init__(data)
+        self._encodings = encodings
+        self.names = ["a", "b", "c", "d"]
+
+
 class Store(Mapping[str, Any]):
     """A mapping of one's own around an inner dict."""
 
@@ -335,3 +344,13 @@ def test_lookup_takes_names_paths_and_indexes_and_says_what_there_is() -> None:
         lookup({"names": ["a", "b"]}, "m")
     with pytest.raises(LookupError):
         lookup({"a": {"b": 1}}, "a.c")
+
+
+@pytest.mark.parametrize(("kept", "piece"), [(["a", "b", "c", "d"], ["c", "d"]), (["a"], ["a"]), (None, None), ("abcd", "abcd")])
+def test_a_piece_of_a_tokenizers_batch_has_its_own_encodings(kept: Any, piece: Any) -> None:
+    """`piece.word_ids(0)` were those of the batch's first sample."""
+    batch = Tokenized({"input_ids": torch.zeros(4, 3)}, kept)
+    found = BatchView(batch).piece(2, 4)
+    assert found._encodings == piece
+    assert found.names == ["a", "b", "c", "d"], "nobody has said that these belong to samples"
+    assert batch._encodings == kept
