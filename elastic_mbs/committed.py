@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import attrgetter
 
+from elastic_mbs.containers import Path
 from elastic_mbs.history import History
 from elastic_mbs.micro_batch import MicroBatch
 from elastic_mbs.result import StepResult
@@ -43,8 +44,8 @@ class Committed:
             for callback in piece._callbacks or ():
                 callback()
 
-    def result(self, size: int, history: History, skipped: Iterable[tuple[int, int]]) -> StepResult:
-        """The result of the whole call, which ended at micro-batch `size` and left `skipped` out because nothing in them counts."""
+    def result(self, size: int, history: History, skipped: Iterable[tuple[int, int]], apart: set[Path]) -> StepResult:
+        """The result of the call, which ended at micro-batch `size` and left `skipped` out: nothing in them counts. `apart` is that of `join`."""
         partition, losses, stored = [], [], []
         for piece in sorted(self._pieces, key=_START):
             partition.append((piece.start, piece.stop))
@@ -59,6 +60,7 @@ class Committed:
             skipped=tuple(sorted(skipped)),
             _losses=tuple(losses),
             _outputs=stored if any(stored) else [],
+            _apart=apart,
         )
 
 

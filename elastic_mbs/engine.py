@@ -312,7 +312,7 @@ class Call:
         if self.steady:
             look_at_batch(self)
         look_at_streams(self)
-        self.result = self.committed.result(self.size, self.history, self.schedule.skipped)
+        self.result = self.committed.result(self.size, self.history, self.schedule.skipped, self.traits.apart)
         tell_controller(self, len(self.committed))
         self._leave()  # the gradient is whole: a callback may step, or evaluate
         try:

@@ -10,28 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.containers import Role, kind_of, roles_in
+from elastic_mbs.containers import Path, Role, kind_of, roles_in
 from elastic_mbs.errors import BatchError
 
 
-def join(outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
+def join(outputs: Sequence[Any], lengths: Sequence[int], apart: set[Path] | None = None) -> Any:
     """The batch's output from its pieces' outputs.
 
     Args:
         outputs: what each piece gave, in the batch's order.
         lengths: samples of each piece.
+        apart: places, by path, at which a tensor or an array is known to come once per piece, because it once had another number of rows than its
+            piece had samples; those that are found are added. A matrix of four classes is then not taken for four samples, where pieces have four.
 
     Returns:
         The same containers as the pieces', with per-sample tensors (dim 0 equals the piece's length in every piece) and numpy arrays concatenated,
         lists of per-sample items chained, texts, flags and None that are the same in every piece once, and for any other leaf (a number, a tensor of
-        another shape) and for containers that differ the `PerPiece` of their values. What comes out has the same type however the batch was split.
+        another shape) and for containers that differ the `PerPiece` of their values. What comes out has the same type however the batch was split,
+        but for what happens to have as many rows as each piece has samples, until it has been seen in pieces of another length.
 
     Raises:
         ValueError: there are not as many lengths as outputs, or none at all.
     """
     if len(outputs) != len(lengths) or not outputs:
         raise ValueError(f"join needs one length per output and at least one output: got {len(outputs)} outputs and {len(lengths)} lengths")
-    return _join(list(outputs), lengths)
+    return _join(list(outputs), lengths, (), set() if apart is None else apart)
 
 
 class PerPiece(list[Any]):
@@ -61,13 +64,18 @@ class PerPiece(list[Any]):
         return found
 
 
-def _join(values: list[Any], lengths: Sequence[int]) -> Any:
+def _join(values: list[Any], lengths: Sequence[int], path: Path, apart: set[Path]) -> Any:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         return PerPiece(values, lengths)
     if first is None or (isinstance(first, _CONSTANT) and all(value == first for value in values)):
         return first
     kind = kind_of(type(first))
+    if kind.role in (Role.TENSOR, Role.ARRAY):
+        if path not in apart and any(value.ndim == 0 or value.shape[0] != length for value, length in zip(values, lengths, strict=True)):
+            apart.add(path)
+        if path in apart:
+            return PerPiece(values, lengths)
     if kind.role is Role.TENSOR:
         return _cat(values) if _cat_able(values, lengths) else PerPiece(values, lengths)
     if kind.role is Role.ARRAY:
@@ -82,7 +90,7 @@ def _join(values: list[Any], lengths: Sequence[int]) -> Any:
     if any(len(others) != len(keys) or set(others) != set(keys) for others, _ in parts):
         return PerPiece(values, lengths)
     by_key = [dict(zip(own, part, strict=True)) for own, part in parts]
-    joined = [_join([each[key] for each in by_key], lengths) for key in keys]
+    joined = [_join([each[key] for each in by_key], lengths, (*path, key), apart) for key in keys]
     try:
         return kind.put(first, keys, joined)
     except BatchError:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from elastic_mbs.batch import join
+from elastic_mbs.containers import Path
 from elastic_mbs.errors import UsageError
 from elastic_mbs.everywhere import map_everywhere
 from elastic_mbs.memory.budget import MemoryBudget, on_host
@@ -34,6 +35,7 @@ class StepResult:
     skipped: tuple[tuple[int, int], ...] = ()
     _losses: tuple[torch.Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighed
     _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)
+    _apart: set[Path] | None = field(default=None, repr=False)  # see `join`
     _joined: Any = field(default=None, repr=False)
 
     @property
@@ -60,7 +62,7 @@ class StepResult:
         if self._outputs:
             lengths = [stop - start for start, stop in self.partition]
             with on_host(all(stored is None or stored.on_host for stored in self._outputs)):
-                self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths)
+                self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths, self._apart)
             self._outputs = []
         return self._joined
 

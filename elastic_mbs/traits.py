@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic_mbs.containers import Path
+
 
 @dataclass
 class Traits:
@@ -21,6 +23,7 @@ class Traits:
         changes_buffers: the step changes buffers.
         normalises_batch: the step normalises with statistics of the batch.
         edits_batch: `loss_fn` edits its batch in place, so pieces get copies.
+        apart: what of its outputs comes once per piece and not once per sample, by path.
     """
 
     calls: int = 0
@@ -34,6 +37,7 @@ class Traits:
     changes_buffers: bool = False
     normalises_batch: bool = False
     edits_batch: bool = False
+    apart: set[Path] = field(default_factory=set)
 
     @property
     def clean(self) -> bool:

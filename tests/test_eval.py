@@ -66,6 +66,23 @@ def test_what_eval_gives_does_not_depend_on_the_split() -> None:
 
 
 @pytest.mark.no_oom_injection
+def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_of_other_lengths() -> None:
+    """An out-of-memory error halved the pieces to four samples, and the confusion matrices of four classes came back as one with eight rows."""
+    model, batch = mlp(), pairs(16)
+
+    def confusion(b: tuple[Tensor, Tensor]) -> Tensor:
+        found = torch.zeros(4, 4, dtype=torch.float64)
+        return found.index_put_((b[1], model(b[0]).argmax(1)), torch.ones(len(b[1]), dtype=torch.float64), accumulate=True)
+
+    mbs = elastic(model, micro_batch_size=8)
+    found = [mbs.eval(confusion, batch)]
+    with InjectOOM(at=[1]):
+        found.append(mbs.eval(confusion, batch))
+    assert [matrices.lengths for matrices in found] == [(8, 8), (4, 4, 4, 4)]
+    assert all(torch.equal(matrices.sum(), confusion(batch)) for matrices in found)
+
+
+@pytest.mark.no_oom_injection
 def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
     model, batch = mlp(), torch.ones(64, 6, dtype=torch.float64)
 

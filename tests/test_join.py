@@ -51,6 +51,19 @@ def test_one_piece_gives_the_same_types_as_several() -> None:
     assert join([None], [3]) is None
 
 
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros], ids=["tensor", "array"])
+def test_what_was_once_of_another_length_than_its_piece_is_never_taken_for_samples(make: Any) -> None:
+    """A matrix of four classes has as many rows as a piece of four samples."""
+    apart = set[Any]()
+    assert isinstance(join([{"matrix": make((4, 4))}] * 2, [3, 3], apart)["matrix"], PerPiece)
+    again = join([{"matrix": make((4, 4)), "scores": make((4, 2))}] * 2, [4, 4], apart)
+    assert isinstance(again["matrix"], PerPiece)
+    assert len(again["scores"]) == 8
+    padded = join([make((4, 2)), make((4, 3))], [4, 4], apart)  # rows of another shape: another batch may be joined
+    assert isinstance(padded, PerPiece)
+    assert len(join([make((4, 2))] * 2, [4, 4], apart)) == 8
+
+
 def test_what_comes_once_a_piece_has_its_mean_over_the_samples_and_its_sum() -> None:
     joined = join([{"loss": torch.tensor(1.0), "hits": 2}, {"loss": torch.tensor(4.0), "hits": 1}], [3, 1])
     assert isinstance(joined["loss"], PerPiece)
