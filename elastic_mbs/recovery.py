@@ -386,6 +386,8 @@ def unwind(call: Call, error: BaseException) -> None:
             "elastic_mbs: gradients that were not empty when this batch began may hold a part of it: call zero_grad() before you go on. "
             "Gradients that were empty are empty again; buffers and random streams are as they were."
         )
+    if call.table is not None and "saved tensor hooks" in str(error):
+        error.add_note("elastic_mbs: torch.func transforms inside the block need micro_batches(batch, own_graph=False).")
     if isinstance(error, RecoveryError) and parts.settings.on_fatal is not None:
         try:
             parts.settings.on_fatal(error)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -252,6 +252,13 @@ class ElasticMBS:
         finally:  # a user's sink may raise
             self._parts.log.close()
 
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles."""
+        raise UsageError(
+            "an ElasticMBS can be neither copied nor pickled: it has a thread, and hooks on a model of its own. "
+            "Make another one; what this one has learned is in state_dict()"
+        )
+
     # ------------------------------------------------------------------ the doors
 
     def backward(self, loss_fn: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> StepResult:
@@ -324,7 +331,8 @@ class ElasticMBS:
 
         Returns:
             The same containers that `fn` returns. Tensors whose first dimension is the piece's length, and lists with one item per sample, are put
-            together; what comes once per piece (a mean loss) is a `PerPiece` list, with `.mean()` and `.sum()`.
+            together; what comes once per piece (a mean loss) is a `PerPiece` list, with `.mean()` and `.sum()`. What has other lengths in some pieces
+            is known to be of the second kind from then on.
 
         Raises:
             BatchError: the batch cannot be cut.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import elastic_mbs
-from elastic_mbs import ElasticMBS, Event, MemoryBudget
+from elastic_mbs import ElasticMBS, Event, MemoryBudget, UsageError
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.doors import DOORS
 from tests.helpers.doors import through as _through
@@ -121,6 +124,14 @@ def _without_clock(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.no_oom_injection
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_runtime_is_not_copied_and_says_so(take: Callable[[Any], object]) -> None:
+    """A shallow copy would have shared everything, and a deep one failed at "cannot pickle '_thread.lock' object"."""
+    model = mlp()
+    with ElasticMBS(model) as mbs, pytest.raises(UsageError, match=r"neither copied nor pickled.*state_dict\(\)"):
+        take(mbs)
+
+
 def test_statistics_and_the_last_result_tell_what_happened() -> None:
     model, batch = mlp(), pairs()
     mbs = elastic(model, micro_batch_size=4)

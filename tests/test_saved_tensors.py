@@ -259,10 +259,11 @@ def transformed(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_a_function_transform_inside_the_block_says_what_is_wrong() -> None:
     model = nn.Linear(4, 1).double()
-    with ElasticMBS(model, micro_batch_size=2, monitor_interval=0) as mbs, pytest.raises(RuntimeError, match="saved tensor hooks"):
+    with ElasticMBS(model, micro_batch_size=2, monitor_interval=0) as mbs, pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
         for micro in mbs.micro_batches(torch.randn(4, 4, dtype=F64)):
             with micro:
                 micro.backward(transformed(model, micro.data) / 2)
+    assert any("own_graph=False" in note for note in caught.value.__notes__)
     assert all(p.grad is None for p in model.parameters())
 
 
