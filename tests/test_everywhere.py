@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -156,3 +159,151 @@ def test_a_cache_that_a_model_returns_does_not_fill_the_device() -> None:
     assert all(layer.keys.grad_fn is None for piece in caches for layer in piece.layers)
     for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class Private:
+    __slots__ = ("__y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.__y = y
+
+    @property
+    def y(self) -> Tensor:
+        return self.__y
+
+
+class ReadOnly:
+    def __init__(self, y: Tensor) -> None:
+        vars(self)["y"] = y
+
+    @property
+    def y(self) -> Tensor:
+        return cast(Tensor, vars(self)["y"])
+
+
+class Items(dict[str, Any]):
+    """With an attribute beside its items."""
+
+    def __init__(self, y: Tensor, **items: Any) -> None:
+        super().__init__(items)
+        self.y = y
+
+
+@dataclass
+class Fields:
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.y = self.x * 1
+
+
+class Line(deque[Any]):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Anything:
+    """Has every attribute that it is asked for."""
+
+    __slots__ = ("empty", "y")
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__dict__":
+            raise AttributeError(name)
+        return Mock()
+
+
+def line(y: Tensor) -> Line:
+    found = Line("n")
+    found.append(y)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "get"),
+    [
+        (Private, lambda o: o.y),
+        (ReadOnly, lambda o: o.y),
+        (lambda t: Items(t, a=1), lambda o: o.y),
+        (lambda t: Items(t, a=graph()), lambda o: o.y),
+        (lambda t: Fields(t), lambda o: o.y),
+        (line, lambda o: o[0]),
+        (Anything, lambda o: o.y),
+        (lambda t: Mock(spec=[], y=t), lambda o: o.y),
+    ],
+    ids=["private slot", "property", "beside items", "beside tensors", "beside fields", "own deque", "any attribute", "mock"],
+)
+def test_a_tensor_in_an_unusual_place_loses_its_graph_too(make: Any, get: Any) -> None:
+    own = make(graph())
+    found = detached(own)
+    assert get(own).grad_fn is not None
+    assert get(found).grad_fn is None
+    assert get(found).tolist() == [2.0, 2.0]
+
+
+def test_containers_that_are_in_themselves_and_chains_without_end_are_no_error() -> None:
+    ring: list[Any] = [1]
+    ring.append(ring)
+    assert detached({"y": graph(), "ring": ring})["y"].grad_fn is None
+    assert detached(SimpleNamespace(y=graph(), ring={"ring": ring})).y.grad_fn is None
+    full: list[Any] = [graph()]
+    full.append(full)
+    assert detached(full)[0].grad_fn is None
+    chain = SimpleNamespace(y=graph(), next=None)
+    for _ in range(5000):
+        chain = SimpleNamespace(y=graph(), next=chain)
+    assert detached(chain).y.grad_fn is None
+
+
+def test_a_proxy_of_what_is_gone_is_no_error() -> None:
+    gone = Layer(graph())
+    held = SimpleNamespace(y=graph(), proxy=weakref.proxy(gone), ref=weakref.ref(gone))
+    del gone
+    assert detached(held).y.grad_fn is None
+
+
+def test_what_has_a_finaliser_is_not_copied() -> None:
+    ended = []
+
+    class Owner:
+        def __init__(self) -> None:
+            self.y = graph()
+
+        def __del__(self) -> None:
+            ended.append(self)
+
+    owner = Owner()
+    assert detached([owner])[0] is owner
+    assert not ended
+
+
+def test_a_copy_that_shares_its_attributes_is_not_written_to() -> None:
+    class Shared:
+        def __init__(self) -> None:
+            self.y = graph()
+
+        def __copy__(self) -> Shared:
+            other = object.__new__(Shared)
+            other.__dict__ = self.__dict__
+            return other
+
+    own = Shared()
+    detached(own)
+    assert own.y.grad_fn is not None
+
+
+def test_what_many_objects_refer_to_is_looked_through_once() -> None:
+    asked = []
+
+    class Config(dict[str, Any]):
+        def values(self) -> Any:
+            asked.append(self)
+            return super().values()
+
+    config = Config(inner=SimpleNamespace())
+    detached([*(SimpleNamespace(config=config) for _ in range(50)), graph()])
+    assert len(asked) == 1
