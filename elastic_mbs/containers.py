@@ -125,6 +125,13 @@ def _put_dict_subclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
     new = _shallow(obj)
     for key, value in zip(keys, values, strict=True):
         new[key] = value  # by its own __setitem__: HF ModelOutput keeps attributes beside the items
+    attributes = getattr(obj, "__dict__", None)
+    if attributes is obj:  # `self.__dict__ = self`, so that items are attributes: the copy has a dict of its own, with the old ones in it
+        object.__setattr__(new, "__dict__", new)
+    elif attributes:  # set beside the items when it was made
+        vars(new).update(
+            {key: value for key, value in zip(keys, values, strict=True) if key in attributes and vars(new).get(key) is dict.get(obj, key)}
+        )
     return new
 
 
@@ -323,14 +330,6 @@ def fresh(obj: Any) -> Any:
     kind = kind_of(type(obj))
     keys, values = kind.take(obj)
     return kind.put(obj, keys, [fresh(value) for value in values]) if values else kind.put(obj, [], [])
-
-
-def cut_beside(obj: Any, made: Any, lengths: set[int], start: int, stop: int) -> None:
-    """Gives the piece `made` of `obj` its own samples in what `obj` keeps beside its parts, where that is as long as one of them."""
-    for name in kind_of(type(obj)).beside:
-        items = vars(obj).get(name)
-        if isinstance(items, list) and len(items) in lengths:
-            vars(made)[name] = items[start:stop]
 
 
 def dotted(path: Path) -> str:

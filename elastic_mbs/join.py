@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_mbs.beside import join_beside
 from elastic_mbs.containers import Path, Role, kind_of, roles_in
 from elastic_mbs.errors import BatchError
 
@@ -20,8 +21,9 @@ def join(outputs: Sequence[Any], lengths: Sequence[int], apart: set[Path] | None
     Args:
         outputs: what each piece gave, in the batch's order.
         lengths: samples of each piece.
-        apart: places, by path, at which a tensor or an array is known to come once per piece, because it once had another number of rows than its
-            piece had samples; those that are found are added. A matrix of four classes is then not taken for four samples, where pieces have four.
+        apart: places, by path, type and shape of a row, at which a tensor or an array is known to come once per piece, because it once had another
+            number of rows than its piece had samples; those that are found are added. A matrix of four classes is then not taken for four samples,
+            where pieces have four. What else the same function gives in that place, in evaluation, say, is not it.
 
     Returns:
         The same containers as the pieces', with per-sample tensors (dim 0 equals the piece's length in every piece) and numpy arrays concatenated,
@@ -72,9 +74,9 @@ def _join(values: list[Any], lengths: Sequence[int], path: Path, apart: set[Path
         return first
     kind = kind_of(type(first))
     if kind.role in (Role.TENSOR, Role.ARRAY):
-        if path not in apart and any(value.ndim == 0 or value.shape[0] != length for value, length in zip(values, lengths, strict=True)):
-            apart.add(path)
-        if path in apart:
+        looks = [(*path, value.dtype, value.shape[1:]) for value in values]
+        apart.update(look for look, value, length in zip(looks, values, lengths, strict=True) if value.ndim > 0 and value.shape[0] != length)
+        if not apart.isdisjoint(looks):
             return PerPiece(values, lengths)
     if kind.role is Role.TENSOR:
         return _cat(values) if _cat_able(values, lengths) else PerPiece(values, lengths)
@@ -92,9 +94,12 @@ def _join(values: list[Any], lengths: Sequence[int], path: Path, apart: set[Path
     by_key = [dict(zip(own, part, strict=True)) for own, part in parts]
     joined = [_join([each[key] for each in by_key], lengths, (*path, key), apart) for key in keys]
     try:
-        return kind.put(first, keys, joined)
+        made = kind.put(first, keys, joined)
     except BatchError:
         return PerPiece(values, lengths)  # a type that takes certain values only (torch.Size): the pieces' own are all there is
+    if kind.beside:
+        join_beside(made, values, lengths)
+    return made
 
 
 _CONSTANT = (str, bytes, bool, Enum, torch.dtype, torch.device)

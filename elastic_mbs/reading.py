@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.containers import Kind, Path, Role, cut_beside, dotted, fresh, kind_of, roles_in, some, suffixes
+from elastic_mbs.beside import cut_beside
+from elastic_mbs.containers import Kind, Path, Role, dotted, fresh, kind_of, roles_in, some, suffixes
 from elastic_mbs.errors import BatchError
 from elastic_mbs.splitter import type_name
 

@@ -354,3 +354,34 @@ def test_a_piece_of_a_tokenizers_batch_has_its_own_encodings(kept: Any, piece: A
     assert found._encodings == piece
     assert found.names == ["a", "b", "c", "d"], "nobody has said that these belong to samples"
     assert batch._encodings == kept
+
+
+class Attributes(dict[str, Any]):
+    """The well-known one: items are attributes, because they are one dict."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Mirrored(dict[str, Any]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, value in self.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize("kind", [Attributes, Mirrored])
+def test_items_that_are_attributes_too_are_those_of_the_piece(kind: Any) -> None:
+    """`piece.x` was the whole batch."""
+    batch = kind(x=torch.arange(4.0), names=["a", "b", "c", "d"])
+    piece = BatchView(batch).piece(2, 4)
+    assert type(piece) is kind
+    assert piece.x is piece["x"]
+    assert piece.x.tolist() == [2.0, 3.0]
+    assert piece.names == ["c", "d"]
+    assert batch.x is batch["x"]
+    assert len(batch.x) == 4
+    piece.x = torch.zeros(1)
+    assert len(batch.x) == 4
+    assert map_tensors(piece, torch.neg)["x"].tolist() in ([-2.0, -3.0], [0.0])

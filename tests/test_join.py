@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +63,30 @@ def test_what_was_once_of_another_length_than_its_piece_is_never_taken_for_sampl
     padded = join([make((4, 2)), make((4, 3))], [4, 4], apart)  # rows of another shape: another batch may be joined
     assert isinstance(padded, PerPiece)
     assert len(join([make((4, 2))] * 2, [4, 4], apart)) == 8
+
+
+def test_what_a_function_gives_otherwise_is_not_taken_for_what_came_once_a_piece() -> None:
+    """A loss in evaluation made the logits of training, at the same place among the outputs, a list of pieces for good."""
+    apart = set[Any]()
+    assert isinstance(join([(torch.tensor(1.0), torch.zeros(3, 5))] * 2, [3, 3], apart)[0], PerPiece)
+    assert isinstance(join([(torch.zeros(5, 5), None)] * 2, [3, 3], apart)[0], PerPiece)
+    assert join([(torch.zeros(3, 4), torch.zeros(3))] * 2, [3, 3], apart)[0].shape == (6, 4)
+    assert join([torch.zeros(3)] * 2, [3, 3], apart).shape == (6,)
+
+
+class _Tokenized(UserDict[str, Any]):
+    """As HF's BatchEncoding: a list of encodings beside the items."""
+
+    def __init__(self, data: dict[str, Any], encodings: Any) -> None:
+        super().__init__(data)
+        self._encodings = encodings
+
+
+@pytest.mark.parametrize(("kept", "joined"), [([["a", "b"], ["c"]], ["a", "b", "c"]), ([["a"], ["a"]], ["a"]), ([None, None], None)])
+def test_a_tokenizers_batch_is_joined_with_its_encodings(kept: Any, joined: Any) -> None:
+    found = join([_Tokenized({"ids": torch.zeros(2)}, kept[0]), _Tokenized({"ids": torch.zeros(1)}, kept[1])], [2, 1])
+    assert found["ids"].shape == (3,)
+    assert found._encodings == joined
 
 
 def test_what_comes_once_a_piece_has_its_mean_over_the_samples_and_its_sum() -> None:
