@@ -327,6 +327,31 @@ def test_a_forked_child_reads_on() -> None:
     assert output == "parent done\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_may_hurry_first_of_all() -> None:
+    """The parent's alarm may have been locked at the fork, for as long as its thread goes to sleep."""
+    output = run("""
+        import os, signal
+        from elastic_mbs.memory import Headroom, Monitor
+
+        class Sensor:
+            def read(self):
+                return Headroom(1, 10**9, 0, "one", 0.0)
+
+        monitor = Monitor(Sensor(), interval=100)
+        monitor.start()
+        with monitor._alarm.rung._cond:
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(10)
+                monitor.hurry()
+                os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        print("child done")
+    """)
+    assert output == "child done\n"
+
+
 def test_after_a_fork_the_locks_and_the_thread_of_the_parent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor = Monitor(Script(room(1), room(2)), interval=100)
     monitor.start()

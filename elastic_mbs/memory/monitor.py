@@ -100,6 +100,7 @@ class Monitor:
 
     def hurry(self) -> None:
         """Has the thread read now and not at the end of its interval, without waiting for it: something has happened that a reading may explain."""
+        self._after_fork(restart=True)
         alarm = self._alarm
         if alarm is not None:
             alarm.rung.set()
