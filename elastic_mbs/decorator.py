@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Protocol
 
 from torch import nn
 
+from elastic_mbs.arguments import modules_of
 from elastic_mbs.errors import UsageError
 from elastic_mbs.result import StepResult
 from elastic_mbs.runtime import ElasticMBS
@@ -37,7 +40,7 @@ def elastic_step(model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], 
     result = train_step(batch)                     # gradients are ready
     ```
 
-    On a method, `model` is a function of `self`, and each instance gets its own runtime:
+    On a method, `model` is a function of `self`, and each instance gets its own runtime, a new one when its model is another:
 
     ```python
     class Trainer:
@@ -75,16 +78,40 @@ def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:
 
 
 class _Holder:
-    """An instance's runtime, kept in the instance so that both end together; a copy or a pickle of the instance starts without one."""
+    """An instance's runtime, kept in the instance so that both end together; a copy or a pickle of the instance starts without one.
 
-    def __init__(self, mbs: ElasticMBS | None = None) -> None:
-        self.mbs = mbs
+    Attributes:
+        mbs: the runtime.
+        owner: gives the instance: a shallow copy of it has the same holder, and is another.
+        modules: what the runtime was made for.
+    """
+
+    def __init__(self) -> None:
+        self.mbs: ElasticMBS | None = None
+        self.owner: Callable[[], Any] = lambda: None
+        self.modules: list[nn.Module] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Holder:
         return _Holder()
 
     def __reduce__(self) -> tuple[type[_Holder], tuple[()]]:
         return _Holder, ()
+
+
+def _reference(owner: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(owner)
+    except TypeError:  # slots without one for it: the collector finds the cycle
+        return lambda: owner
+
+
+def _same(modules: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
+    """Whether they are the same networks: a list of two may be made anew for each call, or a model be wrapped."""
+    return (len(modules) == len(others) and all(map(is_, modules, others))) or _owners(modules) == _owners(others)
+
+
+def _owners(modules: Sequence[nn.Module]) -> set[int]:
+    return {id(part) for module in modules for part in module.modules() if part._parameters or part._buffers}
 
 
 def _on_method(fn: Callable[..., Any], model: Callable[[Any], Any], options: dict[str, Any]) -> ElasticStep:
@@ -95,8 +122,16 @@ def _on_method(fn: Callable[..., Any], model: Callable[[Any], Any], options: dic
             holder = vars(owner).setdefault(key, _Holder())
         except TypeError as error:
             raise UsageError(f"{type(owner).__name__} has no __dict__ to keep its runtime in: use ElasticMBS(...) directly") from error
-        if holder.mbs is None:
-            holder.mbs = ElasticMBS(model(owner), **options)
+        if holder.owner() is not owner:
+            holder = vars(owner)[key] = _Holder()
+            holder.owner = _reference(owner)
+        modules = modules_of(model(owner))
+        if holder.mbs is None or not _same(modules, holder.modules):
+            # Another model is another run: what this runtime watches, and would put back, is the old one's.
+            made = ElasticMBS(modules, **options)
+            if holder.mbs is not None:
+                holder.mbs.close()
+            holder.mbs, holder.modules = made, list(modules)
         mbs: ElasticMBS = holder.mbs
         return mbs
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, elastic_step
@@ -172,3 +174,68 @@ def test_functools_partial_and_callable_objects_are_step_functions() -> None:
         model.zero_grad()
         elastic(model, micro_batch_size=2).backward(fn, batch)
         assert off_by(model, wanted) <= 1e-12
+
+
+class _BatchNormTrainer:
+    def __init__(self, seed: int) -> None:
+        self.model = self.net(seed)
+
+    @staticmethod
+    def net(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+    @elastic_step(lambda self: self.model, micro_batch_size=4, min_micro_batch_size=4, grow=False, wait_for_memory=0, monitor_interval=0)
+    def step(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.model(x).square().mean())
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_instance_that_gets_another_model_gets_another_runtime(copied: bool) -> None:
+    """The old model's was kept, by a shallow copy of the instance, too: what a failed attempt did to the new one's buffers was not put back."""
+    x = torch.randn(8, 4, dtype=torch.float64)
+
+    def run(at: list[int]) -> tuple[_BatchNormTrainer, _BatchNormTrainer, int]:
+        first = _BatchNormTrainer(0)
+        first.step(x)
+        other = copy.copy(first) if copied else first
+        other.model = first.net(1)
+        other.step(x)
+        with InjectOOM(at=at):
+            ooms = other.step(x).ooms
+        return first, other, ooms
+
+    _, expected, _ = run([])
+    ooms = 0
+    for at in range(1, 40, 3):
+        first, found, failed = run([at])
+        ooms += failed
+        for a, b in zip(found.model.buffers(), expected.model.buffers(), strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-12)
+        for p, q in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.allclose(p.grad, q.grad, rtol=0, atol=1e-12)
+        runtime = _BatchNormTrainer.step.mbs
+        assert (runtime(first) is runtime(found)) is not copied
+        assert runtime(found) is runtime(found)
+    assert ooms
+
+
+def test_a_list_of_networks_that_is_made_anew_for_each_call_has_one_runtime() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.net = mlp()
+
+        @elastic_step(lambda self: nn.ModuleList([self.net]), micro_batch_size=4, **QUIET)
+        def train_step(self, batch: Pair) -> Tensor:
+            loss: Tensor = cross_entropy(self.net)(batch)
+            return loss
+
+    trainer = Trainer()
+    trainer.train_step(pairs())
+    runtime = Trainer.train_step.mbs(trainer)
+    trainer.train_step(pairs())
+    assert Trainer.train_step.mbs(trainer) is runtime
+    assert runtime.stats.calls == 2
