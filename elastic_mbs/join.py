@@ -73,7 +73,7 @@ def _join(values: list[Any], lengths: Sequence[int], path: Path, apart: set[Path
     if first is None or (isinstance(first, _CONSTANT) and all(value == first for value in values)):
         return first
     kind = kind_of(type(first))
-    if kind.role in (Role.TENSOR, Role.ARRAY):
+    if kind.role in (Role.TENSOR, Role.ARRAY) and not any(getattr(value, "is_nested", False) for value in values):  # which may have no shape
         looks = [(*path, value.dtype, value.shape[1:]) for value in values]
         apart.update(look for look, value, length in zip(looks, values, lengths, strict=True) if value.ndim > 0 and value.shape[0] != length)
         if not apart.isdisjoint(looks):

@@ -128,6 +128,16 @@ def test_what_does_not_fit_together_comes_once_a_piece(pieces: list[Any]) -> Non
     assert all(new is old for new, old in zip(joined, pieces, strict=True))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_never_taken_apart(layout: torch.layout) -> None:
+    """Those of the first kind have no shape to ask for."""
+    pieces = [torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(3, 2)], layout=layout) for _ in range(2)]
+    joined = join(pieces, [2, 2])
+    assert isinstance(joined, PerPiece)
+    assert joined[0] is pieces[0]
+
+
 def test_packed_sequences_are_never_taken_apart() -> None:
     pieces = [pack_sequence([torch.ones(2)]), pack_sequence([torch.ones(2)])]
     joined = join(pieces, [2, 2])
