@@ -56,7 +56,7 @@ class Inventory:
     def thaw(self) -> None:
         """Makes the leaves trainable again that were so when the call began: a failed attempt may have frozen some and not come to thaw them."""
         for leaf in self.leaves:
-            if not leaf.requires_grad:
+            if not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):  # it may have been quantised
                 leaf.requires_grad_()
 
     def forget(self) -> None:

@@ -78,3 +78,18 @@ def test_an_error_of_the_users_own_leaves_nothing_frozen(door: int) -> None:
     with pytest.raises(KeyError, match="mine"):
         through(door, mbs, loss_fn, torch.zeros(8, 3, dtype=torch.float64))
     assert all(parameter.requires_grad for parameter in judge.parameters())
+
+
+def test_an_error_of_a_step_that_has_quantised_a_parameter_passes_through() -> None:
+    """It came out as torch's refusal of gradients for integers."""
+    net = nn.Linear(3, 1)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        net.weight.requires_grad_(False)
+        net.weight.data = net.weight.data.to(torch.int8)
+        raise ValueError("of the user's own")
+
+    with pytest.raises(ValueError, match="of the user's own"):
+        elastic(net, micro_batch_size=2).backward(loss_fn, torch.zeros(4, 3))
+    assert not net.weight.requires_grad
+    assert net.bias.requires_grad
