@@ -111,10 +111,18 @@ class _Mapping:
             present = _own_dict(made)
             changed = {name: new for name, new in changed.items() if present.get(name) is own[name]}
             if changed and same:
-                made = kind.put(value, keys, values)
+                made = self._again(value, kind)
             if changed and (present := _own_dict(made)) is not own:
                 present.update(changed)
         return made
+
+    @staticmethod
+    def _again(value: Any, kind: Kind) -> Any:
+        """The same container anew, or itself where it cannot be made."""
+        try:
+            return kind.put(value, *kind.take(value))
+        except BatchError:
+            return value
 
     def _object(self, value: Any) -> Any:
         try:

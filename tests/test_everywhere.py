@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -257,6 +258,24 @@ def test_containers_that_are_in_themselves_and_chains_without_end_are_no_error()
     for _ in range(5000):
         chain = SimpleNamespace(y=graph(), next=chain)
     assert detached(chain).y.grad_fn is None
+
+
+def test_a_mapping_that_cannot_be_made_anew_is_no_error_for_what_lies_beside_its_items() -> None:
+    class View(Mapping[str, int]):
+        def __init__(self, y: Tensor, size: int) -> None:
+            self.y, self.size = y, size
+
+        def __getitem__(self, key: str) -> int:
+            return self.size
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(["size"])
+
+        def __len__(self) -> int:
+            return 1
+
+    view = View(graph(), 3)
+    assert detached({"view": view, "y": graph()})["view"] is view
 
 
 def test_a_proxy_of_what_is_gone_is_no_error() -> None:
