@@ -75,7 +75,8 @@ def _join(values: list[Any], lengths: Sequence[int], path: Path, apart: set[Path
     kind = kind_of(type(first))
     if kind.role in (Role.TENSOR, Role.ARRAY) and not any(getattr(value, "is_nested", False) for value in values):  # which may have no shape
         looks = [(*path, value.dtype, value.shape[1:]) for value in values]
-        apart.update(look for look, value, length in zip(looks, values, lengths, strict=True) if value.ndim > 0 and value.shape[0] != length)
+        if len(apart) < _MOST_APART:  # what is of another shape each time fills no memory
+            apart.update(look for look, value, length in zip(looks, values, lengths, strict=True) if value.ndim > 0 and value.shape[0] != length)
         if not apart.isdisjoint(looks):
             return PerPiece(values, lengths)
     if kind.role is Role.TENSOR:
@@ -102,6 +103,7 @@ def _join(values: list[Any], lengths: Sequence[int], path: Path, apart: set[Path
     return made
 
 
+_MOST_APART = 256
 _CONSTANT = (str, bytes, bool, Enum, torch.dtype, torch.device)
 
 

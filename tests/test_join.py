@@ -74,6 +74,13 @@ def test_what_a_function_gives_otherwise_is_not_taken_for_what_came_once_a_piece
     assert join([torch.zeros(3)] * 2, [3, 3], apart).shape == (6,)
 
 
+def test_what_is_of_another_shape_each_time_is_not_remembered_without_end() -> None:
+    apart = set[Any]()
+    for size in range(1000):
+        assert isinstance(join([torch.zeros(5, size)] * 2, [3, 3], apart), PerPiece)
+    assert len(apart) < 300
+
+
 class _Tokenized(UserDict[str, Any]):
     """As HF's BatchEncoding: a list of encodings beside the items."""
 
