@@ -125,19 +125,24 @@ def _put_dict_subclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
     new = _shallow(obj)
     for key, value in zip(keys, values, strict=True):
         new[key] = value  # by its own __setitem__: HF ModelOutput keeps attributes beside the items
-    attributes = getattr(obj, "__dict__", None)
-    if attributes is obj:  # `self.__dict__ = self`, so that items are attributes: the copy has a dict of its own, with the old ones in it
+    if getattr(obj, "__dict__", None) is obj:  # `self.__dict__ = self`: the copy has a dict of its own, with the old items in it
         object.__setattr__(new, "__dict__", new)
-    elif attributes:  # set beside the items when it was made
-        vars(new).update(
-            {key: value for key, value in zip(keys, values, strict=True) if key in attributes and vars(new).get(key) is dict.get(obj, key)}
-        )
+    else:
+        _renew_attributes(obj, new, [dict.get(obj, key) for key in keys], values)
     return new
+
+
+def _renew_attributes(obj: Any, new: Any, before: list[Any], after: list[Any]) -> None:
+    """Items may be attributes, too, by their names or others."""
+    renewed = {id(old): value for old, value in zip(before, after, strict=True) if not isinstance(old, _SCALARS)}  # one 8 is every 8
+    present = getattr(new, "__dict__", {})
+    present.update({name: renewed[id(old)] for name, old in getattr(obj, "__dict__", {}).items() if id(old) in renewed and present.get(name) is old})
 
 
 def _put_userdict(obj: Any, keys: list[Any], values: list[Any]) -> Any:
     new = _shallow(obj)
     new.data = dict(zip(keys, values, strict=True))
+    _renew_attributes(obj, new, [obj.data.get(key) for key in keys], values)
     return new
 
 

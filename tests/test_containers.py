@@ -371,7 +371,15 @@ class Mirrored(dict[str, Any]):
             setattr(self, name, value)
 
 
-@pytest.mark.parametrize("kind", [Attributes, Mirrored])
+class MirroredUserDict(UserDict[str, Any]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, value in self.items():
+            setattr(self, name, value)
+        self.another = self["x"]
+
+
+@pytest.mark.parametrize("kind", [Attributes, Mirrored, MirroredUserDict])
 def test_items_that_are_attributes_too_are_those_of_the_piece(kind: Any) -> None:
     """`piece.x` was the whole batch."""
     batch = kind(x=torch.arange(4.0), names=["a", "b", "c", "d"])
@@ -382,6 +390,7 @@ def test_items_that_are_attributes_too_are_those_of_the_piece(kind: Any) -> None
     assert piece.names == ["c", "d"]
     assert batch.x is batch["x"]
     assert len(batch.x) == 4
+    assert getattr(piece, "another", piece.x) is piece.x
     piece.x = torch.zeros(1)
     assert len(batch.x) == 4
     assert map_tensors(piece, torch.neg)["x"].tolist() in ([-2.0, -3.0], [0.0])

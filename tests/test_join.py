@@ -81,6 +81,19 @@ def test_what_is_of_another_shape_each_time_is_not_remembered_without_end() -> N
     assert len(apart) < 300
 
 
+def test_a_number_beside_the_items_is_not_taken_for_the_item_of_the_same_value() -> None:
+    class Result(dict[str, Any]):
+        version = 8
+
+    pieces = [Result(hits=8, y=torch.zeros(2)), Result(hits=8, y=torch.zeros(2))]
+    for piece in pieces:
+        piece.version, piece.alias = 8, piece["y"]  # type: ignore[attr-defined]
+    joined: Any = join(pieces, [2, 2])
+    assert isinstance(joined["hits"], PerPiece)
+    assert joined.version == 8
+    assert joined.alias is joined["y"]
+
+
 class _Tokenized(UserDict[str, Any]):
     """As HF's BatchEncoding: a list of encodings beside the items."""
 
