@@ -8,12 +8,13 @@ from typing import Any
 from elastic_mbs.containers import kind_of
 
 
-def cut_beside(obj: Any, made: Any, lengths: set[int], start: int, stop: int) -> None:
-    """Gives the piece `made` of `obj` its own samples in what `obj` keeps beside its parts, where that is as long as one of them."""
+def cut_beside(obj: Any, made: Any, lengths: set[int], start: int, stop: int) -> Any:
+    """The piece `made` of `obj`, with its own samples in what `obj` keeps beside its parts, where that is as long as one of them."""
     for name in kind_of(type(obj)).beside:
         items = vars(obj).get(name)
         if isinstance(items, list) and len(items) in lengths:
             vars(made)[name] = items[start:stop]
+    return made
 
 
 def join_beside(made: Any, pieces: list[Any], lengths: Sequence[int]) -> None:

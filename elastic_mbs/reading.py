@@ -90,9 +90,7 @@ class Node:
                 for child in self.children
             ]
             made = self.kind.put(self.value, self.keys, parts)
-            if self.kind.beside:
-                cut_beside(self.value, made, {child.size for child in self.children}, start, stop)
-            return made
+            return cut_beside(self.value, made, {child.size for child in self.children}, start, stop) if self.kind.beside else made
         if cut is Cut.WHOLE:
             return self.value
         if cut is Cut.ITEMS:
