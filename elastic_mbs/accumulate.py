@@ -309,7 +309,8 @@ def count_tokens(key: str | int | Callable[[Any], Any] = "labels", ignore_index:
     Args:
         key: where the labels are: a name, a dotted path, an index, or a function batch → labels, a tensor of shape (N, ...).
         ignore_index: labels of this value are no loss terms (-100 in PyTorch and transformers).
-        shift: leave out the first position along dim 1, as causal language models do: they predict labels[:, 1:].
+        shift: leave out the first position along dim 1, as causal language models do: they predict labels[:, 1:]. Not where something stands in
+            front of the labels, so that the first one is predicted, too (the virtual tokens of peft's prompt tuning).
 
     Returns:
         A function batch → counts of shape (N,).

@@ -132,6 +132,7 @@ class Call:
         self.plan = parts.controller.begin(self.key, self.view.length, self.view.elements)
         self.size = self.plan.size
         if self.plan.learning:
+            parts.drop_stale_cache()
             parts.meter.reset_peak()
             parts.controller.holds(self.key, held_beside(self))
         self.resets = parts.meter.resets
@@ -278,8 +279,10 @@ class Call:
             if isinstance(error, Exception) and note_failure(self, micro, error):
                 return True
         except BaseException as refusal:
+            self.parts.inventory.thaw()
             self.abort(refusal)
             raise
+        self.parts.inventory.thaw()  # not in `abort`: what is frozen between two attempts is the user's doing
         self.abort(error)
         return False
 

@@ -141,6 +141,11 @@ def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
         return
     _unpin_shell()
     gc.collect()
+    empty_caches(devices)
+
+
+def empty_caches(devices: Iterable[torch.device]) -> None:
+    """Gives back to the devices what their allocators hold and nobody uses. Never raises."""
     for backend in sorted({device.type for device in devices}):
         try:
             empty_cache = getattr(torch.get_device_module(backend), "empty_cache", None)

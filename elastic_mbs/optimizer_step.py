@@ -86,8 +86,8 @@ def _refuse(optimizer: object) -> None:
     # accelerate's wrapper is a torch.optim.Optimizer by its class, and has nothing of one: neither hooks nor a step that can be made again.
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
-        hint = f": pass the {type(inner).__name__} inside it, its .optimizer" if isinstance(inner, Optimizer) else ""
-        kind = "is no torch.optim.Optimizer" if not isinstance(optimizer, Optimizer) else "was not made by Optimizer.__init__"
+        hint = f": pass the {type(inner).__name__} inside it, its .optimizer, if that loses nothing" if isinstance(inner, Optimizer) else ""
+        kind = "is no torch.optim.Optimizer" if not isinstance(optimizer, Optimizer) else "never called Optimizer.__init__"
         raise UsageError(f"optimizer_step() got a {type(optimizer).__name__}, which {kind}{hint}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(

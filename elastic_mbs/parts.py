@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from elastic_mbs import oom
 from elastic_mbs.buffers import BufferCopies
 from elastic_mbs.commits import CommitLog
 from elastic_mbs.controller import Capacity, Controller, Key, Observation
@@ -45,6 +46,7 @@ class Parts:
     step_ways: StepWays = field(default_factory=StepWays)
     retries: int | None = None
     guard: HostGuard | None = None
+    cache_is_stale: bool = False
     sleep: Callable[[float], None] = time.sleep
     _reading: Reading | None = None
     _capacity: Capacity | None = None
@@ -61,6 +63,15 @@ class Parts:
             self._reading = reading
             self._capacity = Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) and reading.doubt is None else None
         return self._capacity
+
+    def drop_stale_cache(self) -> None:
+        """Empties the allocator's cache once after a failure, before peaks are learned from.
+
+        It still holds what the failed attempt had, of which smaller pieces use a part: reserved memory would say nothing of what they need.
+        """
+        if self.cache_is_stale:
+            self.cache_is_stale = False
+            oom.empty_caches(self.devices)
 
     def new_retries(self, now: int) -> int:
         """Allocator retries since the last time this was asked; the process counts them from its own start."""

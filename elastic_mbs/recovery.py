@@ -161,6 +161,7 @@ def recover(call: Call) -> None:
     size = parts.controller.out_of_memory(call.key, len(failure.piece), parts.capacity())
     splits = size is not None and _splits(call, failure.piece, size)
     oom.release(devices=parts.inventory.devices(), thorough=history.since_progress > 1 or not splits)
+    parts.cache_is_stale = True
     parts.monitor.hurry()  # whoever took the memory may be gone again before the next reading is due
     if size is not None:
         call.size = size
@@ -359,7 +360,6 @@ def unwind(call: Call, error: BaseException) -> None:
     What cannot be put back is said in a note on the error, which otherwise passes unchanged.
     """
     parts = call.parts
-    parts.inventory.thaw()
     if call.training:
         drop_unrun()
         _undo_half_made(parts.settings.scaler)

@@ -343,7 +343,7 @@ class ElasticMBS:
         refuse_no_function(fn, "eval(fn, batch)")
         if not self.enabled:
             with torch.no_grad():
-                return fn(batch, *args, **kwargs)
+                return fn(self._loaded(batch), *args, **kwargs)
         with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=to, beside=(args, kwargs)) as call, torch.no_grad():
             for micro in call:
                 with micro:
@@ -505,6 +505,7 @@ class ElasticMBS:
 
     def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
         names = tuple(self._count) if isinstance(self._count, Mapping) else None
+        batch = self._loaded(batch)
         try:
             view = BatchView(batch, self._dims)
         except BatchError:  # nothing has to be cut, so nothing is refused
@@ -517,6 +518,12 @@ class ElasticMBS:
         finally:
             self._totals = None
         self.last_result = whole.result()
+
+    def _loaded(self, batch: Any) -> Any:
+        """The whole batch where pieces of it would be brought."""
+        if self._parts.moved():
+            vars(self._parts).update(self._on_devices(self._parts.inventory))
+        return self._parts.streamer.load(batch)
 
     def _finish(self, call: Call) -> StepResult:
         result = call.result

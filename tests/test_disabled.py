@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, elastic_step
 from tests.helpers.doors import DOORS
 from tests.helpers.doors import through as _through
-from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
+from tests.helpers.steps import Pair, cross_entropy, elastic, loop, mlp, off_by, pairs, whole_gradient
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -96,3 +96,26 @@ def test_disabled_takes_batches_that_could_not_be_cut() -> None:
     model, batch = mlp(), pairs()
     elastic(model, enabled=False).backward(lambda b: cross_entropy(model)((b.x, b.y)), _Unknown(*batch))
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("door", [*DOORS, "eval"])
+def test_the_batch_is_brought_to_the_model_either_way(door: int | str, enabled: bool) -> None:
+    """Switched off, a loader on the host no longer went with a model on a device."""
+    model, seen = nn.Linear(6, 4, device="meta"), list[str]()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        seen.append(x.device.type)
+        loss: Tensor = model(x).sum()
+        return loss
+
+    mbs = elastic(model, micro_batch_size=4, enabled=enabled)
+    if door == 1:
+        mbs.backward(loss_fn, torch.zeros(4, 6))
+    elif door == 2:
+        elastic_step(model, micro_batch_size=4, enabled=enabled, monitor_interval=0)(loss_fn)(torch.zeros(4, 6))
+    elif door == 3:
+        loop(mbs, loss_fn, torch.zeros(4, 6))
+    else:
+        mbs.eval(loss_fn, torch.zeros(4, 6))
+    assert seen == ["meta"]

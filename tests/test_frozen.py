@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elastic_mbs import IncompleteBatchError
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic, through
 
@@ -93,3 +94,16 @@ def test_an_error_of_a_step_that_has_quantised_a_parameter_passes_through() -> N
         elastic(net, micro_batch_size=2).backward(loss_fn, torch.zeros(4, 3))
     assert not net.weight.requires_grad
     assert net.bias.requires_grad
+
+
+def test_what_is_frozen_after_a_loop_was_left_early_stays_so() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    mbs = elastic(model, micro_batch_size=4)
+    for micro in mbs.micro_batches(torch.zeros(8, 3, dtype=torch.float64)):
+        with micro:
+            micro.backward(model(micro.data).square().mean())
+        break
+    model[0].requires_grad_(False)
+    with pytest.raises(IncompleteBatchError):
+        mbs.backward(lambda piece: model(piece).square().mean(), torch.zeros(8, 3, dtype=torch.float64))
+    assert not model[0].weight.requires_grad
