@@ -132,6 +132,7 @@ def test_a_runtime_is_not_copied_and_says_so(take: Callable[[Any], object]) -> N
         take(mbs)
 
 
+@pytest.mark.no_oom_injection
 def test_statistics_and_the_last_result_tell_what_happened() -> None:
     model, batch = mlp(), pairs()
     mbs = elastic(model, micro_batch_size=4)
