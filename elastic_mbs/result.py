@@ -15,6 +15,9 @@ from elastic_mbs.memory.budget import MemoryBudget, on_host
 
 OutputPlace = Literal["cpu", "device"] | None
 
+MUCH = 2**30
+"""Bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, and nobody a decoder's cache of keys and values."""
+
 
 @dataclass(eq=False)
 class StepResult:
@@ -56,6 +59,10 @@ class StepResult:
         """The loss in an f-string: `f"{result:.4f}"`; waits for the device. Without a format, the whole result."""
         return format(float(self), spec) if spec else str(self)
 
+    def kept(self) -> int:
+        """Bytes that the outputs take, until they are read for the first time."""
+        return sum([stored.nbytes for stored in self._outputs if stored is not None])
+
     @property
     def outputs(self) -> Any:
         """What `loss_fn` returned besides the loss, joined over the committed pieces in the batch's order, or None."""
@@ -74,16 +81,23 @@ class StoredOutput:
 
     Attributes:
         on_host: whether they were moved.
+        nbytes: what their dense tensors take.
     """
 
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self.on_host = place == "cpu"
+        self.nbytes = 0
         self._event: torch.cuda.Event | None = None
-        self._value = map_everywhere(value, self._to_host if place == "cpu" else torch.Tensor.detach)
+        self._value = map_everywhere(value, self._to_host if place == "cpu" else self._detached)
+
+    def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided and not tensor.is_nested:  # of others nobody says
+            self.nbytes += tensor.nbytes
+        return tensor.detach()
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.grad_fn is not None
-        tensor = tensor.detach()
+        tensor = self._detached(tensor)
         if tensor.is_cuda:  # cuda-only
             if self._event is None:
                 self._event = torch.cuda.Event()

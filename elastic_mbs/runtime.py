@@ -21,7 +21,7 @@ from elastic_mbs.controller import Controller, Limits, Policy
 from elastic_mbs.disabled import WholeBatch
 from elastic_mbs.engine import Call
 from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UsageError
-from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned
+from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned, format_bytes
 from elastic_mbs.first_look import first_look
 from elastic_mbs.guards import running_call
 from elastic_mbs.inventory import Inventory
@@ -31,7 +31,7 @@ from elastic_mbs.optimizer_step import optimizer_step
 from elastic_mbs.parts import Parts
 from elastic_mbs.random_streams import RandomStreams, check_generators
 from elastic_mbs.recovery import retrying
-from elastic_mbs.result import OutputPlace, StepResult
+from elastic_mbs.result import MUCH, OutputPlace, StepResult
 from elastic_mbs.run_log import RunLog, describe
 from elastic_mbs.settings import Reduction, Replay, Settings
 from elastic_mbs.stats import Stats
@@ -533,9 +533,19 @@ class ElasticMBS:
         self._stats.add(result, call.view.length, training=call.training)
         if call.training:
             self.last_result = result
+            if result.kept() > MUCH:
+                self._warn_of_outputs(call.key.name, result.kept())
         if self._parts.telemetry is not None:
             self._parts.telemetry.done(call)
         return result
+
+    def _warn_of_outputs(self, name: str, kept: int) -> None:
+        self._parts.log.warn_once(
+            self.settings.name,
+            f"outputs of {name}",
+            f"what {name} returns beside the loss takes {format_bytes(kept)} for this batch (outputs={self.settings.outputs!r}): return what you "
+            "read of it only (a decoder of transformers needs use_cache=False for that), or say outputs=None",
+        )
 
     def _refuse_incomplete(self) -> None:
         call = self._call

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, Warned, runtime
 from elastic_mbs.errors import UsageError
 from elastic_mbs.result import StepResult, StoredOutput, check_place
 
@@ -111,3 +111,27 @@ def test_a_result_is_formatted_as_its_loss() -> None:
     found = result([], (0.25, 0.5))
     assert f"{found:.4f}" == "0.7500"
     assert f"{found}" == str(found)
+
+
+def test_a_sparse_output_is_kept_too() -> None:
+    stored = StoredOutput((torch.eye(3).to_sparse(), torch.zeros(2)), "cpu")
+    assert stored.nbytes == 8
+    assert torch.equal(stored.get()[0].to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize(("much", "told"), [(8 * 8 * 4 - 1, 1), (8 * 8 * 4, 0)])
+@pytest.mark.parametrize("place", ["cpu", "device", None])
+def test_outputs_that_take_much_memory_are_told_of_once(place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MUCH", much)
+    model, events = nn.Linear(3, 8), list[Any]()
+    mbs = ElasticMBS(model, outputs=place, micro_batch_size=3, monitor_interval=0, on_event=events.append)
+
+    def step(x: Tensor) -> Any:
+        y = model(x)
+        return y.sum(), y
+
+    for _ in range(2):
+        mbs.backward(step, torch.zeros(8, 3))
+    warned = [event.message for event in events if isinstance(event, Warned)]
+    assert len(warned) == (told if place else 0)
+    assert all("beside the loss takes 256 B for this batch" in text and "outputs=None" in text for text in warned)
