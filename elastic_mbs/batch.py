@@ -15,8 +15,8 @@ from elastic_mbs.containers import Path, dotted, lookup, map_tensors, register_s
 from elastic_mbs.errors import BatchError
 from elastic_mbs.flat import flat
 from elastic_mbs.join import join
-from elastic_mbs.reading import Cut, Dims, Plan, Reading, checked, disagreement, fields, items, line, nothing_to_cut, whole
-from elastic_mbs.splitter import type_name
+from elastic_mbs.reading import Cut, Plan, disagreement, line, nothing_to_cut
+from elastic_mbs.splitter import Dims, Reading, checked, fields, items, type_name, whole
 
 __all__ = ["BatchView", "Dims", "Reading", "fields", "items", "join", "map_tensors", "register_splitter", "whole"]
 

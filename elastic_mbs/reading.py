@@ -22,33 +22,7 @@ from torch import Tensor
 from elastic_mbs.beside import cut_beside
 from elastic_mbs.containers import Kind, Path, Role, dotted, fresh, kind_of, roles_in, some, suffixes
 from elastic_mbs.errors import BatchError
-from elastic_mbs.splitter import type_name
-
-
-class Reading(Enum):
-    """How a list is read when its type does not say."""
-
-    ITEMS = auto()
-    FIELDS = auto()
-
-
-Dims = Mapping[Any, int | Reading | None]
-"""Name, dotted path or index → dimension of the samples, None (pass whole) or a `Reading`. The empty name is the batch itself."""
-
-
-def whole(*names: str | int) -> dict[str, Any]:
-    """`dims` for parts that every piece gets whole: `dims=whole("class_weights")`."""
-    return {str(name): None for name in names}
-
-
-def items(*names: str | int) -> dict[str, Any]:
-    """`dims` for lists or tuples that hold one item per sample: `dims=items("images")`; without a name, the batch itself."""
-    return {str(name): Reading.ITEMS for name in names or ("",)}
-
-
-def fields(*names: str | int) -> dict[str, Any]:
-    """`dims` for lists whose elements each hold all samples: `dims=fields("views")`; without a name, the batch itself."""
-    return {str(name): Reading.FIELDS for name in names or ("",)}
+from elastic_mbs.splitter import Dims, Reading, type_name
 
 
 class Cut(Enum):
@@ -276,18 +250,6 @@ class Plan:
                     f"{plan.leaves[0].size} samples each: say {call('items', node.path)} or {call('fields', node.path)}"
                 )
         return None
-
-
-def checked(dims: Any) -> dict[str, Any]:
-    """`dims` with every key as text."""
-    if not isinstance(dims, Mapping):
-        raise BatchError(f'dims must be a mapping such as {{"position_ids": 1}} or whole("mask"), not {dims!r}')
-    for key, value in dims.items():
-        if isinstance(key, bool) or not isinstance(key, str | int):
-            raise BatchError(f"dims has the key {key!r}: a key is a name, a dotted path or an index")
-        if isinstance(value, bool) or not (value is None or isinstance(value, int | Reading)):
-            raise BatchError(f"dims says {value!r} of {key!r}: say a dimension (an int), whole({key!r}), items({key!r}) or fields({key!r})")
-    return {str(key): value for key, value in dims.items()}
 
 
 def where(path: Path) -> str:
