@@ -15,7 +15,8 @@ from elastic_mbs.containers import Path, dotted, lookup, map_tensors, register_s
 from elastic_mbs.errors import BatchError
 from elastic_mbs.flat import flat
 from elastic_mbs.join import join
-from elastic_mbs.reading import Cut, Plan, disagreement, line, nothing_to_cut
+from elastic_mbs.node import Cut
+from elastic_mbs.reading import Plan, disagreement, line, nothing_to_cut
 from elastic_mbs.splitter import Dims, Reading, checked, fields, items, type_name, whole
 
 __all__ = ["BatchView", "Dims", "Reading", "fields", "items", "join", "map_tensors", "register_splitter", "whole"]
@@ -69,6 +70,9 @@ class BatchView:
         if plan.open:
             self.doubt = None if sizes else plan.doubt()
             plan.settle(-1 if not sizes else sizes.pop() if len(sizes) == 1 else None)
+            sizes = {leaf.size for leaf in plan.leaves}
+        if plan.tuples and len(sizes) == 1:
+            plan.settle_tuples(next(iter(sizes)))
             sizes = {leaf.size for leaf in plan.leaves}
         self.unused = tuple(key for key in said if key not in plan.used)
         if len(sizes) != 1:

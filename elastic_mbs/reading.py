@@ -4,8 +4,9 @@ How a value is read, in this order:
 
 1. what `dims` says of it: a dimension, `whole(...)`, `items(...)` or `fields(...)`;
 2. a tensor (or numpy array) with at least one dimension holds one sample per index of dim 0; 0-d tensors, numbers, strings and None pass whole;
-3. mappings, tuples, dataclasses and lists that hold a tensor directly (what `default_collate` makes of `(x, y)` samples) are containers of fields;
-4. lists of strings, numbers or other plain objects hold one item per sample;
+3. mappings, tuples, dataclasses and lists that hold a tensor with rows directly (what `default_collate` makes of `(x, y)` samples) are containers of
+   fields; a tuple of N texts (what it makes of texts) holds one item per sample, and of another tuple without rows that has length N it must be said;
+4. lists of strings, numbers, 0-d tensors or other plain objects hold one item per sample;
 5. lists of containers are per-sample items if their length is N, fields if the tensors in them have length N, and an error if both are true.
 """
 
@@ -13,73 +14,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elastic_mbs.beside import cut_beside
-from elastic_mbs.containers import Kind, Path, Role, dotted, fresh, kind_of, roles_in, some, suffixes
+from elastic_mbs.containers import Kind, Path, Role, dotted, kind_of, roles_in, some, suffixes
 from elastic_mbs.errors import BatchError
+from elastic_mbs.node import Cut, Node
 from elastic_mbs.splitter import Dims, Reading, type_name
-
-
-class Cut(Enum):
-    """How a node of the plan is cut."""
-
-    NARROW = auto()
-    WHOLE = auto()
-    FIELDS = auto()
-    ITEMS = auto()
-    INDEX = auto()  # numpy
-    CUSTOM = auto()
-    OPEN = auto()  # a list of containers: decided when N is known
-
-
-class Node:
-    """One value of the batch and how it is cut."""
-
-    __slots__ = ("children", "cut", "dim", "keys", "kind", "path", "size", "value")
-
-    def __init__(self, cut: Cut, path: Path, value: Any, kind: Kind, dim: int = 0, size: int = -1) -> None:
-        self.cut = cut
-        self.path = path
-        self.value = value
-        self.kind = kind
-        self.dim = dim
-        self.size = size
-        self.keys: list[Any] = []
-        self.children: list[Node] = []
-
-    def piece(self, start: int, stop: int) -> Any:
-        """Samples `start` to `stop` of this value."""
-        cut = self.cut
-        if cut is Cut.NARROW:
-            return self.value.narrow(self.dim, start, stop - start)
-        if cut is Cut.FIELDS:
-            length = stop - start
-            parts = [
-                child.value.narrow(child.dim, start, length) if child.cut is Cut.NARROW else child.piece(start, stop)  # a frame less for most
-                for child in self.children
-            ]
-            made = self.kind.put(self.value, self.keys, parts)
-            return cut_beside(self.value, made, {child.size for child in self.children}, start, stop) if self.kind.beside else made
-        if cut is Cut.WHOLE:
-            return self.value
-        if cut is Cut.ITEMS:
-            part = self.value[start:stop]
-            # New containers: a pop from an item must not reach a replay.
-            renewed = [fresh(item) for item in part] if roles_in(part) & _RENEWED else part
-            return self.kind.put(self.value, list(range(len(part))), renewed)
-        if cut is Cut.INDEX:
-            # A copy: an array has no version that would tell of an edit in place.
-            return self.value[(*(slice(None),) * self.dim, slice(start, stop))].copy()
-        assert self.kind.splitter is not None
-        return self.kind.splitter.cut(self.value, start, stop)
-
-
-_RENEWED = frozenset({Role.LIST, Role.FIELDS})
 
 
 class _Disagree(Exception):
@@ -100,7 +43,9 @@ class Plan:
         self.expect = expect  # a trial: the first leaf that disagrees ends it (-1: the first leaf says what to expect)
         self.leaves: list[Node] = []
         self.open: list[Node] = []
+        self.tuples: list[Node] = []  # without rows: whole, unless one has an item for each sample
         self.root: Node | None = None
+        self.top: Path | None = None  # a trial: the list that is tried
 
     def _said(self, path: Path, inherited: Any) -> Any:
         for name in suffixes(path):
@@ -168,14 +113,21 @@ class Plan:
         node = Node(Cut.FIELDS, path, value, kind)
         node.keys, parts = kind.take(value)
         below = says if isinstance(says, int) else _UNSAID
+        found = len(self.leaves) + len(self.open)
         for key, part in zip(node.keys, parts, strict=True):
             before = len(self.leaves) + len(self.open)
             child = self.build(part, (*path, key), below)
             node.children.append(child)
             if key in kind.computed and part is not None and part is not kind.computed[key] and before == len(self.leaves) + len(self.open):
                 self._check_computed(child, value)
-        if isinstance(value, tuple) and all(child.cut is Cut.WHOLE for child in node.children):
-            node.cut = Cut.WHOLE
+        if isinstance(value, tuple):
+            if all(child.cut is Cut.WHOLE for child in node.children):
+                node.cut = Cut.WHOLE
+            if type(value) is tuple and says is _UNSAID and found == len(self.leaves) + len(self.open) and any(part is not None for part in value):
+                if self.expect is not None and path and path[:-1] == self.top and _texts(value):
+                    node.cut, node.size = Cut.ITEMS, len(value)  # a field, as default_collate makes it of texts
+                    return self._leaf(node)
+                self.tuples.append(node)
         return node
 
     def _check_computed(self, node: Node, owner: Any) -> None:
@@ -190,7 +142,8 @@ class Plan:
     def _list(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
         roles = roles_in(value)
         if says is not Reading.ITEMS:
-            if says is Reading.FIELDS or Role.TENSOR in roles or (isinstance(says, int) and roles & _CONTAINERS):
+            with_rows = Role.TENSOR in roles and (says is not _UNSAID or _has_rows(value, roles))
+            if says is Reading.FIELDS or with_rows or (isinstance(says, int) and roles & _CONTAINERS):
                 return self._fields(value, path, kind, says)
             if roles & _CONTAINERS:
                 if (known := self.readings.get(path)) is not None:
@@ -208,6 +161,7 @@ class Plan:
     def _trial(self, node: Node, expect: int) -> Plan | None:
         """The fields reading of an open list, if every leaf in it has the length expected and there is one; -1: any common length."""
         plan = Plan(self.dims, self.used, self.readings, expect)
+        plan.top = node.path
         try:
             plan.root = plan._fields(node.value, node.path, node.kind, _UNSAID)
             plan.settle(plan.expect)
@@ -229,10 +183,31 @@ class Plan:
             elif length is not None and (plan := self._trial(node, length)) is not None and plan.root is not None:
                 node.cut, node.keys, node.children = plan.root.cut, plan.root.keys, plan.root.children
                 self.leaves.extend(plan.leaves)
+                self.tuples.extend(plan.tuples)
                 self.readings |= plan.readings | {node.path: Reading.FIELDS}
             else:
                 node.cut = Cut.ITEMS  # neither reading holds, or the rest disagrees already: the error will show it
                 self._leaf(node)
+
+    def settle_tuples(self, length: int) -> None:
+        """Decides the tuples without rows. One whose length once was another than the batch's stays whole, so that no batch can meet it by chance.
+
+        Raises:
+            BatchError: one is as long as the batch, and whether it holds the samples' items is not known.
+        """
+        for node in self.tuples:
+            known = self.readings.get(node.path)
+            if len(node.value) != length and known is not Reading.ITEMS:
+                self.readings[node.path] = Reading.FIELDS
+            elif length > 1 and known is not Reading.FIELDS and not self._said_below(node):
+                if known is None and not _texts(node.value):
+                    raise BatchError(with_or_without(node))
+                self.readings[node.path] = Reading.ITEMS
+                node.cut, node.size = Cut.ITEMS, len(node.value)
+                self._leaf(node)
+
+    def _said_below(self, node: Node) -> bool:
+        return bool(self.dims) and any(self._said(child.path, _UNSAID) is not _UNSAID or self._said_below(child) for child in node.children)
 
     def _holds_as_fields(self, node: Node, length: int) -> Plan | None:
         try:
@@ -250,6 +225,15 @@ class Plan:
                     f"{plan.leaves[0].size} samples each: say {call('items', node.path)} or {call('fields', node.path)}"
                 )
         return None
+
+
+def _texts(value: tuple[Any, ...]) -> bool:
+    return all(isinstance(part, str | bytes) for part in value)
+
+
+def _has_rows(value: Any, roles: set[Role]) -> bool:
+    """Whether a list that holds tensors has more in it than 0-d ones and numbers, which would be one item per sample."""
+    return not roles <= {Role.TENSOR, Role.SCALAR} or any(isinstance(part, Tensor) and part.ndim > 0 for part in value)
 
 
 def where(path: Path) -> str:
@@ -301,6 +285,14 @@ def two_readings(node: Node) -> str:
     return (
         f"{where(node.path)} can be read in two ways: as {node.size} items, one per sample, or as {node.size} fields of {node.size} samples each\n"
         f"  one item per sample: {call('items', node.path)}\n  fields: {call('fields', node.path)}"
+    )
+
+
+def with_or_without(node: Node) -> str:
+    """A tuple that may be one item per sample or the same for all of them, and how to choose."""
+    return (
+        f"{where(node.path)} is a tuple of {len(node.value)}, as many as the batch has samples, with nothing in it that has rows: "
+        f"is it one item per sample?\n  if so: {call('items', node.path)}\n  if every piece needs all of it: {call('whole', node.path)}"
     )
 
 

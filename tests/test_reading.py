@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
 
 from elastic_mbs.batch import BatchView, fields, items, whole
 from elastic_mbs.errors import BatchError
@@ -263,3 +264,50 @@ def test_an_empty_batch_is_refused(batch: Any) -> None:
 def test_a_batch_without_samples_is_refused(batch: Any) -> None:
     with pytest.raises(BatchError, match="there is nothing to cut in the batch"):
         BatchView(batch)
+
+
+def test_what_default_collate_makes_of_texts_beside_tensors_is_cut() -> None:
+    batch = default_collate([(torch.ones(2) * i, f"name {i}", {"words": ["a", "b", f"c{i}"]}) for i in range(4)])
+    assert batch[1] == ("name 0", "name 1", "name 2", "name 3")
+    assert batch[2]["words"][2] == ("c0", "c1", "c2", "c3")
+    piece = BatchView(batch).piece(1, 3)
+    assert piece[1] == ("name 1", "name 2")
+    assert piece[2]["words"] == [("a", "a"), ("b", "b"), ("c1", "c2")]
+    square = default_collate([{"x": torch.ones(2), "words": ["a", "b"]} for _ in range(2)])
+    with pytest.raises(BatchError, match="can be read in two ways"):
+        BatchView(square)
+    assert "2 fields of 4 samples" in str(BatchView(default_collate([("question", "answer")] * 4)).doubt)
+
+
+@pytest.mark.parametrize("labels", [(3, 1, 2), tuple(torch.arange(3.0)), ({"label": 1}, {"label": 2}, {"label": 3}), ((1, 2), (3, 4), (5, 6))])
+def test_a_tuple_without_rows_that_is_as_long_as_the_batch_is_asked_about(labels: Any) -> None:
+    batch = {"x": rows(3), "y": labels}
+    with pytest.raises(BatchError, match='"y" is a tuple of 3') as caught:
+        BatchView(batch)
+    assert 'dims=items("y")' in str(caught.value)
+    assert 'dims=whole("y")' in str(caught.value)
+    assert BatchView(batch, items("y")).piece(1, 3)["y"] == labels[1:3]
+    assert BatchView(batch, whole("y")).piece(1, 3)["y"] == labels
+    assert BatchView({"x": rows(1), "y": (3,)}).piece(0, 1)["y"] == (3,)
+    assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
+
+
+def test_a_tuple_of_another_length_is_whole_and_stays_so_in_a_batch_that_meets_it_by_chance() -> None:
+    first = BatchView({"x": rows(5), "size": (224, 224), "names": ("a",) * 5})
+    assert first.piece(0, 2)["size"] == (224, 224)
+    last = BatchView({"x": rows(2), "size": (224, 224), "names": ("a", "b")}, readings=first.readings)
+    assert last.piece(1, 2)["size"] == (224, 224)
+    assert last.piece(1, 2)["names"] == ("b",)
+    with pytest.raises(BatchError, match='"names": tuple of 3 items'):
+        BatchView({"x": rows(2), "size": (224, 224), "names": ("a", "b", "c")}, readings=first.readings)
+    said = {"x": rows(2), "pair": (rows(3), {"mask": rows(4)})}
+    assert BatchView(said, whole("pair.0", "mask")).piece(0, 1)["pair"][0].shape == (3,)
+
+
+def test_a_list_of_0d_tensors_has_one_item_per_sample() -> None:
+    scalars = [torch.tensor(float(i)) for i in range(4)]
+    assert BatchView({"x": rows(4), "y": scalars}).piece(1, 3)["y"] == scalars[1:3]
+    assert BatchView([rows(4), torch.tensor(2.0), 3]).piece(1, 3)[1:] == [torch.tensor(2.0), 3], "beside rows they are fields"
+    with pytest.raises(BatchError, match=r'"1": list of 4 items'):  # [xs, ys] of zip(*samples): x has 5 positions, not 5 samples
+        BatchView({"0": [rows(5)] * 4, "1": scalars})
+    assert BatchView({"x": rows(4), "y": scalars[:2]}, whole("y")).piece(0, 1)["y"] == scalars[:2]
