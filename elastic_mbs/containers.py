@@ -133,7 +133,7 @@ def _put_dict_subclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
 
 
 def _renew_attributes(obj: Any, new: Any, before: list[Any], after: list[Any]) -> None:
-    """Items may be attributes, too, by their names or others."""
+    """Parts may be attributes, too, by their names or others."""
     renewed = {id(old): value for old, value in zip(before, after, strict=True) if not isinstance(old, _SCALARS)}  # one 8 is every 8
     present = getattr(new, "__dict__", {})
     present.update({name: renewed[id(old)] for name, old in getattr(obj, "__dict__", {}).items() if id(old) in renewed and present.get(name) is old})
@@ -154,6 +154,7 @@ def _put_mapping(obj: Any, keys: list[Any], values: list[Any]) -> Any:
             new = _shallow(obj)
             object.__setattr__(new, name, kind_of(type(inner)).put(inner, keys, values))
             if all(new[key] is value for key, value in data.items()):
+                _renew_attributes(obj, new, [inner[key] for key in keys], values)
                 return new
     try:
         built = type(obj)(data)
@@ -195,6 +196,7 @@ def _put_list_subclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
 def _put_dataclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
     # Not dataclasses.replace: __post_init__ has already done its work on these values, and InitVars are gone.
     new = _shallow(obj)
+    _renew_attributes(obj, new, [getattr(obj, name) for name in keys], values)
     for name, value in zip(keys, values, strict=True):
         object.__setattr__(new, name, value)
     return new

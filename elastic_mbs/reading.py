@@ -13,12 +13,13 @@ How a value is read, in this order:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from elastic_mbs.beside import left_behind
 from elastic_mbs.containers import Kind, Path, Role, dotted, kind_of, roles_in, some, suffixes
 from elastic_mbs.errors import BatchError
 from elastic_mbs.node import Cut, Node
@@ -112,6 +113,7 @@ class Plan:
     def _fields(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
         node = Node(Cut.FIELDS, path, value, kind)
         node.keys, parts = kind.take(value)
+        self._check_left_behind(value, path, parts)
         below = says if isinstance(says, int) else _UNSAID
         found = len(self.leaves) + len(self.open)
         for key, part in zip(node.keys, parts, strict=True):
@@ -129,6 +131,15 @@ class Plan:
                     return self._leaf(node)
                 self.tuples.append(node)
         return node
+
+    def _check_left_behind(self, value: Any, path: Path, parts: Sequence[Any]) -> None:
+        for name in left_behind(value, parts):
+            if self._said((*path, name), _UNSAID) is not None:
+                raise BatchError(
+                    f"{where((*path, name))} is an attribute beside the parts of {type_name(type(value))}: every piece would have the whole batch's\n"
+                    f"  if that is right: {call('whole', (*path, name))}\n"
+                    f"  if not: make it a part, or register_splitter({type(value).__qualname__}, length=..., slice=...)"
+                )
 
     def _check_computed(self, node: Node, owner: Any) -> None:
         """A field that the constructor computes from others (a length, say) would be the whole batch's in every piece: somebody must say so."""
@@ -156,6 +167,7 @@ class Plan:
         return self._items(value, path, kind)
 
     def _items(self, value: Any, path: Path, kind: Kind) -> Node:
+        self._check_left_behind(value, path, ())
         return self._leaf(Node(Cut.ITEMS, path, value, kind, size=len(value)))
 
     def _trial(self, node: Node, expect: int) -> Plan | None:
