@@ -13,10 +13,10 @@ from torch import Tensor
 
 from elastic_mbs.containers import Path, dotted, lookup, map_tensors, register_splitter, tensors_in
 from elastic_mbs.errors import BatchError
-from elastic_mbs.flat import flat
+from elastic_mbs.flat import MANY, alike, flat
 from elastic_mbs.join import join
 from elastic_mbs.node import Cut
-from elastic_mbs.reading import Plan, disagreement, line, nothing_to_cut
+from elastic_mbs.reading import Plan, disagreement, line, nothing_to_cut, transposed
 from elastic_mbs.splitter import Dims, Reading, checked, fields, items, type_name, whole
 
 __all__ = ["BatchView", "Dims", "Reading", "fields", "items", "join", "map_tensors", "register_splitter", "whole"]
@@ -58,7 +58,7 @@ class BatchView:
         if self._flat is not None:
             self._tensors = self._flat.tensors
             self.length: int = self._flat.length
-            self.doubt: str | None = None
+            self.doubt: str | None = alike(batch) if len(self._flat.tensors) > MANY else None
             self.unused: tuple[str, ...] = ()
             self.readings: Mapping[Path, Reading] = {}
             return
@@ -80,6 +80,8 @@ class BatchView:
         self.length = sizes.pop()
         if self.length == 0:
             raise BatchError(f"the batch is empty: {line(plan.leaves[0])}\n  skip it before the call")
+        if self.doubt is None and not said:
+            self.doubt = transposed(root, self.length)
         self.readings = plan.readings
         self._root = root
         self._leaves = plan.leaves

@@ -62,3 +62,19 @@ def flat(batch: Any) -> Flat | None:
             return None
         length = rows
     return Flat(kind, keys, tensors) if length > 0 else None
+
+
+MANY = 7
+"""Fields of one shape that a list may have before it looks like samples: ids, masks and labels of a text are some, a picture's crops more."""
+
+
+def alike(batch: Any) -> str | None:
+    """A sentence when a flat batch, taken as fields, looks like a list or tuple of samples: many tensors of one shape and type."""
+    if type(batch) is dict or len({(tensor.shape, tensor.dtype) for tensor in batch}) > 1:
+        return None
+    n, rows = len(batch), batch[0].shape[0]
+    kind, shape = type(batch).__name__, tuple(batch[0].shape)
+    return (
+        f"the batch, a {kind} of tensors, is taken as {n} fields of {rows} samples each; it could also be {n} samples of shape {shape}: "
+        "say dims=fields() or dims=items()"
+    )

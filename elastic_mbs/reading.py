@@ -308,6 +308,21 @@ def with_or_without(node: Node) -> str:
     )
 
 
+def transposed(root: Node, length: int) -> str | None:
+    """A sentence when all fields of a batch are lists or tuples of one length that is not the batch's: `zip(*samples)`, taken as something else."""
+    if root.cut is not Cut.FIELDS or len(root.children) < 2 or any(type(child.value) not in (list, tuple) for child in root.children):
+        return None
+    lengths = {len(child.value) for child in root.children}
+    n = lengths.pop()
+    if lengths or n in (1, length):
+        return None
+    ways = [f"{helper}({', '.join(quoted(child.path) for child in root.children)})" for helper in ("items", "fields")]
+    return (
+        f"the batch is taken as {length} samples, by the shape of what is inside its parts, which have {n} entries each; if it is {n} samples "
+        f"(zip(*samples)), say dims={ways[0]}; if not, dims={ways[1]}"
+    )
+
+
 def nothing_to_cut(batch: Any) -> str:
     """Why there are no samples."""
     return (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, Warned
-from elastic_mbs.batch import BatchView
+from elastic_mbs.batch import BatchView, fields, items
 from elastic_mbs.first_look import first_look
 
 
@@ -66,3 +66,20 @@ def test_it_is_said_once_a_function_and_before_anything_fails() -> None:
             with pytest.raises(ValueError, match="batch_size"):
                 mbs.backward(loss_fn, torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     assert [(event.topic, "backward(loss_fn, (x, y))" in event.message) for event in events if isinstance(event, Warned)] == [("beside", True)]
+
+
+def test_a_list_of_many_like_tensors_that_is_taken_as_fields_is_told_of() -> None:
+    samples = [torch.zeros(5) for _ in range(8)]
+    assert kinds(samples) == kinds(tuple(samples)) == ["doubt"]
+    assert "8 fields of 5 samples each" in str(BatchView(samples).doubt)
+    assert BatchView(samples, items()).doubt is BatchView(samples, fields()).doubt is None
+    assert kinds(samples[:7]) == kinds([*samples, torch.zeros(5, 2)]) == kinds(dict(enumerate(samples))) == []
+
+
+def test_samples_that_zip_transposed_are_told_of_where_their_rows_agree_by_chance() -> None:
+    batch = tuple(zip(*[(torch.zeros(5), 1), (torch.zeros(5), 2), (torch.zeros(5), 3)], strict=True))
+    assert BatchView(batch).length == 5
+    assert kinds(batch) == ["doubt"]
+    assert 'dims=items("0", "1")' in str(BatchView(batch).doubt)
+    assert BatchView(batch, items("0", "1")).piece(1, 2) == (batch[0][1:2], (2,))
+    assert kinds({"views": batch[0], "others": [torch.zeros(5)] * 2}) == kinds((batch[0], torch.zeros(5))) == []
