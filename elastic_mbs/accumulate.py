@@ -175,7 +175,7 @@ def _column(count: Any, view: BatchView, name: str | None) -> _Column:
             f"{where} is {_shown(count)}: it must be None (samples), a function of the batch that gives one count per sample, "
             "or a dict of such functions"
         )
-    result = count(view.batch)
+    result = count.of(view) if isinstance(count, TokenCount) else count(view.batch)
     if isinstance(result, Mapping):
         raise CountError(f"{where} returned a dict: give a dict of functions instead, one per loss: count={{{', '.join(map(repr, result))}: ...}}")
     values = _on_host(result, where)
@@ -271,7 +271,25 @@ class TokenCount:
         Raises:
             CountError: there are no such labels, or `shift` has no dimension to shift along.
         """
-        labels = _as_tensor(self._labels(batch))
+        return self._counted(_as_tensor(self._labels(batch)))
+
+    def of(self, view: BatchView) -> Any:
+        """The counts of a batch whose samples may lie along another dimension than 0.
+
+        Raises:
+            CountError: as above, or the labels are a list of fields, each with all samples in it.
+        """
+        found = self._labels(view.batch)
+        how = view.cut_of(found)
+        if how is None and isinstance(found, list | tuple):
+            raise CountError(
+                f"{self!r} found {len(found)} fields of {view.length} samples each, which is no list with one entry per sample: "
+                "give a function, as in count_tokens(lambda batch: torch.stack(batch['labels'], 1))"
+            )
+        labels = _as_tensor(found)
+        return self._counted(labels.movedim(how, 0) if how else labels)
+
+    def _counted(self, labels: Any) -> Any:
         if isinstance(labels, list | tuple):
             return [self._count_one(sample) for sample in labels]
         if not isinstance(labels, Tensor):

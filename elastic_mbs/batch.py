@@ -140,6 +140,16 @@ class BatchView:
             todo.extend(reversed(node.children))
         return found
 
+    def cut_of(self, value: Any) -> int | None:
+        """The dimension along which this very value of the batch is cut: 0 where it is no part of the batch, None where it is only taken apart."""
+        todo = [self._root] if self._flat is None else []
+        while todo:
+            node = todo.pop()
+            if node.value is value and node.cut is not Cut.WHOLE:
+                return None if node.cut is Cut.FIELDS else node.dim
+            todo.extend(node.children if node.cut is Cut.FIELDS else ())
+        return None if self._flat is not None and value is self.batch and type(value) is not Tensor else 0
+
     def versions(self) -> tuple[int, ...]:
         """The tensors' version counters, to notice an edit in place. Inference tensors have none."""
         if self._versioned is None:

@@ -304,3 +304,24 @@ def test_count_tokens_shows_its_arguments() -> None:
 )
 def test_token_labels_are_noticed_by_name_on_the_host_only(batch: Any, name: str | None) -> None:
     assert looks_like_token_labels(BatchView(batch)) == name
+
+
+@pytest.mark.parametrize("kind", [lambda labels: labels, lambda labels: labels.numpy()], ids=["tensor", "numpy"])
+def test_tokens_are_counted_along_the_dimension_that_holds_the_samples(kind: Callable[[torch.Tensor], Any]) -> None:
+    labels = torch.full((4, 4), -100)  # (T, N), as many steps as samples
+    labels[:, 0], labels[:2, 1], labels[0, 2] = 1, 1, 1
+    batch = {"x": torch.zeros(4, 4, 3), "labels": kind(labels)}
+    view = BatchView(batch, {"x": 1, "labels": 1})
+    assert [Counts.read(count_tokens(), view).of(i, i + 1)[None] for i in range(4)] == [4, 2, 1, 0]
+    assert [Counts.read(count_tokens(shift=True), view).of(i, i + 1)[None] for i in range(4)] == [3, 1, 0, 0]
+
+
+def test_labels_in_a_list_of_fields_are_not_counted_as_samples() -> None:
+    column = torch.tensor([1, -100, 1, 1])
+    view = BatchView({"x": torch.zeros(4), "labels": [column] * 4})  # what default_collate makes of lists of four
+    with pytest.raises(CountError, match="found 4 fields of 4 samples each"):
+        Counts.read(count_tokens(), view)
+    stacked = count_tokens(lambda batch: torch.stack(batch["labels"], 1))
+    assert [Counts.read(stacked, view).of(i, i + 1)[None] for i in range(4)] == [4, 0, 4, 4]
+    with pytest.raises(CountError, match="found 2 fields of 2 samples each"):
+        Counts.read(count_tokens(lambda batch: batch), BatchView([column[:2], column[:2]]))
