@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -148,6 +149,8 @@ def _reason(
     reduction: str,
     n: int,
 ) -> str:
+    if not math.isfinite(whole):
+        return f"{what} of the samples taken whole is {whole}, which no split can be compared with: is it a mean over nothing (every label ignored)?"
     again = probe.losses(0, n)[name]
     if not near(again, whole):
         return f"{what} differs between two runs on the same samples, random streams put back: a source of randomness is not in generators="

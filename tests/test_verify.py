@@ -195,3 +195,11 @@ def test_labels_to_be_ignored_without_a_count_are_warned_of_once() -> None:
     events.clear()
     elastic(model, micro_batch_size=4, on_event=events.append, count=count_tokens("labels")).backward(_language(model), batch)
     assert not [event for event in events if isinstance(event, Warned)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_verify_does_not_take_a_loss_that_is_no_number_for_randomness(value: float) -> None:
+    model = mlp()
+    report = elastic(model).verify(lambda batch: cross_entropy(model)(batch) * value, pairs())
+    assert not report.ok
+    assert f"is {value}, which no split can be compared with" in report.findings[0]
