@@ -122,14 +122,30 @@ class Plan:
             node.children.append(child)
             if key in kind.computed and part is not None and part is not kind.computed[key] and before == len(self.leaves) + len(self.open):
                 self._check_computed(child, value)
-        if isinstance(value, tuple):
-            if all(child.cut is Cut.WHOLE for child in node.children):
-                node.cut = Cut.WHOLE
-            if type(value) is tuple and says is _UNSAID and found == len(self.leaves) + len(self.open) and any(part is not None for part in value):
-                if self.expect is not None and path and path[:-1] == self.top and _texts(value):
-                    node.cut, node.size = Cut.ITEMS, len(value)  # a field, as default_collate makes it of texts
-                    return self._leaf(node)
-                self.tuples.append(node)
+        if found == len(self.leaves) + len(self.open):
+            if type(value) is tuple:
+                return self._without_rows(node, says)
+            if says is Reading.FIELDS:
+                for child in node.children:
+                    self._is_items(child, child in self.tuples and _texts(child.value))
+        if isinstance(value, tuple) and all(child.cut is Cut.WHOLE for child in node.children):
+            node.cut = Cut.WHOLE
+        return node
+
+    def _is_items(self, node: Node, holds: bool = True) -> None:
+        if holds:
+            node.cut, node.size = Cut.ITEMS, len(node.value)
+            self._leaf(node)
+
+    def _without_rows(self, node: Node, says: Any) -> Node:
+        """A tuple of numbers or texts: whole, unless it has an item for each sample."""
+        if all(child.cut is Cut.WHOLE for child in node.children):
+            node.cut = Cut.WHOLE
+        field = self.expect is not None and node.path and node.path[:-1] == self.top and _texts(node.value)  # as default_collate makes it of texts
+        if (field and says is _UNSAID) or (says in (0, -1) and self._said(node.path, None) == says):
+            self._is_items(node)
+        elif says is _UNSAID and any(part is not None for part in node.value):
+            self.tuples.append(node)
         return node
 
     def _check_left_behind(self, value: Any, path: Path, parts: Sequence[Any]) -> None:
@@ -207,7 +223,7 @@ class Plan:
         Raises:
             BatchError: one is as long as the batch, and whether it holds the samples' items is not known.
         """
-        for node in self.tuples:
+        for node in sorted((each for each in self.tuples if each.cut is not Cut.ITEMS), key=lambda each: len(each.path)):
             known = self.readings.get(node.path)
             if len(node.value) != length and known is not Reading.ITEMS:
                 self.readings[node.path] = Reading.FIELDS
@@ -215,8 +231,7 @@ class Plan:
                 if known is None and not _texts(node.value):
                     raise BatchError(with_or_without(node))
                 self.readings[node.path] = Reading.ITEMS
-                node.cut, node.size = Cut.ITEMS, len(node.value)
-                self._leaf(node)
+                self._is_items(node)
 
     def _said_below(self, node: Node) -> bool:
         return bool(self.dims) and any(self._said(child.path, _UNSAID) is not _UNSAID or self._said_below(child) for child in node.children)

@@ -276,7 +276,9 @@ def test_what_default_collate_makes_of_texts_beside_tensors_is_cut() -> None:
     square = default_collate([{"x": torch.ones(2), "words": ["a", "b"]} for _ in range(2)])
     with pytest.raises(BatchError, match="can be read in two ways"):
         BatchView(square)
-    assert "2 fields of 4 samples" in str(BatchView(default_collate([("question", "answer")] * 4)).doubt)
+    pairs = default_collate([(f"question {i}", f"answer {i}") for i in range(4)])
+    assert "2 fields of 4 samples" in str(BatchView(pairs).doubt)
+    assert BatchView(pairs, fields()).piece(1, 2) == [("question 1",), ("answer 1",)]
 
 
 @pytest.mark.parametrize("labels", [(3, 1, 2), tuple(torch.arange(3.0)), ({"label": 1}, {"label": 2}, {"label": 3}), ((1, 2), (3, 4), (5, 6))])
@@ -287,9 +289,17 @@ def test_a_tuple_without_rows_that_is_as_long_as_the_batch_is_asked_about(labels
     assert 'dims=items("y")' in str(caught.value)
     assert 'dims=whole("y")' in str(caught.value)
     assert BatchView(batch, items("y")).piece(1, 3)["y"] == labels[1:3]
+    if not isinstance(labels[0], Tensor):  # of which it is said, too, and one has no dim 0
+        assert BatchView(batch, {"y": 0}).piece(1, 3)["y"] == labels[1:3]
     assert BatchView(batch, whole("y")).piece(1, 3)["y"] == labels
     assert BatchView({"x": rows(1), "y": (3,)}).piece(0, 1)["y"] == (3,)
     assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
+
+
+def test_of_tuples_in_a_tuple_the_outer_one_is_asked_about() -> None:
+    with pytest.raises(BatchError, match='"y" is a tuple of 2'):
+        BatchView({"x": rows(2), "y": ((1, 2), (3, 4))})
+    assert BatchView({"x": rows(2), "y": {"size": (3, 4)}}, {"x": 0, "y": 0}).piece(0, 1)["y"]["size"] == (3, 4), "said of the dict, not of the size"
 
 
 def test_a_tuple_of_another_length_is_whole_and_stays_so_in_a_batch_that_meets_it_by_chance() -> None:
