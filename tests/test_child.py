@@ -152,9 +152,10 @@ def test_a_child_can_be_killed_from_outside() -> None:
 
 def test_each_kind_gets_its_environment_and_nothing_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fences.VARIABLE, "somebody else's")
-    names = [fences.VARIABLE, "LD_PRELOAD", "OMP_NUM_THREADS", "MINE"]
+    names = [fences.VARIABLE, "LD_PRELOAD", "OMP_NUM_THREADS", "MKL_DISABLE_FAST_MM", "MINE"]
     (found,) = run_child("budget", jobs.tell_environment, {"names": names}, deadline=LONG, environment={"MINE": "1"})
-    assert found == {fences.VARIABLE: None, "LD_PRELOAD": os.environ.get("LD_PRELOAD"), "OMP_NUM_THREADS": "1", "MINE": "1"}
+    ours = {"OMP_NUM_THREADS": "1", "MKL_DISABLE_FAST_MM": "1", "MINE": "1"}
+    assert found == {fences.VARIABLE: None, "LD_PRELOAD": os.environ.get("LD_PRELOAD"), **ours}
 
 
 @needs_shim
