@@ -97,7 +97,7 @@ def test_an_attribute_that_is_a_part_is_the_pieces_own(make: Callable[[], Any]) 
 
 def test_attributes_without_rows_and_what_a_mapping_keeps_its_items_in_are_no_question() -> None:
     batch = Record(x=X)
-    batch.name, batch.scale, batch.size = "a", torch.tensor(2.0), (224, 224)  # type: ignore[attr-defined]
+    batch.name, batch.scale, batch.size = "a", torch.tensor(2.0), (224, 224)  # type: ignore[attr-defined]  # attributes that only this batch has
     assert BatchView(batch).piece(0, 1).scale == 2
     arrays = Table({"x": X.numpy(), "y": X})
     with pytest.raises(BatchError, match='"inputs" is an attribute'):  # an array, where the part is a tensor made of it

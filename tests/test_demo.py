@@ -120,7 +120,7 @@ def test_a_run_that_never_ran_out_shows_nothing(capsys: pytest.CaptureFixture[st
 
 def test_a_run_that_becomes_nan_is_not_equal() -> None:
     outcome = SimpleNamespace(differences=[0.0, math.nan], weight=0.0, rounding=compare.ROUNDING[torch.float64])
-    assert not compare.Outcome.equal.fget(outcome)  # type: ignore[attr-defined]
+    assert not compare.Outcome.equal.fget(outcome)  # type: ignore[attr-defined]  # the property's own function
 
 
 def test_a_budget_in_plain_bytes_is_taken_and_any_stream_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +425,7 @@ def test_sizes_follow_what_the_controller_says() -> None:
 
 def test_without_a_reading_a_step_is_printed_without_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     setting: Any = SimpleNamespace(options=SimpleNamespace(steps=8), budget=100)
-    step = Step(0, 12, 0.0, 1.0, result=SimpleNamespace(micro_batch_size=4), loss=1.5)  # type: ignore[arg-type]
+    step = Step(0, 12, 0.0, 1.0, result=SimpleNamespace(micro_batch_size=4), loss=1.5)  # type: ignore[arg-type]  # stands for a result
     console.Lines(setting).step(step)
     console.Lines(setting).step(replace(step, peak=Sample(0.5, 25, 50)))
     without, with_it = capsys.readouterr().out.splitlines()

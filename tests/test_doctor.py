@@ -272,7 +272,7 @@ def test_the_allocator_is_no_matter_where_torch_sees_no_device() -> None:
 
 
 def test_where_torch_sees_nothing_all_co_tenants_are_told() -> None:
-    facts = replace(CPU_TORCH, nvml=Nvml("580", "13.0", (replace(H200, holders=(Holder(3, "a", 5),)), *MIG.nvml.gpus[1:])))  # type: ignore[union-attr]
+    facts = replace(CPU_TORCH, nvml=Nvml("580", "13.0", (replace(H200, holders=(Holder(3, "a", 5),)), *MIG.nvml.gpus[1:])))  # type: ignore[union-attr]  # it has a driver
     assert [f.found for f in judge(facts) if f.topic == "co-tenants"] == ["1 process on nvidia-smi's GPU 0: a (PID 3) 5 B"]
 
 

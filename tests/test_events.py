@@ -107,7 +107,7 @@ def test_an_event_is_frozen_and_holds_numbers_and_strings_only(event: Event, tol
     for field in fields(event):
         assert isinstance(getattr(event, field.name), int | float | str | None)
     with pytest.raises(FrozenInstanceError):
-        event.name = "another"  # type: ignore[misc]
+        event.name = "another"  # type: ignore[misc]  # the mistake
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_number_beside_the_items_is_not_taken_for_the_item_of_the_same_value()
 
     pieces = [Result(hits=8, y=torch.zeros(2)), Result(hits=8, y=torch.zeros(2))]
     for piece in pieces:
-        piece.version, piece.alias = 8, piece["y"]  # type: ignore[attr-defined]
+        piece.version, piece.alias = 8, piece["y"]  # type: ignore[attr-defined]  # attributes that only this output has
     joined: Any = join(pieces, [2, 2])
     assert isinstance(joined["hits"], PerPiece)
     assert joined.version == 8

@@ -33,7 +33,7 @@ class Script:
         self.read_once.set()
         if isinstance(answer, BaseException):
             raise answer
-        return answer() if callable(answer) else answer  # type: ignore[no-any-return]
+        return answer() if callable(answer) else answer  # type: ignore[no-any-return]  # a script may answer anything
 
 
 def room(free: int = 5, at: float = 0.0) -> Headroom:

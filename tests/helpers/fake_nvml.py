@@ -14,9 +14,9 @@ class NVMLError(Exception):
     """Behaves as the real one: not comparable with other types, not hashable."""
 
     def __eq__(self, other: object) -> bool:
-        return bool(self.value == other.value)  # type: ignore[attr-defined]
+        return bool(self.value == other.value)  # type: ignore[attr-defined]  # fails for other types, as the real one does
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # the real ones have no hash either
 
 
 class NVMLLibraryMismatchError(Exception):
