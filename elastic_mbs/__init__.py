@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from elastic_mbs.accumulate import count_tokens
-from elastic_mbs.batch import fields, items, register_splitter, whole
-from elastic_mbs.controller import Policy
+from elastic_mbs.batch.counts import count_tokens
+from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.batch.view import fields, items, register_splitter, whole
+from elastic_mbs.controller.controller import Policy
 from elastic_mbs.decorator import elastic_step
+from elastic_mbs.engine.micro_batch import MicroBatch
+from elastic_mbs.engine.result import StepResult
+from elastic_mbs.engine.stats import Stats
+from elastic_mbs.engine.verify import VerifyReport
 from elastic_mbs.errors import (
     BackwardInsideError,
     BatchError,
@@ -38,15 +43,9 @@ from elastic_mbs.events import (
     WaitingForMemory,
     Warned,
 )
-from elastic_mbs.join import PerPiece
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
-from elastic_mbs.micro_batch import MicroBatch
-from elastic_mbs.result import StepResult
 from elastic_mbs.runtime import ElasticMBS
-from elastic_mbs.stats import Stats
-from elastic_mbs.verify import VerifyReport
-
-__version__ = "0.1.0"
+from elastic_mbs.version import __version__
 
 __all__ = [
     "BackwardInsideError",
@@ -89,6 +88,7 @@ __all__ = [
     "VerifyReport",
     "WaitingForMemory",
     "Warned",
+    "__version__",
     "count_tokens",
     "elastic_step",
     "fields",

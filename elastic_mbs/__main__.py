@@ -2,7 +2,7 @@
 
 import sys
 
-from elastic_mbs.cli import main
+from elastic_mbs.cli.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

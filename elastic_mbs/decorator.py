@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from elastic_mbs.arguments import modules_of
+from elastic_mbs.engine.arguments import modules_of
+from elastic_mbs.engine.result import StepResult
 from elastic_mbs.errors import UsageError
-from elastic_mbs.result import StepResult
 from elastic_mbs.runtime import ElasticMBS
 
 

@@ -47,11 +47,11 @@ class OutOfMemory(Event):
         phase: "load", "forward", "backward" or "commit".
         start: first sample of the failed piece.
         stop: one past its last sample.
-        mode: how it is replayed: "piece", "step" or "isolate" (see `elastic_mbs.commits`).
+        mode: how it is replayed: "piece", "step" or "isolate" (see `elastic_mbs.rollback.graph`).
         size_before: micro-batch size that was attempted, in samples.
         size_after: micro-batch size that will be attempted next, in samples.
         committed: leaves that the failed attempt had already committed.
-        kind: what sort of error it was (see `elastic_mbs.oom.Kind`).
+        kind: what sort of error it was (see `elastic_mbs.memory.oom.Kind`).
         message: first line of the error's text.
         key: which track of the controller it belongs to (loss function, train or eval, shape class).
         requested: bytes that were asked for, where the error tells.
@@ -96,7 +96,7 @@ class OptimizerOutOfMemory(Event):
     Attributes:
         optimizer: its class.
         action: what is different in the next try.
-        kind: what sort of error it was (see `elastic_mbs.oom.Kind`).
+        kind: what sort of error it was (see `elastic_mbs.memory.oom.Kind`).
         message: first line of the error's text.
     """
 
@@ -342,3 +342,26 @@ class EventLog:
         if topic not in self._warned:
             self._warned.add(topic)
             self.emit(Warned(name, topic, message))
+
+
+class SizeReader:
+    """Takes the events of one runtime, in the order in which they come, and tells which track has which size.
+
+    A finished call tells the size with which it ended. By then something newer may have been told: the size was changed at the call's end, or the
+    next call, which did not wait for this one's figures, has run out of memory.
+    """
+
+    def __init__(self) -> None:
+        self._newer: set[str] = set()
+
+    def read(self, event: Event | None) -> tuple[str, int] | None:
+        """The track and its size, or None where the event tells nothing new of it."""
+        if isinstance(event, OutOfMemory | Resized):
+            self._newer.add(event.key)
+            return event.key, event.size_after if isinstance(event, OutOfMemory) else event.after
+        if not isinstance(event, CallDone):
+            return None
+        if event.key in self._newer:
+            self._newer.remove(event.key)
+            return None
+        return event.key, event.micro_batch_size

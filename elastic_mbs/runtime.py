@@ -13,34 +13,45 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from elastic_mbs import oom
-from elastic_mbs.accumulate import CountFn, Counts
-from elastic_mbs.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, refuse_no_function, sinks_of
-from elastic_mbs.batch import BatchView, Dims
-from elastic_mbs.controller import Controller, Limits, Policy
-from elastic_mbs.disabled import WholeBatch
-from elastic_mbs.engine import Call
+from elastic_mbs.batch.counts import CountFn, Counts
+from elastic_mbs.batch.lint import first_look
+from elastic_mbs.batch.transfer import Streamer, choose_device
+from elastic_mbs.batch.view import BatchView, Dims
+from elastic_mbs.controller.controller import Controller, Limits, Policy
+from elastic_mbs.engine.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, refuse_no_function, sinks_of
+from elastic_mbs.engine.call import Call
+from elastic_mbs.engine.context import Parts
+from elastic_mbs.engine.disabled import WholeBatch
+from elastic_mbs.engine.micro_batch import MicroBatch, Totals
+from elastic_mbs.engine.misuse import running_call
+from elastic_mbs.engine.model import Inventory
+from elastic_mbs.engine.recovery import retrying
+from elastic_mbs.engine.result import MUCH, OutputPlace, StepResult
+from elastic_mbs.engine.settings import Reduction, Replay, Settings, describe
+from elastic_mbs.engine.stats import Stats
+from elastic_mbs.engine.steady import run_steadily, runs_steadily
+from elastic_mbs.engine.telemetry import Telemetry
+from elastic_mbs.engine.timing import Stopwatch
+from elastic_mbs.engine.verify import VerifyReport, verify
 from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UsageError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned, format_bytes
-from elastic_mbs.first_look import first_look
-from elastic_mbs.guards import running_call
-from elastic_mbs.inventory import Inventory
-from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, MemorySensor, Monitor, Reading, UsageMeter, margin_of, refuse_devices, sensor_for
-from elastic_mbs.micro_batch import MicroBatch, Totals
-from elastic_mbs.optimizer_step import optimizer_step
-from elastic_mbs.parts import Parts
-from elastic_mbs.random_streams import RandomStreams, check_generators
-from elastic_mbs.recovery import retrying
-from elastic_mbs.result import MUCH, OutputPlace, StepResult
-from elastic_mbs.run_log import RunLog, describe
-from elastic_mbs.settings import Reduction, Replay, Settings
-from elastic_mbs.stats import Stats
-from elastic_mbs.steady import run_steadily, runs_steadily
-from elastic_mbs.step_watch import StepWatch
-from elastic_mbs.stream import Streamer, choose_device
-from elastic_mbs.telemetry import Telemetry
-from elastic_mbs.timing import Stopwatch
-from elastic_mbs.verify import VerifyReport, verify
+from elastic_mbs.memory import (
+    Headroom,
+    HostGuard,
+    MemoryBudget,
+    MemorySensor,
+    Monitor,
+    Reading,
+    UsageMeter,
+    margin_of,
+    oom,
+    refuse_devices,
+    sensor_for,
+)
+from elastic_mbs.optimizer.guarded_step import optimizer_step
+from elastic_mbs.optimizer.unfinished import StepWatch
+from elastic_mbs.rollback.random_streams import RandomStreams, check_generators
+from elastic_mbs.sinks.run_log import RunLog
 
 Count = CountFn | Mapping[str, CountFn | None] | None
 
@@ -80,7 +91,7 @@ class ElasticMBS:
         monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
         is_oom: a predicate for errors that this package does not know to be out-of-memory.
         on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
-        log: a file to which each event is added as a line of JSON (see `elastic_mbs.run_log`), for `elastic-mbs report` and `elastic-mbs watch`.
+        log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for `elastic-mbs report` and `elastic-mbs watch`.
         on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
         wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
         policy: how eager the controller is.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_mbs import ElasticMBS, StepResult
-from elastic_mbs.accumulate import Counts
-from elastic_mbs.batch import BatchView
-from elastic_mbs.losses import read_losses, weighted_sum
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.view import BatchView
 
 from .subject import Subject
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elastic_mbs import count_tokens
-from elastic_mbs.demo.gpt import GPT, GPTConfig
+from elastic_mbs.cli.demo.gpt import GPT, GPTConfig
 
 from .subject import Subject
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.oom import classify
+from elastic_mbs.memory.oom import classify
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,22 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-from elastic_mbs import ElasticMBS, engine, runtime, steady
-from elastic_mbs.accumulate import Counts
-from elastic_mbs.batch import BatchView
-from elastic_mbs.buffers import BufferCopies
-from elastic_mbs.commits import CommitLog
-from elastic_mbs.controller import Controller
-from elastic_mbs.gradients import GradientNotes
-from elastic_mbs.inventory import Inventory
+from elastic_mbs import ElasticMBS, runtime
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.schedule import Schedule
+from elastic_mbs.batch.transfer import Streamer
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.controller.controller import Controller
+from elastic_mbs.engine import call as engine
+from elastic_mbs.engine import steady
+from elastic_mbs.engine.context import Parts
+from elastic_mbs.engine.model import Inventory
+from elastic_mbs.engine.timing import Stopwatch
 from elastic_mbs.memory import CudaMeter, HostMeter, Monitor
-from elastic_mbs.parts import Parts
-from elastic_mbs.random_streams import RandomStreams
-from elastic_mbs.schedule import Schedule
-from elastic_mbs.stream import Streamer
-from elastic_mbs.timing import Stopwatch
+from elastic_mbs.rollback.buffers import BufferCopies
+from elastic_mbs.rollback.gradients import GradientNotes
+from elastic_mbs.rollback.graph import CommitLog
+from elastic_mbs.rollback.random_streams import RandomStreams
 from tools.workloads import Workload, wait, with_pieces
 
 PARTS: Sequence[tuple[str, object, str]] = (

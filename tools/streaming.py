@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from anywhere, installed or not
 
-from elastic_mbs.batch import map_tensors
+from elastic_mbs.batch.view import map_tensors
 from tools.bench_overhead import Estimate, environment, median_of
 from tools.breakdown import WARM, make_runtime
 from tools.workloads import MAKERS, PIECES, Workload, calibrated, wait

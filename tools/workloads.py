@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elastic_mbs import count_tokens
-from elastic_mbs.demo.gpt import GPT, GPTConfig, token_loss
+from elastic_mbs.cli.demo.gpt import GPT, GPTConfig, token_loss
 
 PIECES = 6
 """Micro-batches in a step."""

@@ -7,10 +7,10 @@ import torch
 from elastic_mbs.memory.budget import MemoryBudget
 from elastic_mbs.memory.cgroup import CgroupMemory, cgroup_memory
 from elastic_mbs.memory.cuda import CudaMeter, CudaSensor
-from elastic_mbs.memory.holders import Holder
 from elastic_mbs.memory.host import HostMeter, HostSensor
 from elastic_mbs.memory.host_guard import HostGuard, margin_of, refuse_devices
 from elastic_mbs.memory.monitor import Monitor
+from elastic_mbs.memory.processes import Holder
 from elastic_mbs.memory.sensor import Headroom, MemorySensor, NoMeter, NoSensor, Reading, Unavailable, Usage, UsageMeter, trouble_with
 from elastic_mbs.memory.size import parse_bytes
 

@@ -35,8 +35,8 @@ from torch.nn.modules.conv import _ConvNd
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes, logger
 from elastic_mbs.memory.cgroup import CgroupReader
+from elastic_mbs.memory.oom_patterns import ONEDNN
 from elastic_mbs.memory.size import parse_bytes
-from elastic_mbs.oom_patterns import ONEDNN
 
 try:
     import resource

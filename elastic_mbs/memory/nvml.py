@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_mbs.memory.holders import Holder, holders_on
+from elastic_mbs.memory.processes import Holder, holders_on
 
 FIRST_RETRY = 5.0
 """Seconds from a failure to the next try; doubles with each one that fails, too."""

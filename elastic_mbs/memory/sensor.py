@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from elastic_mbs.memory.holders import Holder
+from elastic_mbs.memory.processes import Holder
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from elastic_mbs import guards
+from elastic_mbs.engine import misuse
 from elastic_mbs.testing.injection import InjectOOM, can_allocate
 
 CHOSEN = 0.5
@@ -83,12 +83,12 @@ class RandomFaults:
         self._thread = threading.get_ident()
         self._compile = torch.compile
         self._note = torch.compile = self._noting(torch.compile)
-        self._watch_before, guards.attempt_watch = guards.attempt_watch, self
+        self._watch_before, misuse.attempt_watch = misuse.attempt_watch, self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stops, and ends attempts that were left open."""
-        guards.attempt_watch = self._watch_before
+        misuse.attempt_watch = self._watch_before
         self.put_compile_back()
         for attempt in reversed([attempt for attempt in self._open if attempt.at]):
             attempt.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from elastic_mbs import ElasticMBS, ElasticMBSError, OutOfMemory, RecoveryError, StepResult
-from elastic_mbs.batch import map_tensors
-from elastic_mbs.containers import tensors_in
+from elastic_mbs.batch.containers import tensors_in
+from elastic_mbs.batch.view import map_tensors
 from elastic_mbs.memory import NoSensor
 from elastic_mbs.testing import InjectOOM
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.accumulate import Counts
-from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.view import BatchView, map_tensors
+from elastic_mbs.controller.partition import partition
 from elastic_mbs.errors import UsageError
-from elastic_mbs.losses import read_losses, weighted_sum
-from elastic_mbs.partition import partition
 
 from ..cases import CASES, Case, build
 from ..factory import make

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic_mbs import StepResult
-from elastic_mbs.batch import map_tensors
+from elastic_mbs.batch.view import map_tensors
 
 from ..state import State, Streams, WrongOutcomeError, error_of
 from .batches import counts_by_hand

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch import BatchView
+from elastic_mbs.batch.view import BatchView
 
 from ..state import WrongOutcomeError
 from .batches import counts_by_hand, dims_of

@@ -29,7 +29,7 @@ from elastic_mbs import (
     StepResult,
     elastic_step,
 )
-from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.testing import InjectOOM
 
 from ..by_hand import by_loop

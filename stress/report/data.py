@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from elastic_mbs.cli.report.data import Mark, Memory, RunData
+from elastic_mbs.cli.report.decimate import Point
+from elastic_mbs.cli.report.scale import duration, number
 from elastic_mbs.events import format_bytes
-from elastic_mbs.report.data import Mark, Memory, RunData
-from elastic_mbs.report.decimate import Point
-from elastic_mbs.report.scale import duration, number
 
 from .. import record
 from ..record import Run, Step

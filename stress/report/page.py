@@ -7,8 +7,8 @@ from html import escape
 from importlib import resources
 
 from elastic_mbs import __version__
-from elastic_mbs.report.page import document, section, tiles
-from elastic_mbs.report.scale import duration
+from elastic_mbs.cli.report.page import document, section, tiles
+from elastic_mbs.cli.report.scale import duration
 
 from ..record import Run, count
 from .data import difference, overview, run_data, sizes

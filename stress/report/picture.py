@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from elastic_mbs.demo.timeline import FAILED, GROWN, LINE, MIB, OTHERS, USED
-from elastic_mbs.report.scale import powers_of_two
+from elastic_mbs.cli.demo.timeline import FAILED, GROWN, LINE, MIB, OTHERS, USED
+from elastic_mbs.cli.report.scale import powers_of_two
 
 from ..record import Run, count
 from .data import available, began, run_data

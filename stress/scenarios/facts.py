@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elastic_mbs import ElasticMBS
-from elastic_mbs.batch import BatchView, map_tensors
+from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.errors import UsageError
 
 from ..by_hand import accumulate, view_of

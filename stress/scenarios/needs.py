@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from elastic_mbs.accumulate import Counts
-from elastic_mbs.batch import BatchView, map_tensors
-from elastic_mbs.inventory import Inventory
-from elastic_mbs.losses import read_losses
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.loss_terms import read_losses
+from elastic_mbs.batch.view import BatchView, map_tensors
+from elastic_mbs.controller.partition import longest
+from elastic_mbs.engine.model import Inventory
 from elastic_mbs.memory.budget import on_host
-from elastic_mbs.oom import classify
-from elastic_mbs.partition import longest
+from elastic_mbs.memory.oom import classify
 
 from ..by_hand import view_of
 from ..record import Needs

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elastic_mbs.batch import map_tensors
-from elastic_mbs.demo.compare import ROUNDING, Rounding
-from elastic_mbs.random_streams import RandomStreams
+from elastic_mbs.batch.view import map_tensors
+from elastic_mbs.cli.demo.compare import ROUNDING, Rounding
+from elastic_mbs.rollback.random_streams import RandomStreams
 
 from ..by_hand import Partition, accumulate, view_of
 from ..state import start_streams

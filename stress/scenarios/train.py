@@ -16,8 +16,8 @@ from torch import nn
 from elastic_mbs import ElasticMBS, RecoveryError
 from elastic_mbs.memory import MemorySensor, Unavailable, sensor_for
 from elastic_mbs.memory.budget import on_host
+from elastic_mbs.memory.oom import classify
 from elastic_mbs.memory.sensor import Reading
-from elastic_mbs.oom import classify
 
 from ..by_hand import Partition, view_of
 from ..record import End, Step

@@ -18,8 +18,8 @@ import psutil
 import torch
 
 from elastic_mbs import ElasticMBS, MicroBatchFloorError, Policy, StepResult, elastic_step
+from elastic_mbs.controller.partition import partition
 from elastic_mbs.memory.budget import on_host
-from elastic_mbs.partition import partition
 
 from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make

@@ -8,8 +8,8 @@ from typing import Self
 
 import torch
 
-from elastic_mbs.demo.ballast import GRAIN
-from elastic_mbs.demo.neighbour import Neighbour
+from elastic_mbs.cli.demo.ballast import GRAIN
+from elastic_mbs.cli.demo.neighbour import Neighbour
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import MemorySensor

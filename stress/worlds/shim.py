@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastic_mbs.demo.neighbour import Neighbour
+from elastic_mbs.cli.demo.neighbour import Neighbour
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.size import parse_bytes
 

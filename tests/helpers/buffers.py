@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs.buffers import BufferCopies
+from elastic_mbs.rollback.buffers import BufferCopies
 
 F64 = torch.float64
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from elastic_mbs.controller import Capacity, Controller, Key, Limits, Move, Observation, Plan, Policy
+from elastic_mbs.controller.controller import Capacity, Controller, Key, Limits, Move, Observation, Plan, Policy
 
 KEY = Key("loss", "train", 0)
 CALM = Policy(jitter=0.0)

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic_mbs.controller import Capacity, Controller, Key, Limits, Move, Observation, Policy, shape_class
-from elastic_mbs.partition import partition
+from elastic_mbs.controller.controller import Capacity, Controller, Key, Limits, Move, Observation, Policy, shape_class
+from elastic_mbs.controller.partition import partition
 
 
 @dataclass

@@ -21,7 +21,7 @@ from elastic_mbs.events import (
     WaitingForMemory,
     Warned,
 )
-from elastic_mbs.run_log import event_line, header_line
+from elastic_mbs.sinks.run_log import event_line, header_line
 
 KINDS: list[type[Event]] = sorted(
     (kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)), key=lambda kind: kind.__name__

@@ -8,7 +8,7 @@ import json
 import torch
 from torch import nn
 
-from elastic_mbs import oom
+from elastic_mbs.memory import oom
 
 DEVICE = torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # the package without its __init__, which imports torch: seconds for each process, and none of them needs it
 _PRELUDE = """
 import json, os, sys, types
-for name in ("elastic_mbs", "elastic_mbs.memory", "elastic_mbs.doctor"):
+for name in ("elastic_mbs", "elastic_mbs.memory", "elastic_mbs.cli.doctor"):
     module = types.ModuleType(name)
     module.__path__ = [os.path.join({root!r}, *name.split("."))]
     sys.modules[name] = module

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 
-from elastic_mbs.oom import Kind
+from elastic_mbs.memory.oom import Kind
 
 GIB = 1 << 30
 CUDA_ADVICE = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic_mbs.guards import leave_call, running_call
+from elastic_mbs.engine.misuse import leave_call, running_call
 
 
 def close_what_is_open() -> Iterator[None]:

@@ -94,7 +94,7 @@ class Neighbour:
     def __enter__(self) -> Self:
         device = self._room.device
         if device.type == "cuda":
-            command = [sys.executable, "-m", "elastic_mbs.demo.ballast", str(device.index)]
+            command = [sys.executable, "-m", "elastic_mbs.cli.demo.ballast", str(device.index)]
             self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self._answer("ready")
         return self

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS, OutOfMemory, oom
-from elastic_mbs.memory import Headroom, UsageMeter
+from elastic_mbs import ElasticMBS, OutOfMemory
+from elastic_mbs.memory import Headroom, UsageMeter, oom
 from stress.worlds import World, open_world
 
 Emit = Callable[[dict[str, Any]], None]

@@ -1,0 +1,50 @@
+"""Host → device: bringing a piece of the batch to where the model is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic_mbs.batch.view import map_tensors
+from elastic_mbs.errors import UsageError
+
+
+class Streamer:
+    """Brings pieces to a device.
+
+    Args:
+        device: where pieces go, or None to leave them where they are.
+
+    The host does not wait for the copies. They run in the current stream's order, so a piece's memory follows the ordinary rules of the allocator and
+    no piece but the running one takes device memory.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+
+    def load(self, piece: Any) -> Any:
+        """The piece with its tensors on the device; the piece itself when they are there already."""
+        return piece if self._device is None else map_tensors(piece, self._move)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)
+
+
+def choose_device(wanted: torch.device | str | None, model: list[torch.device]) -> torch.device | None:
+    """Where pieces go: "auto" is the model's device when it has exactly one and that is no CPU.
+
+    Raises:
+        UsageError: `wanted` is no device.
+    """
+    if wanted == "auto":
+        return model[0] if len(model) == 1 and model[0].type != "cpu" else None
+    if wanted is None:
+        return None
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={wanted!r} is not a device: use 'auto', None (pieces stay where they are), or a torch.device") from error
+    if device.type == "cuda" and device.index is None:  # cuda-only
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

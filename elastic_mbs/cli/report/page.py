@@ -1,0 +1,153 @@
+"""The page: one HTML file that needs nothing else, neither a network nor other files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+
+from elastic_mbs.cli.report import scale, svg
+from elastic_mbs.cli.report.data import RunData
+from elastic_mbs.cli.report.decimate import decimate
+
+
+def page(runs: Sequence[RunData], source: str) -> str:
+    """The report.
+
+    Args:
+        runs: of one log, in order; the last one is shown open.
+        source: name of the log.
+
+    Returns:
+        HTML. Everything that comes from the log is escaped.
+    """
+    sections = "".join(
+        section(run, remark=dict(run.about).get("began", f"run {number + 1}"), opened=number == len(runs) - 1) for number, run in enumerate(runs)
+    )
+    return document(source, f"elastic_mbs run report · {len(runs)} runs" if len(runs) > 1 else "elastic_mbs run report · 1 run", sections)
+
+
+def document(title: str, subtitle: str, main: str, *, style: str = "") -> str:
+    """The page around what it shows.
+
+    Args:
+        title: its heading, as text.
+        subtitle: below the heading, as text.
+        main: its contents, as HTML.
+        style: style sheet beside that of the lanes.
+    """
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)} · elastic_mbs</title>
+<style>{_asset("page.css")}{style}</style>
+</head>
+<body>
+<header class="top"><div><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></div>
+<button id="theme" type="button" aria-label="switch between light and dark">◐</button></header>
+<main>{main}</main>
+<div id="tip" role="tooltip" hidden></div>
+<script>{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Figures as tiles: name, value, and a remark."""
+    return "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="remark">{escape(remark)}</dd></div>'
+        for name, value, remark in figures
+    )
+
+
+def section(run: RunData, *, remark: str, opened: bool, name: str = "", badge: str = "", note: str = "") -> str:
+    """A run: its figures, its lanes, and what happened.
+
+    Args:
+        run: what to show.
+        remark: beside its title, as text.
+        opened: whether it is shown from the start.
+        name: its anchor in the page.
+        badge: before its title, as HTML.
+        note: above its figures, as HTML.
+    """
+    x = scale.seconds(run.seconds)
+    drawn = svg.lanes(run)
+    failures = [mark.t for mark in run.marks if mark.kind == "oom"]
+    about = "".join(f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in run.about)
+    lanes = "".join(_lane(lane, x, failures) for lane in drawn)
+    anchor = f' id="{escape(name, quote=True)}"' if name else ""
+    return f"""<details class="run"{anchor}{" open" if opened else ""}>
+<summary>{badge}<h2>{escape(run.title)}</h2> <span class="when">{escape(remark)}</span></summary>
+<p class="about">{about}</p>{note}
+<dl class="tiles">{tiles(run.tiles)}</dl>
+<div class="lanes" data-seconds="{x.high}">{lanes}
+<div class="row"><span></span>{svg.x_axis(x)}<span></span></div>
+<div class="hair" hidden></div>
+<script type="application/json">{_embedded(_values(drawn, x))}</script>
+</div>
+{_events(run)}
+</details>
+"""
+
+
+def _lane(lane: svg.Lane, x: scale.Scale, failures: Sequence[float]) -> str:
+    chips = [(line.look, line.name) for line in lane.legend] + list(lane.chips)
+    legend = "".join(f"<li>{_swatch(look)}{escape(text)}</li>" for look, text in chips)
+    return f"""
+<section class="lane lane-{lane.name.split()[0].lower()}">
+<header><h3>{escape(lane.name)}</h3><ul class="legend">{legend}</ul><p class="readout"></p></header>
+<div class="row">{svg.y_axis(lane)}{svg.plot(lane, x, failures)}{svg.share_axis(lane)}</div>
+</section>"""
+
+
+def _swatch(look: str) -> str:
+    if look == "nothing":
+        return ""
+    if look.startswith("mark-"):
+        glyph = svg.GLYPHS[look.removeprefix("mark-")]
+        return f'<svg class="swatch" viewBox="-8 -8 16 16"><path class="mark {look}" d="{glyph}"/></svg>'
+    chip = f'<rect class="chip area {look}" width="16" height="16" rx="3"/><path class="line {look}" d="M1 8H15"/>'
+    return f'<svg class="swatch" viewBox="0 0 16 16">{chip}</svg>'
+
+
+def _values(lanes: Sequence[svg.Lane], x: scale.Scale) -> list[list[dict[str, object]]]:
+    """What the page tells beside the pointer: per lane and line its name, unit, shape, and points as fractions of the width with their values."""
+    return [
+        [
+            {
+                "name": line.name,
+                "unit": line.unit,
+                "after": line.shape == "after",
+                "x": [round(x.place(t), 5) for t, _ in points],
+                "y": [None if value is None else float(f"{line.below - value if line.below else value:.6g}") for _, value in points],
+            }
+            for line in lane.legend
+            for points in (decimate(line.points),)
+        ]
+        for lane in lanes
+    ]
+
+
+def _embedded(value: object) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _events(run: RunData) -> str:
+    if not run.marks:
+        return '<p class="quiet">Nothing happened but calls.</p>'
+    rows = "".join(
+        f'<tr><td>{escape(scale.duration(mark.t))}</td><td><svg class="swatch" viewBox="-8 -8 16 16">'
+        f'<path class="mark mark-{mark.kind}" d="{svg.GLYPHS[mark.kind]}"/></svg></td><td>{escape(mark.line)}</td></tr>'
+        for mark in run.marks
+    )
+    return f'<details class="events"><summary>{len(run.marks):,} events</summary><table>{rows}</table></details>'
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

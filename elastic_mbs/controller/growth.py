@@ -1,0 +1,92 @@
+"""How far a track may grow: the largest size that everything known allows, or none.
+
+A size matters only through the number of pieces that it cuts a batch into: from 32 to 63 samples, a batch of 64 is two pieces of 32. So a target is
+always the smallest size for its number of pieces, and a size that saves no piece is no target. It also keeps the number of distinct shapes small.
+"""
+
+from __future__ import annotations
+
+import math
+
+from elastic_mbs.controller.messages import Capacity
+from elastic_mbs.controller.partition import longest, piece_count, smallest_size
+from elastic_mbs.controller.policy import Limits, Policy
+from elastic_mbs.controller.track import Track
+
+EXPLORE = 1.0625
+"""While one size only was measured, the next one must be this much larger, or noise would decide the slope between them."""
+
+
+def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
+    """Bytes that the peak allocation may reach: the margin stays free, and the allocator reserves more than it hands out."""
+    return capacity.bytes * (1 - policy.margin) / track.fragmentation
+
+
+def double_fits(track: Track, policy: Policy, present: int, target: int, capacity: Capacity | None) -> bool:
+    """Whether nothing speaks against going from `present` to `target` elements while probing.
+
+    With one measurement there is no slope yet; then only the measured peak itself must fit.
+    """
+    predicted = track.memory.predict(target)
+    if predicted is None:
+        predicted = track.memory.predict(present)
+    return capacity is None or predicted is None or predicted <= budget(track, policy, capacity)
+
+
+def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> int | None:
+    """The size to grow to, in samples, or None when the present one is the best that is known to be possible.
+
+    The largest batch and the longest sample among the recent calls decide: a size must fit for all of them.
+
+    Args:
+        track: settled, with a fresh reading; its ceilings are those that still stand.
+        limits: what the user allows.
+        policy: how eager to be.
+        capacity: bytes that this process could hold.
+    """
+    samples, elements = track.expected()
+
+    def pieces(size: int) -> int:
+        return piece_count(samples, size, minimum=limits.minimum, align=limits.align)
+
+    count = pieces(track.size)
+    if count == 1:
+        return None
+    present = longest(samples, track.size, minimum=limits.minimum, align=limits.align)
+    room = limits.clamp(2 * present)
+    ceiling = track.lowest()
+    if ceiling is not None:
+        room = min(room, ceiling.limit // elements)
+    room = _room_in_memory(track, budget(track, policy, capacity), samples, elements, present, room, limits)
+    if room <= track.size or pieces(room) >= count:
+        return None
+    fewest = pieces(room)
+    gain = track.time.gain(samples * elements / count, samples * elements / fewest)
+    if gain is not None and gain < policy.min_gain:
+        return None
+    if ceiling is not None and ceiling.bisects:
+        middle = (present * elements + ceiling.elements) // 2 // elements
+        fewest = max(fewest, min(pieces(middle), count - 1))
+    target = smallest_size(samples, fewest, align=limits.align)
+    return target if track.size < target <= room else None
+
+
+def _room_in_memory(track: Track, available: float, samples: int, elements: int, present: int, room: int, limits: Limits) -> int:
+    """The largest size up to `room` whose peak is predicted to fit in `available` bytes; 0 if none."""
+    memory = track.memory
+    measured = memory.largest_observed
+    if not measured:
+        return 0 if track.ceilings else room
+    if memory.slope is not None or room * elements <= measured:
+        return memory.largest(available, room * elements) // elements
+    # One size measured: a peak proportional to the size is an upper bound while the curve is a line. Where that allows no growth, but the measured
+    # peak fits, the smallest step that gives a slope is tried: at worst it costs one failure.
+    peak = memory.predict(measured) or 0.0
+    if peak > available:
+        return 0
+    by_proportion = int(measured * available / peak) // elements if peak else room
+    count = piece_count(samples, present, minimum=limits.minimum, align=limits.align)
+    if by_proportion > present and piece_count(samples, by_proportion, minimum=limits.minimum, align=limits.align) < count:
+        return min(room, by_proportion)
+    fewer = piece_count(samples, math.ceil(EXPLORE * present), minimum=limits.minimum, align=limits.align)
+    return min(room, smallest_size(samples, min(count - 1, fewer), align=limits.align))

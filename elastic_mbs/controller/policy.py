@@ -1,0 +1,88 @@
+"""What the user allows, and how eager the controller is: two frozen values, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_mbs.controller.partition import aligned
+from elastic_mbs.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user allows, in samples.
+
+    Attributes:
+        minimum: no micro-batch is smaller, unless the batch is.
+        maximum: none is larger; None for no limit but the batch.
+        align: sizes are multiples of it.
+
+    Raises:
+        UsageError: a value below 1, or no size between minimum and maximum.
+    """
+
+    minimum: int = 1
+    maximum: int | None = None
+    align: int = 1
+
+    def __post_init__(self) -> None:
+        if self.minimum < 1 or self.align < 1:
+            raise UsageError(f"min_micro_batch_size={self.minimum} and align={self.align} must be at least 1")
+        if self.maximum is not None and self.maximum < self.floor:
+            raise UsageError(
+                f"max_micro_batch_size={self.maximum} leaves no size: the smallest allowed one is {self.floor} "
+                f"(min_micro_batch_size={self.minimum}, align={self.align}); raise the maximum or lower the minimum"
+            )
+
+    @property
+    def floor(self) -> int:
+        """The smallest aligned size that is not below the minimum."""
+        return -(-self.minimum // self.align) * self.align
+
+    def clamp(self, size: int) -> int:
+        """`size` aligned and brought between floor and maximum."""
+        if self.maximum is not None:
+            size = min(size, self.maximum)
+        return max(self.floor, aligned(size, self.align))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How eager the controller is.
+
+    Attributes:
+        patience: clean calls at one size before it may grow.
+        jitter: patience and cooldown are longer by up to this fraction, drawn at random, so that two processes on one device do not act in step.
+        margin: fraction of the capacity that is kept free.
+        min_gain: smallest saving of step time worth a change of size, as a fraction.
+        cooldown: seconds without growth after a failure; doubles with each failed growth.
+        max_cooldown: limit of that in seconds, before jitter.
+        thrash_calls: calls in a row with allocator retries that count as a failure.
+        changed: fraction by which capacity must rise to count as changed evidence.
+        probe: size in samples at which "auto" starts.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    patience: int = 4
+    jitter: float = 0.25
+    margin: float = 0.05
+    min_gain: float = 0.005
+    cooldown: float = 5.0
+    max_cooldown: float = 600.0
+    thrash_calls: int = 2
+    changed: float = 0.05
+    probe: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("patience", "thrash_calls", "probe"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("jitter", "margin", "min_gain", "cooldown", "changed"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"{name}={getattr(self, name)} must not be negative")
+        if not self.margin < 1:
+            raise UsageError(f"margin={self.margin} leaves no memory: it is a fraction of the capacity, below 1")
+        if not self.max_cooldown >= self.cooldown:
+            raise UsageError(f"max_cooldown={self.max_cooldown} must not be below cooldown={self.cooldown}")

@@ -1,0 +1,1 @@
+"""One call: split, run, commit; recover and replay."""

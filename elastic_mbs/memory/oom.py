@@ -1,0 +1,311 @@
+"""Is it out of memory? And letting go of what failed.
+
+`classify` answers by type, then by error code, then by text, and looks behind wrappers. What it returns holds strings and numbers only: an
+exception that is kept keeps its traceback, the traceback its frames, and the frames every tensor of the failed attempt.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+import torch
+
+from elastic_mbs.errors import ElasticMBSError, MicroBatchFloorError
+from elastic_mbs.events import logger
+from elastic_mbs.memory import oom_patterns as patterns
+
+_MESSAGE_LENGTH = 300  # characters of an error's first line that are kept
+_TEXT_LENGTH = 8192  # characters of an error's text that are looked at: C++ stacks make some of them very long
+_CHAIN_LENGTH = 32  # links of a chain of exceptions that are followed
+_OUT_OF_MEMORY_CODE = 2  # cudaErrorMemoryAllocation and hipErrorOutOfMemory
+_WINDOWS_CODES = frozenset({8, 14, 1455})  # not enough memory, out of memory, the paging file is too small
+
+# A mistake inside a handler is a mistake, not a wrapper of what was being handled.
+_MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    EOFError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    ReferenceError,
+    StopAsyncIteration,
+    StopIteration,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    Warning,
+)
+
+
+class Kind(enum.Enum):
+    """What sort of error it was, and so what may be done about it (`reference/errors.md`, tables A to C)."""
+
+    ALLOCATOR = "allocator"
+    """A device's caching allocator refused a request, synchronously: shrink and replay."""
+    HOST = "host"
+    """The host's allocator did."""
+    HEAP = "heap"
+    """Python's or C++'s own heap did, for an object of any kind: whoever was about to note a commit may not have got to it."""
+    LIBRARY = "library"
+    """A library (cuBLAS, cuDNN, cuSOLVER, hipBLAS) could not allocate its workspace."""
+    RUNTIME = "runtime"
+    """The device's runtime or driver ran out. It may be reported late, by another call than the one that failed: `probe` the device first."""
+    USER = "user"
+    """The user's `is_oom` said so."""
+    MASKED = "masked"
+    """Often an out-of-memory in disguise, sometimes a bug: worth one shrink, with a warning, then it is raised."""
+    POISONED = "poisoned"
+    """Allocator, device or communicator cannot be trusted any more: never replay."""
+
+
+_TEXTS = (
+    (Kind.ALLOCATOR, patterns.ALLOCATOR),
+    (Kind.HOST, patterns.HOST),
+    (Kind.HEAP, patterns.HEAP),
+    (Kind.LIBRARY, patterns.LIBRARY),
+    (Kind.RUNTIME, patterns.RUNTIME),
+    (Kind.MASKED, patterns.MASKED),
+)
+_TRUSTWORTHY = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.HEAP, Kind.LIBRARY})
+# Of several errors at once, the one that asks for the most caution decides.
+_CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.HEAP, Kind.LIBRARY, Kind.HOST, Kind.ALLOCATOR)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `classify` found; strings and numbers only.
+
+    Attributes:
+        kind: what sort of error it was.
+        message: first line of its text, at most 300 characters.
+        requested: bytes of the allocation that failed, where the text tells.
+    """
+
+    kind: Kind
+    message: str
+    requested: int | None = None
+
+    @property
+    def trustworthy(self) -> bool:
+        """Whether the error came from the operation that failed, so that the marks of what has committed before it hold."""
+        return self.kind in _TRUSTWORTHY
+
+
+def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None = None) -> Verdict | None:
+    """Tells whether `exc` is, or wraps, an out-of-memory error.
+
+    By type first, then by error code, then by text; texts count for RuntimeError, MemoryError and OSError only (a ValueError is the user's).
+    Followed are `raise … from …`, the `inner_exception` of torch.compile, and an error that a handler raised in place of the one it was
+    handling. Not followed are `from None`, a mistake made inside a handler (AssertionError, TypeError, …), and an error that was already being
+    handled when the caller's frame was entered: it is not what failed now. A poisoned link anywhere in the chain decides. A group is out of
+    memory if all its members are.
+
+    Args:
+        exc: an exception as caught, by the frame whose code is to be retried.
+        is_oom: the user's own predicate: it can add errors, not take away any. It is given `exc` itself and its errors pass through.
+
+    Returns:
+        A verdict without any reference to `exc`, or None: let it pass through untouched. What does not derive from Exception (KeyboardInterrupt,
+        SystemExit, GeneratorExit) and this package's own errors but MicroBatchFloorError are never out of memory.
+    """
+    if not isinstance(exc, Exception) or (isinstance(exc, ElasticMBSError) and not isinstance(exc, MicroBatchFloorError)):
+        return None
+    verdict = _classify(exc, set())
+    if is_oom is not None and (verdict is None or verdict.kind is Kind.MASKED) and is_oom(exc):
+        return _verdict(Kind.USER, exc)
+    return verdict
+
+
+def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
+    """Lets go of the memory of a failed attempt. To be called outside of any `except` block, after its references were dropped.
+
+    Args:
+        devices: where the attempt ran.
+        thorough: False on the first failure of a range: its memory went with the last reference, and the allocator has emptied its own cache
+            before it raised (a second time would mostly hand our memory to a co-tenant). True on the second one, or at the floor: reference
+            cycles are collected, an out-of-memory that an interactive shell has pinned is cleared, and the caches are emptied. Never raises.
+    """
+    if not thorough:
+        return
+    _unpin_shell()
+    gc.collect()
+    empty_caches(devices)
+
+
+def empty_caches(devices: Iterable[torch.device]) -> None:
+    """Gives back to the devices what their allocators hold and nobody uses. Never raises."""
+    for backend in sorted({device.type for device in devices}):
+        try:
+            empty_cache = getattr(torch.get_device_module(backend), "empty_cache", None)
+            if empty_cache is not None:
+                empty_cache()
+        except Exception as error:  # it can itself run out of memory, or find its device lost; the replay will tell
+            logger.debug("empty_cache on %s: %s", backend, _first_line(error, _text(error)))
+
+
+def clear_frames(tb: TracebackType | None) -> None:
+    """Drops the local variables of all frames of a traceback that have ended; those still running keep theirs."""
+    traceback.clear_frames(tb)
+
+
+def forget(exc: BaseException) -> None:
+    """Drops the local variables that an exception, its members and everything it is chained to hold through their tracebacks."""
+    pending, seen = [exc], {id(exc)}
+    while pending:
+        current = pending.pop()
+        clear_frames(current.__traceback__)
+        members = current.exceptions if isinstance(current, BaseExceptionGroup) else ()
+        for link in (current.__cause__, current.__context__, *members):
+            if link is not None and id(link) not in seen:
+                seen.add(id(link))
+                pending.append(link)
+
+
+def probe(device: torch.device) -> str | None:
+    """Tells whether a device still works after an error that may have been asynchronous.
+
+    Synchronises it and runs one tiny addition, twice at most: the first synchronisation may report what was left over. A device that is merely full
+    is healthy.
+
+    Returns:
+        None if it is healthy (always so for the CPU), else the first line of its error: the device is poisoned.
+    """
+    if device.type == "cpu":
+        return None
+    message = None
+    for _ in range(2):
+        try:
+            _exercise(device)
+        except Exception as error:  # whatever it is, it is the answer
+            verdict = classify(error)
+            if verdict is not None and verdict.trustworthy:
+                return None
+            message = _first_line(error, _text(error))
+            if verdict is None or verdict.kind is not Kind.RUNTIME:
+                return message
+        else:
+            return None
+    return message
+
+
+def _exercise(device: torch.device) -> None:  # cuda-only
+    torch.accelerator.synchronize(device)
+    ones = torch.ones(8, device=device)
+    if (ones + ones).sum().item() != 16:
+        raise RuntimeError(f"{device} adds 1 and 1 to something else than 2")
+
+
+def _classify(exc: Exception, seen: set[int]) -> Verdict | None:
+    """An exception with all that it stands for; `seen` holds the ids of those that lead to it."""
+    found = []
+    for link in _links(exc, seen):
+        verdict = _members(link, seen) if isinstance(link, ExceptionGroup) else _judge(link)
+        if verdict is not None:
+            found.append(verdict)
+    poisoned = [verdict for verdict in found if verdict.kind is Kind.POISONED]
+    certain = [verdict for verdict in found if verdict.kind is not Kind.MASKED]
+    return next(iter(poisoned or certain or found), None)
+
+
+def _members(group: ExceptionGroup[Exception], seen: set[int]) -> Verdict | None:
+    """A group is out of memory if all its members are; the one that asks for the most caution speaks for it."""
+    found = []
+    for member in group.exceptions:
+        verdict = _classify(member, set(seen))  # members may share a cause
+        if verdict is None:
+            return None
+        found.append(verdict)
+    return min(found, key=lambda verdict: _CAUTION.index(verdict.kind))
+
+
+def _links(exc: Exception, seen: set[int]) -> Iterator[Exception]:
+    """The exception, and those that it stands for, from the outermost inwards."""
+    current: BaseException | None = exc
+    own = exc.__traceback__.tb_frame if exc.__traceback__ is not None else None
+    while isinstance(current, Exception) and id(current) not in seen and len(seen) < _CHAIN_LENGTH:
+        seen.add(id(current))
+        yield current
+        if isinstance(current, AssertionError | ExceptionGroup) or patterns.OTHER.search(_text(current)):
+            return
+        current = current.__cause__ or _inner(current) or _replaced(current, own)
+
+
+def _inner(exc: Exception) -> BaseException | None:
+    """What a torch.compile error stands for: it is raised `from None`, with the original as an attribute."""
+    inner = getattr(exc, "inner_exception", None) if type(exc).__module__.startswith("torch.") else None
+    return inner if isinstance(inner, BaseException) else None
+
+
+def _replaced(exc: Exception, own: FrameType | None) -> BaseException | None:
+    """The exception in whose handler `exc` was raised, if that handler ran inside the guarded code.
+
+    A traceback starts at the frame that caught the exception. If that frame is one of those that `exc` has come through, below the one which
+    has caught `exc` (`own`), the handler was inside. Otherwise it was further out, and was running before the guarded code began.
+    """
+    context = exc.__context__
+    if context is None or exc.__suppress_context__ or isinstance(exc, _MISTAKES) or context.__traceback__ is None:
+        return None
+    handler = context.__traceback__.tb_frame
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    return context if handler is not own and handler in frames else None
+
+
+def _judge(exc: Exception) -> Verdict | None:
+    """One exception by itself."""
+    kind = _kind(exc)
+    return None if kind is None else _verdict(kind, exc)
+
+
+def _verdict(kind: Kind, exc: Exception) -> Verdict:
+    text = _text(exc)
+    return Verdict(kind, _first_line(exc, text), patterns.requested_bytes(text))
+
+
+def _kind(exc: Exception) -> Kind | None:
+    if not isinstance(exc, RuntimeError | MemoryError | OSError):
+        return None
+    text = _text(exc)
+    if patterns.POISONED.search(text):
+        return Kind.POISONED
+    if isinstance(exc, torch.OutOfMemoryError):
+        return Kind.ALLOCATOR
+    if isinstance(exc, MemoryError):
+        return Kind.HEAP
+    if isinstance(exc, OSError) and (exc.errno == errno.ENOMEM or getattr(exc, "winerror", None) in _WINDOWS_CODES):
+        return Kind.HOST
+    code = getattr(exc, "error_code", None) if isinstance(exc, torch.AcceleratorError) else None
+    if code is not None:
+        return Kind.RUNTIME if code == _OUT_OF_MEMORY_CODE else None
+    return next((kind for kind, pattern in _TEXTS if pattern.search(text)), None)
+
+
+def _text(exc: BaseException) -> str:
+    try:
+        return str(exc)[:_TEXT_LENGTH]
+    except Exception:  # a user's class whose __str__ fails must not hide the error itself
+        return ""
+
+
+def _first_line(exc: BaseException, text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(exc).__name__)[:_MESSAGE_LENGTH]
+
+
+def _unpin_shell() -> None:
+    """Clears the last traceback that an interactive shell keeps, if it is that of an out-of-memory: others are there to be looked at."""
+    for name in ("last_exc", "last_value"):
+        pinned = getattr(sys, name, None)
+        if isinstance(pinned, BaseException) and classify(pinned) is not None:
+            forget(pinned)
+            clear_frames(getattr(sys, "last_traceback", None))

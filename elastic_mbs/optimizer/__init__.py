@@ -1,0 +1,1 @@
+"""An optimizer step that is done whole or not at all."""

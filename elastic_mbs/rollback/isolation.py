@@ -1,0 +1,121 @@
+"""Isolation: a piece accumulates into empty gradients, which are added to the real ones only when the piece has succeeded.
+
+A failed piece then leaves nothing behind, whatever it committed and how often. It costs one extra copy of the gradients while a piece runs, so it is
+used where the cheaper ways are not exact (see `engine.recovery`), and for accumulation in a wider type, which needs the second copy anyway.
+
+    set_aside:   leaf.grad ─▶ held            leaf.grad = None
+    backward:    leaf.grad  = the piece's contribution
+    fold:        held.add_(leaf.grad)         leaf.grad = held       (the same tensor object, changed in place)
+    discard:                                  leaf.grad = held
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+
+@dataclass(slots=True)
+class _Held:
+    """One leaf's gradient while a piece runs.
+
+    `original` is the tensor the user had in `.grad`, kept as an object because it may be a view into a bucket. `total` is what pieces are added to:
+    the original itself, or a wider copy. The leaf is held weakly: a step may make leaves of its own for each piece, and recomputation does.
+    """
+
+    leaf: TensorWeakRef
+    original: torch.Tensor | None
+    total: torch.Tensor | None
+    wide: bool
+    finished: bool = False
+
+
+class Isolation:
+    """Sets gradients aside for the length of a call.
+
+    Args:
+        accumulate_dtype: type in which half-precision gradients are summed, or None for their own.
+
+    The steps that can themselves run out of memory (`fold`, `finish`) work leaf by leaf and may be called again after an error: what was done is not
+    done twice.
+    """
+
+    def __init__(self, accumulate_dtype: torch.dtype | None = None) -> None:
+        self._dtype = accumulate_dtype
+        self._held: dict[int, _Held] = {}
+
+    def set_aside(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Empties the gradients of `leaves`, remembering them."""
+        for leaf in leaves:
+            held = self._held.get(id(leaf))
+            if held is None or held.leaf() is not leaf:
+                wide = self._dtype is not None and leaf.dtype in (torch.float16, torch.bfloat16)
+                self._held[id(leaf)] = _Held(TensorWeakRef(leaf), leaf.grad, None if wide else leaf.grad, wide)
+            leaf.grad = None
+
+    def _present(self) -> Iterator[tuple[torch.Tensor, _Held]]:
+        """The leaves that are still there; what was kept for the others is dropped."""
+        for key, held in list(self._held.items()):
+            leaf = held.leaf()
+            if leaf is None:
+                del self._held[key]
+            else:
+                yield leaf, held
+
+    def fold(self) -> None:
+        """Adds the piece's contribution to what was set aside."""
+        with torch.no_grad():
+            for leaf, held in self._present():
+                new = leaf.grad
+                if new is not None and new is not held.total:
+                    self._add(held, new)
+                leaf.grad = None if held.wide else held.total
+
+    def _add(self, held: _Held, new: torch.Tensor) -> None:
+        if held.wide:
+            new = new.to(self._dtype)
+            if held.total is None and held.original is not None:
+                held.total = held.original.to(self._dtype)
+        if held.total is None:
+            held.total = new
+        elif held.total.layout is not torch.strided and new.layout is torch.strided:
+            held.total = new.add_(held.total)  # a sparse tensor cannot take a dense one in place; autograd makes the sum dense too
+        else:
+            held.total.add_(new)
+
+    def discard(self) -> None:
+        """Drops the piece's contribution; the gradients are again what they were before it."""
+        for leaf, held in self._present():
+            leaf.grad = None if held.wide else held.total
+
+    def finish(self) -> None:
+        """Ends the call: every leaf's `.grad` is its total, in the leaf's own type and in the user's own tensor."""
+        with torch.no_grad():
+            for leaf, held in self._present():
+                if held.finished:
+                    continue
+                if not held.wide:
+                    leaf.grad = held.total
+                elif held.total is None:
+                    leaf.grad = held.original
+                else:
+                    # Coalesced first, or the entries of a sparse total would be rounded one by one.
+                    total = held.total.coalesce() if held.total.layout is torch.sparse_coo else held.total
+                    same = held.original is not None and held.original.layout is total.layout
+                    leaf.grad = held.original.copy_(total) if same and held.original is not None else total.to(leaf.dtype)
+                held.finished, held.total = True, None
+        self._held.clear()
+
+    def rewind(self) -> None:
+        """Ends the call without its gradients: the originals are put back as objects."""
+        for leaf, held in self._present():
+            leaf.grad = held.original
+        self._held.clear()
+
+    def intact(self, leaf: torch.Tensor) -> bool:
+        """Whether the gradient that `leaf` had at the call's start still has the value that it had then."""
+        held = self._held.get(id(leaf))
+        return held is not None and held.wide and not held.finished

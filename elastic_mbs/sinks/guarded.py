@@ -1,0 +1,50 @@
+"""A sink whose own errors are said once in the Python log and never raised into a step."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+
+from elastic_mbs.events import (
+    ClosingSink,
+    Event,
+    logger,
+)
+
+
+class GuardedSink(ClosingSink):
+    """A sink whose failures are said once in the Python log. A forked child does nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the monitor's thread has events, too
+        self._pid = os.getpid()
+        self._warned = False
+
+    def __call__(self, event: Event) -> None:
+        """Takes an event; raises nothing."""
+        self._guarded(lambda: self._take(event))
+
+    def close(self) -> None:
+        """Writes out what is waiting; raises nothing."""
+        self._guarded(self._end)
+
+    @abstractmethod
+    def _take(self, event: Event) -> None:
+        """Takes an event."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Writes out what is waiting."""
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            try:
+                work()
+            except Exception as error:  # whatever it is, a step does not end for it
+                if not self._warned:
+                    self._warned = True
+                    logger.warning("%s misses events, and training goes on: %s: %s", self, type(error).__name__, error)

@@ -1,0 +1,65 @@
+"""A sink that writes to TensorBoard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import (
+    CallDone,
+    Event,
+)
+from elastic_mbs.sinks.guarded import GuardedSink
+
+
+class TensorBoard(GuardedSink):
+    """Writes scalars and texts to a TensorBoard writer.
+
+    The step is the number of training calls of the event's runtime, as far as they have been told of.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar` and `add_text`. It stays the caller's: it is not closed.
+
+    Raises:
+        UsageError: it has no such methods.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        super().__init__()
+        if not all(callable(getattr(writer, method, None)) for method in ("add_scalar", "add_text")):
+            raise UsageError(f"TensorBoard({writer!r}): it has no add_scalar and add_text; give a torch.utils.tensorboard.SummaryWriter")
+        self._writer = writer
+        self._steps: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"TensorBoard({type(self._writer).__name__})"
+
+    def _take(self, event: Event) -> None:
+        name = event.name
+        if not isinstance(event, CallDone):
+            self._writer.add_text(f"{name}/events", event.line(), self._steps.get(name, 0))
+            return
+        step = self._steps.get(name, 0)
+        if event.mode == "train":
+            self._steps[name] = step + 1
+        part = "" if event.mode == "train" else f"{event.mode}/"
+        scalars: dict[str, float | None] = {
+            "loss": event.loss,
+            "micro_batch_size": event.micro_batch_size,
+            "samples_per_second": event.rate,
+            "out_of_memory": event.ooms,
+            "seconds_lost": event.seconds_lost,
+            "memory/allocated": event.allocated,
+            "memory/reserved": event.reserved,
+            "memory/peak": event.peak_reserved,
+            "memory/free": event.free,
+            "memory/held_by_others": event.held_by_others,
+        }
+        for tag, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(f"{name}/{part}{tag}", value, step)
+
+    def _end(self) -> None:
+        flush = getattr(self._writer, "flush", None)
+        if callable(flush):
+            flush()

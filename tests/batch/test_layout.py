@@ -1,0 +1,323 @@
+"""What a batch holds is read by fixed rules; what is ambiguous or cannot be cut is refused with the line to add."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
+
+from elastic_mbs.batch.view import BatchView, fields, items, whole
+from elastic_mbs.errors import BatchError
+
+
+def rows(n: int, *shape: int) -> Tensor:
+    return torch.arange(n * torch.Size(shape).numel()).reshape(n, *shape)
+
+
+class Named(NamedTuple):
+    a: Any
+    b: Any
+
+
+@pytest.mark.parametrize(
+    ("batch", "dims"),
+    [
+        ({"x": rows(4), "p": rows(2, 4)}, {"p": 1}),
+        ({"x": rows(4), "p": rows(2, 4)}, {"p": -1}),
+        (({"x": rows(4), "p": rows(2, 4)}, rows(4)), {"p": 1}),  # a name holds at any depth
+        (({"x": rows(4), "p": rows(2, 4)}, rows(4)), {"0.p": 1}),
+        ({"in": {"p": rows(2, 4)}, "p": rows(4, 2)}, {"in.p": 1, "p": 0}),  # the longer path is the more specific
+        ((rows(4), rows(2, 4)), {1: 1}),
+        ((rows(4), rows(2, 4)), {"1": 1}),
+        ({"x": rows(4), "v": [rows(2, 4), rows(3, 4)]}, {"v": 1}),  # on a container it holds for its tensors
+        ({"x": rows(4), "v": [{"a": rows(2, 4)}, {"a": rows(3, 4)}]}, {"v": 1}),
+        ({"x": rows(4), "p": np.zeros((2, 4))}, {"p": 1}),
+        (rows(2, 4), {"": 1}),
+        ({"x": rows(4), "v": {"p": rows(2, 4), "n": 1, "w": rows(3)}}, {"v": 1} | whole("w")),
+    ],
+)
+def test_dims_say_by_name_path_or_index_where_the_samples_are(batch: Any, dims: dict[Any, Any]) -> None:
+    view = BatchView(batch, dims)
+    assert (view.length, view.unused) == (4, ())
+    assert BatchView(view.piece(1, 3), dims).length == 2
+    assert view.piece(0, 4) is not batch
+
+
+def test_dims_that_a_batch_does_not_have_are_told_but_allowed() -> None:
+    assert BatchView({"x": rows(4)}, {"positions": 1} | whole("mask")).unused == ("positions", "mask")
+
+
+def test_an_index_counts_from_the_root_only() -> None:
+    batch = {"x": rows(4), "views": [rows(4, 3), rows(4, 4)]}
+    view = BatchView(batch, {"1": 1})
+    assert view.unused == ("1",)
+    assert view.piece(0, 2)["views"][1].shape == (2, 4)
+
+
+LISTS: list[tuple[Any, Any, Callable[[Any], Any], Any]] = [
+    ([rows(4), rows(4, 2)], None, lambda piece: [part.shape[0] for part in piece], [2, 2]),
+    (["a", "b", "c", "d"], None, lambda piece: piece, ["b", "c"]),
+    ([1, 2.5, None, True], None, lambda piece: piece, [2.5, None]),
+    ({"x": rows(4), "text": list("abcd")}, None, lambda piece: piece["text"], ["b", "c"]),
+    ({"x": rows(4), "any": [object, {1}, deque([1]), "d"]}, None, lambda piece: piece["any"], [{1}, deque([1])]),
+    ({"x": rows(4), "ragged": [[1], [2, 3], [], [4]]}, None, lambda piece: piece["ragged"], [[2, 3], []]),
+    ({"x": rows(4), "t": [{"id": i} for i in range(4)]}, None, lambda piece: piece["t"], [{"id": 1}, {"id": 2}]),
+    ({"x": rows(4), "v": [{"a": rows(4)}, {"a": rows(4)}]}, None, lambda piece: [v["a"].tolist() for v in piece["v"]], [[1, 2], [1, 2]]),
+    ({"x": rows(4), "v": [["a", "b", "c", "d"], ["e", "f", "g", "h"]]}, None, lambda piece: piece["v"], [["b", "c"], ["f", "g"]]),
+    ({"x": rows(4), "v": [[["a"], ["b"], ["c"], ["d"]]]}, None, lambda piece: piece["v"], [[["b"], ["c"]]]),
+    ([{"a": rows(i)} for i in (5, 2, 3, 1)], None, lambda piece: [len(item["a"]) for item in piece], [2, 3]),
+    ([(rows(3), 0), (rows(5), 1), (rows(7), 2), (rows(2), 3)], None, lambda piece: [item[1] for item in piece], [1, 2]),
+    ({"x": rows(4), "a": [np.zeros(i) for i in (5, 2, 3, 1)]}, None, lambda piece: [len(a) for a in piece["a"]], [2, 3]),
+    ({"images": [rows(3, i) for i in (5, 2, 3, 1)], "y": rows(4)}, items("images"), lambda piece: [i.shape[1] for i in piece["images"]], [2, 3]),
+    ({"images": tuple(rows(3, i) for i in (5, 2, 3, 1))}, items("images"), lambda piece: [i.shape[1] for i in piece["images"]], [2, 3]),
+    ([rows(3, i) for i in (5, 2, 3, 1)], items(), lambda piece: [i.shape[1] for i in piece], [2, 3]),
+    ([{"a": rows(4)}, {"a": rows(4)}], fields(), lambda piece: [part["a"].tolist() for part in piece], [[1, 2], [1, 2]]),
+    ({"x": rows(4), "v": [{"a": rows(4)}] * 4}, fields("v"), lambda piece: [len(part["a"]) for part in piece["v"]], [2] * 4),
+    ({"x": rows(4), "v": [{"a": rows(4)}] * 4}, items("v"), lambda piece: [len(part["a"]) for part in piece["v"]], [4, 4]),
+    ({"x": rows(4), "names": list("abcd")}, {"names": 0}, lambda piece: piece["names"], ["b", "c"]),
+    ({"x": rows(4)}, items("x"), lambda piece: piece["x"].tolist(), [1, 2]),
+]
+
+
+@pytest.mark.parametrize(("batch", "dims", "look", "expected"), LISTS)
+def test_lists_are_fields_or_items_as_the_rules_say(batch: Any, dims: Any, look: Callable[[Any], Any], expected: Any) -> None:
+    view = BatchView(batch, dims)
+    assert view.length == 4
+    assert look(view.piece(1, 3)) == expected
+
+
+def test_both_readings_at_once_are_refused_with_both_ways_out() -> None:
+    batch = {"y": rows(3), "views": [{"a": rows(3)}, {"a": rows(3, 2)}, {"a": rows(3)}]}
+    with pytest.raises(BatchError, match=r'"views" can be read in two ways: as 3 items') as caught:
+        BatchView(batch)
+    assert 'dims=items("views")' in str(caught.value)
+    assert 'dims=fields("views")' in str(caught.value)
+    with pytest.raises(BatchError, match="two ways"):  # inside a list that can only be fields
+        BatchView({"y": rows(3), "outer": [batch["views"]]})
+    assert BatchView({"y": rows(1), "views": [{"a": rows(1)}]}).length == 1  # one sample: both readings give the same piece
+
+
+def test_a_reading_once_known_holds_for_pieces_and_later_batches() -> None:
+    as_fields = {"y": rows(6), "v": [{"a": rows(6), "b": [["s"] * 6]}, {"a": rows(6), "b": [["s"] * 6]}]}
+    as_items = {"y": rows(6), "v": [{"a": rows(2)} for _ in range(6)]}
+    for batch in (as_fields, as_items):
+        view = BatchView(batch)
+        piece = view.piece(0, 2)
+        with pytest.raises(BatchError, match="two ways"):
+            BatchView(piece)
+        again = BatchView(piece, None, view.readings)
+        assert again.length == 2
+        assert str(again.piece(0, 1)) == str(view.piece(0, 1))
+        assert again.readings == view.readings
+    assert BatchView({"y": rows(1), "v": [{"a": rows(1)}]}).readings == {}  # one sample tells nothing
+
+
+def test_a_list_that_is_all_there_is_is_items_and_the_doubt_is_told() -> None:
+    view = BatchView([{"ids": rows(5)}, {"ids": rows(5)}])
+    assert view.length == 2
+    assert view.doubt is not None
+    assert "taken as 2 items" in view.doubt
+    assert "2 fields of 5 samples each: say dims=items() or dims=fields()" in view.doubt
+    nested = BatchView([[["a"], ["b"], ["c"]], [["d"], ["e"], ["f"]]])
+    assert nested.length == 2
+    assert nested.doubt is not None
+    for certain in ([{"ids": rows(5)}, {"ids": rows(4)}], [{"ids": rows(5)}], [{"id": 1}, {"id": 2}], [{"x": object()}, {"x": rows(2)}]):
+        assert BatchView(certain).doubt is None
+    assert BatchView({"y": rows(2), "t": [{"ids": rows(5)}, {"ids": rows(5)}]}).doubt is None
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+class Unknown:
+    pass
+
+
+class TensorLike(dict[str, Any]):
+    """As TensorDict: a mapping with a batch size of its own."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (pack_sequence([torch.ones(2), torch.ones(1)]), "PackedSequence"),
+        ({1, 2}, "set"),
+        (frozenset([1]), "frozenset"),
+        ({"a": 1}.keys(), "dict_keys"),
+        (generator(), "generator"),
+        (iter([1, 2]), "list_iterator"),
+        (map(str, [1]), "map"),
+        (Unknown(), "Unknown"),
+        (TensorLike(x=rows(2)), "TensorLike"),
+        (deque([1, 2]), "deque"),
+        (range(2), "range"),
+        (torch.nn.Linear(1, 1), "Linear"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_type_with_the_way_out(value: Any, name: str) -> None:
+    for batch, where in ((value, "the batch"), ({"x": rows(2), "odd": value}, '"odd"'), ([rows(2), value], '"1"')):
+        with pytest.raises(BatchError) as caught:
+            BatchView(batch)
+        text = str(caught.value)
+        assert text.splitlines()[0].startswith(f"{where} is of type ")
+        assert name in text.splitlines()[0]
+        assert "register_splitter(" in text
+        assert len(text.splitlines()[0]) < 120
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (rows(2, 2).to_sparse(), "sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged), "nested"),
+    ],
+)
+def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, name: str) -> None:
+    with pytest.raises(BatchError, match=f'"odd" is a {name} tensor, which cannot be cut on dim 0 without a copy') as caught:
+        BatchView({"x": rows(2), "odd": value})
+    assert 'dims=whole("odd")' in str(caught.value)
+    assert "register_splitter(" in str(caught.value)
+    with pytest.raises(BatchError, match=name) as caught:
+        BatchView(value)
+    assert "whole" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"input_ids": rows(8, 5), "position_ids": rows(3, 8, 5)}, ['dims={"position_ids": 1}', '"position_ids": shape (3, 8, 5), 3 on dim 0']),
+        ({"input_ids": rows(8, 5), "mask": rows(5, 5)}, ['dims=whole("mask")', '"input_ids": shape (8, 5), 8 on dim 0']),
+        ({"position_ids": rows(1, 5), "input_ids": rows(8, 5)}, ['dims=whole("position_ids")']),
+        ({"in": {"p": rows(2, 8)}, "x": rows(8), "y": rows(8)}, ['dims={"in.p": 1}']),
+        ({"images": [rows(3, 4) for _ in range(8)], "labels": rows(8)}, ['dims=items("images")', "disagree on its length: 3 and 8"]),
+        ([[rows(3, i) for i in range(1, 9)], rows(8)], ['dims=items("0")']),
+        ({"x": rows(8), "classes": ["cat", "dog"]}, ['dims=whole("classes")', '"classes": list of 2 items']),
+        ({"x": rows(8), "extra": []}, ['dims=whole("extra")']),
+        ({"x": rows(8), "t": [{"a": rows(5)}, {"a": rows(6)}]}, ['dims=whole("t")', '"t": list of 2 items']),
+        ({"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]}, ['dims=whole("t")', "disagree on its length: 1 and 7 and 8"]),
+        ({"x": rows(8), "a": np.zeros((2, 8))}, ['dims={"a": 1}', '"a": shape (2, 8), 2 on dim 0']),
+        ([rows(5), rows(7)], ['dims=whole("1")', "dims=items() (if the batch is 2 samples)"]),
+        ({str(i): rows(8 + i % 2) for i in range(15)}, ["… and 3 more"]),
+        ({"position_ids": rows(3, 8, 5), "input_ids": rows(8, 5)}, ['dims={"position_ids": 1}']),
+        ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, ['dims=whole("v.0")', 'dims=whole("v.1")']),
+    ],
+)
+def test_lengths_that_disagree_are_named_with_the_line_to_add(batch: Any, expected: list[str]) -> None:
+    with pytest.raises(BatchError) as caught:
+        BatchView(batch)
+    assert str(caught.value).startswith("the parts of the batch disagree on its length: ")
+    for text in expected:
+        assert text in str(caught.value)
+
+
+def test_the_line_to_add_is_right() -> None:
+    batch = {"input_ids": rows(8, 5), "position_ids": rows(3, 8, 5), "images": [rows(3, i) for i in range(1, 9)], "mask": rows(5, 5)}
+    dims = {"position_ids": 1} | items("images") | whole("mask")
+    assert BatchView(batch, dims).length == 8
+
+
+def test_a_typing_error_in_dims_is_named_when_the_lengths_disagree() -> None:
+    with pytest.raises(BatchError, match="dims names 'postion_ids', which the batch does not have"):
+        BatchView({"input_ids": rows(8, 5), "position_ids": rows(3, 8)}, {"postion_ids": 1})
+
+
+@pytest.mark.parametrize(
+    ("batch", "dims", "message"),
+    [
+        ({"x": rows(2)}, {"x": 1}, r'"x" has no dim 1: its shape is \(2,\)\n  dims=\{"x": d\} needs -1 ≤ d < 1'),
+        ({"x": rows(2)}, {"x": -2}, '"x" has no dim -2'),
+        ({"x": torch.tensor(1)}, {"x": 0}, '"x" has no dim 0: it is 0-d'),
+        ({"x": rows(2), "n": ["a", "b"]}, {"n": 1}, '"n" has no dim 1: it is a list of 2 items'),
+        ({"x": rows(2)}, {"x": True}, "dims says True of 'x'"),
+        ({"x": rows(2)}, {"x": "0"}, "dims says '0' of 'x'"),
+        ({"x": rows(2)}, {1.5: 0}, r"dims has the key 1\.5"),
+        ({"x": rows(2)}, {True: 0}, "dims has the key True"),
+        ({"x": rows(2)}, ["x"], r"dims must be a mapping .* not \['x'\]"),
+        ({"x": rows(2)}, items(), r"the batch is of type dict, and items\(\) is for lists and tuples"),
+        (Named(rows(2), rows(2)), items(), r"Named, and items\(\) is for lists and tuples"),
+    ],
+)
+def test_bad_dims_are_named(batch: Any, dims: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        BatchView(batch, dims)
+
+
+@pytest.mark.parametrize("batch", [rows(0, 3), [], {"x": rows(0)}, {"x": []}])
+def test_an_empty_batch_is_refused(batch: Any) -> None:
+    with pytest.raises(BatchError, match="the batch is empty"):
+        BatchView(batch)
+
+
+@pytest.mark.parametrize("batch", [None, 3, "text", {}, (), {"x": torch.tensor(1.0)}, {"x": None}])
+def test_a_batch_without_samples_is_refused(batch: Any) -> None:
+    with pytest.raises(BatchError, match="there is nothing to cut in the batch"):
+        BatchView(batch)
+
+
+def test_what_default_collate_makes_of_texts_beside_tensors_is_cut() -> None:
+    batch = default_collate([(torch.ones(2) * i, f"name {i}", {"words": ["a", "b", f"c{i}"]}) for i in range(4)])
+    assert batch[1] == ("name 0", "name 1", "name 2", "name 3")
+    assert batch[2]["words"][2] == ("c0", "c1", "c2", "c3")
+    piece = BatchView(batch).piece(1, 3)
+    assert piece[1] == ("name 1", "name 2")
+    assert piece[2]["words"] == [("a", "a"), ("b", "b"), ("c1", "c2")]
+    square = default_collate([{"x": torch.ones(2), "words": ["a", "b"]} for _ in range(2)])
+    with pytest.raises(BatchError, match="can be read in two ways"):
+        BatchView(square)
+    pairs = default_collate([(f"question {i}", f"answer {i}") for i in range(4)])
+    assert "2 fields of 4 samples" in str(BatchView(pairs).doubt)
+    assert BatchView(pairs, fields()).piece(1, 2) == [("question 1",), ("answer 1",)]
+
+
+@pytest.mark.parametrize("labels", [(3, 1, 2), tuple(torch.arange(3.0)), ({"label": 1}, {"label": 2}, {"label": 3}), ((1, 2), (3, 4), (5, 6))])
+def test_a_tuple_without_rows_that_is_as_long_as_the_batch_is_asked_about(labels: Any) -> None:
+    batch = {"x": rows(3), "y": labels}
+    with pytest.raises(BatchError, match='"y" is a tuple of 3') as caught:
+        BatchView(batch)
+    assert 'dims=items("y")' in str(caught.value)
+    assert 'dims=whole("y")' in str(caught.value)
+    assert BatchView(batch, items("y")).piece(1, 3)["y"] == labels[1:3]
+    if not isinstance(labels[0], Tensor):  # of which it is said, too, and one has no dim 0
+        assert BatchView(batch, {"y": 0}).piece(1, 3)["y"] == labels[1:3]
+    assert BatchView(batch, whole("y")).piece(1, 3)["y"] == labels
+    assert BatchView({"x": rows(1), "y": (3,)}).piece(0, 1)["y"] == (3,)
+    assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
+
+
+def test_of_tuples_in_a_tuple_the_outer_one_is_asked_about() -> None:
+    with pytest.raises(BatchError, match='"y" is a tuple of 2'):
+        BatchView({"x": rows(2), "y": ((1, 2), (3, 4))})
+    assert BatchView({"x": rows(2), "y": {"size": (3, 4)}}, {"x": 0, "y": 0}).piece(0, 1)["y"]["size"] == (3, 4), "said of the dict, not of the size"
+
+
+def test_a_tuple_of_another_length_is_whole_and_stays_so_in_a_batch_that_meets_it_by_chance() -> None:
+    first = BatchView({"x": rows(5), "size": (224, 224), "names": ("a",) * 5})
+    assert first.piece(0, 2)["size"] == (224, 224)
+    last = BatchView({"x": rows(2), "size": (224, 224), "names": ("a", "b")}, readings=first.readings)
+    assert last.piece(1, 2)["size"] == (224, 224)
+    assert last.piece(1, 2)["names"] == ("b",)
+    with pytest.raises(BatchError, match='"names": tuple of 3 items'):
+        BatchView({"x": rows(2), "size": (224, 224), "names": ("a", "b", "c")}, readings=first.readings)
+    said = {"x": rows(2), "pair": (rows(3), {"mask": rows(4)})}
+    assert BatchView(said, whole("pair.0", "mask")).piece(0, 1)["pair"][0].shape == (3,)
+
+
+def test_a_list_of_0d_tensors_has_one_item_per_sample() -> None:
+    scalars = [torch.tensor(float(i)) for i in range(4)]
+    assert BatchView({"x": rows(4), "y": scalars}).piece(1, 3)["y"] == scalars[1:3]
+    assert BatchView([rows(4), torch.tensor(2.0), 3]).piece(1, 3)[1:] == [torch.tensor(2.0), 3], "beside rows they are fields"
+    with pytest.raises(BatchError, match=r'"1": list of 4 items'):  # [xs, ys] of zip(*samples): x has 5 positions, not 5 samples
+        BatchView({"0": [rows(5)] * 4, "1": scalars})
+    assert BatchView({"x": rows(4), "y": scalars[:2]}, whole("y")).piece(0, 1)["y"] == scalars[:2]

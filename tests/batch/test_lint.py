@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic_mbs import ElasticMBS, Warned
+from elastic_mbs.batch.lint import first_look
+from elastic_mbs.batch.view import BatchView, fields, items
+
+
+def kinds(batch: Any, *, training: bool = True, counted: bool = False, **beside: Any) -> list[str]:
+    return [kind for kind, _ in first_look(BatchView(batch), training=training, counted=counted, **beside)]
+
+
+LABELS = {"x": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [1, 1]])}
+
+
+def test_labels_to_ignore_without_a_count_are_told_of_where_there_is_a_loss() -> None:
+    assert kinds(LABELS) == ["count"]
+    assert kinds(LABELS, counted=True) == kinds(LABELS, training=False) == []
+
+
+@pytest.mark.parametrize(("reduction", "told"), [("mean", ["count"]), ("sum", [])])
+def test_sums_need_no_count(reduction: Literal["mean", "sum"], told: list[str]) -> None:
+    model, events = nn.Linear(3, 4), list[Any]()
+
+    def loss_fn(batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["x"]), batch["labels"][:, 1], reduction=reduction)
+
+    ElasticMBS(model, reduction=reduction, monitor_interval=0, on_event=events.append).backward(loss_fn, LABELS)
+    assert [event.topic for event in events if isinstance(event, Warned)] == told
+
+
+@pytest.mark.parametrize(
+    ("beside", "named", "told"),
+    [
+        ((torch.zeros(4),), {}, "argument 1 after the batch"),
+        (("epoch", torch.zeros(4, 2)), {}, "argument 2 after the batch"),
+        ((), {"y": torch.zeros(4)}, "y="),
+        ((torch.zeros(4), torch.zeros(4)), {"z": torch.zeros(4)}, "argument 1 after the batch"),
+        ((torch.zeros(3), torch.tensor(4.0), 4, None), {"lengths": [1, 2, 3, 4]}, None),
+    ],
+)
+def test_what_has_as_many_rows_as_the_batch_but_is_not_cut_is_told_of(beside: tuple[Any, ...], named: dict[str, Any], told: str | None) -> None:
+    found = list(first_look(BatchView(torch.zeros(4, 2)), training=True, counted=False, beside=beside, named=named))
+    assert [kind for kind, _ in found] == ([] if told is None else ["beside"])
+    assert told is None or found[0][1].startswith(told)
+
+
+def test_of_one_sample_nothing_can_be_told() -> None:
+    assert kinds(torch.zeros(1, 2), beside=(torch.zeros(1),)) == []
+
+
+def test_it_is_said_once_a_function_and_before_anything_fails() -> None:
+    model, events = nn.Linear(2, 3), list[Any]()
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(model(x), y)
+
+    with ElasticMBS(model, micro_batch_size=2, on_event=events.append) as mbs:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="batch_size"):
+                mbs.backward(loss_fn, torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    assert [(event.topic, "backward(loss_fn, (x, y))" in event.message) for event in events if isinstance(event, Warned)] == [("beside", True)]
+
+
+def test_a_list_of_many_like_tensors_that_is_taken_as_fields_is_told_of() -> None:
+    samples = [torch.zeros(5) for _ in range(8)]
+    assert kinds(samples) == kinds(tuple(samples)) == ["doubt"]
+    assert "8 fields of 5 samples each" in str(BatchView(samples).doubt)
+    assert BatchView(samples, items()).doubt is BatchView(samples, fields()).doubt is None
+    assert kinds(samples[:7]) == kinds([*samples, torch.zeros(5, 2)]) == kinds(dict(enumerate(samples))) == []
+
+
+def test_samples_that_zip_transposed_are_told_of_where_their_rows_agree_by_chance() -> None:
+    batch = tuple(zip(*[(torch.zeros(5), 1), (torch.zeros(5), 2), (torch.zeros(5), 3)], strict=True))
+    assert BatchView(batch).length == 5
+    assert kinds(batch) == ["doubt"]
+    assert 'dims=items("0", "1")' in str(BatchView(batch).doubt)
+    assert BatchView(batch, items("0", "1")).piece(1, 2) == (batch[0][1:2], (2,))
+    assert kinds({"views": batch[0], "others": [torch.zeros(5)] * 2}) == kinds((batch[0], torch.zeros(5))) == []

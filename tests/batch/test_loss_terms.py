@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from elastic_mbs import ElasticMBS
+from elastic_mbs.batch.loss_terms import Terms, read_losses, weighted_sum
+from elastic_mbs.errors import LossError
+from tests.helpers.steps import elastic, mlp, pairs, through
+
+Named = namedtuple("Named", ["loss", "logits"])
+
+
+def scalar(value: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(value, dtype=dtype, requires_grad=True)
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    logits: str = "logits"
+
+
+LOSS = scalar()
+MAPPING = {"loss": LOSS, "logits": "logits"}
+OBJECT = Output(LOSS)
+NAMED = Named(LOSS, "logits")
+SHAPES: list[tuple[str, Any, Any]] = [
+    ("loss", LOSS, None),
+    ("pair", (LOSS, "logits"), "logits"),
+    ("list", [LOSS, "logits"], "logits"),
+    ("triple", (LOSS, "logits", "more"), ("logits", "more")),
+    ("single", (LOSS,), None),
+    ("pair-with-none", (LOSS, None), None),
+    ("mapping", MAPPING, MAPPING),
+    ("ordered", OrderedDict(MAPPING), MAPPING),
+    ("object", OBJECT, OBJECT),
+    ("namedtuple", NAMED, NAMED),
+]
+
+
+@pytest.mark.parametrize(("value", "outputs"), [case[1:] for case in SHAPES], ids=[case[0] for case in SHAPES])
+def test_the_loss_is_found_in_everything_that_may_hold_it(value: Any, outputs: Any) -> None:
+    terms, rest = read_losses(value, None)
+    assert list(terms) == [None]
+    assert terms[None] is LOSS or terms[None]._base is LOSS
+    assert rest == outputs
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_of_one_element_is_a_scalar(shape: tuple[int, ...]) -> None:
+    terms, _ = read_losses(torch.ones(shape, requires_grad=True), None)
+    assert terms[None].shape == ()
+
+
+TERMS = {"a": scalar(1), "b": scalar(2)}
+
+
+@pytest.mark.parametrize(
+    ("value", "outputs"),
+    [
+        (TERMS, None),
+        ((TERMS, "logits"), "logits"),
+        ({"loss": TERMS, "logits": 1}, {"loss": TERMS, "logits": 1}),
+        (SimpleNamespace(loss=TERMS), SimpleNamespace(loss=TERMS)),
+    ],
+)
+def test_losses_with_names_are_found_beside_outputs(value: Any, outputs: Any) -> None:
+    terms, rest = read_losses(value, ("b", "a"))
+    assert list(terms) == ["b", "a"]
+    assert all(terms[name] is TERMS[str(name)] or terms[name]._base is TERMS[str(name)] for name in terms)
+    assert rest == outputs
+
+
+def test_a_count_may_be_named_loss() -> None:
+    terms, outputs = read_losses({"loss": LOSS}, ("loss",))
+    assert list(terms) == ["loss"]
+    assert outputs is None
+
+
+def test_one_term_with_a_graph_is_enough() -> None:
+    terms, _ = read_losses({"a": scalar(), "b": torch.tensor(1.0)}, ("a", "b"))
+    assert [term.requires_grad for term in terms.values()] == [True, False]
+
+
+BAD: list[tuple[str, Any, tuple[str, ...] | None, str]] = [
+    ("none", None, None, "is a `return` missing"),
+    ("number", 3.5, None, "returned a float, which has no loss in it"),
+    ("empty-tuple", (), None, "returned a tuple, which has no loss in it"),
+    ("object-without-a-loss", Output(None), None, "returned a Output, which has no loss in it"),
+    ("dict-without-loss", {"cost": LOSS}, None, r"a dict without 'loss' \(it has \['cost'\]\)"),
+    ("number-in-tuple", (3.5, "logits"), None, "the loss is a float, not a tensor"),
+    ("loss-is-none", {"loss": None}, None, "the loss is a NoneType, not a tensor"),
+    ("vector", torch.ones(4, requires_grad=True), None, r"the loss has shape \(4,\); it must be a scalar: reduce it with .mean\(\)"),
+    ("empty", torch.ones(0, requires_grad=True), None, r"the loss has shape \(0,\)"),
+    ("integer", torch.tensor(3), None, "the loss has dtype torch.int64"),
+    ("complex", torch.tensor(1j, requires_grad=True), None, "the loss has dtype torch.complex64"),
+    ("no-graph", torch.tensor(1.0), None, "has no graph.*no_grad"),
+    ("no-names", LOSS, ("a", "b"), r"count= is a dict with the names \['a', 'b'\].*not a Tensor"),
+    ("other-names", {"a": LOSS, "c": LOSS}, ("a", "b"), r"missing \['b'\], without a count \['c'\]"),
+    ("named-vector", {"a": torch.ones(2, requires_grad=True)}, ("a",), r"the loss 'a' has shape \(2,\)"),
+    ("named-without-graph", {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, ("a", "b"), "has no graph"),
+]
+
+
+@pytest.mark.parametrize(("value", "names", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_what_is_no_loss_is_refused_with_what_was_found(value: Any, names: tuple[str, ...] | None, message: str) -> None:
+    with pytest.raises(LossError, match=message):
+        read_losses(value, names)
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.sampled_from([0.0, 0.25, 1.0])), min_size=1, max_size=4))
+def test_the_sum_and_its_gradient_are_weighted(terms: list[tuple[float, float]]) -> None:
+    leaves: Terms = {str(i): scalar(value) for i, (value, _) in enumerate(terms)}
+    weights: dict[str | None, float] = {str(i): weight for i, (_, weight) in enumerate(terms)}
+    if not any(weights.values()):
+        with pytest.raises(LossError, match="count 0"):
+            weighted_sum(leaves, weights)
+        return
+    total = weighted_sum(leaves, weights)
+    total.backward()
+    assert total.item() == pytest.approx(sum(value * weight for value, weight in terms), rel=1e-14, abs=1e-14)
+    for name, term in leaves.items():
+        assert (0.0 if term.grad is None else term.grad.item()) == weights[name]
+
+
+def test_a_term_of_weight_zero_is_left_out_although_it_is_nan() -> None:
+    good, bad = scalar(2.0), scalar(float("nan"))
+    total = weighted_sum({"good": good, "bad": bad}, {"good": 0.5, "bad": 0.0})
+    total.backward()
+    assert total.item() == 1.0
+    assert bad.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_losses_are_weighed_in_single_precision(dtype: torch.dtype) -> None:
+    loss = scalar(1.0, dtype)
+    total = weighted_sum({None: loss}, {None: 1 / 3})
+    assert total.dtype is torch.float32
+    assert total.item() == torch.tensor(1 / 3).item()
+    total.backward()
+    assert loss.grad is not None
+    assert loss.grad.dtype is dtype
+
+
+def test_a_leaf_may_be_the_loss() -> None:
+    weight = scalar(3.0)
+    total = weighted_sum({None: weight}, {None: 1.0})
+    assert total.grad_fn is not None
+    total.backward()
+    assert weight.grad is not None
+
+
+def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradient() -> None:
+    model = nn.Linear(3, 1).double()
+    x, labelled = torch.randn(4, 3, dtype=torch.float64), [0, 0, 1, 1]
+
+    def loss_fn(batch: dict[str, Any]) -> dict[str, Tensor]:
+        return {"labelled": model(batch["x"]).mean(), "constant": torch.tensor(2.0, dtype=torch.float64)}
+
+    with ElasticMBS(
+        model, micro_batch_size=2, grow=False, monitor_interval=0, count={"labelled": lambda batch: batch["labelled"], "constant": None}
+    ) as mbs:
+        result = mbs.backward(loss_fn, {"x": x, "labelled": labelled})
+    assert float(result) == pytest.approx(model(x[2:]).mean().item() + 2, rel=1e-14)
+    assert model.weight.grad is not None
+    assert torch.allclose(model.weight.grad, x[2:].mean(0, keepdim=True), rtol=1e-14)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("door", [1, 3])
+def test_what_the_user_does_to_a_loss_afterwards_does_not_reach_the_reported_one(door: int, enabled: bool) -> None:
+    """It was kept by `detach()`, which shares its memory: `total = loss.detach(); total += …` in the user's loop changed `result.loss`."""
+    model, batch = mlp(), pairs(8)
+    total: list[Tensor] = []
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        loss = nn.functional.cross_entropy(model(piece[0]), piece[1])
+        if total:
+            total[0] += loss.detach()
+        else:
+            total.append(loss.detach())
+        return loss
+
+    mbs = elastic(model, micro_batch_size=2, grow=False, enabled=enabled)
+    with torch.no_grad():
+        wanted = float(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    for _ in range(4):
+        total.clear()
+        assert abs(float(through(door, mbs, loss_fn, batch)) - wanted) <= 1e-12

@@ -1,0 +1,231 @@
+"""A batch of any shape is N samples, cut without copies and joined without loss."""
+
+from __future__ import annotations
+
+import sys
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic_mbs.batch.view import BatchView, items, join, whole
+from elastic_mbs.errors import BatchError
+
+
+def rows(n: int, *shape: int) -> Tensor:
+    return torch.arange(n * torch.Size(shape).numel()).reshape(n, *shape)
+
+
+@dataclass(frozen=True)
+class Sample:
+    a: Any
+    b: Any
+
+
+class Named(NamedTuple):
+    a: Any
+    b: Any
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and bool((a == b).all())
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict | UserDict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Sample):
+        return same((a.a, a.b), (b.a, b.b))
+    return bool(a == b)
+
+
+def has_rows(value: Any) -> bool:
+    if isinstance(value, dict | UserDict | tuple):
+        return any(map(has_rows, value.values() if isinstance(value, dict | UserDict) else value))
+    return has_rows((value.a, value.b)) if isinstance(value, Sample) else value is not None
+
+
+def containers(n: int) -> st.SearchStrategy[Any]:
+    """Nested containers in which every leaf holds n samples or is None."""
+    leaf: st.SearchStrategy[Any] = st.one_of(
+        st.lists(st.integers(1, 3), max_size=2).map(lambda shape: rows(n, *shape)),
+        st.just(torch.linspace(0, 1, n, dtype=torch.float64)),
+        st.just([f"sample {i}" for i in range(n)]),
+        st.just(np.arange(n * 2).reshape(n, 2)),
+        st.none(),
+    )
+    names = st.sampled_from(["ids", "mask", "labels", "pixels"])
+
+    def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.dictionaries(names, inner, min_size=1, max_size=3),
+            st.dictionaries(names, inner, min_size=1, max_size=3).map(UserDict),
+            st.lists(inner, min_size=1, max_size=3).map(tuple),
+            # Two things without rows beside two samples are taken for the samples', and nothing could tell.
+            st.tuples(st.just(rows(n)), inner.filter(has_rows)).map(list),
+            st.tuples(inner, inner).map(lambda pair: Sample(*pair)),
+            st.tuples(inner, inner).map(Named._make),
+        )
+
+    # One tensor for sure, so that there is something to cut.
+    return st.recursive(leaf, nest, max_leaves=6).map(lambda other: {"first": rows(n, 2), "other": other})
+
+
+def splits(n: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    edges = st.sets(st.integers(1, n - 1)) if n > 1 else st.just(set[int]())
+    return edges.map(lambda inner: list(zip([0, *sorted(inner)], [*sorted(inner), n], strict=True)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_joining_the_pieces_of_any_split_gives_the_batch_back(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 9))
+    batch = data.draw(containers(n))
+    ranges = data.draw(splits(n))
+    view = BatchView(batch)
+    assert view.length == len(view) == n
+    pieces = [view.piece(start, stop) for start, stop in ranges]
+    joined = join(pieces, [stop - start for start, stop in ranges])
+    assert same(joined, batch)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_pieces_cover_every_sample_exactly_once_along_any_dimension(data: st.DataObject) -> None:
+    n, dim = data.draw(st.integers(1, 9)), data.draw(st.integers(-3, 2))
+    shape = [2, 2, 2]
+    shape[dim] = n
+    ids = torch.arange(8 * n // 2).reshape(shape)
+    view = BatchView({"x": rows(n), "positions": ids}, {"positions": dim})
+    pieces = [view.piece(start, stop) for start, stop in data.draw(splits(n))]
+    assert torch.equal(torch.cat([piece["positions"] for piece in pieces], dim), ids)
+    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), rows(n))
+    assert all(piece["positions"].untyped_storage().data_ptr() == ids.untyped_storage().data_ptr() for piece in pieces)
+
+
+def test_a_tensor_alone_is_a_batch() -> None:
+    x = rows(4, 3)
+    view = BatchView(x)
+    assert (view.length, view.elements) == (4, 3)
+    assert view.piece(1, 3).data_ptr() == x[1].data_ptr()
+
+
+def test_what_holds_no_samples_passes_whole() -> None:
+    scale, table, config, adjacency = torch.tensor(2.0), rows(3, 3), object(), rows(3, 3).to_sparse()
+    batch = {"x": rows(4), "scale": scale, "n": 3, "text": "ab", "no": None, "f": 1.5, "t": torch.float32, "np": np.float64(2), "z": (1, 2)}
+    piece = BatchView(batch).piece(0, 2)
+    assert piece["scale"] is scale
+    assert [piece[key] for key in ("n", "text", "no", "f", "t", "np", "z")] == [3, "ab", None, 1.5, torch.float32, 2, (1, 2)]
+    named = {"x": rows(4), "table": table, "deep": {"config": config}, "adj": adjacency}
+    view = BatchView(named, whole("table", "deep.config", "adj"))
+    piece = view.piece(0, 2)
+    assert piece["table"] is table
+    assert piece["deep"]["config"] is config
+    assert piece["adj"] is adjacency
+    assert view.tensors() == [named["x"], table, adjacency]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (2, 1), (-1, 2), (0, 5), (4, 5)])
+def test_a_range_outside_the_batch_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(BatchError, match=f"no piece {start}:{stop} in a batch of 4"):
+        BatchView(rows(4)).piece(start, stop)
+
+
+@pytest.mark.parametrize(
+    ("batch", "dims", "elements"),
+    [
+        (rows(4, 3), None, 3),
+        (rows(4), None, 1),
+        (list("abcd"), None, 1),
+        ({"x": rows(4, 3), "w": rows(5, 5)}, whole("w"), 3),
+        ({"x": rows(4, 3), "s": torch.tensor(1)}, None, 3),
+        ({"p": rows(2, 4)}, {"p": 1}, 2),
+        ({"x": rows(4), "i": [rows(i) for i in (1, 2, 3, 4)]}, items("i"), 4),  # (4 + 10) / 4, rounded up
+        ({"x": rows(4), "a": np.zeros((4, 5))}, None, 6),
+    ],
+)
+def test_elements_are_those_of_the_cut_tensors_per_sample_rounded_up(batch: Any, dims: Any, elements: int) -> None:
+    view = BatchView(batch, dims)
+    assert view.elements == elements
+    assert view.elements == elements  # kept
+
+
+def test_versions_notice_an_edit_in_place_anywhere() -> None:
+    with torch.inference_mode():
+        frozen = torch.ones(4)
+    batch = {"x": rows(4), "w": rows(5), "t": [{"a": rows(2)} for _ in range(4)], "f": frozen, "names": list("abcd")}
+    view = BatchView(batch, whole("w"))
+    before = view.versions()
+    assert len(before) == 6  # the inference tensor has none
+    assert view.versions() == before
+    edits: list[Tensor] = [view.piece(1, 2)["x"], view.leaf("w"), view.piece(2, 3)["t"][0]["a"]]
+    for edit in edits:
+        edit.add_(1)
+        assert view.versions() != before
+        before = view.versions()
+
+
+def test_leaf_finds_a_tensor_by_name_path_or_index() -> None:
+    ids, y = rows(4, 2), rows(4)
+    view = BatchView(({"ids": ids, "n": 3}, y))
+    assert view.leaf("ids") is view.leaf("0.ids") is ids
+    assert view.leaf(1) is view.leaf("1") is y
+    with pytest.raises(BatchError, match=r"no 'labels': there is '0', '0\.ids'"):
+        view.leaf("labels")
+    with pytest.raises(BatchError, match=r"'0\.n' is of type int, not a tensor"):
+        view.leaf("0.n")
+
+
+def test_named_tensors_are_the_fields() -> None:
+    ids, y, w = rows(2, 2), rows(2), rows(3)
+    view = BatchView({"in": (ids, 1), "y": y, "w": w, "t": [{"a": rows(5)}, {"a": rows(4)}], "v": [[y, y]]}, whole("w"))
+    named = view.named_tensors()
+    assert [path for path, _ in named] == ["in.0", "y", "w", "v.0.0", "v.0.1"]
+    assert named[0][1] is ids
+
+
+def test_devices_are_those_of_all_tensors() -> None:
+    assert BatchView({"x": rows(2), "m": torch.empty(2, device="meta")}).devices() == {torch.device("cpu"), torch.device("meta")}
+    assert BatchView(["a"]).devices() == set()
+
+
+def test_a_batch_that_requires_grad_gets_its_gradient_through_the_pieces() -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    view = BatchView({"x": x})
+    for start, stop in ((0, 3), (3, 4)):
+        (view.piece(start, stop)["x"] ** 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 2, 4, 6]
+
+
+def test_the_plan_is_made_once_so_later_edits_of_the_callers_containers_do_not_matter() -> None:
+    batch: dict[str, Any] = {"x": rows(4), "names": list("abcd")}
+    view = BatchView(batch)
+    del batch["x"]
+    assert view.piece(0, 1)["x"].tolist() == [0]
+
+
+def test_numpy_arrays_are_cut_as_copies_because_no_version_tells_of_an_edit_and_numpy_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(8).reshape(4, 2)
+    piece = BatchView({"a": array}).piece(1, 3)["a"]
+    assert not np.shares_memory(piece, array)
+    assert piece.tolist() == [[2, 3], [4, 5]]
+    from elastic_mbs.batch.containers import _cached_kind
+
+    _cached_kind.cache_clear()
+    monkeypatch.delitem(sys.modules, "numpy")
+    assert BatchView(rows(4)).length == 4
+    with pytest.raises(BatchError, match=r"numpy\.ndarray"):  # what is not loaded cannot be known
+        BatchView({"a": array})
+    assert "numpy" not in sys.modules
+    _cached_kind.cache_clear()

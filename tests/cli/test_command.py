@@ -1,0 +1,94 @@
+"""The command line: what it says to bad input, and its exit codes."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from elastic_mbs import MicroBatchFloorError, __version__
+from elastic_mbs.cli import demo
+from elastic_mbs.cli.command import NOBODY_READS, main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "COMMAND"),
+        (["dmeo"], "'dmeo'"),
+        (["demo", "--stesp", "4"], "--stesp"),
+        (["doctor", "--jsn"], "--jsn"),
+        (["doctor", "cuda:0"], "cuda:0"),
+        (["demo", "--steps", "many"], "'many'"),
+        (["demo", "--steps", "3"], "--steps 3 is too small: at least 4"),
+        (["demo", "--batch", "1"], "--batch 1 is too small"),
+        (["demo", "--seed", "-1"], "--seed -1 is too small"),
+        (["demo", "--budget", "much"], "'much'"),
+        (["demo", "--budget", "1MiB", "--steps", "4", "--batch", "2"], "--budget"),
+        (["demo", "--dtype", "float16"], "'float16'"),
+        (["demo", "--device", "tpu"], "'tpu'"),
+        (["demo", "--text", "no/such/place"], "no/such/place"),
+        (["demo", "--out", "no/such/folder/demo.png"], "no/such/folder"),
+        (["demo", "--out", "."], "this is a folder"),
+        (["demo", "--log", "no/such/folder/run.jsonl"], "no/such/folder"),
+        (["report"], "RUN.jsonl"),
+        (["watch"], "RUN.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1
+    assert err.startswith("elastic-mbs: ")
+    assert told in err
+    assert not out
+
+
+def test_cuda_without_a_device_is_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["demo", "--device", "cuda"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "told"), [("--version", f"elastic-mbs {__version__}"), ("--help", "demo"), ("--help", "report"), ("--help", "watch")]
+)
+def test_it_tells_its_version_and_how_it_is_used(option: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([option])
+    assert ended.value.code == 0
+    assert told in capsys.readouterr().out
+
+
+def interrupted(_: argparse.Namespace) -> int:
+    raise KeyboardInterrupt
+
+
+def starved(_: argparse.Namespace) -> int:
+    raise MicroBatchFloorError("the smallest micro-batch does not fit")
+
+
+@pytest.mark.parametrize(("command", "code"), [(interrupted, 130), (starved, 1)])
+def test_a_command_that_cannot_go_on_has_an_exit_code_of_its_own(
+    command: Callable[[argparse.Namespace], int], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "main", command)
+    assert main(["demo"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "elastic_mbs", "demo", "--steps", "0"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "elastic-mbs: --steps 0 is too small: at least 4\n"
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["demo", "--steps", "4", "--batch", "8", "--no-plot"]], ids=["at the end", "in the middle"])
+def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback(arguments: list[str]) -> None:
+    with subprocess.Popen([sys.executable, "-m", "elastic_mbs", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == NOBODY_READS

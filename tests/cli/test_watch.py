@@ -1,0 +1,260 @@
+"""The live panel: what a frame shows, and how it follows a file that grows."""
+
+import importlib.util
+import io
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from elastic_mbs import UsageError
+from elastic_mbs.cli import command
+from elastic_mbs.cli.watch.follow import Follower
+from elastic_mbs.cli.watch.panel import memory_line, panel, sparkline
+from elastic_mbs.cli.watch.state import EVENTS, State, Watched
+from elastic_mbs.events import Event, Warned
+from elastic_mbs.sinks.run_log import event_line
+from elastic_mbs.sinks.run_log_reader import Entry
+from tests.helpers.events import ANY_EVENT, GROWN, KEY, MIB, done, failure, log_of
+
+
+def frame(state: State, now: float = 0.0, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(panel(state, now))
+    out = console.file
+    assert isinstance(out, io.StringIO)
+    return out.getvalue()
+
+
+def state_of(told: list[tuple[float, Event]]) -> State:
+    watched = Watched()
+    for line in log_of(told).splitlines():
+        watched.feed(line)
+    assert watched.current is not None
+    return watched.current
+
+
+RUN: list[tuple[float, Event]] = [
+    (1.0, done(loss=4.0)),
+    (1.5, failure()),
+    (2.0, done(2.0, loss=3.0, micro_batch_size=8, ooms=1, replayed_samples=16, seconds_lost=0.125)),
+    (3.0, GROWN),
+    (3.1, done(3.1, loss=2.5, micro_batch_size=8)),
+]
+
+
+def test_a_frame_shows_size_memory_throughput_loss_and_the_last_events(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(log_of(RUN, name="my run"))
+    monkeypatch.setattr(time, "time", lambda: 1.7e9 + 7.1)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert command.main(["watch", str(path), "--once"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert "\x1b" not in out  # no terminal, no colours
+    for told in (
+        "my run · cpu",
+        f"micro-batch  16     {KEY}",  # grown after the call
+        "ours 12.0 MiB, peak 40.0 MiB, free 52.0 MiB, others 36.0 MiB",
+        "128 samples/s",
+        "█▃▁  2.5",
+        "1 OOMs, 16 samples replayed (8.3%), 125 ms lost (8.3%)",
+        "3 calls, 192 samples in 3.1 s; last line 4 s ago",
+        "1.5 s  out of memory in backward of samples 16:32: micro-batch 16 → 8",
+        "3 s  micro-batch 8 → 16 (grow)",
+    ):
+        assert told in out, told
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_frame_is_as_wide_as_the_terminal_and_each_event_one_line(width: int) -> None:
+    lines = frame(state_of([(float(i), failure()) for i in range(20)]), width=width).splitlines()
+    assert {len(line) for line in lines} == {width}
+    assert sum("out of" in line for line in lines[-EVENTS - 2 :]) == EVENTS
+
+
+@given(st.lists(ANY_EVENT, max_size=5))
+def test_every_event_there_can_be_is_shown(told: list[Event]) -> None:
+    assert "last events" in frame(state_of([(float(i), event) for i, event in enumerate(told)]))
+
+
+def test_a_run_that_has_only_begun_says_so() -> None:
+    shown = frame(state_of([]))
+    assert "unknown until a call has finished" in shown
+    assert "none so far" in shown
+
+
+def test_what_looks_like_markup_is_shown_as_it_is() -> None:
+    shown = frame(state_of([(1.0, Warned("run", "t", "[red]careful[/red] [/]"))]))
+    assert "[red]careful[/red] [/]" in shown
+
+
+def test_an_event_of_a_later_version_is_shown_by_its_name() -> None:
+    state = State()
+    state.add(Entry(None, 1.0, {"event": "Teleported", "time": 5.0}))
+    assert "Teleported" in frame(state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told", "bar"),
+    [
+        ({}, "ours 12.0 MiB, peak 40.0 MiB, free 52.0 MiB, others 36.0 MiB", "████▓▓▓▓▓▓▓▓▓▓·········▒▒▒▒▒▒▒▒▒▒▒▒▒"),
+        ({"total": None}, "ours 12.0 MiB, peak 40.0 MiB, no reading of the device", ""),
+        ({"reserved": None, "peak_reserved": None}, "ours 10.0 MiB, peak 30.0 MiB, free 54.0 MiB", "████▓▓▓▓▓▓▓"),
+        ({"reserved": 200 * MIB, "held_by_others": 0}, "ours 200.0 MiB, peak 40.0 MiB, free 0 B", "█" * 36),
+        ({"reserved": None, "allocated": None, "peak_reserved": None, "peak_allocated": None}, "ours unknown, free 64.0 MiB", "···"),
+    ],
+    ids=["all", "blind", "allocated", "more than all", "ours unknown"],
+)
+def test_memory_is_a_bar_and_words(changes: dict[str, Any], told: str, bar: str) -> None:
+    line = memory_line(done(**changes)).plain
+    assert told in line
+    assert line.startswith(bar)
+    assert not bar or len(line.split("  ")[0]) == 36
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([], ""),
+        ([3.0], "▁"),
+        ([2.0, 2.0], "▁▁"),
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8], "▁▂▃▄▅▆▇██"),
+        ([0.0, float("nan"), 1.0], "▁ █"),
+        ([float("inf")], " "),
+    ],
+    ids=["none", "one", "equal", "rising", "gap", "infinite"],
+)
+def test_a_sparkline_goes_from_the_lowest_to_the_highest(values: list[float], line: str) -> None:
+    assert sparkline(values, 10) == line.rjust(10)
+
+
+@given(st.lists(st.floats(), max_size=50))
+def test_a_sparkline_can_be_made_of_any_numbers(values: list[float]) -> None:
+    assert len(sparkline(values)) == 36
+
+
+def test_the_run_that_wrote_last_is_shown() -> None:
+    watched = Watched()
+    lines = log_of([(1.0, done())], [(1.0, failure())]).splitlines()
+    for line in lines:
+        watched.feed(line)
+    second = watched.current
+    watched.feed(lines[1])
+    assert watched.current is not second
+    assert watched.current is not None
+    assert watched.current.calls == 2
+    watched.feed(b"")
+    assert watched.current.calls == 2
+
+
+# ---------------------------------------------------------------------- following
+
+
+def test_lines_come_when_they_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"one\ntw")
+    follower = Follower(path)
+    assert follower.lines() == [b"one"]
+    assert follower.lines() == []
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    assert follower.lines() == [b"two", b"three"]
+    follower.close()
+
+
+@pytest.mark.parametrize("how", ["cut", "replaced"])
+def test_a_file_that_was_made_anew_is_read_from_its_start(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"one\ntwo\nthr")
+    follower = Follower(path)
+    assert follower.lines() == [b"one", b"two"]
+    if how == "cut":
+        path.write_bytes(b"new\n")
+    else:
+        (tmp_path / "other").write_bytes(b"new\nand longer than before\n")
+        (tmp_path / "other").replace(path)
+    assert follower.lines()[0] == b"new"
+    assert follower.restarts == 1
+    follower.close()
+
+
+def test_a_file_that_is_gone_is_said_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"one\n")
+    follower = Follower(path)
+    follower.lines()
+    path.unlink()
+    with pytest.raises(UsageError, match=re.escape(f"{path}: No such file")):
+        follower.lines()
+
+
+class Script:
+    """Stands for `time.sleep`: does something to the file each time, and presses Ctrl-C at the end."""
+
+    def __init__(self, *moves: Any) -> None:
+        self.moves = list(moves)
+
+    def __call__(self, seconds: float) -> None:
+        if not self.moves:
+            raise KeyboardInterrupt
+        self.moves.pop(0)()
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal would show."""
+    out = io.StringIO()
+    make = Console
+
+    def console() -> Console:
+        return make(file=out, force_terminal=True, width=100, height=40)
+
+    monkeypatch.setattr("rich.console.Console", console)
+    return out
+
+
+def test_the_panel_follows_the_file_until_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(log_of([(1.0, done())]))
+
+    def grow() -> None:
+        with path.open("ab") as file:
+            file.write(event_line(done(2.0, loss=1.25), f"{0:012x}", 2.0, 1.7e9 + 2))
+
+    def replace() -> None:
+        path.write_bytes(b"")
+
+    def begin() -> None:
+        path.write_bytes(log_of([(1.0, done(loss=0.75))], name="another run"))
+
+    monkeypatch.setattr(time, "sleep", Script(grow, replace, begin))
+    assert command.main(["watch", str(path), "--interval", "0.1"]) == 130
+    shown = terminal.getvalue()
+    for told in ("1 calls, 64 samples", "2 calls, 128 samples", "1.25", "another run", "0.75"):
+        assert told in shown
+    assert "\x1b[?25h" in shown  # the cursor is back
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_line_of_somebody_else_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO, capsys: Any) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(log_of([(1.0, done())]))
+    monkeypatch.setattr(time, "sleep", Script(lambda: path.write_bytes(path.read_bytes() + b"hello\n")))
+    assert command.main(["watch", str(path)]) == 2
+    assert capsys.readouterr().err == f"elastic-mbs: {path}: line 3 is none of a run log of ElasticMBS(..., log=...): 'hello'\n"
+    assert terminal.getvalue()
+
+
+def test_without_rich_it_says_which_extra_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    assert command.main(["watch", str(tmp_path / "run.jsonl")]) == 2
+    assert "pip install 'elastic-mbs[tui]'" in capsys.readouterr().err

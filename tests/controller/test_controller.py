@@ -1,0 +1,266 @@
+"""The controller's rules, one by one; those of growth, of ceilings and of what is saved have files of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_mbs.controller.controller import Key, Limits, Move, Plan, Policy, shape_class
+from elastic_mbs.errors import UsageError
+from tests.helpers.controller_driver import KEY, Driver
+
+
+def test_auto_doubles_from_piece_to_piece_until_the_batch_is_whole() -> None:
+    driver = Driver()
+    assert driver.probe(40, [1, 2, 4, 8, 13, 12]) == [2, 4, 8, 16, 26, 26]
+    assert driver.controller.begin(KEY, 40, 1) == Plan(size=26, epoch=5, probing=True, learning=True)
+    assert driver.controller.piece_done(KEY, 20, 300, driver.reading()) == 40
+    driver.controller.abandon(KEY)
+    driver.probe(40, [40])
+    assert not driver.controller.begin(KEY, 40, 1).probing
+    assert driver.size() == 40
+
+
+def test_probing_starts_at_the_policys_size_aligned() -> None:
+    assert Driver(policy=Policy(probe=8), limits=Limits(align=3)).controller.begin(KEY, 64, 1).size == 6
+    assert Driver(limits=Limits(minimum=5, align=4)).controller.begin(KEY, 64, 1).size == 8
+
+
+def test_probing_stops_where_the_double_is_predicted_not_to_fit() -> None:
+    driver = Driver()
+    driver.capacity = 430  # 95 % of it hold 30 samples
+    assert driver.probe(64, [1, 2, 4, 8, 16, 11]) == [2, 4, 8, 16, 16, 16]
+    assert not driver.controller.begin(KEY, 64, 1).probing
+
+
+def test_probing_stops_where_the_measured_peak_itself_does_not_fit() -> None:
+    driver = Driver()
+    driver.capacity = 100
+    assert driver.probe(64, [1]) == [1]
+    assert not driver.controller.begin(KEY, 64, 1).probing
+
+
+def test_probing_goes_on_without_sensor_or_peaks_until_the_first_failure() -> None:
+    blind, unmeasured = Driver(), Driver()
+    blind.capacity, unmeasured.need = None, None
+    assert blind.probe(64, [1, 2, 4]) == [2, 4, 8]
+    assert unmeasured.probe(64, [1, 2, 4]) == [2, 4, 8]
+    assert blind.failing(8)[0] == [4]
+    assert not blind.controller.begin(KEY, 64, 1).probing
+
+
+def test_probing_never_passes_the_maximum_and_ends_there() -> None:
+    driver = Driver(limits=Limits(maximum=10, align=4))
+    assert driver.probe(64, [4, 8, 8]) == [8, 8, 8]
+    driver.probe(64, [8, 8])
+    assert not driver.controller.begin(KEY, 64, 1).probing
+
+
+def test_a_small_batch_after_a_large_one_does_not_end_probing() -> None:
+    driver = Driver()
+    driver.probe(64, [1, 2])
+    assert driver.probe(3, [3]) == [3]
+    assert driver.controller.begin(KEY, 64, 1).probing
+
+
+def test_an_int_starts_there_and_does_not_probe() -> None:
+    driver = Driver(9, limits=Limits(align=2))
+    assert driver.controller.begin(KEY, 64, 1) == Plan(size=8, epoch=0, probing=False, learning=True)
+    assert driver.controller.piece_done(KEY, 8, 100, driver.reading()) == 8
+
+
+def test_a_size_is_never_above_the_batch() -> None:
+    assert Driver(32).controller.begin(KEY, 5, 1).size == 5
+
+
+def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
+    fixed, settling = Driver(4, grow=False), Driver(grow=False)
+    assert not fixed.controller.begin(KEY, 64, 1).learning, "peaks are for growing"
+    assert fixed.until_move() == (40, None)
+    fixed.failing(4)
+    assert fixed.until_move() == (40, None)
+    assert settling.probe(64, [1, 2]) == [2, 4]
+    settling.failing(4)
+    assert settling.until_move() == (40, None)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 9))
+def test_a_failure_halves_what_was_attempted_aligned_and_above_the_minimum(attempted: int, minimum: int, align: int) -> None:
+    limits = Limits(minimum=minimum, align=align)
+    driver = Driver(max(500, minimum), limits=limits)
+    driver.controller.begin(KEY, 500, 1)
+    size = driver.controller.out_of_memory(KEY, attempted, None)
+    assert driver.size() == max(limits.floor, max(1, attempted // 2 // align) * align)
+    if size is None:
+        assert attempted < 2 * limits.floor or attempted <= align
+    else:
+        assert size == driver.size()
+        assert size < attempted
+
+
+def test_at_the_floor_a_failure_has_no_size_to_go_on_with() -> None:
+    driver = Driver(2, limits=Limits(minimum=2))
+    assert driver.failing(2)[0] == [None]
+    assert driver.failing(3)[0] == [None], "3 samples cannot be cut into pieces of at least 2"
+    assert driver.failing(4)[0] == [2]
+
+
+def test_failures_follow_each_other_down_within_one_call() -> None:
+    driver = Driver(64)
+    assert driver.failing(64, 32, 16, 8)[0] == [32, 16, 8, 4]
+    assert driver.size() == 4
+    assert driver.ceilings() == [[8, 7, 10_000]], "a failure with as much memory at a smaller size says it all"
+
+
+def test_longer_samples_of_the_class_get_a_smaller_size_for_that_call_only() -> None:
+    driver = Driver(16)
+    driver.failing(16, elements=8)
+    driver.controller.begin(KEY, 64, 8)
+    assert driver.size() == 8
+    assert driver.controller.begin(KEY, 64, 15).size == 8, "120 elements are below the 128 that failed"
+    assert driver.controller.begin(KEY, 64, 16).size == 7
+    assert driver.controller.begin(KEY, 64, 8).size == 8
+    assert Driver(16).controller.begin(KEY, 64, 400).size == 16
+
+
+def test_two_thrashing_calls_halve_and_leave_a_ceiling() -> None:
+    driver = Driver(16)
+    assert driver.clean(retries=1) is None
+    assert driver.clean() is None
+    assert driver.clean(retries=3) is None
+    assert driver.clean(retries=1) == Move(16, 8, "thrash")
+    assert driver.ceilings() == [[16, 15, 10_000]]
+    floor = Driver(1)
+    assert [floor.clean(retries=1) for _ in range(4)] == [None] * 4
+
+
+def test_thrashing_after_a_growth_is_a_failed_growth() -> None:
+    driver = Driver(12)
+    driver.until_move()
+    assert [driver.clean(retries=1) for _ in range(2)] == [None, Move(22, 12, "thrash")]
+    assert driver.until_move(200) == (200, None)
+
+
+def test_thrashing_ends_probing() -> None:
+    driver = Driver()
+    driver.probe(64, [1, 2, 4, 8])
+    for _ in range(2):
+        driver.clean(retries=2)
+    assert not driver.controller.begin(KEY, 64, 1).probing
+    assert driver.size() == 8
+
+
+def test_peaks_are_wanted_only_while_a_size_is_learned() -> None:
+    driver = Driver(64)
+    wanted = []
+    for _ in range(8):
+        plan = driver.controller.begin(KEY, 64, 1)
+        wanted.append(plan.learning)
+        driver.finish(plan, 64, 1, KEY, size=64)
+    assert wanted == [True] * 4 + [False] * 4
+    assert driver.controller.begin(KEY, 64, 2).learning is False or driver.controller.begin(KEY, 64, 1).learning is False
+    blind = Driver(64)
+    blind.need = None
+    for _ in range(8):
+        blind.clean()
+    assert not blind.controller.begin(KEY, 64, 1).learning, "whoever resets the statistics too is left in peace"
+
+
+def test_a_new_shape_class_starts_from_the_nearest_one_by_elements() -> None:
+    driver = Driver()
+    driver.capacity = 10**6
+    for n in ([1, 2, 4, 8, 16, 32], [64]):
+        driver.probe(64, n, elements=100, key=Key("loss", "train", shape_class(100)))
+    new = Key("loss", "train", shape_class(300))
+    assert driver.controller.begin(new, 64, 300) == Plan(size=21, epoch=0, probing=False, learning=True)
+    assert driver.controller.begin(Key("loss", "train", 1), 9999, 3).size == 64 * 100 // 3
+    assert driver.controller.begin(Key("loss", "eval", 8), 64, 300).probing
+    assert driver.controller.begin(Key("other", "train", 8), 64, 300).probing
+
+
+def test_of_two_neighbours_the_one_of_longer_samples_decides() -> None:
+    driver = Driver()
+    state = driver.controller.state_dict()
+    for shape, size in ((4, 64), (6, 2)):
+        driver.controller = driver.make()
+        driver.controller.begin(Key("loss", "train", shape), 64, 2**shape)
+        saved: Any = driver.controller.state_dict()["tracks"]
+        saved[0] |= {"size": size, "probing": False}
+        tracks: Any = state["tracks"]
+        tracks.extend(saved)
+    driver.controller = driver.make()
+    driver.controller.load_state_dict(state)
+    assert driver.controller.begin(Key("loss", "train", 5), 64, 32).size == 2 * 64 // 32
+
+
+def test_tracks_do_not_disturb_each_other() -> None:
+    driver = Driver(16)
+    driver.clean()
+    other = Key("loss", "eval", 0)
+    driver.controller.begin(other, 64, 1)
+    driver.controller.out_of_memory(other, 16, driver.reading())
+    driver.controller.abandon(other)
+    assert driver.size() == 16
+    assert driver.controller.size(other) == 8
+
+
+def test_an_open_call_is_abandoned_by_the_next_one() -> None:
+    driver = Driver(16)
+    driver.controller.begin(KEY, 64, 1)
+    driver.controller.out_of_memory(KEY, 16, driver.reading())
+    assert driver.controller.begin(KEY, 64, 1).size == 8
+    driver.controller.abandon(KEY)
+    driver.controller.abandon(KEY)
+    driver.controller.abandon(Key("unknown", "train", 0))
+    assert driver.size() == 8
+
+
+def test_the_same_clock_and_seed_give_the_same_decisions() -> None:
+    def history(seed: int) -> list[object]:
+        driver = Driver(4, policy=Policy(jitter=0.5), seed=seed)
+        out: list[object] = [driver.until_move() for _ in range(3)]
+        out.append(driver.failing(32))
+        driver.capacity = 20_000
+        out.append(driver.until_move(200))
+        return [*out, driver.controller.state_dict()]
+
+    assert history(7) == history(7)
+    assert any(history(7) != history(seed) for seed in range(8, 12))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Limits(minimum=0), "min_micro_batch_size=0"),
+        (lambda: Limits(align=0), "align=0"),
+        (lambda: Limits(minimum=5, maximum=4), "max_micro_batch_size=4"),
+        (lambda: Limits(maximum=3, align=4), "smallest allowed one is 4"),
+        (lambda: Policy(patience=0), "patience=0"),
+        (lambda: Policy(jitter=-0.1), "jitter=-0.1"),
+        (lambda: Policy(cooldown=float("nan")), "cooldown=nan"),
+        (lambda: Policy(margin=1.0), "margin=1.0"),
+        (lambda: Policy(cooldown=10, max_cooldown=5), "max_cooldown=5"),
+        (lambda: Driver(0), "micro_batch_size=0"),
+        (lambda: Driver(20, limits=Limits(maximum=10)), "micro_batch_size=20"),
+        (lambda: Driver(2, limits=Limits(minimum=4)), "micro_batch_size=2"),
+        (lambda: shape_class(0), "elements=0"),
+        (lambda: Driver().controller.begin(KEY, 0, 1), "batch of 0 samples"),
+        (lambda: Driver().controller.begin(KEY, 1, 0), "0 elements"),
+        (lambda: Driver().controller.piece_done(KEY, 1, None, None), r"begin\(\) comes first"),
+    ],
+)
+def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_keys_and_shape_classes_are_readable() -> None:
+    assert [shape_class(n) for n in (1, 2, 3, 4, 1023, 1024)] == [0, 1, 1, 2, 9, 10]
+    assert str(Key("lm", "train", 10)) == "lm (train, 2^10 elements per sample)"
+
+
+def test_an_unknown_track_has_no_size() -> None:
+    assert Driver().controller.size(KEY) is None

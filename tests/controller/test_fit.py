@@ -1,0 +1,248 @@
+"""Fits of memory and time: safe where they interpolate, silent where nothing is known."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_mbs.controller.fit import KNOTS, MemoryFit, TimeFit
+from elastic_mbs.errors import UsageError
+
+affine = st.tuples(st.integers(0, 10_000), st.integers(1, 500))
+
+
+def convex(pieces: list[tuple[int, int]], x: int) -> int:
+    """A peak as it really is: the maximum of affine functions."""
+    return max(base + slope * x for base, slope in pieces)
+
+
+def fitted(pieces: list[tuple[int, int]], sizes: list[int]) -> MemoryFit:
+    fit = MemoryFit()
+    for x in sizes:
+        fit.add(x, convex(pieces, x))
+    return fit
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(affine, min_size=1, max_size=5), st.lists(st.integers(1, 300), min_size=1, max_size=12))
+def test_predictions_between_measurements_never_fall_below_a_convex_peak(pieces: list[tuple[int, int]], sizes: list[int]) -> None:
+    fit = fitted(pieces, sizes)
+    for x in range(1, max(sizes) + 1):
+        predicted = fit.predict(x)
+        assert predicted is not None
+        assert predicted >= convex(pieces, x) - 1e-6 * convex(pieces, x)
+    for x in sizes:
+        assert fit.predict(x) == convex(pieces, x)
+
+
+@settings(deadline=None, max_examples=100)
+@given(affine, st.integers(2, 500))
+def test_a_line_is_extrapolated_exactly_to_the_double_and_no_further(line: tuple[int, int], last: int) -> None:
+    fit = fitted([line], [last // 2, last])
+    assert fit.predict(2 * last) == pytest.approx(convex([line], 2 * last))
+    assert fit.predict(2 * last + 1) is None
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6)), min_size=1, max_size=30))
+def test_predictions_never_fall_with_the_size_whatever_was_measured(readings: list[tuple[int, int]]) -> None:
+    fit = MemoryFit()
+    for x, peak in readings:
+        fit.add(x, peak)
+    known = [p for p in (fit.predict(x) for x in range(1, 2 * fit.largest_observed + 1)) if p is not None]
+    assert known == sorted(known)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6)), min_size=1, max_size=30), st.integers(0, 10**6), st.integers(0, 700))
+def test_largest_is_the_largest_size_predicted_to_fit(readings: list[tuple[int, int]], budget: int, limit: int) -> None:
+    fit = MemoryFit()
+    for x, peak in readings:
+        fit.add(x, peak)
+    fitting = [x for x in range(1, limit + 1) if (p := fit.predict(x)) is not None and p <= budget]
+    assert fit.largest(budget, limit) == max(fitting, default=0)
+
+
+def test_nothing_is_predicted_without_a_measurement() -> None:
+    fit = MemoryFit()
+    assert fit.predict(1) is None
+    assert fit.largest(10**9, 100) == 0
+    assert fit.slope is None
+
+
+def test_one_size_gives_an_upper_bound_below_it_and_no_slope_above_it() -> None:
+    fit = fitted([(100, 10)], [8])
+    assert fit.predict(3) == fit.predict(8) == 180
+    assert fit.predict(9) is None
+
+
+def test_two_sizes_next_to_each_other_give_no_slope() -> None:
+    fit = fitted([(100, 10)], [63, 64])
+    assert fit.slope is None
+    assert fitted([(100, 10)], [60, 64]).slope == pytest.approx(10)
+
+
+def test_the_steepest_slope_counts_where_the_peak_bends() -> None:
+    bent = [(1000, 1), (0, 30)]
+    fit = fitted(bent, [2, 8, 64, 128])
+    assert fit.slope == pytest.approx(30)
+    assert fit.predict(256) == pytest.approx(convex(bent, 256))
+
+
+def test_the_highest_of_the_latest_readings_counts() -> None:
+    fit = MemoryFit()
+    for peak in (100, 90, 95):
+        fit.add(4, peak)
+    assert fit.predict(4) == 100
+    fit.add(4, 92)
+    assert fit.predict(4) == 95
+
+
+def test_optimizer_state_that_appears_after_the_first_step_moves_all_older_peaks() -> None:
+    line = [(1000, 50)]
+    fit = fitted(line, [8, 16, 32])
+    fit.add(32, convex(line, 32) + 5000)
+    assert fit.slope == pytest.approx(50)
+    assert fit.predict(8) == convex(line, 8) + 5000
+    assert fit.predict(64) == convex(line, 64) + 5000
+
+
+def test_a_point_measured_since_does_not_move() -> None:
+    fit = fitted([(1000, 50)], [8, 32])
+    fit.add(8, 1400)
+    fit.add(32, 2700)
+    assert fit.predict(8) == 1400
+
+
+def test_a_newer_reading_replaces_what_it_contradicts() -> None:
+    fit = fitted([(0, 10)], [4, 8, 16])
+    fit.add(12, 70)
+    assert fit.predict(8) == pytest.approx(40 + (70 - 40) * 4 / 8), "less memory for 12 than for 8: the older reading of 8 is gone"
+    fit.add(2, 500)
+    assert fit.largest_observed == 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**32))
+def test_memory_of_the_fit_is_bounded_and_keeps_the_ends(seed: int) -> None:
+    rng = random.Random(seed)
+    fit, line = MemoryFit(), [(500, 7)]
+    sizes = [rng.randint(1, 5000) for _ in range(200)]
+    for x in sizes:
+        fit.add(x, convex(line, x))
+    assert len(fit.state()) <= KNOTS
+    assert fit.largest_observed == max(sizes)
+    assert fit.predict(max(sizes) * 2) == pytest.approx(convex(line, max(sizes) * 2))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(1e-5, 1), st.floats(0, 1), st.lists(st.integers(1, 1000), min_size=2, max_size=8, unique=True))
+def test_time_recovers_the_line_and_the_efficiency(gamma: float, delta: float, sizes: list[int]) -> None:
+    fit = TimeFit()
+    for m in sizes:
+        fit.add(m, gamma * m + delta)
+    if min(sizes) > 0.8 * max(sizes):
+        assert fit.gain(1, 2) is None
+        return
+    before, after = 10.0, 20.0
+    efficiency = [m / (m + delta / gamma) for m in (before, after)]
+    assert fit.gain(before, after) == pytest.approx(1 - efficiency[0] / efficiency[1], abs=1e-6)
+
+
+def test_time_keeps_minima_because_outliers_go_one_way() -> None:
+    fit, clean = TimeFit(), TimeFit()
+    for m in (4, 8, 16):
+        clean.add(m, 0.1 + 0.01 * m)
+        for outlier in (3.0, 0.0, 0.7):
+            fit.add(m, 0.1 + 0.01 * m + outlier)
+    assert fit.coefficients() == clean.coefficients()
+
+
+def test_time_coefficients_are_never_negative() -> None:
+    steep, falling = TimeFit(), TimeFit()
+    for m, t in ((10, 1.0), (20, 2.5)):
+        steep.add(m, t)
+    for m, t in ((10, 2.0), (20, 1.0)):
+        falling.add(m, t)
+    gamma, delta = steep.coefficients() or (0.0, 1.0)
+    assert gamma == pytest.approx(0.112, abs=0.003)
+    assert delta == 0
+    assert steep.gain(10, 20) == pytest.approx(0)
+    gamma, delta = falling.coefficients() or (1.0, 0.0)
+    assert gamma == 0
+    assert 1 <= delta <= 2
+    assert falling.gain(10, 20) == pytest.approx(0.5)
+
+
+def test_time_needs_two_sizes() -> None:
+    fit = TimeFit()
+    assert fit.gain(1, 2) is None
+    fit.add(8, 1.0)
+    assert fit.gain(8, 16) is None
+
+
+def test_memory_of_the_time_fit_is_bounded() -> None:
+    fit = TimeFit()
+    for m in range(1, 200):
+        fit.add(m, 0.5 + 0.25 * m)
+    assert len(fit.state()) <= KNOTS
+    assert fit.coefficients() == pytest.approx((0.25, 0.5))
+
+
+def test_fits_survive_json() -> None:
+    memory, time = fitted([(7, 3)], [2, 9, 9, 30]), TimeFit()
+    time.add(2, 0.1)
+    time.add(9, 0.4)
+    memory_again = MemoryFit.restored(json.loads(json.dumps(memory.state())))
+    time_again = TimeFit.restored(json.loads(json.dumps(time.state())))
+    assert memory_again.state() == memory.state()
+    assert time_again.state() == time.state()
+    memory.add(9, 80)
+    memory_again.add(9, 80)
+    assert memory_again.state() == memory.state()
+
+
+@pytest.mark.parametrize("bad", [(0, 5), (3, -1)])
+def test_impossible_memory_measurements_are_refused(bad: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=str(bad[1])):
+        MemoryFit().add(*bad)
+
+
+@pytest.mark.parametrize("bad", [(0, 1.0), (3, 0.0), (3, float("nan")), (3, float("inf")), (3, -1.0)])
+def test_impossible_times_are_refused(bad: tuple[int, float]) -> None:
+    with pytest.raises(UsageError, match=r"no measurement"):
+        TimeFit().add(*bad)
+
+
+@pytest.mark.parametrize("bad", [[["x", [1], 1]], [[0, [1], 1]], [[3, [], 1]], [[3, [1], None]], [[3, [-1], 1]], [[3, ["a"], 1]]])
+def test_malformed_memory_states_are_refused(bad: list[list[object]]) -> None:
+    with pytest.raises(UsageError, match="no saved memory measurement"):
+        MemoryFit.restored(bad)
+
+
+@pytest.mark.parametrize("bad", [[["x", 1.0]], [[3, None]]])
+def test_malformed_time_states_are_refused(bad: list[list[object]]) -> None:
+    with pytest.raises(UsageError, match="no saved time measurement"):
+        TimeFit.restored(bad)
+
+
+def test_peaks_move_with_what_the_process_holds_besides() -> None:
+    fit = MemoryFit()
+    fit.hold(1000)
+    fit.add(8, 1800)
+    fit.hold(3000)
+    fit.add(16, 4600)
+    assert fit.predict(8) == 3800
+    assert fit.slope == 100
+    fit.hold(500)
+    assert fit.predict(16) == 2100
+
+
+def test_what_is_held_at_first_moves_nothing() -> None:
+    """A fit that was saved and loaded does not know what was held when it was measured."""
+    fit = MemoryFit()
+    fit.add(8, 1800)
+    fit.hold(10_000)
+    assert fit.predict(8) == 1800

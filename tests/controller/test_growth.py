@@ -1,0 +1,156 @@
+"""When a size grows and how far: not without evidence, not beyond what is predicted to fit, and not where no piece is saved."""
+
+from elastic_mbs.controller.controller import Capacity, Key, Limits, Move, Observation, Policy
+from tests.helpers.controller_driver import KEY, Driver
+
+
+def test_growth_waits_for_patience_and_the_cooldown() -> None:
+    driver = Driver(8)
+    assert driver.until_move() == (4, Move(8, 16, "grow"))
+    slow = Driver(16, policy=Policy(jitter=0.0, cooldown=30.0))
+    slow.failing(16)
+    slow.capacity = 20_000
+    began = slow.now
+    slow.until_move(100)
+    assert slow.now - began >= 29
+
+
+def test_growth_needs_a_reading_and_one_newer_than_the_last_move() -> None:
+    driver = Driver(8)
+    driver.capacity = None
+    assert driver.until_move() == (40, None)
+    driver.capacity = 10_000
+    assert driver.clean() == Move(8, 16, "grow")
+    stale = Capacity(10_000, driver.now)
+    for _ in range(20):
+        plan = driver.controller.begin(KEY, 64, 1)
+        driver.now += 1
+        observation = Observation(plan.size, plan.epoch, 64, 1, 4, 300, 1.0, None, 0, 0)
+        assert driver.controller.end(KEY, observation, stale) is None
+    assert driver.clean() == Move(16, 32, "grow")
+
+
+def test_observations_of_an_older_epoch_do_not_count() -> None:
+    driver = Driver(8)
+    driver.until_move()
+    for _ in range(20):
+        plan = driver.controller.begin(KEY, 64, 1)
+        assert driver.finish(plan, 64, 1, KEY, size=plan.size, pieces=4, epoch=plan.epoch - 1) is None
+
+
+def test_growth_counts_margin_and_fragmentation() -> None:
+    for fragmentation, expected in ((1.0, 22), (1.3, 16)):
+        driver = Driver(8)
+        driver.fragmentation = fragmentation
+        driver.clean(48)
+        driver.capacity = int(330 / 0.95)  # room for 23 samples; a batch of 48 is cut into 6 × 8, 5 × 10, 4 × 12, 3 × 16 or 2 × 24
+        while driver.until_move(20, samples=64)[1]:
+            pass
+        assert driver.size() == {22: 22, 16: 13}[expected]
+
+
+def test_growth_stops_at_the_fewest_pieces_and_at_the_maximum() -> None:
+    whole, capped = Driver(40), Driver(4, limits=Limits(maximum=30, align=4))
+    assert whole.until_move()[1] == Move(40, 64, "grow")
+    assert whole.until_move() == (40, None)
+    while capped.until_move()[1]:
+        pass
+    assert capped.size() == 24, "three pieces of at most 24, as 28 would be"
+
+
+def test_a_size_that_saves_no_piece_is_no_growth() -> None:
+    driver = Driver(32)
+    driver.clean(40)
+    driver.capacity = int(730 / 0.95)  # room for 63, but not for the whole batch
+    assert driver.until_move() == (40, None)
+
+
+def test_growth_is_not_worth_it_below_the_smallest_gain() -> None:
+    for delta, grows in ((0.0001, False), (1.0, True)):
+        driver = Driver(4)
+        driver.seconds = lambda m, delta=delta: delta + 0.01 * m
+        moves = []
+        while (move := driver.until_move()[1]) is not None:
+            moves.append(move)
+        assert (driver.size() == 64) is grows
+        assert moves, "the second size is exploration: without it nothing is known"
+
+
+def test_times_that_become_known_later_count_as_well() -> None:
+    for delta, grows in ((0.0001, False), (1.0, True)):
+        driver = Driver(4)
+        while True:
+            observation = Observation(4, 0, 64, 1, 64 // (driver.size() or 4), None, 1.0, None, 0, 0)
+            move = driver.until_move()[1]
+            if move is None:
+                break
+            pieces = -(-64 // move.before)
+            driver.controller.timed(KEY, observation._replace(pieces=pieces, seconds=pieces * (delta + 0.01 * 64 / pieces)))
+            driver.controller.timed(KEY, observation._replace(seconds=1e-9, ooms=1))
+            driver.controller.timed(KEY, observation._replace(seconds=float("nan")))
+        assert (driver.size() == 64) is grows
+    driver.controller.timed(Key("unknown", "train", 0), observation)
+
+
+def test_with_one_size_measured_growth_takes_the_smallest_step_that_says_something() -> None:
+    driver = Driver(16)
+    driver.need = lambda x: 9000 + 10 * x  # most of it does not depend on the size: in proportion nothing more would fit
+    assert driver.until_move(samples=256)[1] == Move(16, 18, "grow")
+    assert driver.until_move(samples=256)[1] == Move(18, 32, "grow")
+
+
+def test_with_one_size_measured_growth_in_proportion_needs_no_exploration() -> None:
+    driver = Driver(16)
+    driver.capacity = 500
+    assert driver.until_move(samples=256)[1] == Move(16, 29, "grow")
+
+
+def test_nothing_grows_while_the_measured_peak_itself_does_not_fit() -> None:
+    driver = Driver(16)
+    driver.capacity = 200
+    assert driver.until_move() == (40, None)
+
+
+def test_without_any_peak_growth_goes_on_only_while_no_ceiling_stands() -> None:
+    driver = Driver(8)
+    driver.need = None
+    assert driver.until_move()[1] == Move(8, 16, "grow")
+    driver.failing(16, 8)
+    assert driver.until_move(100) == (100, None)
+
+
+def test_between_the_last_good_and_the_last_bad_size_growth_bisects() -> None:
+    driver = Driver(32)
+    driver.failing(32, samples=320)
+    moves = []
+    while (move := driver.until_move(samples=320)[1]) is not None:
+        moves.append(move.after)
+    assert moves == [23, 27, 30], "the smallest sizes for 14, 12 and 11 pieces: 24, 28 and 30 halve the way to 32"
+
+
+def test_memory_that_comes_back_does_not_make_everyone_grow_at_once() -> None:
+    def waits(jitter: float) -> set[int]:
+        calls = set()
+        for seed in range(8):
+            driver = Driver(16, policy=Policy(jitter=jitter, cooldown=40.0), seed=seed)
+            driver.capacity = 200
+            driver.until_move(20)
+            driver.capacity = 10_000
+            calls.add(driver.until_move(20)[0])
+        return calls
+
+    assert waits(0.0) == {1}
+    assert len(waits(0.25)) > 3
+    assert max(waits(0.25)) <= 12
+
+
+def test_a_chance_to_grow_that_passes_is_forgotten() -> None:
+    driver = Driver(16, policy=Policy(jitter=0.25, cooldown=400.0), seed=1)
+    driver.capacity = 200
+    driver.until_move(20)
+    driver.capacity = 10_000
+    assert driver.clean() is None
+    driver.capacity = 200
+    driver.until_move(200)
+    driver.capacity = 10_000
+    assert driver.clean() is None, "a new draw, from now"

@@ -1,0 +1,163 @@
+"""Anything may happen to a controller in any order: batches, failures, lost sensors, neighbours, saving and loading. What must hold after it."""
+
+import json
+import math
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from elastic_mbs.controller.controller import Controller, Limits, Policy
+from tests.helpers.device_sim import Device, Job, Ran
+
+TOTAL = 10_000
+
+
+class ControllerMachine(RuleBasedStateMachine):
+    """One job on a device whose memory, readings and neighbours the rules change; `Job.call` checks every size as it is handed out."""
+
+    @initialize(
+        start=st.one_of(st.none(), st.integers(1, 64)),
+        minimum=st.integers(1, 4),
+        maximum=st.one_of(st.none(), st.integers(16, 48)),
+        align=st.sampled_from([1, 1, 2, 4]),
+        grow=st.booleans(),
+        measured=st.booleans(),
+        base=st.integers(0, 4000),
+        slopes=st.lists(st.integers(5, 400), min_size=1, max_size=2),
+        jitter=st.sampled_from([0.0, 0.25]),
+        seed=st.integers(0, 2**16),
+    )
+    def prepare(
+        self,
+        start: int | None,
+        minimum: int,
+        maximum: int | None,
+        align: int,
+        grow: bool,
+        measured: bool,
+        base: int,
+        slopes: list[int],
+        jitter: float,
+        seed: int,
+    ) -> None:
+        self.limits = Limits(minimum, maximum, align)
+        if start is not None:
+            start = self.limits.clamp(start)
+        self.held = 0
+        self.device = Device(TOTAL, others=lambda _: self.held)
+        self.job = Job(
+            self.device,
+            lambda x: max(base + slopes[0] * x, slopes[-1] * x),
+            start=start,
+            limits=self.limits,
+            grow=grow,
+            policy=Policy(jitter=jitter),
+            seed=seed,
+            measured=measured,
+        )
+        self.disturbed()
+        self.highest = start
+
+    def disturbed(self) -> None:
+        """Memory, readings or batches have changed: whatever was learned about steady memory begins anew."""
+        self.settled = False
+        self.failures_since = 0
+        self.moves_after_failure = 0
+        self.batch: tuple[int, int] | None = None
+
+    def check(self, ran: Ran, samples: int) -> None:
+        covered = [i for a, b in ran.pieces for i in range(a, b)]
+        assert covered == list(range(len(covered)))
+        assert ran.floor or len(covered) == samples
+        assert ran.ooms <= math.floor(math.log2(max(1, ran.size))) + math.floor(math.log2(samples)) + 1
+        if ran.move:
+            assert ran.move.after != ran.move.before
+            assert ran.move.reason != "grow" or self.job.grow
+            # The double of what really ran: where the minimum wins, a piece is longer than the size, but shorter than twice the minimum.
+            assert ran.move.reason != "grow" or ran.move.after <= 2 * max(ran.move.before, 2 * self.limits.floor)
+            assert ran.move.after % self.limits.align == 0
+            assert ran.move.after <= (self.limits.maximum or math.inf)
+            assert ran.move.reason != "grow" or self.job.sensed, "growth without a reading"
+
+    @rule(
+        samples=st.integers(1, 64),
+        elements=st.sampled_from([1, 1, 2, 3]),
+        name=st.sampled_from(["a", "a", "b"]),
+        retries=st.sampled_from([0, 0, 0, 2]),
+    )
+    def any_call(self, samples: int, elements: int, name: str, retries: int) -> None:
+        self.disturbed()
+        self.check(self.job.call(samples, elements, name=name, retries=retries), samples)
+
+    @rule(samples=st.sampled_from([16, 64]), calls=st.integers(1, 30))
+    def steady_calls(self, samples: int, calls: int) -> None:
+        """The same batch again and again: the only place where the bound on failures counts, and it counts across other rules that change nothing."""
+        if self.batch != (samples, 1):
+            self.disturbed()
+            self.batch = (samples, 1)
+        for _ in range(calls):
+            ran = self.job.call(samples, 1, name="steady")
+            self.check(ran, samples)
+            if ran.floor:
+                self.settled = False
+                return
+            if self.settled:
+                self.moves_after_failure += bool(self.failures_since and ran.move)
+                self.failures_since += ran.ooms
+            elif not ran.ooms and not ran.probing:
+                self.settled = True
+
+    @rule(held=st.integers(0, 8000))
+    def neighbour_allocates(self, held: int) -> None:
+        self.held = held
+        self.disturbed()
+
+    @rule(pieces=st.integers(1, 3), samples=st.integers(1, 64))
+    def call_ends_by_an_exception(self, pieces: int, samples: int) -> None:
+        self.disturbed()
+        self.job.call(samples, name="a", stop_after=pieces)
+
+    @rule()
+    def sensor_lost(self) -> None:
+        self.job.sensed = False
+        self.disturbed()
+
+    @rule()
+    def sensor_back(self) -> None:
+        self.job.sensed = True
+        self.job.forget_reading()
+        self.disturbed()
+
+    @rule(seconds=st.floats(0.1, 1000))
+    def tick(self, seconds: float) -> None:
+        """Time alone must change nothing in steady memory."""
+        self.device.clock.now += seconds
+
+    @rule()
+    def save_and_load(self) -> None:
+        before = self.job.controller
+        text = json.dumps(before.state_dict())
+        self.job.controller = self.job.fresh()
+        self.job.controller.load_state_dict(json.loads(text))
+        after: Controller = self.job.controller
+        once = json.dumps(after.state_dict())
+        after.load_state_dict(json.loads(once))
+        assert json.dumps(after.state_dict()) == once
+        sizes = [row["size"] for row in json.loads(text)["tracks"]]
+        assert sizes == [row["size"] for row in json.loads(once)["tracks"]]
+
+    @invariant()
+    def one_failure_and_then_no_move(self) -> None:
+        if hasattr(self, "job"):
+            assert self.failures_since <= 1
+            assert self.moves_after_failure == 0
+
+    @invariant()
+    def fixed_sizes_do_not_rise(self) -> None:
+        if hasattr(self, "job") and not self.job.grow and self.highest is not None:
+            assert all(max(b - a for a, b in ran.pieces) <= max(self.highest, 2 * self.limits.floor) for ran in self.job.history if ran.pieces)
+
+
+ControllerMachine.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=25)
+TestController = ControllerMachine.TestCase

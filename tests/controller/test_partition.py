@@ -1,0 +1,96 @@
+"""Pieces cover the range once, in order, balanced and aligned."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_mbs.controller.partition import aligned, first_length, longest, partition, piece_count, smallest_size
+from elastic_mbs.errors import UsageError
+
+small = st.integers(1, 40)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.integers(0, 50), st.integers(0, 200), small, st.integers(1, 20), st.integers(1, 9))
+def test_pieces_cover_the_range_exactly_once_in_order(start: int, length: int, size: int, minimum: int, align: int) -> None:
+    pieces = partition(start, start + length, size, minimum=minimum, align=align)
+    covered = [i for a, b in pieces for i in range(a, b)]
+    assert covered == list(range(start, start + length))
+    assert all(a < b for a, b in pieces)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.integers(1, 200), small, st.integers(1, 20), st.integers(1, 9))
+def test_lengths_are_balanced_aligned_and_never_below_the_minimum(length: int, size: int, minimum: int, align: int) -> None:
+    lengths = [b - a for a, b in partition(0, length, size, minimum=minimum, align=align)]
+    assert max(lengths) - min(lengths) <= align
+    assert all(n % align == 0 for n in lengths[:-1])
+    assert min(lengths) >= min(minimum, length)
+    assert longest(length, size, minimum=minimum, align=align) == max(lengths)
+    assert first_length(length, size, minimum=minimum, align=align) == lengths[0]
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.integers(1, 200), small, st.integers(1, 9))
+def test_no_piece_is_longer_than_the_size_nor_is_there_one_piece_too_many(length: int, size: int, align: int) -> None:
+    lengths = [b - a for a, b in partition(0, length, size, align=align)]
+    assert max(lengths) <= (length if size >= length else aligned(size, align))
+    assert len(lengths) == (1 if size >= length else -(-length // aligned(size, align)))
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.integers(1, 200), small, st.integers(1, 20), st.integers(1, 9))
+def test_where_minimum_and_size_conflict_there_are_as_many_pieces_as_the_minimum_allows(length: int, size: int, minimum: int, align: int) -> None:
+    pieces = partition(0, length, size, minimum=minimum, align=align)
+    assert len(pieces) <= len(partition(0, length, size, align=align))
+    if len(pieces) < len(partition(0, length, size, align=align)):
+        finer = smallest_size(length, len(pieces) + 1, align=align)
+        one_more = [b - a for a, b in partition(0, length, finer, align=align)]
+        assert len(one_more) != len(pieces) + 1 or min(one_more) < minimum
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "minimum", "align", "expected"),
+    [
+        (10, 4, 1, 1, [4, 3, 3]),
+        (17, 16, 1, 1, [9, 8]),
+        (10, 10, 1, 4, [10]),
+        (6, 4, 1, 4, [4, 2]),
+        (9, 8, 1, 4, [4, 5]),
+        (5, 3, 3, 1, [5]),
+        (10, 4, 4, 1, [5, 5]),
+        (3, 1, 8, 1, [3]),
+        (7, 2, 1, 4, [4, 3]),
+        (0, 4, 1, 1, []),
+    ],
+)
+def test_examples(length: int, size: int, minimum: int, align: int, expected: list[int]) -> None:
+    pieces = partition(100, 100 + length, size, minimum=minimum, align=align)
+    assert [b - a for a, b in pieces] == expected
+    assert longest(length, size, minimum=minimum, align=align) == max(expected, default=0)
+    assert piece_count(length, size, minimum=minimum, align=align) == len(expected)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 300), st.integers(1, 50), st.integers(1, 9))
+def test_the_smallest_size_for_a_count_is_the_smallest(samples: int, count: int, align: int) -> None:
+    size = smallest_size(samples, count, align=align)
+    assert size % align == 0
+    assert piece_count(samples, size, align=align) <= count
+    if size > align:
+        assert piece_count(samples, size - align, align=align) > count
+
+
+@pytest.mark.parametrize(("size", "align", "expected"), [(7, 4, 4), (8, 4, 8), (3, 4, 4), (5, 1, 5), (0, 2, 2)])
+def test_aligned_rounds_down_but_not_to_zero(size: int, align: int, expected: int) -> None:
+    assert aligned(size, align) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((5, 3, 1, 1, 1), "-2 samples"), ((0, 3, 0, 1, 1), "size=0"), ((0, 3, 1, 0, 1), "minimum=0"), ((0, 3, 1, 1, -4), "align=-4")],
+)
+def test_bad_values_are_named(arguments: tuple[int, int, int, int, int], message: str) -> None:
+    start, stop, size, minimum, align = arguments
+    with pytest.raises(UsageError, match=message):
+        partition(start, stop, size, minimum=minimum, align=align)

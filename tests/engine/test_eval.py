@@ -1,0 +1,158 @@
+"""`mbs.eval` joins the outputs of pieces, survives out-of-memory, and has nothing to do with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs import ElasticMBS, MemoryBudget, MicroBatchFloorError, OutOfMemory, UsageError
+from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.steps import Pair, elastic, mlp, off_by, pairs
+
+
+@pytest.mark.parametrize("fault", [0, 1, 2, 4, 5])
+def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(fault: int) -> None:
+    model, batch = mlp(), pairs()
+    model.eval()
+    with torch.no_grad():
+        wanted = model(batch[0])
+    modes: list[bool] = []
+
+    def fn(b: Pair, factor: float, *, shift: float) -> dict[str, Any]:
+        modes.append(torch.is_grad_enabled())
+        return {"logits": model(b[0]) * factor + shift, "size": len(b[0]), "first": b[1][:1]}
+
+    mbs = elastic(model, micro_batch_size=4)
+    with InjectOOM(at=[fault]):
+        outputs = mbs.eval(fn, batch, 2.0, shift=1.0)
+    assert torch.allclose(outputs["logits"], wanted * 2 + 1, rtol=1e-12)
+    assert not outputs["logits"].requires_grad
+    assert modes == [False] * len(modes)
+    assert sum(outputs["size"]) == 8
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in model.parameters())
+    assert mbs.last_result is None
+
+
+def test_failures_in_eval_are_in_the_statistics() -> None:
+    model, batch = mlp(), pairs()
+    mbs = elastic(model, micro_batch_size=4)
+    with InjectOOM(at=[2]):
+        mbs.eval(lambda b: model(b[0]), batch)
+    assert mbs.stats.ooms == 1
+
+
+def test_eval_of_a_piece_that_gives_nothing_gives_nothing() -> None:
+    assert elastic(mlp(), micro_batch_size=4).eval(lambda b: None, pairs()) is None
+
+
+def test_what_eval_gives_does_not_depend_on_the_split() -> None:
+    model, batch = mlp(), pairs(8)
+
+    def fn(b: Pair) -> dict[str, Any]:
+        logits = model(b[0])
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits, b[1]), "hits": (logits.argmax(1) == b[1]).sum(), "rows": b[1].tolist()}
+
+    whole, split = (elastic(model, micro_batch_size=size, grow=False).eval(fn, batch) for size in (8, 3))
+    assert torch.allclose(whole["logits"], split["logits"], rtol=1e-12)
+    assert whole["rows"] == split["rows"]
+    assert [type(whole[key]) for key in ("loss", "hits")] == [type(split[key]) for key in ("loss", "hits")] == [PerPiece, PerPiece]
+    assert torch.allclose(whole["loss"].mean(), split["loss"].mean(), rtol=1e-12)
+    assert whole["hits"].sum() == split["hits"].sum()
+
+
+@pytest.mark.no_oom_injection
+def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_of_other_lengths() -> None:
+    """An out-of-memory error halved the pieces to four samples, and the confusion matrices of four classes came back as one with eight rows."""
+    model, batch = mlp(), pairs(16)
+
+    def confusion(b: tuple[Tensor, Tensor]) -> Tensor:
+        found = torch.zeros(4, 4, dtype=torch.float64)
+        return found.index_put_((b[1], model(b[0]).argmax(1)), torch.ones(len(b[1]), dtype=torch.float64), accumulate=True)
+
+    mbs = elastic(model, micro_batch_size=8)
+    found = [mbs.eval(confusion, batch)]
+    with InjectOOM(at=[1]):
+        found.append(mbs.eval(confusion, batch))
+    assert [matrices.lengths for matrices in found] == [(8, 8), (4, 4, 4, 4)]
+    assert all(torch.equal(matrices.sum(), confusion(batch)) for matrices in found)
+
+
+@pytest.mark.no_oom_injection
+def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
+    model, batch = mlp(), torch.ones(64, 6, dtype=torch.float64)
+
+    def fn(b: Tensor) -> Tensor:
+        logits: Tensor = model(b)
+        return logits.repeat(1, 256)  # 8 KiB a sample, 512 KiB in all
+
+    with MemoryBudget("1MiB", track=(model, batch)) as budget:
+        mbs = elastic(model, micro_batch_size=4, grow=False)
+        budget.limit = budget.live + 160 * 2**10
+        outputs = mbs.eval(fn, batch, to="cpu")
+        assert outputs.shape == (64, 1024)
+        assert mbs.stats.ooms == 0
+        with pytest.raises(MicroBatchFloorError):
+            mbs.eval(fn, batch)
+        budget.limit = budget.live + 700 * 2**10  # the pieces fit, and what they are joined to does not
+        with pytest.raises(MicroBatchFloorError, match=r'no room to join the outputs on the device \(to="cpu" keeps them on the host\)'):
+            mbs.eval(fn, batch)
+    for bad in (None, "gpu"):
+        with pytest.raises(UsageError, match="cpu"):
+            mbs.eval(fn, batch, to=bad)  # type: ignore[arg-type]  # the mistake
+
+
+@pytest.mark.no_oom_injection
+def test_evaluation_fits_more_than_training_and_has_sizes_of_its_own() -> None:
+    model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), torch.ones(64, 64)
+    with MemoryBudget("4MiB", track=(model, batch)) as budget:
+        mbs = ElasticMBS(model, monitor_interval=0)
+        budget.limit = budget.live + 330 * 2**10
+        trained = mbs.backward(lambda b: model(b).pow(2).mean(), batch)
+        mbs.eval(lambda b: model(b).mean(1), batch)
+        mbs.eval(lambda b: model(b).mean(1), batch)
+        sizes = {key.mode: track.size for key, track in mbs._parts.controller._tracks.items()}
+    assert max(stop - start for start, stop in trained.partition) < 64  # the whole batch does not fit with its graph
+    assert sizes["eval"] > sizes["train"]
+
+
+def test_an_evaluation_that_does_not_fit_leaves_the_gradients_alone() -> None:
+    """Its end by an error emptied all of them, as the end of a training call does: whatever had been accumulated by then was gone."""
+    model, batch = mlp(), pairs(8)
+    mbs = elastic(model, micro_batch_size=4)
+    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
+        mbs.eval(lambda b: model(b[0]), batch)
+    assert off_by(model, before) == 0
+
+
+@pytest.mark.no_oom_injection
+def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> None:
+    """Starting over empties the gradients of the batch, and an evaluation has none of its own."""
+    model, batch = mlp(), pairs(8)
+    draws, fails = [False], [False]
+
+    def scores(b: tuple[Tensor, Tensor]) -> Tensor:
+        if fails[0] and bool((b[0][0] == batch[0][4]).all()):
+            fails[0] = False
+            torch.rand(2)
+            raise torch.OutOfMemoryError("CUDA out of memory. in the middle")
+        found: Tensor = model(b[0]) * (1 + torch.rand(()) if draws[0] else 1)
+        return found
+
+    events: list[Any] = []
+    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
+    for _ in range(2):
+        mbs.eval(scores, batch)
+    model.zero_grad()
+    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    draws[0] = fails[0] = True
+    mbs.eval(scores, batch)
+    assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]
+    assert off_by(model, before) == 0

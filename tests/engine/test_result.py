@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs import ElasticMBS, Warned, runtime
+from elastic_mbs.engine.result import StepResult, StoredOutput, check_place
+from elastic_mbs.errors import UsageError
+
+
+def result(outputs: list[Any], losses: tuple[float, ...] = (), sizes: tuple[int, ...] = (2, 1)) -> StepResult:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return StepResult(
+        partition=tuple((end - size, end) for size, end in zip(sizes, ends, strict=True)),
+        micro_batch_size=2,
+        _losses=tuple(torch.tensor(loss, dtype=torch.float64) for loss in losses),
+        _outputs=[StoredOutput(value, "cpu") for value in outputs],
+    )
+
+
+def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
+    found = result([], (0.25, 0.5))
+    assert float(found) == 0.75
+    assert found.loss.shape == ()
+    assert not found.loss.requires_grad
+    assert found.loss is found.loss  # summed once
+
+
+def test_a_call_without_a_loss_has_the_loss_zero() -> None:
+    assert float(result([])) == 0.0
+
+
+def test_losses_of_different_types_are_summed_in_the_last_ones() -> None:
+    mixed = StepResult(((0, 1), (1, 2)), 1, _losses=(torch.tensor(0.5, dtype=torch.float32), torch.tensor(0.25, dtype=torch.float64)))
+    assert mixed.loss.dtype is torch.float64
+    assert float(mixed) == 0.75
+
+
+def test_outputs_are_joined_in_the_batchs_order_and_kept() -> None:
+    found = result([{"y": torch.tensor([1, 2]), "n": 2}, {"y": torch.tensor([3]), "n": 1}])
+    assert found.outputs["y"].tolist() == [1, 2, 3]
+    assert found.outputs["n"] == [2, 1]
+    assert found.outputs is found.outputs
+
+
+def test_a_call_without_outputs_has_none() -> None:
+    assert result([]).outputs is None
+
+
+def test_the_log_line_of_a_result_holds_no_tensor() -> None:
+    found = result([torch.zeros(2, 9), torch.zeros(1, 9)], (1.0, 2.0))
+    assert repr(found) == "StepResult(partition=((0, 2), (2, 3)), micro_batch_size=2, ooms=0, replayed_samples=0, skipped=())"
+
+
+@pytest.mark.parametrize("place", ["cpu", "device"])
+def test_stored_outputs_hold_no_graph(place: Any) -> None:
+    w = torch.ones(2, requires_grad=True)
+    stored = StoredOutput({"y": w * 2, "nested": [w * 3, "text", None]}, place).get()
+    assert not stored["y"].requires_grad
+    assert not stored["nested"][0].requires_grad
+    assert stored["y"].tolist() == [2.0, 2.0]
+    assert stored["nested"][1:] == ["text", None]
+
+
+def test_stored_objects_hold_no_graph_and_the_callers_own_is_left_alone() -> None:
+    w = torch.ones(2, requires_grad=True)
+    own, plain = SimpleNamespace(y=w * 2, text="text"), SimpleNamespace(text="text")
+    stored = StoredOutput(own, "cpu").get()
+    assert type(stored) is SimpleNamespace
+    assert (stored.y.requires_grad, stored.y.tolist(), stored.text) == (False, [2.0, 2.0], "text")
+    assert own.y.requires_grad
+    assert StoredOutput(plain, "cpu").get() is plain
+
+
+def test_outputs_that_are_not_moved_stay_on_their_device() -> None:
+    there = StoredOutput((torch.zeros(2, device="meta"),), "device").get()
+    assert there[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("place", ["cpu", "device", None])
+def test_known_places_are_accepted(place: Any) -> None:
+    assert check_place(place) == place
+
+
+@pytest.mark.parametrize("place", ["CPU", "cuda", 0, True, ("cpu",), torch.device("cpu")])
+def test_an_unknown_place_is_refused_by_value(place: Any) -> None:
+    with pytest.raises(UsageError, match="is not known: use 'cpu'") as caught:
+        check_place(place)
+    assert f"outputs={place!r}" in str(caught.value)
+
+
+def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
+    model = nn.Linear(3, 1)
+
+    def loss_fn(x: Tensor) -> Any:
+        y = model(x)
+        return (y.mean(), y) if x[0, 0] > 0 else y.mean()
+
+    with ElasticMBS(model, micro_batch_size=2, grow=False, monitor_interval=0) as mbs:
+        found = mbs.backward(loss_fn, torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, 2.0]).view(6, 1).expand(6, 3))
+    outputs = found.outputs
+    assert len(found.partition) == len(outputs) == 3
+    assert outputs[1] is None
+
+
+def test_a_result_is_formatted_as_its_loss() -> None:
+    found = result([], (0.25, 0.5))
+    assert f"{found:.4f}" == "0.7500"
+    assert f"{found}" == str(found)
+
+
+def test_a_sparse_output_is_kept_too() -> None:
+    stored = StoredOutput((torch.eye(3).to_sparse(), torch.zeros(2)), "cpu")
+    assert stored.nbytes == 8
+    assert torch.equal(stored.get()[0].to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize(("much", "told"), [(8 * 8 * 4 - 1, 1), (8 * 8 * 4, 0)])
+@pytest.mark.parametrize("place", ["cpu", "device", None])
+def test_outputs_that_take_much_memory_are_told_of_once(place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MUCH", much)
+    model, events = nn.Linear(3, 8), list[Any]()
+    mbs = ElasticMBS(model, outputs=place, micro_batch_size=3, monitor_interval=0, on_event=events.append)
+
+    def step(x: Tensor) -> Any:
+        y = model(x)
+        return y.sum(), y
+
+    for _ in range(2):
+        mbs.backward(step, torch.zeros(8, 3))
+    warned = [event.message for event in events if isinstance(event, Warned)]
+    assert len(warned) == (told if place else 0)
+    assert all("beside the loss takes 256 B for this batch" in text and "outputs=None" in text for text in warned)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_mbs.engine.settings import Settings
+from elastic_mbs.errors import UsageError
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    *(({"micro_batch_size": value}, f"micro_batch_size={value!r}", "'auto'") for value in (0, -1, 2.0, "8", "Auto", True, None, (4,))),
+    *(({"min_micro_batch_size": value}, f"min_micro_batch_size={value!r}", "at least 1") for value in (0, -3, 1.5, None, "2", True)),
+    *(({"align": value}, f"align={value!r}", "at least 1") for value in (0, -8, 8.0, None, "8", False)),
+    *(({"max_micro_batch_size": value}, f"max_micro_batch_size={value!r}", "None or a whole number") for value in (0, -1, 4.0, "8", True)),
+    ({"max_micro_batch_size": 3, "min_micro_batch_size": 4}, "max_micro_batch_size=3", "at least min_micro_batch_size=4"),
+    ({"micro_batch_size": 3, "min_micro_batch_size": 4}, "micro_batch_size=3", "outside [min_micro_batch_size=4, max_micro_batch_size=None]"),
+    ({"micro_batch_size": 9, "max_micro_batch_size": 8}, "micro_batch_size=9", "outside [min_micro_batch_size=1, max_micro_batch_size=8]"),
+    *(({"reduction": value}, f"reduction={value!r}", "'mean'") for value in ("none", "Mean", None, ["sum"])),
+    *(({"replay": value}, f"replay={value!r}", "'isolate'") for value in ("piece", None, True)),
+    *(
+        ({"accumulate_dtype": value}, f"accumulate_dtype={value!r}", "torch.float32")
+        for value in (torch.bfloat16, torch.float16, torch.int32, "float32", float)
+    ),
+    ({"scaler": torch.amp.GradScaler("cpu"), "backward": lambda loss: None}, "scaler= and backward=", "leave scaler out"),
+    *(({"wait_for_memory": value}, f"wait_for_memory={value!r}", "at least 0") for value in (-1, -0.5, float("nan"), None, "30")),
+    *(({"outputs": value}, f"outputs={value!r}", "'device'") for value in ("gpu", "CPU", True, 1)),
+]
+
+
+@pytest.mark.parametrize(("options", "value", "way_out"), BAD, ids=[str(case[1]) for case in BAD])
+def test_a_bad_value_is_refused_by_name_with_a_way_out(options: dict[str, Any], value: str, way_out: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Settings(**options)
+    assert value in str(caught.value)
+    assert way_out in str(caught.value)
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"micro_batch_size": 1},
+    {"micro_batch_size": 8, "min_micro_batch_size": 8, "max_micro_batch_size": 8},
+    {"align": 8, "max_micro_batch_size": None},
+    {"reduction": "sum", "replay": "isolate", "outputs": None},
+    {"accumulate_dtype": torch.float32},
+    {"accumulate_dtype": torch.float64},
+    {"scaler": torch.amp.GradScaler("cpu")},
+    {"backward": torch.Tensor.backward},
+    {"wait_for_memory": 0},
+]
+
+
+@pytest.mark.parametrize("options", GOOD, ids=[", ".join(options) or "defaults" for options in GOOD])
+def test_what_makes_sense_is_accepted_as_it_is(options: dict[str, Any]) -> None:
+    settings = Settings(**options)
+    assert {name: getattr(settings, name) for name in options} == options
+
+
+@given(st.integers(-1, 9), st.integers(-1, 9), st.none() | st.integers(-1, 9))
+def test_sizes_are_accepted_exactly_when_they_are_ordered(size: int, low: int, high: int | None) -> None:
+    sensible = 1 <= low <= size and (high is None or size <= high)
+    try:
+        Settings(micro_batch_size=size, min_micro_batch_size=low, max_micro_batch_size=high)
+    except UsageError:
+        assert not sensible
+    else:
+        assert sensible
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().grow = False  # type: ignore[misc]  # that is what is tested

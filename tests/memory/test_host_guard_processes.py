@@ -1,0 +1,226 @@
+"""Real processes held to a limit: the allocator fails at it, training goes on, and nothing outside of a piece is limited."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PREPARE = """
+    import collections, ctypes, os, random, resource, sys, threading
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    from elastic_mbs import ElasticMBS, MicroBatchFloorError, OutOfMemory, UsageError
+    from elastic_mbs.memory import CgroupMemory, HostGuard, NoSensor, host_guard
+    torch.set_num_threads(1)
+    MEBI = 1 << 20
+    own = host_guard._OwnMemory()
+
+    class Group:  # a container with others in it, without the container
+        others = 50 * MEBI
+        limit = 1 << 50
+        def read(self):
+            used = self.others + own.anonymous()
+            return CgroupMemory(2, "/", self.limit, used, 0, max(0, self.limit - used), "memory.max")
+        def leave(self, room):  # bytes that may be mapped beside what is mapped now, and the margin
+            self.limit = own.mapped() + self.others + 24 * MEBI + room
+        def close(self):
+            pass
+"""
+
+
+# what a guard has imported before its first piece, so that rooms are measured after it
+IMPORT = "torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))"
+
+
+def run_limited(code: str, timeout: float = 120, *, fresh: bool = False) -> str:
+    """Runs a script in a process of its own, with this repository's package; a fresh one has imported nothing beside it."""
+    script = textwrap.dedent(PREPARE) + ("" if fresh else IMPORT) + "\n" + textwrap.dedent(code)
+    environment = {**os.environ, "PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=timeout, env=environment)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> None:
+    # every tensor of 64 KiB and more is a mapping of its own, so that what is mapped is what is in use
+    out = run_limited("""
+        ctypes.CDLL("libc.so.6").mallopt(-3, 65536)
+        random_rooms = random.Random(7)
+        torch.manual_seed(0)
+        models = {
+            "convolutions": (
+                nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+                torch.randn(16, 3, 24, 24, dtype=torch.float64),
+                (3, 10),
+            ),
+            "layers": (
+                nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Dropout(0.0), nn.Linear(512, 256), nn.Tanh(), nn.Linear(256, 4)),
+                torch.randn(512, 64, dtype=torch.float64),
+                (4, 8),
+            ),
+        }
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        phases = collections.Counter()
+        for model, x, rooms in models.values():
+            model.double()
+            y = torch.randint(0, 4, (len(x),))
+            loss_fn = lambda batch: functional.cross_entropy(model(batch[0]), batch[1])
+            size = len(x)
+            while size:  # every size once, before there is a limit
+                loss_fn((x[:size], y[:size])).backward()
+                size //= 2
+            model.zero_grad()
+            loss_fn((x, y)).backward()
+            wanted = [parameter.grad.clone() for parameter in model.parameters()]
+            group = Group()
+            for _ in range(15):
+                mbs = ElasticMBS(model, micro_batch_size=len(x), host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0)
+                mbs._parts.guard._cgroup = group
+                events = []
+                mbs._parts.log._sinks = (events.append,)
+                model.zero_grad()
+                group.leave(random_rooms.randrange(*rooms) * MEBI)
+                result = mbs.backward(loss_fn, (x, y))
+                assert sum(stop - start for start, stop in result.partition) == len(x)
+                for parameter, grad in zip(model.parameters(), wanted):
+                    error = float((parameter.grad - grad).abs().max() / grad.abs().max())
+                    assert error <= 1e-12, error
+                phases.update(event.phase for event in events if isinstance(event, OutOfMemory))
+                mbs.close()
+                assert resource.getrlimit(resource.RLIMIT_DATA) == before
+        print(phases["forward"], phases["backward"])
+    """)
+    forward, backward = map(int, out.split())
+    assert forward >= 10
+    assert backward >= 10
+
+
+def test_the_allocator_fails_at_the_limit_and_not_outside_of_a_piece() -> None:
+    out = run_limited("""
+        guard, group = HostGuard("24MiB"), Group()
+        guard._cgroup = group
+        group.leave(8 * MEBI)
+        guard.renew()
+        try:
+            torch.ones(64 * MEBI, dtype=torch.uint8)
+        except RuntimeError as error:
+            print("refused:", str(error)[:22])
+        small = torch.ones(2 * MEBI, dtype=torch.uint8)
+        guard.lift()
+        torch.ones(64 * MEBI, dtype=torch.uint8)
+        print("given")
+    """)
+    assert out.splitlines() == ["refused: [enforce fail at alloc", "given"]
+
+
+def test_a_micro_batch_of_one_that_does_not_fit_ends_with_a_typed_error_and_a_usable_process() -> None:
+    run_limited("""
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        group, model = Group(), nn.Linear(4, 4).double()
+        mbs = ElasticMBS(model, host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0)
+        mbs._parts.guard._cgroup = group
+        group.leave(4 * MEBI)
+        big = 64 * MEBI
+        loss_fn = lambda batch: (model(batch) * torch.ones(big, dtype=torch.uint8)[0]).sum()
+        try:
+            mbs.backward(loss_fn, torch.ones(4, 4, dtype=torch.float64))
+        except MicroBatchFloorError as error:
+            assert "DefaultCPUAllocator" in str(error), error
+        else:
+            raise AssertionError
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+        big = 1
+        mbs.backward(loss_fn, torch.ones(4, 4, dtype=torch.float64))
+    """)
+
+
+def test_a_forked_child_and_a_thread_are_held_to_what_they_should_be() -> None:
+    run_limited("""
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, resource.RLIM_INFINITY))
+        guard, group = HostGuard("24MiB"), Group()
+        guard._cgroup = group
+        group.leave(64 * MEBI)
+        guard.renew()
+        low = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        assert low < 1 << 40
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0]))
+        thread.start(); thread.join()
+        assert seen == [low], "the limit is the process's"
+        if (child := os.fork()) == 0:
+            alone = resource.getrlimit(resource.RLIMIT_DATA)[0] == 1 << 40
+            guard.lift()
+            group.leave(32 * MEBI)
+            guard.renew()
+            again = resource.getrlimit(resource.RLIMIT_DATA)[0] < low
+            guard.lift()
+            os._exit(0 if alone and again and resource.getrlimit(resource.RLIMIT_DATA)[0] == 1 << 40 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == low, "what the child does is its own"
+        guard.restore()
+        assert resource.getrlimit(resource.RLIMIT_DATA) == (1 << 40, resource.RLIM_INFINITY)
+    """)
+
+
+def test_threads_of_torch_are_made_before_the_first_piece() -> None:
+    run_limited("""
+        torch.set_num_threads(3)
+        guard, group = HostGuard("24MiB"), Group()
+        guard._cgroup = group
+        group.leave(256 * MEBI)
+        guard.renew()
+        guard.lift()
+        group.leave(4 * MEBI)  # not enough for the stack of one thread: libgomp would end the process
+        guard.renew()
+        torch.ones(1 << 18, dtype=torch.uint8).add_(1)
+        guard.lift()
+        assert len(os.listdir("/proc/self/task")) >= 3
+    """)
+
+
+def test_what_the_first_backward_imports_is_there_before_the_first_piece() -> None:
+    """It imported sympy under the limit; refused memory in the middle of that, sympy stayed half imported, and every later backward failed."""
+    run_limited(
+        """
+        guard, group = HostGuard("24MiB"), Group()
+        guard._cgroup = group
+        group.leave(256 * MEBI)
+        guard.renew()
+        guard.lift()
+        group.leave(0)
+        guard.renew()
+        loss = torch.zeros((), requires_grad=True).clone()
+        try:
+            torch.autograd.backward(loss, torch.ones(()))
+        finally:
+            guard.lift()
+        torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
+    """,
+        fresh=True,
+    )
+
+
+def test_a_user_limit_below_the_container_is_kept() -> None:
+    run_limited("""
+        model = nn.Linear(4, 4).double()
+        limit = own.mapped() + 200 * MEBI
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        seen = []
+        def loss_fn(batch):
+            seen.append(resource.getrlimit(resource.RLIMIT_DATA))
+            return model(batch).sum()
+        with ElasticMBS(model, host_guard=True) as mbs:
+            mbs.backward(loss_fn, torch.ones(4, 4, dtype=torch.float64))
+        assert set(seen) == {(limit, limit)}
+        assert resource.getrlimit(resource.RLIMIT_DATA) == (limit, limit)
+    """)

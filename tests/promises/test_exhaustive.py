@@ -1,0 +1,182 @@
+"""Every place a call can fail: a bounded part of `python -m stress exhaustive`, over all of its cases."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.cli.command import main
+from elastic_mbs.engine.history import History
+from elastic_mbs.rollback.buffers import BufferCopies
+from elastic_mbs.rollback.graph import CommitLog
+from elastic_mbs.rollback.isolation import Isolation
+from elastic_mbs.rollback.random_streams import RandomStreams
+from elastic_mbs.testing import InjectOOM
+from stress.cases import CASES, build
+from stress.exhaustive import PATTERNS, WrongOutcomeError, builtin, run, sweep
+
+PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
+POINTS = 2
+"""Injections per sweep, about."""
+
+
+def _stride(operations: int, offset: int) -> int:
+    """A prime, another one for each sweep of a case, so that the sweeps strike at different operations."""
+    fitting = [i for i, prime in enumerate(PRIMES) if prime * POINTS <= operations]
+    return PRIMES[min(len(PRIMES) - 1, (fitting[-1] if fitting else 0) + offset)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_anywhere_ends_exact_or_in_a_typed_error_with_everything_as_it_was(name: str) -> None:
+    first = build(name)
+    operations = run(builtin(name), InjectOOM(), warm=True, case=first).operations
+    outcomes: Counter[str] = Counter()
+    for i, (warm, door, pattern) in enumerate((warm, door, pattern) for warm in (False, True) for door in (1, 3) for pattern in PATTERNS):
+        if first.backend is not None and i % 5:
+            continue  # compiled anew for each sweep
+        for outcome in sweep(builtin(name), warm=warm, pattern=pattern, door=door, stride=_stride(operations, i % 4)):
+            outcomes[outcome.error or "exact"] += 1
+    assert outcomes["exact"] >= 4, outcomes
+    assert outcomes["MicroBatchFloorError"] >= 2, outcomes
+
+
+def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "figures.json"
+    assert main(["stress", "exhaustive", "mlp", "--stride", "40", "--json", str(figures)]) == 0
+    assert "0 wrong" in capsys.readouterr().out
+    written = json.loads(figures.read_text())
+    assert written["points"] == written["cases"][0]["points"] > 0
+    assert main(["stress", "exhaustive", "no_such_case"]) == 2
+    assert "no_such_case" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "broken", "name"),
+    [
+        (BufferCopies, "restore", lambda self, *, to_call_start: None, "conv_batchnorm"),
+        (BufferCopies, "restore", lambda self, *, to_call_start: None, "spectral_norm"),
+        (RandomStreams, "restore", lambda self, state: None, "gpt_dropout"),
+        (RandomStreams, "restore", lambda self, state: None, "host_masks"),
+        (History, "mark", lambda self, leaves: frozenset(), "mlp"),
+        (CommitLog, "watch_guests", lambda self, leaves: [], "guests"),
+        (Isolation, "set_aside", lambda self, leaves: None, "checkpoint_reentrant"),
+        (Isolation, "set_aside", lambda self, leaves: None, "hidden_backward"),
+    ],
+)
+def test_an_engine_that_is_broken_is_caught(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, broken: Callable[..., Any], name: str) -> None:
+    monkeypatch.setattr(owner, method, broken)
+    with pytest.raises(WrongOutcomeError):
+        for warm in (True, False):
+            for _ in sweep(builtin(name), warm=warm, pattern="once", stride=2):
+                pass
+
+
+# ---------------------------------------------------------------------- the user's own model
+
+MODEL = """
+import torch
+from torch import nn
+torch.set_num_threads(1)
+calls = []
+
+def plain():
+    model = nn.Linear(4, 2)
+    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [(torch.randn(6, 4), torch.randint(0, 2, (6,)))]
+
+def mixing():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [(torch.randn(6, 4).double(), torch.randint(0, 2, (6,)))]
+
+def chance():
+    model = nn.Linear(4, 2)
+    calls.append(1)
+    return model, lambda b: model(b).mean() * len(calls), [torch.randn(6, 4)]
+
+def frozen():
+    model = nn.Linear(4, 2).requires_grad_(False)
+    return model, lambda b: model(b).mean(), [torch.randn(6, 4)]
+
+def single():
+    model = nn.Linear(4, 2)
+    return model, lambda b: model(b).mean(), [torch.randn(1, 4)]
+
+def broken():
+    model = nn.Linear(4, 2)
+    return model, lambda b: model(b[0]).mean(), [torch.randn(6, 5)]
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "models.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.mark.parametrize(("name", "told"), [("plain", "and with the whole batch, tolerance 1e-04"), ("mixing", "compared with the same pieces only")])
+def test_the_users_own_model_is_struck_at_every_operation(model_file: Path, name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", "exhaustive", "--model", f"{model_file}:{name}", "--samples", "4", "--max-points", "60"]) == 0
+    out = capsys.readouterr().out
+    assert told in out
+    assert "0 wrong" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "{file}:frozen"], "no parameter that requires a gradient"),
+        (["--model", "{file}:broken"], "its step fails on its first batch: RuntimeError"),
+        (["--model", "{file}:chance"], "two runs from the same seed differ"),
+        (["--model", "{file}:nothing"], "no function 'nothing'"),
+        (["--model", "/no/such/file.py:make"], "no file /no/such/file.py"),
+        (["--model", "{file}:plain", "mlp"], "one or the other"),
+        (["mlp", "--stride", "0"], "--stride: 0 is below 1"),
+        (["--samples", "0"], "--samples: 0 is below 1"),
+        (["mlp", "--samples", "3"], "--samples 3 is for --model"),
+        (["mlp", "--seed", "3"], "--seed 3 is for --model"),
+        (["--max-points", "0"], "--max-points: 0 is below 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(model_file: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", "exhaustive", *(each.format(file=model_file) for each in arguments)]) == 2
+    told = capsys.readouterr().err
+    assert named in told
+
+
+def test_a_wrong_outcome_and_an_unexpected_error_have_exit_codes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unexpected(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "mark", lambda self, leaves: frozenset())
+        assert main(["stress", "exhaustive", "mlp", "--stride", "2"]) == 3
+    assert "WRONG" in capsys.readouterr().out
+    monkeypatch.setattr("stress.exhaustive.command.sweep", unexpected)
+    assert main(["stress", "exhaustive", "mlp"]) == 4
+    assert "UNEXPECTED" in capsys.readouterr().out
+
+
+def test_a_process_that_has_not_imported_numpy_compares_equal_random_streams() -> None:
+    """The first backward brings numpy along. It had been seeded in what was built after that and not before, so every fresh run was called wrong."""
+    command = [sys.executable, "-m", "stress", "exhaustive", "mlp", "--max-points", "4"]
+    done = subprocess.run(command, check=False, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_step_that_is_wrong_without_any_failure_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def by_size(self: Counts, bounds: Any, *, reduction: str = "mean") -> Any:
+        return [dict.fromkeys(self._columns, (stop - start) / self.n) for start, stop in bounds]
+
+    monkeypatch.setattr(Counts, "weights_of", by_size)
+    assert main(["stress", "exhaustive", "gpt_tied", "--max-points", "4"]) == 3
+    assert "WRONG without a failure: gradient off by" in capsys.readouterr().out

@@ -1,0 +1,398 @@
+"""Buffers that a failed attempt has changed, replaced or registered are put back, as the same objects and with the same values."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from elastic_mbs import ElasticMBS
+from elastic_mbs.rollback.buffers import BufferCopies
+from tests.helpers.buffers import F64, Holder, batch_norm, clean_piece, learned, numbers, values
+
+
+def test_running_statistics_whose_version_does_not_move_are_put_back() -> None:
+    module, forward = batch_norm()
+    for copies in (BufferCopies(), learned(module.eval())):
+        module.train()
+        copies.begin_call([module])
+        before = values(module)
+        assert not copies.moved()
+        forward()
+        assert values(module) != before
+        assert copies.moved()
+        assert copies.restore(to_call_start=False) is None
+        assert values(module) == before
+        assert not copies.moved()
+        assert copies.end_clean_piece()
+
+
+def test_each_start_is_gone_back_to_as_asked() -> None:
+    module, forward = batch_norm()
+    copies = BufferCopies()
+    for _ in range(4):
+        copies.begin_call([module])
+        call_start = values(module)
+        clean_piece(copies, forward, first=True)
+        copies.begin_piece()
+        piece_start = values(module)
+        forward()
+        assert copies.restore(to_call_start=False) is None
+        assert values(module) == piece_start
+        forward()
+        assert copies.restore(to_call_start=True) is None
+        assert values(module) == call_start
+        forward()
+        assert copies.restore(to_call_start=False) is None  # the piece that follows starts where the call does
+        assert values(module) == call_start
+        clean_piece(copies, forward)
+
+
+def test_a_model_in_eval_mode_changes_no_buffer() -> None:
+    module, forward = batch_norm()
+    module.eval()
+    copies = BufferCopies()
+    copies.begin_call([module])
+    assert not clean_piece(copies, forward, first=True)
+    assert not copies.moved()
+
+
+def test_a_norm_without_running_statistics_changes_no_buffer() -> None:
+    module = nn.InstanceNorm1d(3).double()
+    copies = BufferCopies()
+    copies.begin_call([module])
+    assert not clean_piece(copies, lambda: module(torch.randn(2, 3, 5, dtype=F64)), first=True)
+
+
+def test_a_buffer_replaced_by_a_new_object_comes_back_as_the_old_object() -> None:
+    module = Holder(count=numbers(1))
+    for copies in (BufferCopies(), learned(module)):
+        old = module["count"]
+        copies.begin_call([module])
+        module.count = old + 1
+        assert copies.moved()
+        assert copies.restore(to_call_start=False) is None
+        assert module["count"] is old
+        assert old.tolist() == [1]
+        assert not copies.moved()
+
+
+def test_a_buffer_that_is_replaced_in_every_piece_is_followed() -> None:
+    module = Holder(count=numbers(0))
+    copies = learned(module)
+
+    def forward() -> None:
+        module.count = module["count"] + 1
+
+    copies.begin_call([module])
+    start = module["count"]
+    assert clean_piece(copies, forward, first=True)
+    assert clean_piece(copies, forward)
+    copies.begin_piece()
+    middle = module["count"]
+    forward()
+    assert copies.restore(to_call_start=False) is None
+    assert module["count"] is middle
+    assert copies.restore(to_call_start=True) is None
+    assert module["count"] is start
+    assert start.tolist() == [0]
+
+
+def test_a_buffer_that_was_none_or_was_deleted_is_so_again() -> None:
+    module = Holder(cache=None, kept=numbers(1))
+    copies = BufferCopies()
+    copies.begin_call([module])
+    module.cache = numbers(5)
+    del module.kept
+    assert copies.moved()
+    assert copies.restore(to_call_start=False) is None
+    assert module._buffers["cache"] is None
+    assert module["kept"].tolist() == [1]
+
+
+def test_a_buffer_registered_by_the_failed_attempt_is_gone_again() -> None:
+    module = Holder(kept=numbers(1))
+    copies = BufferCopies()
+    copies.begin_call([module])
+    module.register_buffer("codebook", numbers(3))
+    copies.restore(to_call_start=False)
+    assert list(module._buffers) == ["kept"]
+
+
+def test_a_buffer_registered_by_an_earlier_piece_is_put_back_to_that_pieces_value() -> None:
+    module = Holder(kept=numbers(1))
+    copies = BufferCopies()
+    copies.begin_call([module])
+    clean_piece(copies, lambda: module.register_buffer("codebook", numbers(3)), first=True)
+    copies.begin_piece()
+    module["codebook"].add_(1)
+    assert copies.moved()
+    assert copies.restore(to_call_start=False) is None
+    assert module["codebook"].tolist() == [3]
+    module["codebook"].add_(1)
+    assert copies.restore(to_call_start=True) is None
+    assert list(module._buffers) == ["kept"]
+
+
+def test_a_buffer_that_nobody_expected_is_named_when_it_may_be_an_earlier_pieces() -> None:
+    module = Holder(kept=numbers(1))
+    copies = learned(module)
+    copies.begin_call([module])
+    module.register_buffer("late", numbers(3))
+    assert copies.moved()
+    assert copies.restore(to_call_start=False) == "Holder.late"
+    copies.begin_call([module])
+    module.register_buffer("late", numbers(3))
+    assert copies.restore(to_call_start=True) is None
+    assert list(module._buffers) == ["kept"]
+
+
+def test_the_first_call_keeps_every_buffer_on_the_host() -> None:
+    module = Holder(table=numbers(1, 2), count=numbers(0))
+    copies = BufferCopies()
+    copies.begin_call([module])
+    module["count"].add_(1)
+    assert copies.restore(to_call_start=False) is None
+    assert module["count"].tolist() == [0]
+    assert clean_piece(copies, lambda: module["count"].add_(1), first=True)
+    copies.begin_piece()
+    module["count"].add_(1)
+    assert copies.restore(to_call_start=False) is None
+    assert module["count"].tolist() == [1]
+    assert copies.restore(to_call_start=True) is None
+    assert module["count"].tolist() == [0]
+
+
+def test_a_buffer_that_changes_in_place_for_the_first_time_is_named() -> None:
+    module = Holder(table=numbers(1), count=numbers(0))
+    copies = learned(module)
+    copies.begin_call([module])
+    module["count"].add_(1)
+    assert copies.moved()
+    assert copies.restore(to_call_start=False) == "Holder.count"
+    copies.begin_call([module])
+    assert clean_piece(copies, lambda: module["count"].add_(1), first=True)
+    copies.begin_piece()
+    start = module["count"].tolist()
+    module["count"].add_(1)
+    assert copies.restore(to_call_start=False) is None  # from the second piece on there is a copy
+    assert module["count"].tolist() == start
+    assert copies.restore(to_call_start=True) == "Holder.count"
+    copies.begin_call([module])
+    module["count"].add_(1)
+    assert copies.restore(to_call_start=True) is None  # and from the next call on
+    assert module["count"].tolist() == start
+
+
+def test_a_change_through_data_is_seen_in_the_first_call() -> None:
+    module = Holder(codebook=numbers(1))
+    copies = BufferCopies()
+    copies.begin_call([module])
+    assert clean_piece(copies, lambda: module["codebook"].data.add_(1), first=True)
+    copies.begin_piece()
+    module["codebook"].data.add_(1)
+    assert copies.restore(to_call_start=False) is None
+    assert module["codebook"].tolist() == [2]
+
+
+def test_a_change_through_data_is_seen_after_an_eval_in_which_nothing_changed() -> None:
+    module = Holder(codebook=numbers(1))
+    copies = BufferCopies()
+    copies.begin_call([module.eval()], "eval")
+    assert not clean_piece(copies, lambda: None, first=True)
+    copies.begin_call([module.train()], "train")
+    assert clean_piece(copies, lambda: module["codebook"].data.add_(1), first=True)
+    copies.begin_piece()
+    module["codebook"].data.add_(1)
+    assert copies.restore(to_call_start=False) is None
+    assert module["codebook"].tolist() == [2]
+
+
+@pytest.mark.no_oom_injection
+def test_a_codebook_that_is_moved_through_data_is_exact_after_an_eval_and_a_failure() -> None:
+    class Quantizer(Holder):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self["codebook"].data.add_(1)
+            return x * self.get_parameter("weight")
+
+    model = Quantizer(codebook=numbers(0))
+    model.register_parameter("weight", nn.Parameter(numbers(1)))
+    fail = False
+
+    def loss_fn(x: Tensor) -> Tensor:
+        nonlocal fail
+        loss: Tensor = model(x).mean()
+        if fail:
+            fail = False
+            raise torch.OutOfMemoryError("out of memory")
+        return loss
+
+    x = torch.randn(8, 1, dtype=F64)
+    with ElasticMBS(model, micro_batch_size=4, grow=False, monitor_interval=0) as mbs:
+        model.eval()
+        mbs.eval(model, x)
+        model.train()
+        fail = True
+        result = mbs.backward(loss_fn, x)
+    assert result.ooms == 1
+    assert model["codebook"].tolist() == [len(result.partition)]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first-call", "later-call"])
+def test_the_vectors_of_spectral_norm_are_put_back(first: bool) -> None:
+    torch.manual_seed(0)  # singular values far enough apart would have the vectors settled before the test
+    module = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16).double())
+    modules = list(module.modules())
+    x = torch.randn(2, 16, dtype=F64)
+    copies = BufferCopies()
+    if not first:
+        copies.begin_call(modules)
+        assert clean_piece(copies, lambda: module(x), first=True)
+    copies.begin_call(modules)
+    before = values(module)
+    out = module(x)
+    assert values(module) != before
+    assert copies.moved()
+    assert copies.restore(to_call_start=False) is None
+    assert values(module) == before
+    assert torch.equal(module(x), out)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ok", "fail", "step"]), st.sets(st.integers(0, 3))), max_size=8), st.booleans())
+def test_after_any_history_buffers_are_those_of_a_run_without_failures(attempts: list[tuple[str, set[int]]], second_call: bool) -> None:
+    """Buffers 0 and 1 change in place, 2 is replaced, 3 is replaced by None and back; a model of plain numbers runs beside them."""
+    module = Holder(a=numbers(0), b=numbers(0), c=numbers(0), d=None)
+
+    def forward(which: set[int]) -> None:
+        for i in which & {0, 1}:
+            module["ab"[i]].add_(1)
+        if 2 in which:
+            module.c = module["c"] + 1
+        if 3 in which:
+            setattr(module, "d", numbers(0) if module._buffers["d"] is None else None)  # noqa: B010  # what `module.d = ...` does, for mypy
+
+    def state() -> list[Any]:
+        return [None if tensor is None else tensor.tolist() for tensor in module._buffers.values()]
+
+    copies = BufferCopies()
+    if second_call:  # every buffer is known to change
+        copies.begin_call([module])
+        clean_piece(copies, lambda: forward({0, 1, 2, 3}), first=True)
+    copies.begin_call([module])
+    objects = list(module._buffers.values())
+    start = done = state()
+    at_call = True
+    for outcome, which in attempts:
+        if not at_call:
+            copies.begin_piece()
+        at_call = False
+        forward(which)
+        if outcome == "ok":
+            copies.end_clean_piece()
+            done = state()
+        else:
+            to_start = outcome == "step"
+            assert copies.restore(to_call_start=to_start) is None
+            done = start if to_start else done
+            assert state() == done
+            if to_start:
+                assert all(a is b for a, b in zip(module._buffers.values(), objects, strict=True))
+
+
+BETWEEN: dict[str, Callable[[nn.BatchNorm1d], object]] = {
+    "nothing": lambda norm: None,
+    "edited": lambda norm: norm.get_buffer("running_mean").add_(1),
+    "edited through data": lambda norm: norm.get_buffer("running_mean").data.add_(1),
+    "other memory": lambda norm: setattr(norm.get_buffer("running_var"), "data", norm.get_buffer("running_var").clone()),
+    "replaced": lambda norm: setattr(norm, "running_mean", norm.get_buffer("running_mean").clone()),
+    "mode": lambda norm: norm.train(not norm.training),
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(BETWEEN)), st.lists(st.sampled_from(["ok", "fail", "step"]), min_size=1, max_size=5)), max_size=6))
+def test_statistics_follow_a_run_without_failures_from_call_to_call(calls: list[tuple[str, list[str]]]) -> None:
+    """What is kept from one call to the next must not outlive what happens to the buffers between them."""
+    norm, twin = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+    draw = torch.Generator().manual_seed(0)
+    copies = BufferCopies()
+    for between, attempts in calls:
+        for each in (norm, twin):
+            BETWEEN[between](each)
+        copies.begin_call([norm])
+        start = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+        for attempt, outcome in enumerate(attempts):
+            if attempt:
+                copies.begin_piece()
+            piece = torch.randn(8, 3, dtype=F64, generator=draw)
+            norm(piece)
+            if outcome == "ok":
+                copies.end_clean_piece()
+                twin(piece)
+            else:
+                assert copies.restore(to_call_start=outcome == "step") is None
+                if outcome == "step":
+                    for name, buffer in twin.named_buffers():
+                        buffer.copy_(start[name])
+            assert values(norm) == values(twin)
+
+
+def test_the_copies_of_one_start_are_not_overwritten_by_the_other() -> None:
+    module, forward = batch_norm()
+    copies = BufferCopies()
+    copies.begin_call([module])
+    call_start = values(module)
+    for _ in range(3):
+        clean_piece(copies, forward)
+    copies.restore(to_call_start=True)
+    assert values(module) == call_start
+
+
+def test_a_model_that_grows_between_calls_is_followed() -> None:
+    first, forward = batch_norm()
+    second, forward_second = batch_norm()
+    copies = BufferCopies()
+    copies.begin_call([first])
+    clean_piece(copies, forward, first=True)
+    copies.begin_call([first, second])
+    before = [values(first), values(second)]
+    forward()
+    forward_second()
+    assert copies.restore(to_call_start=False) is None
+    assert [values(first), values(second)] == before
+
+
+def test_what_the_failed_attempt_hung_up_is_freed() -> None:
+    module = Holder(cache=numbers(0))
+    copies = BufferCopies()
+    copies.begin_call([module])
+    module.cache = numbers(1)
+    failed = weakref.ref(module["cache"])
+    gc.disable()
+    try:
+        copies.restore(to_call_start=False)
+        assert failed() is None
+    finally:
+        gc.enable()
+
+
+def test_buffers_of_earlier_calls_are_freed() -> None:
+    module = Holder(cache=numbers(0))
+    copies = BufferCopies()
+    copies.begin_call([module])
+    old = weakref.ref(module["cache"])
+    module.cache = numbers(1)
+    copies.end_clean_piece()
+    gc.disable()
+    try:
+        copies.begin_call([module])
+        assert old() is None
+    finally:
+        gc.enable()

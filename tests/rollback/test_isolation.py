@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic_mbs.rollback.isolation import Isolation
+from elastic_mbs.testing import InjectOOM
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+SHAPE = (3, 2)
+
+
+def leaf(dtype: torch.dtype = F64, grad: Tensor | None = None) -> Tensor:
+    w = torch.zeros(SHAPE, dtype=dtype, requires_grad=True)
+    w.grad = grad
+    return w
+
+
+def gradient(seed: int, kind: str, dtype: torch.dtype = F64) -> Tensor | None:
+    """What a backward leaves in `.grad`: nothing, a dense tensor, or an uncoalesced sparse one over rows."""
+    if kind == "none":
+        return None
+    source = torch.Generator().manual_seed(seed)
+    if kind == "dense":
+        return torch.randn(SHAPE, generator=source, dtype=F64).to(dtype)
+    rows, values = torch.tensor([[2, 0, 2]]), torch.randn(3, 2, generator=source, dtype=F64).to(dtype)
+    return torch.sparse_coo_tensor(rows, values, SHAPE, check_invariants=True)
+
+
+def value(tensor: Tensor | None) -> Tensor:
+    return torch.zeros(SHAPE, dtype=F64) if tensor is None else tensor.detach().double().to_dense()
+
+
+def run(isolation: Isolation, w: Tensor, new: Tensor | None) -> None:
+    isolation.set_aside([w])
+    assert w.grad is None
+    w.grad = new
+
+
+KINDS = st.sampled_from(["none", "dense", "sparse"])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 says so although they are asked for
+@given(
+    starts=st.lists(KINDS, min_size=1, max_size=3),
+    pieces=st.lists(st.tuples(st.lists(KINDS, min_size=3, max_size=3), st.booleans()), max_size=5),
+)
+def test_the_sum_is_that_of_the_pieces_that_succeeded(starts: list[str], pieces: list[tuple[list[str], bool]]) -> None:
+    leaves = [leaf(grad=gradient(i, kind)) for i, kind in enumerate(starts)]
+    expected = [value(w.grad) for w in leaves]
+    empty = [w.grad is None for w in leaves]
+    isolation = Isolation()
+    for number, (kinds, succeeds) in enumerate(pieces):
+        isolation.set_aside(leaves)
+        for i, w in enumerate(leaves):
+            assert w.grad is None
+            w.grad = gradient(100 * number + i, kinds[i])
+            if succeeds:
+                expected[i] = expected[i] + value(w.grad)
+                empty[i] = empty[i] and w.grad is None
+        if succeeds:
+            isolation.fold()
+        else:
+            isolation.discard()
+    isolation.finish()
+    for w, sum_, none in zip(leaves, expected, empty, strict=True):
+        assert (w.grad is None) is none
+        assert torch.allclose(value(w.grad), sum_, rtol=1e-14, atol=1e-14)
+
+
+@given(
+    starts=st.lists(st.sampled_from(["none", "dense"]), min_size=1, max_size=3),
+    pieces=st.lists(st.tuples(st.lists(st.sampled_from(["none", "dense"]), min_size=3, max_size=3), st.booleans()), max_size=12),
+)
+def test_a_wide_sum_rounds_once(starts: list[str], pieces: list[tuple[list[str], bool]]) -> None:
+    leaves = [leaf(BF16, gradient(i, kind, BF16)) for i, kind in enumerate(starts)]
+    expected = [value(w.grad) for w in leaves]
+    empty = [w.grad is None for w in leaves]
+    isolation = Isolation(torch.float64)
+    for number, (kinds, succeeds) in enumerate(pieces):
+        isolation.set_aside(leaves)
+        for i, w in enumerate(leaves):
+            w.grad = gradient(100 * number + i, kinds[i], BF16)
+            if succeeds:
+                expected[i] = expected[i] + value(w.grad)
+                empty[i] = empty[i] and w.grad is None
+        if succeeds:
+            isolation.fold()
+        else:
+            isolation.discard()
+    isolation.finish()
+    for w, sum_, none in zip(leaves, expected, empty, strict=True):
+        assert (w.grad is None) is none
+        assert torch.equal(value(w.grad), sum_.to(BF16).double())
+        assert w.grad is None or w.grad.dtype is BF16
+
+
+def test_a_wide_sum_keeps_bits_that_a_narrow_one_loses() -> None:
+    small = torch.full(SHAPE, 2.0**-9, dtype=BF16)
+    sums = []
+    for isolation in (Isolation(), Isolation(F32)):
+        w = leaf(BF16, torch.ones(SHAPE, dtype=BF16))
+        for _ in range(64):
+            run(isolation, w, small.clone())
+            isolation.fold()
+        isolation.finish()
+        sums.append(value(w.grad)[0, 0].item())
+    assert sums == [1.0, 1.125]
+
+
+def test_leaves_in_full_precision_are_not_widened() -> None:
+    original = torch.ones(SHAPE, dtype=F32)
+    w = leaf(F32, original)
+    isolation = Isolation(F32)
+    run(isolation, w, torch.ones(SHAPE, dtype=F32))
+    isolation.fold()
+    assert w.grad is original
+    assert not isolation.intact(w)
+
+
+def in_one_buffer() -> tuple[Tensor, Tensor]:
+    flat = torch.ones(6, dtype=F64)
+    return flat, flat.view(SHAPE)
+
+
+def test_the_users_own_tensor_comes_back_changed_in_place() -> None:
+    flat, view = in_one_buffer()
+    w = leaf(grad=view)
+    isolation = Isolation()
+    for _ in range(3):
+        run(isolation, w, torch.ones(SHAPE, dtype=F64))
+        isolation.fold()
+        assert w.grad is view
+    isolation.finish()
+    assert w.grad is view
+    assert torch.equal(flat, torch.full((6,), 4.0, dtype=F64))
+
+
+def test_the_users_own_half_precision_tensor_comes_back_changed_in_place() -> None:
+    original = torch.ones(SHAPE, dtype=BF16)
+    w = leaf(BF16, original)
+    isolation = Isolation(F32)
+    run(isolation, w, torch.ones(SHAPE, dtype=BF16))
+    isolation.fold()
+    assert w.grad is None  # the sum is elsewhere, in its wide type
+    isolation.finish()
+    assert w.grad is original
+    assert torch.equal(original, torch.full(SHAPE, 2.0, dtype=BF16))
+
+
+def test_a_leaf_without_a_contribution_keeps_its_own_tensor() -> None:
+    for dtype, isolation in ((F64, Isolation()), (BF16, Isolation(F32))):
+        original = torch.ones(SHAPE, dtype=dtype)
+        full, empty = leaf(dtype, original), leaf(dtype)
+        isolation.set_aside([full, empty])
+        isolation.fold()
+        isolation.finish()
+        assert full.grad is original
+        assert torch.equal(original, torch.ones(SHAPE, dtype=dtype))
+        assert empty.grad is None
+
+
+def test_the_first_contribution_is_taken_without_a_copy() -> None:
+    w, new = leaf(), torch.ones(SHAPE, dtype=F64)
+    isolation = Isolation()
+    run(isolation, w, new)
+    isolation.fold()
+    isolation.finish()
+    assert w.grad is new
+
+
+def test_discard_puts_back_what_was_there_before_the_piece() -> None:
+    for dtype, isolation in ((F64, Isolation()), (BF16, Isolation(F32))):
+        original = torch.ones(SHAPE, dtype=dtype)
+        w = leaf(dtype, original)
+        run(isolation, w, torch.ones(SHAPE, dtype=dtype))
+        isolation.fold()
+        run(isolation, w, torch.full(SHAPE, 7.0, dtype=dtype))
+        isolation.discard()
+        isolation.finish()
+        assert w.grad is original
+        assert torch.equal(value(original), torch.full(SHAPE, 2.0, dtype=F64))
+
+
+def test_a_leaf_may_join_in_a_later_piece() -> None:
+    first, late = leaf(), leaf(grad=torch.ones(SHAPE, dtype=F64))
+    isolation = Isolation()
+    for leaves in ([first], [first, late]):
+        isolation.set_aside(leaves)
+        for w in leaves:
+            w.grad = torch.ones(SHAPE, dtype=F64)
+        isolation.fold()
+    isolation.finish()
+    assert [value(w.grad)[0, 0].item() for w in (first, late)] == [2.0, 2.0]
+
+
+def test_rewind_puts_the_original_objects_back() -> None:
+    for dtype, isolation in ((F64, Isolation()), (BF16, Isolation(F32))):
+        original = torch.ones(SHAPE, dtype=dtype)
+        full, empty = leaf(dtype, original), leaf(dtype)
+        isolation.set_aside([full, empty])
+        full.grad, empty.grad = torch.ones(SHAPE, dtype=dtype), torch.ones(SHAPE, dtype=dtype)
+        isolation.fold()
+        isolation.rewind()
+        assert full.grad is original
+        assert empty.grad is None
+        isolation.fold()  # nothing is held any more
+        assert full.grad is original
+
+
+def test_only_wide_sums_leave_the_original_value_intact_until_they_are_written() -> None:
+    narrow, wide, stranger = leaf(grad=torch.ones(SHAPE, dtype=F64)), leaf(BF16, torch.ones(SHAPE, dtype=BF16)), leaf()
+    isolation = Isolation(F32)
+    isolation.set_aside([narrow, wide])
+    assert [isolation.intact(w) for w in (narrow, wide, stranger)] == [False, True, False]
+    narrow.grad, wide.grad = torch.ones(SHAPE, dtype=F64), torch.ones(SHAPE, dtype=BF16)
+    isolation.fold()
+    assert isolation.intact(wide)
+    assert wide.grad is None
+    isolation.rewind()
+    assert wide.grad is not None
+    assert torch.equal(wide.grad, torch.ones(SHAPE, dtype=BF16))
+    isolation.set_aside([wide])
+    isolation.finish()
+    assert not isolation.intact(wide)
+
+
+# ---------------------------------------------------------------------- errors inside
+
+
+class FailAt(InjectOOM):
+    """Fails in-place operations too, which allocate nothing: a leaf's turn must not depend on what the operation is."""
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.step(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Step:
+    """Leaves of every kind, and what two pieces give them."""
+
+    leaves: list[Tensor]
+    pieces: list[list[Tensor | None]]
+
+
+def every_kind() -> Step:
+    plans: list[tuple[torch.dtype, str, str, str]] = [
+        (F64, "none", "dense", "dense"),
+        (F64, "dense", "dense", "sparse"),
+        (F64, "none", "sparse", "sparse"),
+        (F64, "none", "sparse", "dense"),
+        (F64, "sparse", "dense", "none"),
+        (BF16, "none", "dense", "dense"),
+        (BF16, "dense", "dense", "dense"),
+        (BF16, "dense", "none", "none"),
+        (BF16, "none", "none", "dense"),
+    ]
+    leaves = [leaf(dtype, gradient(i, start, dtype)) for i, (dtype, start, _, _) in enumerate(plans)]
+    pieces = [[gradient(100 * p + i, (plan[2], plan[3])[p], plan[0]) for i, plan in enumerate(plans)] for p in (0, 1)]
+    return Step(leaves, pieces)
+
+
+def until_done(operation: Callable[[], None], failures: list[str]) -> None:
+    while True:
+        try:
+            operation()
+        except torch.OutOfMemoryError as error:
+            failures.append(str(error))
+        else:
+            return
+
+
+def accumulate(at: set[int]) -> tuple[list[Tensor], list[str], int]:
+    """Two pieces through one isolation, with failures at the given operations; what failed is called again."""
+    step, isolation = every_kind(), Isolation(F32)
+    failures: list[str] = []
+    with FailAt(at=at) as oom:
+        for piece in step.pieces:
+            isolation.set_aside(step.leaves)
+            for w, new in zip(step.leaves, piece, strict=True):
+                w.grad = new
+            until_done(isolation.fold, failures)
+        until_done(isolation.finish, failures)
+    return step.leaves, failures, oom.count
+
+
+def test_fold_and_finish_go_on_after_a_failure_at_any_operation() -> None:
+    reference, _, operations = accumulate(set())
+    assert operations >= 12
+    for at in range(1, operations + 1):
+        leaves, failures, _ = accumulate({at})
+        assert len(failures) == 1
+        for w, expected in zip(leaves, reference, strict=True):
+            assert torch.equal(value(w.grad), value(expected.grad)), failures
+
+
+@settings(max_examples=40)
+@given(st.sets(st.integers(1, 45), max_size=12))
+def test_any_number_of_failures_leaves_the_same_sum(at: set[int]) -> None:
+    reference, _, _ = accumulate(set())
+    leaves, _, _ = accumulate(at)
+    for w, expected in zip(leaves, reference, strict=True):
+        assert torch.equal(value(w.grad), value(expected.grad))
+        assert (w.grad is None) is (expected.grad is None)
+
+
+def test_a_failed_fold_or_finish_can_be_rewound() -> None:
+    _, _, operations = accumulate(set())
+    for at in range(1, operations + 1):
+        step, isolation = every_kind(), Isolation(F32)
+        originals = [w.grad for w in step.leaves]
+        values = [value(w.grad) for w in step.leaves]
+        with FailAt(at=[at]), pytest.raises(torch.OutOfMemoryError):
+            for piece in step.pieces:
+                isolation.set_aside(step.leaves)
+                for w, new in zip(step.leaves, piece, strict=True):
+                    w.grad = new
+                isolation.fold()
+            isolation.finish()
+        intact = [isolation.intact(w) for w in step.leaves]
+        isolation.rewind()
+        for w, original, before, untouched in zip(step.leaves, originals, values, intact, strict=True):
+            assert w.grad is original
+            assert not untouched or torch.equal(value(w.grad), before)
+
+
+# ---------------------------------------------------------------------- sparse gradients in half precision
+
+
+@pytest.mark.parametrize("kinds", [("sparse", "sparse"), ("dense", "sparse"), ("sparse", "dense")], ids="-".join)
+def test_sparse_and_dense_contributions_are_summed_in_the_wide_type(kinds: tuple[str, str]) -> None:
+    w, isolation, expected = leaf(BF16), Isolation(F64), torch.zeros(SHAPE, dtype=F64)
+    for seed, kind in enumerate((*kinds, *kinds, *kinds)):
+        new = gradient(seed, kind, BF16)
+        expected += value(new)
+        run(isolation, w, new)
+        isolation.fold()
+    isolation.finish()
+    assert w.grad is not None
+    assert w.grad.dtype is BF16
+    assert torch.equal(value(w.grad), expected.to(BF16).double())
+
+
+def test_a_dense_contribution_to_a_sparse_half_precision_gradient_is_summed() -> None:
+    w, isolation = leaf(BF16, gradient(0, "sparse", BF16)), Isolation(F64)
+    new = gradient(1, "dense", BF16)
+    expected = value(w.grad) + value(new)
+    run(isolation, w, new)
+    isolation.fold()
+    isolation.finish()
+    assert torch.equal(value(w.grad), expected.to(BF16).double())

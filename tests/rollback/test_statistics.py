@@ -1,0 +1,117 @@
+"""Running statistics that a step treats as its own: replaced, given other memory, or trained by a step that switches modes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_mbs import ReplayUnsafeError
+from elastic_mbs.rollback.buffers import BufferCopies
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.interrupts import interrupt_at
+from tests.helpers.steps import Pair, cross_entropy, elastic, pairs
+
+pytestmark = pytest.mark.no_oom_injection
+
+
+class Replacing(nn.Module):
+    """Puts a new tensor in the place of a BatchNorm's running mean in each forward, or new memory under the same one."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(x)
+        norm = self.net[1]
+        assert isinstance(norm, nn.BatchNorm1d)
+        assert norm.running_mean is not None
+        if self.way == "tensor":
+            norm.running_mean = norm.running_mean + 1
+        elif self.way == "memory":
+            norm.running_mean.data = norm.running_mean + 1
+        return out
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("way", ["tensor", "memory"])
+def test_running_statistics_that_a_forward_replaces_are_put_back_or_refused_and_known_from_then_on(way: str, early: bool) -> None:
+    batch, refused = pairs(16), 0
+    for at in range(3, 100, 6):
+        torch.manual_seed(0)
+        model = Replacing(way if early else "not yet").double()
+        mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+        loss_fn = cross_entropy(model)
+        for _ in range(2):
+            mbs.backward(loss_fn, batch)
+        model.way = way
+        for _ in range(2):
+            model.zero_grad()
+            twin = copy.deepcopy(model)
+            try:
+                with InjectOOM(at=[at]):
+                    result = mbs.backward(loss_fn, batch)
+            except ReplayUnsafeError as error:
+                assert "running_mean" in str(error)
+                refused += 1
+            else:
+                for first, stop in result.partition:
+                    twin(batch[0][first:stop])
+            for (name, buffer), wanted in zip(model.named_buffers(), twin.buffers(), strict=True):
+                assert torch.allclose(buffer, wanted, rtol=1e-12), (at, name)
+    assert bool(refused) is not early, "what a clean piece has shown is known"
+
+
+def test_a_step_that_begins_to_train_batch_norm_itself_has_its_statistics_put_back_with_their_count() -> None:
+    """Its calls begin in eval mode, and a forward of BatchNorm moves the version of the count alone."""
+    batch, recovered = pairs(12), 0
+    for at in range(1, 50, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)).double().eval()
+        mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+        begun = [False]
+
+        def loss_fn(piece: Pair, model: nn.Module = model, begun: list[bool] = begun) -> torch.Tensor:
+            model.train(begun[0])
+            loss: torch.Tensor = cross_entropy(model)(piece)
+            return loss
+
+        for _ in range(3):
+            mbs.backward(loss_fn, batch)
+        model.zero_grad()
+        begun[0], twin = True, copy.deepcopy(model)
+        try:
+            with InjectOOM(at=[at]):
+                result = mbs.backward(loss_fn, batch)
+        except ReplayUnsafeError:
+            continue
+        recovered += result.ooms
+        twin.train()
+        for first, stop in result.partition:
+            twin(batch[0][first:stop])
+        for buffer, wanted in zip(model.buffers(), twin.buffers(), strict=True):
+            assert torch.allclose(buffer, wanted, rtol=1e-12), at
+    assert recovered
+
+
+def test_a_call_that_is_interrupted_while_it_looks_at_buffers_leaves_nothing_half_known() -> None:
+    torch.manual_seed(0)
+    net = nn.BatchNorm1d(3).double()
+    copies = BufferCopies()
+    for _ in range(2):
+        copies.begin_call([net], "f")
+        net(torch.randn(4, 3, dtype=torch.float64))
+        copies.end_clean_piece()
+    net.running_mean = torch.ones(3, dtype=torch.float64)
+    with interrupt_at("self._sort()"), pytest.raises(KeyboardInterrupt):
+        copies.begin_call([net], "f")
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    copies.begin_call([net], "f")
+    net(torch.randn(4, 3, dtype=torch.float64))
+    assert copies.restore(to_call_start=True) is None
+    for name, buffer in net.named_buffers():
+        assert torch.equal(buffer, before[name]), name

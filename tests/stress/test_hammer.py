@@ -1,0 +1,292 @@
+"""The hammer: it strikes where it is told to, survives what is right, tells what is wrong, and repeats it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elastic_mbs import ElasticMBS, OptimizerStepError, StepResult
+from elastic_mbs.batch.counts import Counts as Weights
+from elastic_mbs.batch.schedule import Range as Piece
+from elastic_mbs.batch.schedule import Schedule
+from elastic_mbs.cli.command import main
+from elastic_mbs.engine import recovery
+from elastic_mbs.errors import UsageError
+from elastic_mbs.optimizer.snapshot import Undo
+from elastic_mbs.rollback.buffers import BufferCopies
+from elastic_mbs.rollback.random_streams import RandomStreams
+from stress.by_hand import accumulate, view_of
+from stress.factory import make
+from stress.hammer.blows import BLOCKS, NOTHING_MORE, Blow, Blows, Range, draw
+from stress.hammer.counts import Counts
+from stress.hammer.job import _Round, hammer
+from stress.state import Streams, WrongOutcomeError
+from stress.worlds import BudgetWorld, Crashed, Failed, Hung, available
+from tests.helpers import small_models
+
+pytestmark = pytest.mark.no_oom_injection
+
+MODELS = Path(small_models.__file__)
+BRANCHED, PLAIN, FLAT = (f"{MODELS}:{name}" for name in ("branched", "plain", "flat"))
+
+
+def run(*arguments: str) -> int:
+    return main(["stress", "hammer", *arguments])
+
+
+def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Counts:
+    """One round in this process, on counted tensors."""
+    found: list[dict[str, Any]] = []
+    threads, streams = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        hammer(found.append, kind="budget", model=model, seed=seed, failures=failures, steps=steps)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(streams)
+    counts = Counts()
+    counts.merge(found[-1]["counts"])
+    return counts
+
+
+# ---------------------------------------------------------------------- where it strikes
+
+
+def test_moves_come_in_their_order_and_are_the_same_for_a_seed() -> None:
+    for seed in range(200):
+        blows = draw(random.Random(seed), 50, blocks=seed % 2 == 0)
+        assert blows == draw(random.Random(seed), 50, blocks=seed % 2 == 0)
+        assert [blow.at for blow in blows] == sorted(blow.at for blow in blows)
+        assert blows[0].at == 0
+        assert all(blow.at <= 4 * 50 + 1 + 50 for blow in blows)
+        assert seed % 2 == 0 or all(blow.room != BLOCKS for blow in blows)
+
+
+def test_memory_moves_before_the_operation_that_is_named_and_is_free_after_the_block() -> None:
+    limits: list[int | None] = []
+    with BudgetWorld() as world:
+        kept = torch.ones(1024)
+        blows = [Blow(0, 0.5), Blow(2, NOTHING_MORE), Blow(3, BLOCKS), Blow(4, None)]
+        with Blows(world, Range(100, 300, blocks=True), blows):
+            for _ in range(4):
+                limits.append(world.capacity)
+                if len(limits) == 2:
+                    with pytest.raises(torch.OutOfMemoryError):
+                        kept + 1
+                elif len(limits) == 3:
+                    with pytest.raises(torch.OutOfMemoryError, match="in blocks of"):
+                        kept + 1
+                else:
+                    torch.ones(2)
+        assert limits == [4096 + 200, 4096 + 200, 4096, None]
+        assert world.capacity is None
+        assert (kept + 1).numel() == 1024
+
+
+# ---------------------------------------------------------------------- what is right is survived
+
+
+@pytest.mark.parametrize("model", [BRANCHED, PLAIN], ids=["branched", "plain"])
+def test_every_step_is_exact_although_memory_runs_out_anywhere(model: str) -> None:
+    counts = struck(model, failures=30)
+    assert counts.failures >= 30
+    assert counts.worst <= 1e-10
+    assert counts.checked == counts.optimizer > 0
+    assert counts.phases["forward"] > 0
+    assert counts.ooms == counts.phases.total()
+
+
+def test_a_model_whose_memory_does_not_depend_on_the_batch_shows_nothing() -> None:
+    with pytest.raises(UsageError, match="no more memory than its smallest piece"):
+        struck(FLAT, failures=1)
+
+
+# ---------------------------------------------------------------------- what is wrong is told
+
+
+def _forgets_commits(self: Schedule, piece: Piece, push: Any = Schedule.push) -> None:
+    push(self, Piece(piece.start, piece.stop, frozenset()))
+
+
+def _loses_a_sample(self: Schedule, piece: Piece, push: Any = Schedule.push) -> None:
+    push(self, Piece(piece.start, max(piece.start + 1, piece.stop - 1), piece.committed))
+
+
+def _by_size(self: Weights, bounds: Any, *, reduction: str = "mean") -> Any:
+    return [dict.fromkeys(self._columns, (stop - start) / self.n) for start, stop in bounds]
+
+
+PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
+    "buffers are not put back": (BufferCopies, "restore", lambda self, *, to_call_start: None, BRANCHED, "buffers|gradient"),
+    "streams are not put back": (RandomStreams, "restore", lambda self, state: None, BRANCHED, "random streams|gradient"),
+    "the failed graph stays": (recovery, "drop_unrun", lambda: None, BRANCHED, "still held after the failed backward"),
+    "commits are counted twice": (Schedule, "push", _forgets_commits, PLAIN, "gradient off"),
+    "a sample is lost": (Schedule, "push", _loses_a_sample, PLAIN, "do not cover the batch once"),
+    "weighed by size": (Weights, "weights_of", _by_size, PLAIN, "gradient off"),
+    "half an optimizer step stays": (Undo, "restore", lambda self, only=None: None, PLAIN, "parameters differ|optimizer's state"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_told(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, broken, model, told = PLANTED[bug]
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(WrongOutcomeError, match=told):
+        struck(model, failures=150, steps=100)
+
+
+class Result(float):
+    """What a call has told: a loss over one piece."""
+
+    partition = ((0, small_models.SAMPLES),)
+    skipped = ()
+
+
+@pytest.fixture
+def at_rest() -> Iterator[_Round]:
+    """A round of the branched model before its first step, with the twin as the model is."""
+    threads, streams = torch.get_num_threads(), torch.get_rng_state()
+    with BudgetWorld() as world:
+        found = _Round(lambda message: None, world, make(BRANCHED, 0), make(BRANCHED, 0), random.Random(0))
+        found._calibrate()
+        found._follow()
+        yield found
+    torch.set_num_threads(threads)
+    torch.set_rng_state(streams)
+
+
+def _draw(running: _Round) -> None:
+    torch.rand(1)
+
+
+def _move_buffer(running: _Round) -> None:
+    running._real.model.get_buffer("mean").add_(1.0)
+
+
+def _leave_gradient(running: _Round) -> None:
+    leaf = next(running._real.model.parameters())
+    leaf.grad = torch.zeros_like(leaf)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(_leave_gradient, "a gradient that was empty is not empty"), (_move_buffer, "buffers are not as before"), (_draw, "random streams are not as")],
+    ids=["gradient", "buffer", "stream"],
+)
+def test_a_refused_call_that_has_changed_anything_is_told(at_rest: _Round, change: Callable[[_Round], None], told: str) -> None:
+    start = Streams.now()
+    at_rest._check_refused(start, "step 0")
+    change(at_rest)
+    with pytest.raises(WrongOutcomeError, match=told):
+        at_rest._check_refused(start, "step 0")
+
+
+@pytest.mark.parametrize(
+    ("change", "off", "told"),
+    [(None, 1.0, "the loss is"), (_move_buffer, 0.0, "buffers differ from a run without failures"), (_draw, 0.0, "random streams are not where")],
+    ids=["loss", "buffer", "stream"],
+)
+def test_a_call_that_has_left_anything_wrong_is_told(at_rest: _Round, change: Callable[[_Round], None] | None, off: float, told: str) -> None:
+    start, real = Streams.now(), at_rest._real
+    loss = accumulate(real, view_of(real, real.batch(0)), Result.partition)
+    if change is not None:
+        change(at_rest)
+    with pytest.raises(WrongOutcomeError, match=told):
+        at_rest._check(0, cast("StepResult", Result(loss + off)), start, "step 0")
+
+
+def test_a_refused_optimizer_step_that_has_changed_its_state_is_told(at_rest: _Round) -> None:
+    class Half:
+        def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.param_groups[0]["lr"] = 5.0
+            raise OptimizerStepError("half made")
+
+    with pytest.raises(WrongOutcomeError, match="optimizer's state is not as before after OptimizerStepError"):
+        at_rest._optimize(cast("ElasticMBS", Half()), "step 0")
+
+
+# ---------------------------------------------------------------------- as a command
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.skipif(available(kind) is not None, reason=str(available(kind)))) for kind in ("shim", "rlimit")]
+)
+def test_real_allocators_fail_in_a_process_of_its_own(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hammer.json"
+    assert run("--failures", "4", "--kind", kind, "--model", PLAIN, "--json", str(file)) == 0
+    told = capsys.readouterr().out
+    written = json.loads(file.read_text())
+    assert written["failures"] >= 4
+    assert written["checked"] + sum(written["refused"].values()) >= written["steps"] > 0
+    assert written["bad"] == {}
+    assert list(written["models"]) == ["small_models.py:plain"]
+    assert str(tmp_path) not in file.read_text()
+    assert "not allowed: none" in told
+    assert told.endswith("passed\n")
+
+
+def _counted(failures: int) -> dict[str, Any]:
+    return {"counts": {**Counts(steps=3, failures=failures, ooms=failures, checked=3).as_json(), "phases": {"forward": failures}}}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (Hung("it had not ended", "File x, in stuck"), 5, "HANG: it had not ended"),
+        (Crashed("the job was ended by SIGSEGV", "a stack", "SIGSEGV"), 4, "CRASH BY SIGSEGV: "),
+        (Failed("ended by KeyError", "trace", 1, "KeyError"), 4, "KEYERROR: "),
+        (Failed("ended with exit code 7", "trace", 7, None), 4, "UNEXPECTED EXIT: "),
+        (Failed("step 3: gradient off", "trace", 1, "WrongOutcomeError"), 3, "WRONG OUTCOME: step 3"),
+    ],
+    ids=["hang", "crash", "error", "exit", "wrong"],
+)
+def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_the_run_goes_on(
+    error: Exception, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds: list[dict[str, Any]] = []
+
+    def child(kind: str, job: str, arguments: dict[str, Any], *, deadline: float) -> Any:
+        rounds.append(arguments)
+        yield _counted(10)
+        if len(rounds) == 2:
+            raise error
+
+    monkeypatch.setattr("stress.hammer.command.run_child", child)
+    monkeypatch.setattr("stress.hammer.command.available", lambda kind: None)
+    assert run("--failures", "40", "--model", "mlp", "--model", "gpt", "--seed", "7") == code
+    out = capsys.readouterr().out
+    assert told in out
+    assert "40 failures in 12 steps" in out
+    assert [each["model"] for each in rounds] == ["mlp", "gpt", "mlp", "gpt"]
+    assert len({each["seed"] for each in rounds}) == 4
+    assert out.endswith("failed\n")
+    repeat = shlex.split(re.findall(r"repeat: (.*)", out)[0])
+    assert repeat[:4] == ["python", "-m", "stress", "hammer"]
+    again = len(rounds)
+    assert run(*repeat[4:]) == 0
+    assert {name: rounds[again][name] for name in ("kind", "model", "seed")} == {name: rounds[1][name] for name in ("kind", "model", "seed")}
+    assert len(rounds) == again + 1
+
+
+def test_rounds_that_all_end_badly_end_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def child(*args: Any, **kwargs: Any) -> Any:
+        raise Crashed("ended by SIGSEGV", "a stack", "SIGSEGV")
+        yield
+
+    monkeypatch.setattr("stress.hammer.command.run_child", child)
+    monkeypatch.setattr("stress.hammer.command.available", lambda kind: None)
+    assert run("--failures", "40", "--model", "mlp") == 4
+    assert "not allowed: crash by SIGSEGV 5" in capsys.readouterr().out
+
+
+def test_a_kind_that_cannot_be_had_here_is_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("stress.hammer.command.available", lambda kind: "there is no compiler")
+    assert run("--kind", "shim") == 2
+    assert "there is no compiler" in capsys.readouterr().err

@@ -1,0 +1,226 @@
+"""The soak: its judgement tells what leaks from what does not, and a short run of it passes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_mbs import ElasticMBS
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.cli.command import main
+from elastic_mbs.controller.controller import Controller
+from elastic_mbs.engine import recovery
+from stress.scenarios.catalogue import EAGER
+from stress.soak.job import _Soak, soak
+from stress.soak.trend import LIMITS, Sample, complaints, rise, slope
+from stress.state import WrongOutcomeError
+from stress.worlds import BudgetWorld, Crashed, Failed, Hung
+from tests.helpers import small_models
+
+FLAT = Sample(at=0.0, live=1000, resident=500 << 20, data=400 << 20, threads=3, files=7, objects=20_000, hooks=0, ratio=1.0)
+COUNT = 60
+
+
+def run(*arguments: str) -> int:
+    return main(["stress", "soak", *arguments])
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A model of the user's: so small that thousands of steps fit into seconds."""
+    path = tmp_path / "tiny.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def make():\n"
+        "    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.BatchNorm1d(32), nn.Linear(32, 2)).double()\n"
+        "    data = torch.randn(16, 4, dtype=torch.float64), torch.randint(0, 2, (16,))\n"
+        "    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [data]\n"
+    )
+    return f"{path}:make"
+
+
+# ---------------------------------------------------------------------- the judgement
+
+
+def noisy(name: str, per_sample: float, noise: float, seed: int = 0) -> list[Sample]:
+    """A run in which one figure rises by so much a sample, under noise and with a few outliers."""
+    rng, samples = random.Random(seed), []
+    for i in range(COUNT):
+        value = getattr(FLAT, name) + per_sample * i + rng.uniform(-noise, noise) + (20 * noise if i % 13 == 5 else 0)
+        samples.append(replace(FLAT, at=30.0 * i, **{name: value if name == "ratio" else round(value)}))
+    return samples
+
+
+def test_a_slope_is_the_median_of_the_slopes_of_all_pairs() -> None:
+    assert slope([0, 1, 2, 3], [1, 3, 5, 7]) == 2
+    assert slope([0, 1, 2, 3, 4], [0, 1, 2, 900, 4]) == 1
+    assert slope([1, 1], [0, 5]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "per_sample", "noise"),
+    [
+        ("live", 8, 0),
+        ("resident", 1 << 20, 4 << 20),
+        ("data", 1 << 20, 4 << 20),
+        ("threads", 0.05, 0),
+        ("files", 0.1, 0),
+        ("objects", 20, 60),
+        ("hooks", 1, 0),
+        ("ratio", 0.004, 0.02),
+    ],
+)
+def test_what_rises_slowly_under_noise_is_told_and_what_is_noise_is_not(name: str, per_sample: float, noise: float) -> None:
+    told = complaints(noisy(name, per_sample, noise))
+    assert told[0].startswith(f"{name} has risen by")
+    if name != "hooks":
+        assert complaints(noisy(name, 0.0, noise)) == []
+
+
+def test_what_rises_at_the_start_only_and_what_falls_is_flat() -> None:
+    samples = [replace(FLAT, at=30.0 * i, resident=min(i, 20) * (4 << 20), objects=20_000 - 10 * i) for i in range(COUNT)]
+    assert complaints(samples) == []
+    assert rise(samples, "objects") < 0
+
+
+def test_a_hook_that_was_left_once_is_told() -> None:
+    samples = [replace(FLAT, at=30.0 * i, hooks=2 * (i == 3)) for i in range(COUNT)]
+    assert complaints(samples) == ["2 hooks were left on the model by closed runtimes"]
+
+
+def test_too_few_samples_are_no_verdict() -> None:
+    assert "too few" in complaints([FLAT] * 15)[0]
+
+
+def test_every_figure_has_a_limit() -> None:
+    assert {"at", *LIMITS} == set(vars(FLAT))
+
+
+# ---------------------------------------------------------------------- the run
+
+
+def test_a_gradient_that_depends_on_a_buffer_is_checked_from_the_buffer_that_the_step_began_with(tmp_path: Path) -> None:
+    """A running mean that the loss subtracts was the later one in the reference: a sound run was called wrong."""
+    path = tmp_path / "centred.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Centred(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.inner = nn.Linear(4, 32).double()\n"
+        "        self.register_buffer('mean', torch.zeros(32, dtype=torch.float64))\n"
+        "    def forward(self, x):\n"
+        "        y = self.inner(x)\n"
+        "        self.mean.lerp_(y.detach().mean(0), 0.5)\n"
+        "        return y - self.mean\n"
+        "def make():\n"
+        "    m = Centred()\n"
+        "    return m, lambda x: m(x).square().mean(), [torch.randn(16, 4, dtype=torch.float64) + 3]\n"
+    )
+    seen: list[dict[str, Any]] = []
+    soak(seen.append, kind="budget", seconds=0.1, seed=0, model=f"{path}:make", samples=4)
+    assert seen[-1]["checked"] > 0
+    assert seen[-1]["worst"] <= 1e-10
+
+
+def test_a_short_run_is_exact_and_flat_and_writes_what_it_measured(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", logger="elastic_mbs")  # pytest would keep every line that is logged, and those are objects
+    file = tmp_path / "soak.json"
+    code = run("--minutes", "0.08", "--samples", "24", "--model", tiny, "--json", str(file))
+    told = capsys.readouterr().out
+    written = json.loads(file.read_text())
+    timing = [each for each in written["complaints"] if each.startswith("ratio")]  # seconds on a busy machine are too short for it
+    assert written["complaints"] == timing, told
+    assert code == (3 if timing else 0)
+    assert len(written["measured"]) >= 16
+    assert written["ooms"] > 0
+    assert written["checked"] > 0
+    assert written["worst"] <= 1e-10
+    assert "over the second half" in told
+
+
+def test_the_allocator_itself_may_be_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sample = {name: getattr(FLAT, name) for name in vars(FLAT)}
+    messages = [
+        {"sample": {**sample, "at": float(i)}, "steps": i, "ooms": 0, "refused": 0, "checked": 1, "worst": 0.0, "failures": i} for i in range(20)
+    ]
+    monkeypatch.setattr("stress.soak.command.run_child", lambda *args, **kwargs: iter(messages))
+    monkeypatch.setattr("stress.soak.command.available", lambda kind: None)
+    assert run("--minutes", "0.1", "--kind", "shim") == 0
+    assert "passed: flat and exact" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Hung("it had not ended", "File x, in stuck"), 5),
+        (Crashed("ended by SIGSEGV", "last words", "SIGSEGV"), 4),
+        (Failed("ended by KeyError", "trace", 1, "KeyError"), 4),
+        (Failed("ended by WrongOutcomeError", "trace", 1, "WrongOutcomeError"), 3),
+    ],
+)
+def test_how_a_child_ends_is_told_by_the_exit_code(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def child(*args: Any, **kwargs: Any) -> Any:
+        raise error
+        yield
+
+    monkeypatch.setattr("stress.soak.command.run_child", child)
+    monkeypatch.setattr("stress.soak.command.available", lambda kind: None)
+    assert run("--minutes", "0.1", "--kind", "shim") == code
+    assert "failed" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_ends_the_run(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    good = Counts.weights_of
+
+    def bad(self: Counts, bounds: Any, *, reduction: str = "mean") -> Any:
+        return [{name: weight * 1.01 for name, weight in each.items()} if each else each for each in good(self, bounds, reduction=reduction)]
+
+    monkeypatch.setattr(Counts, "weights_of", bad)
+    with pytest.raises(WrongOutcomeError, match="gradient off by"):
+        soak(lambda message: None, kind="budget", seconds=5.0, seed=0, model=tiny, samples=4)
+    assert run("--minutes", "0.05", "--model", tiny) == 3
+    assert "gradient off by" in capsys.readouterr().out
+
+
+def test_a_graph_that_stays_after_a_failed_backward_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "drop_unrun", lambda: None)
+    with pytest.raises(WrongOutcomeError, match="still held after the failed backward"):
+        soak(lambda message: None, kind="budget", seconds=20.0, seed=0, model="heads", samples=4)
+
+
+def test_a_size_that_does_not_come_back_with_the_memory_ends_the_run(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Controller, "_try_to_grow", lambda self, track, capacity, now: None)
+    monkeypatch.setattr("stress.soak.job.BACK_SECONDS", 0.0)
+    with pytest.raises(WrongOutcomeError, match="memory for the whole batch again, but after 40 calls"):
+        soak(lambda message: None, kind="budget", seconds=20.0, seed=0, model=tiny, samples=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"), [({"grow": False, "micro_batch_size": 2}, range(1)), ({"max_micro_batch_size": 5}, range(1, 41)), ({}, range(1, 41))]
+)
+def test_a_size_comes_back_as_far_as_its_options_let_it(options: dict[str, Any], calls: range) -> None:
+    given = small_models.plain()
+    subject = replace(given, options={**given.options, **options})
+    with BudgetWorld() as world, ElasticMBS(subject.model, **{**subject.options, "sensor": world.sensor, "policy": EAGER}) as mbs:
+        running = _Soak(lambda message: None, world, subject, random.Random(0), time.monotonic)
+        running._come_back(mbs)
+    assert running._slowest in calls
+
+
+def test_a_kind_that_cannot_be_had_here_is_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("stress.soak.command.available", lambda kind: "there is no compiler")
+    assert run("--kind", "shim") == 2
+    assert "there is no compiler" in capsys.readouterr().err
