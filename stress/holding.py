@@ -6,16 +6,16 @@ from torch import nn
 
 from elastic_mbs import Event, OutOfMemory
 
+from .limits import MemoryLimit, ShimLimit
 from .state import WrongOutcomeError
-from .worlds import ShimWorld, World
 
 BOOKKEEPING = 16384
 """Bytes of losses, states of random generators and the like that a call may hold."""
 
 
-def held_beside_gradients(world: World, model: nn.Module) -> int:
+def held_beside_gradients(world: MemoryLimit, model: nn.Module) -> int:
     """Bytes that this process holds, as the world counts them, without the gradients of a model."""
-    least = world.fence.minimum if isinstance(world, ShimWorld) else 1
+    least = world.fence.minimum if isinstance(world, ShimLimit) else 1
     storages = {}
     for leaf in model.parameters():
         if leaf.grad is not None:
@@ -36,7 +36,7 @@ class Holding:
         phase: of the attempt that had failed then.
     """
 
-    def __init__(self, world: World, model: nn.Module) -> None:
+    def __init__(self, world: MemoryLimit, model: nn.Module) -> None:
         self._world = world
         self._model = model
         self.begin()

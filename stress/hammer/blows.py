@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..worlds import World
+from ..limits import MemoryLimit
 
 NOTHING_MORE = "nothing more"
 """A room: what is held at that moment is all there is."""
@@ -85,7 +85,7 @@ class Blows(TorchDispatchMode):
         blows: in their order.
     """
 
-    def __init__(self, world: World, range_: Range, blows: Sequence[Blow]) -> None:
+    def __init__(self, world: MemoryLimit, range_: Range, blows: Sequence[Blow]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._world = world
         self._range = range_

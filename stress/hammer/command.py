@@ -26,13 +26,13 @@ from elastic_mbs.errors import UsageError
 
 from .. import exit_codes
 from ..factory import find
+from ..limits import ChildError, Crashed, Failed, Hung, available, run_child
 from ..options import duration, whole
 from ..options import seed as a_seed
 from ..output import check_writable
 from ..repeat import TOOL, case_seed
 from ..state import WrongOutcomeError
 from ..sums import listed
-from ..worlds import ChildError, Crashed, Failed, Hung, available, run_child
 from .counts import Counts
 
 JOB = ".hammer.job:hammer"

@@ -19,10 +19,10 @@ from elastic_mbs.testing import InjectOOM
 from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make
 from ..holding import Holding
+from ..limits import Emit, MemoryLimit, open_limit
 from ..scenarios.needs import smallest
 from ..state import Streams, WrongOutcomeError, error_of, same_state, tolerance_of
 from ..subject import Subject
-from ..worlds import Emit, World, open_world
 from .blows import Blows, Range, draw
 from .counts import Counts
 
@@ -51,12 +51,12 @@ def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps
     torch.set_num_threads(1)
     real, twin = make(model, seed), make(model, seed)
     torch.manual_seed(seed)
-    with open_world(kind) as world:
+    with open_limit(kind) as world:
         _Round(emit, world, real, twin, random.Random(seed)).run(failures, steps)
 
 
 class _Round:
-    def __init__(self, emit: Emit, world: World, real: Subject, twin: Subject, rng: random.Random) -> None:
+    def __init__(self, emit: Emit, world: MemoryLimit, real: Subject, twin: Subject, rng: random.Random) -> None:
         self._emit, self._world, self._real, self._twin, self._rng = emit, world, real, twin, rng
         self._optimizers = [subject.optimizer(subject.model.parameters()) for subject in (real, twin)]
         self._tolerance = tolerance_of(real.model)

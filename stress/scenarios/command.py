@@ -17,11 +17,11 @@ import torch
 
 from elastic_mbs.errors import UsageError
 
+from ..limits import KINDS, available
 from ..options import memory, seed, whole
 from ..output import check_writable
 from ..record import Run, write_json
 from ..subject import words
-from ..worlds import KINDS, available
 from .catalogue import SCENARIOS, Scenario
 from .console import Progress, summary, table
 from .facts import check

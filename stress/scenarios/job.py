@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..limits import Emit, MemoryLimit, open_limit
 from ..record import Step
-from ..worlds import Emit, World, open_world
 from .meeting import Meeting
 from .order import Order
 from .session import needs_of, run
@@ -18,10 +18,10 @@ SOONER = 10.0
 """Seconds by which a process gives up waiting for another before it is taken for hung itself."""
 
 
-def open_for(order: Order) -> World:
+def open_for(order: Order) -> MemoryLimit:
     """The world of an order. Of two processes on one device, neither moves its limit."""
     options: dict[str, Any] = {"shared": True} if order.meeting is not None and order.kind in {"shim", "cuda"} else {}
-    return open_world(order.kind, **options)
+    return open_limit(order.kind, **options)
 
 
 def _begin(emit: Emit, order: Order, meeting: Meeting) -> Order:

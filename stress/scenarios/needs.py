@@ -20,9 +20,9 @@ from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify
 
 from ..by_hand import view_of
+from ..limits import MemoryLimit
 from ..record import Needs
 from ..subject import Subject
-from ..worlds import World
 
 TRIALS = 9
 """Halvings until a capacity is known to a few hundredths of what a piece takes."""
@@ -74,7 +74,7 @@ def longest_batch(subject: Subject, steps: int) -> tuple[Any, BatchView]:
     return best
 
 
-def measure(world: World, subject: Subject, steps: int) -> Needs:
+def measure(world: MemoryLimit, subject: Subject, steps: int) -> Needs:
     """Runs steps of several sizes, without a limit.
 
     Args:
@@ -120,7 +120,7 @@ def _bytes_of(optimizer: torch.optim.Optimizer) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves([parameters, list(optimizer.state.values())]) if isinstance(leaf, torch.Tensor))
 
 
-def _fetching(world: World, subject: Subject, steps: int) -> int:
+def _fetching(world: MemoryLimit, subject: Subject, steps: int) -> int:
     """Peak while batches are made, which the runtime has no part in; they live on the device where that is the host."""
     world.reset_peak()
     for step in range(min(steps, LOOKED_AT)):
@@ -128,7 +128,7 @@ def _fetching(world: World, subject: Subject, steps: int) -> int:
     return world.peak()
 
 
-def measure_by_trial(world: World, subject: Subject, needs: Needs, steps: int) -> Needs:
+def measure_by_trial(world: MemoryLimit, subject: Subject, needs: Needs, steps: int) -> Needs:
     """The same in a world whose own account of a peak is too coarse: for each size the smallest capacity under which a piece comes through.
 
     Args:
@@ -156,7 +156,7 @@ def measure_by_trial(world: World, subject: Subject, needs: Needs, steps: int) -
     return replace(needs, peaks=[max(needs.floor, peak) for peak in _rising(peaks)])
 
 
-def _fits(world: World, subject: Subject, view: BatchView, names: tuple[str, ...] | None, size: int) -> bool:
+def _fits(world: MemoryLimit, subject: Subject, view: BatchView, names: tuple[str, ...] | None, size: int) -> bool:
     try:
         _piece(world, subject, view, names, size)
     except RuntimeError as error:
@@ -166,7 +166,7 @@ def _fits(world: World, subject: Subject, view: BatchView, names: tuple[str, ...
     return True
 
 
-def _piece(world: World, subject: Subject, view: BatchView, names: tuple[str, ...] | None, size: int) -> None:
+def _piece(world: MemoryLimit, subject: Subject, view: BatchView, names: tuple[str, ...] | None, size: int) -> None:
     piece = map_tensors(view.piece(0, size), lambda tensor: tensor.to(world.device))
     terms, _ = read_losses(subject.loss_fn(piece), names)
     total: torch.Tensor = sum(terms.values())  # type: ignore[assignment]  # at least one
@@ -178,7 +178,7 @@ def _rising(peaks: Sequence[int]) -> list[int]:
     return [max(peaks[: i + 1]) for i in range(len(peaks))]
 
 
-def warm(world: World, subject: Subject, steps: int, size: int) -> None:
+def warm(world: MemoryLimit, subject: Subject, steps: int, size: int) -> None:
     """Runs one piece of a size."""
     _, view = longest_batch(subject, steps)
     _piece(world, subject, view, Counts.read(subject.options.get("count"), view).names, size)

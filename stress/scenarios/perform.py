@@ -10,9 +10,9 @@ from typing import Any
 
 from elastic_mbs.errors import UsageError
 
+from ..limits import UNLIMITED, Child, ChildError, Confined, Crashed, Fence, in_child, run_child, run_children
 from ..record import Mark, Needs, Run, Step
 from ..subject import words
-from ..worlds import UNLIMITED, Child, ChildError, Confined, Crashed, Fence, in_child, run_child, run_children
 from . import checks, job
 from .meeting import Meeting
 from .order import Order

@@ -20,10 +20,10 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
 from ..factory import make
+from ..limits import CudaLimit, MemoryLimit, in_child
+from ..limits.host_limit import switch_onednn_off
 from ..record import Differences, Needs, Run, Step
 from ..subject import one_line
-from ..worlds import CudaWorld, World, in_child
-from ..worlds.host_world import switch_onednn_off
 from .checkpoint import Checkpoint
 from .facts import separable, whole
 from .needs import ON_HOST, longest_batch, measure, measure_by_trial, smallest, warm
@@ -41,7 +41,11 @@ def nobody(step: Step) -> None:
 
 
 def run(
-    order: Order, world: World, tell: Tell = nobody, trained_all: Callable[[], object] = lambda: None, opened: Callable[[], object] = lambda: None
+    order: Order,
+    world: MemoryLimit,
+    tell: Tell = nobody,
+    trained_all: Callable[[], object] = lambda: None,
+    opened: Callable[[], object] = lambda: None,
 ) -> Run:
     """Carries an order out. What is trained is made before there is a limit: a real job's model is there before its co-tenant comes.
 
@@ -68,7 +72,7 @@ def run(
             world.fragment(largest)
         trained = _train(order, world, room, record, tell, notes, session, mortal)
         del session
-        record.expandable = isinstance(world, CudaWorld) and world.expandable()
+        record.expandable = isinstance(world, CudaLimit) and world.expandable()
     trained_all()
     if trained is not None:
         with contextlib.ExitStack() as undo:
@@ -79,13 +83,13 @@ def run(
     return record
 
 
-def _about(order: Order, world: World, needs: Needs) -> Run:
+def _about(order: Order, world: MemoryLimit, needs: Needs) -> Run:
     """A record without steps."""
     subject = make(order.model, order.seed, world.device)
     return Run(order.scenario, order.kind, subject.name, rounding_of(subject.model)[0], order.seed, needs, process=order.process)
 
 
-def room_of(order: Order, world: World) -> Room:
+def room_of(order: Order, world: MemoryLimit) -> Room:
     """What the model needs in this world, and what a share of it is.
 
     Raises:
@@ -106,7 +110,7 @@ def room_of(order: Order, world: World) -> Room:
 _known: dict[tuple[object, ...], Needs] = {}
 
 
-def needs_of(order: Order, world: World) -> Needs:
+def needs_of(order: Order, world: MemoryLimit) -> Needs:
     """What the model takes in this world; measured once in a process, unless the order says."""
     if order.needs is not None:
         return Needs.from_json(order.needs)
@@ -133,7 +137,9 @@ def largest_block(order: Order, needs: Needs) -> int:
     return max(*whole, round((order.entry.largest or 1.0) * (needs.whole - needs.rest)))
 
 
-def _train(order: Order, world: World, room: Room, record: Run, tell: Tell, notes: Notes, session: Session, mortal: Mortal | None) -> Trained | None:
+def _train(
+    order: Order, world: MemoryLimit, room: Room, record: Run, tell: Tell, notes: Notes, session: Session, mortal: Mortal | None
+) -> Trained | None:
     """Trains, resuming where there is a checkpoint. An error that training does not promise is noted on the record."""
     notes.start()
     record.began, record.marks = notes.began, notes.marks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elastic_mbs.events import format_bytes
 
-from ..worlds import World
+from ..limits import MemoryLimit
 from .weather import Room, Weather
 
 
@@ -25,7 +25,9 @@ class Stage:
         moves: whether the limit is ours to move; False where two processes share a device, and it was made as large as it is to be.
     """
 
-    def __init__(self, world: World, room: Room, script: Callable[[int], Weather], tell: Callable[[str], object], *, moves: bool = True) -> None:
+    def __init__(
+        self, world: MemoryLimit, room: Room, script: Callable[[int], Weather], tell: Callable[[str], object], *, moves: bool = True
+    ) -> None:
         self._world = world
         self._room = room
         self._script = script

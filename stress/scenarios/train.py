@@ -20,9 +20,9 @@ from elastic_mbs.memory.oom import classify
 from elastic_mbs.memory.sensor import Reading
 
 from ..by_hand import Partition, view_of
+from ..limits import MemoryLimit
 from ..record import End, Step
 from ..subject import Subject
-from ..worlds import World
 from .catalogue import Scenario
 from .needs import batch_of
 from .notes import Notes
@@ -121,7 +121,7 @@ class Session:
         del self.mbs
 
 
-def open_session(subject: Subject, scenario: Scenario, world: World, notes: Notes, seed: int) -> tuple[Session, Mortal | None]:
+def open_session(subject: Subject, scenario: Scenario, world: MemoryLimit, notes: Notes, seed: int) -> tuple[Session, Mortal | None]:
     """The runtime and the optimizer of a run."""
     sensor = world.sensor
     mortal = None
@@ -136,7 +136,7 @@ def open_session(subject: Subject, scenario: Scenario, world: World, notes: Note
 def train(
     session: Session,
     scenario: Scenario,
-    world: World,
+    world: MemoryLimit,
     room: Room,
     notes: Notes,
     *,

@@ -22,12 +22,12 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
 from ..exit_codes import HANG, PASSED, UNEXPECTED, WRONG
+from ..limits import Crashed, Failed, Hung, available, run_child
 from ..options import duration, seed, whole
 from ..output import check_writable
 from ..scenarios.facts import check
 from ..state import WrongOutcomeError
 from ..watchdog import Watchdog
-from ..worlds import Crashed, Failed, Hung, available, run_child
 from .job import soak
 from .trend import LEAST, Sample, allowed, complaints, rise
 

@@ -24,9 +24,9 @@ from elastic_mbs.memory.budget import on_host
 from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make
 from ..holding import Holding
+from ..limits import MemoryLimit, open_limit
 from ..state import Streams, WrongOutcomeError, error_of, tolerance_of
 from ..subject import Subject
-from ..worlds import World, open_world
 from .trend import LEAST, Sample
 
 SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
@@ -69,12 +69,12 @@ def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, sample
         WrongOutcomeError: a gradient is not exact, a failed attempt is still held, or the micro-batch does not come back with the memory.
     """
     torch.set_num_threads(1)
-    with open_world(kind) as world:
+    with open_limit(kind) as world:
         _Soak(emit, world, make(model, seed, world.device), random.Random(seed), clock).run(seconds, samples)
 
 
 class _Soak:
-    def __init__(self, emit: Emit, world: World, subject: Subject, rng: random.Random, clock: Callable[[], float]) -> None:
+    def __init__(self, emit: Emit, world: MemoryLimit, subject: Subject, rng: random.Random, clock: Callable[[], float]) -> None:
         self._emit, self._world, self._subject, self._rng, self._clock = emit, world, subject, rng, clock
         self._optimizer = subject.optimizer(subject.model.parameters())
         self._tolerance = tolerance_of(subject.model)

@@ -172,14 +172,14 @@ def test_a_step_that_ends_by_another_error_puts_the_random_stream_back_as_well()
 
 def test_copies_for_a_step_are_made_one_by_one_where_no_large_block_can_be_had() -> None:
     """They were put into one block of up to 64 MiB, and the step was refused although there was memory for each of them. Found by `fragmentation`."""
-    from stress.worlds import BudgetWorld
+    from stress.limits import BudgetLimit
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).double()
     twin = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 64, dtype=torch.float64)).sum().backward()
-    with BudgetWorld() as world, ElasticMBS(model, sensor=world.sensor, monitor_interval=0) as mbs:
+    with BudgetLimit() as world, ElasticMBS(model, sensor=world.sensor, monitor_interval=0) as mbs:
         world.fragment(64 * 64 * 8)
         mbs.optimizer_step(optimizer)
     for parameter, before in zip(model.parameters(), twin, strict=True):

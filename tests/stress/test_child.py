@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from elastic_mbs import UsageError
+from stress.limits import Child, Crashed, Failed, Fence, Hung, job, run_child, run_children
+from stress.limits import child as child_module
+from stress.limits import fence as fences
+from stress.limits.child import name_of
 from stress.scenarios.order import Order
-from stress.worlds import Child, Crashed, Failed, Fence, Hung, job, run_child, run_children
-from stress.worlds import child as child_module
-from stress.worlds import fence as fences
-from stress.worlds.child import name_of
 from tests.helpers import jobs
 
 LONG = 60.0

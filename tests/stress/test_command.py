@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from elastic_mbs.cli.command import main
+from stress.limits import KINDS, available
 from stress.record import read_json
 from stress.scenarios.catalogue import SCENARIOS
 from stress.scenarios.command import QUICK
 from stress.scenarios.console import Progress, summary, table
 from stress.scenarios.order import Order
 from stress.scenarios.perform import failed
-from stress.worlds import KINDS, available
 from tests.stress.test_scenarios import record, step
 
 SMALL = """

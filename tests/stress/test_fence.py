@@ -15,8 +15,8 @@ import pytest
 
 from elastic_mbs import UsageError
 from elastic_mbs.cli.demo.neighbour import Heap, Neighbour
-from stress.worlds import Fence
-from stress.worlds import fence as fences
+from stress.limits import Fence
+from stress.limits import fence as fences
 
 pytestmark = pytest.mark.skipif(fences.trouble() is not None, reason=str(fences.trouble()))
 

@@ -28,8 +28,8 @@ from stress.factory import make
 from stress.hammer.blows import BLOCKS, NOTHING_MORE, Blow, Blows, Range, draw
 from stress.hammer.counts import Counts
 from stress.hammer.job import _Round, hammer
+from stress.limits import BudgetLimit, Crashed, Failed, Hung, available
 from stress.state import Streams, WrongOutcomeError
-from stress.worlds import BudgetWorld, Crashed, Failed, Hung, available
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.no_oom_injection
@@ -71,7 +71,7 @@ def test_moves_come_in_their_order_and_are_the_same_for_a_seed() -> None:
 
 def test_memory_moves_before_the_operation_that_is_named_and_is_free_after_the_block() -> None:
     limits: list[int | None] = []
-    with BudgetWorld() as world:
+    with BudgetLimit() as world:
         kept = torch.ones(1024)
         blows = [Blow(0, 0.5), Blow(2, NOTHING_MORE), Blow(3, BLOCKS), Blow(4, None)]
         with Blows(world, Range(100, 300, blocks=True), blows):
@@ -153,7 +153,7 @@ class Result(float):
 def at_rest() -> Iterator[_Round]:
     """A round of the branched model before its first step, with the twin as the model is."""
     threads, streams = torch.get_num_threads(), torch.get_rng_state()
-    with BudgetWorld() as world:
+    with BudgetLimit() as world:
         found = _Round(lambda message: None, world, make(BRANCHED, 0), make(BRANCHED, 0), random.Random(0))
         found._calibrate()
         found._follow()

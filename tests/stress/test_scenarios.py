@@ -14,6 +14,7 @@ import torch
 
 from elastic_mbs.cli.command import main
 from stress.factory import find
+from stress.limits import BudgetLimit, available
 from stress.models import BUILTIN
 from stress.record import Differences, End, Mark, Needs, Run, Step, document, read_json, write_json
 from stress.scenarios import checks, weather
@@ -25,7 +26,6 @@ from stress.scenarios.perform import _two_on_cuda, judge, perform
 from stress.scenarios.reference import relative, weight_difference
 from stress.scenarios.session import run as run_here
 from stress.scenarios.weather import Room, Weather
-from stress.worlds import BudgetWorld, available
 
 NEEDS = Needs(samples=32, rest=1000, sizes=[1, 8, 16, 32], peaks=[1100, 1800, 2600, 4200], optimizer=3000, held=2000)
 SAME = Differences(loss=1e-15, norm=1e-15, weight=1e-14, tolerance_loss=1e-12, tolerance_weight=1e-9, whole_loss=1e-15, whole_weight=1e-14)
@@ -342,7 +342,7 @@ def test_the_bounded_set_fails_where_the_engine_loses_a_sample(monkeypatch: pyte
 
     monkeypatch.setattr(Schedule, "push", lose)
     order = Order("sawtooth", "budget", "wide", 0, 12)
-    (run,) = judge([run_here(order, BudgetWorld())], order)
+    (run,) = judge([run_here(order, BudgetLimit())], order)
     assert not run.passed
     assert any("differs by" in complaint for complaint in run.complaints)
 

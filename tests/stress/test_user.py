@@ -15,6 +15,7 @@ from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.errors import UsageError
 from stress.factory import find, make
+from stress.limits import BudgetLimit, available
 from stress.record import Needs, Run, read_json
 from stress.scenarios import checks
 from stress.scenarios import command as scenarios
@@ -24,7 +25,6 @@ from stress.scenarios.order import Order
 from stress.scenarios.perform import failed, judge, perform
 from stress.scenarios.reference import Probe, relative
 from stress.subject import naming
-from stress.worlds import BudgetWorld, available
 from tests.stress.test_scenarios import SAME, record, step
 
 Write = Callable[..., str]
@@ -383,7 +383,7 @@ def test_an_odd_batch_in_twos_has_room_for_the_three_that_are_left(write: Write)
     model = write(body)
     subject = make(model, 0)
     assert least(subject, 4) == 3
-    with BudgetWorld() as world:
+    with BudgetLimit() as world:
         assert measure(world, subject, 4).sizes[0] == 3
     (found,) = perform(Order("leak", "budget", model, 0, 18), lambda step: None)
     assert (found.complaints, found.unshown, len(found.steps)) == ([], "", 18)

@@ -17,41 +17,41 @@ from typing import Any
 from elastic_mbs.errors import UsageError
 
 from . import cuda, fence, rlimit
-from .budget import BudgetWorld
+from .budget import BudgetLimit
 from .child import Child, ChildError, Crashed, Emit, Failed, Hung, run_child, run_children
-from .cuda import Confined, CudaWorld
+from .cuda import Confined, CudaLimit
 from .fence import UNLIMITED, Fence
-from .rlimit import RlimitWorld
-from .shim import ShimWorld
-from .world import World
+from .limit import MemoryLimit
+from .rlimit import ProcessLimit
+from .shim import ShimLimit
 
 __all__ = [
     "KINDS",
     "UNLIMITED",
-    "BudgetWorld",
+    "BudgetLimit",
     "Child",
     "ChildError",
     "Confined",
     "Crashed",
-    "CudaWorld",
+    "CudaLimit",
     "Emit",
     "Failed",
     "Fence",
     "Hung",
-    "RlimitWorld",
-    "ShimWorld",
-    "World",
+    "MemoryLimit",
+    "ProcessLimit",
+    "ShimLimit",
     "available",
     "in_child",
-    "open_world",
+    "open_limit",
     "run_child",
     "run_children",
 ]
 
-_WORLDS: dict[str, Callable[..., World]] = {"budget": BudgetWorld, "shim": ShimWorld, "rlimit": RlimitWorld, "cuda": CudaWorld}
+_LIMITS: dict[str, Callable[..., MemoryLimit]] = {"budget": BudgetLimit, "shim": ShimLimit, "rlimit": ProcessLimit, "cuda": CudaLimit}
 _TROUBLES: dict[str, Callable[[], str | None]] = {"budget": lambda: None, "shim": fence.trouble, "rlimit": rlimit.trouble, "cuda": cuda.trouble}
 
-KINDS = tuple(_WORLDS)
+KINDS = tuple(_LIMITS)
 """Kinds of worlds."""
 
 
@@ -69,7 +69,7 @@ def in_child(kind: str) -> bool:
     return _checked(kind) in {"shim", "rlimit"}
 
 
-def open_world(kind: str, **options: Any) -> World:
+def open_limit(kind: str, **options: Any) -> MemoryLimit:
     """A world of this kind, not entered yet.
 
     Args:
@@ -82,10 +82,10 @@ def open_world(kind: str, **options: Any) -> World:
     problem = available(kind)
     if problem is not None:
         raise UsageError(problem)
-    return _WORLDS[kind](**options)
+    return _LIMITS[kind](**options)
 
 
 def _checked(kind: str) -> str:
-    if kind not in _WORLDS:
+    if kind not in _LIMITS:
         raise UsageError(f"there is no world {kind!r}; one of {', '.join(KINDS)}")
     return kind

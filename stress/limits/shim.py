@@ -13,10 +13,10 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.size import parse_bytes
 
 from .fence import UNLIMITED, VARIABLE, Fence, under
-from .host_world import HostWorld, switch_onednn_off
+from .host_limit import HostLimit, switch_onednn_off
 
 
-class ShimWorld(HostWorld):
+class ShimLimit(HostLimit):
     """The device that `fence.c` makes, as this process sees it. It has to be started under the fence, see `run_child`.
 
     What counts is tensors, in blocks of `Fence.minimum` bytes and more: so the rest of a training run is its model, gradients and optimizer, as on a

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, OutOfMemory
 from elastic_mbs.memory import Headroom, UsageMeter, oom
-from stress.worlds import World, open_world
+from stress.limits import MemoryLimit, open_limit
 
 Emit = Callable[[dict[str, Any]], None]
 MEBI = 1 << 20
@@ -27,7 +27,7 @@ def train(emit: Emit, kind: str) -> None:
     model = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10)).double()
     x, y = torch.randn(SAMPLES, ROWS, 64, dtype=torch.float64), torch.randint(0, 10, (SAMPLES, ROWS))
     in_backward: list[int] = []
-    world = open_world(kind)
+    world = open_limit(kind)
 
     def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
         hidden = model[:2](batch[0])
@@ -88,7 +88,7 @@ def train(emit: Emit, kind: str) -> None:
     emit({"what": "lifted", "bytes": sum(map(len, blocks))})
 
 
-def _come_and_go(emit: Emit, world: World) -> None:
+def _come_and_go(emit: Emit, world: MemoryLimit) -> None:
     start = world.live()
     world.resize(start + 20 * MEBI)
     kept = torch.zeros(8 * MEBI, dtype=torch.uint8)
@@ -121,7 +121,7 @@ def _figures(reading: object) -> dict[str, Any]:
 
 def share(emit: Emit, size: int, hold: float) -> None:
     """Takes as much of a shared device as it can get, up to `size`, in blocks of 1 MiB; says so, and keeps it for a while."""
-    world = open_world("shim", shared=True)
+    world = open_limit("shim", shared=True)
     with world:
         blocks: list[Tensor] = []
         try:
@@ -137,7 +137,7 @@ def share(emit: Emit, size: int, hold: float) -> None:
 
 def be_limited_from_outside(emit: Emit) -> None:
     """Says where its limit begins, waits until somebody moves it, and runs into it."""
-    world = open_world("rlimit")
+    world = open_limit("rlimit")
     with world:
         world.resize(1 << 40)
         emit({"pid": os.getpid(), "base": getattr(world, "base", 0)})

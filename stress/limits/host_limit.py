@@ -16,7 +16,7 @@ from elastic_mbs.memory import Headroom, Reading, Unavailable, Usage
 from elastic_mbs.memory.size import parse_bytes
 
 
-class HostWorld(ABC):
+class HostLimit(ABC):
     """A world on the CPU. It is the sensor and the meter of what is trained in it, see `HostGauge`.
 
     Attributes:
@@ -129,7 +129,7 @@ class HostGauge:
         resets: how often the peak was reset, by a runtime or by the world.
     """
 
-    def __init__(self, world: HostWorld) -> None:
+    def __init__(self, world: HostLimit) -> None:
         self._world = world
         self.resets = 0
 

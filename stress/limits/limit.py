@@ -11,7 +11,7 @@ import torch
 from elastic_mbs.memory import MemorySensor
 
 
-class World(Protocol):
+class MemoryLimit(Protocol):
     """A device's memory during one run; a context manager that leaves nothing behind.
 
     ```

@@ -19,27 +19,27 @@ import torch
 from elastic_mbs import ElasticMBS, MemoryBudget, UsageError
 from elastic_mbs.cli.demo.neighbour import Neighbour
 from elastic_mbs.memory import Headroom, MemorySensor, NoSensor, Unavailable, UsageMeter
-from stress.worlds import (
+from stress.limits import (
     KINDS,
-    BudgetWorld,
+    BudgetLimit,
     Child,
     Confined,
-    CudaWorld,
+    CudaLimit,
     Fence,
-    RlimitWorld,
-    ShimWorld,
+    ProcessLimit,
+    ShimLimit,
     available,
     checkerboard,
     cuda,
     in_child,
-    open_world,
+    open_limit,
     run_child,
     run_children,
 )
-from stress.worlds import fence as fences
-from stress.worlds import rlimit as rlimit_module
-from stress.worlds import shim as shim_module
-from tests.helpers import world_jobs
+from stress.limits import fence as fences
+from stress.limits import rlimit as rlimit_module
+from stress.limits import shim as shim_module
+from tests.helpers import limit_jobs
 
 MEBI = 1 << 20
 LONG = 120.0
@@ -58,9 +58,9 @@ def told(kind: str) -> dict[str, dict[str, Any]]:
     """What one training run in a world of this kind says, by topic."""
     messages: list[dict[str, Any]] = []
     if in_child(kind):
-        messages += run_child(kind, world_jobs.train, {"kind": kind}, deadline=LONG)
+        messages += run_child(kind, limit_jobs.train, {"kind": kind}, deadline=LONG)
     else:
-        world_jobs.train(messages.append, kind)
+        limit_jobs.train(messages.append, kind)
     return {message.pop("what"): message for message in messages}
 
 
@@ -113,7 +113,7 @@ def test_no_limit_is_left_at_the_end(kind: str) -> None:
 @needs_shim
 def test_two_elastic_processes_share_one_device_and_the_parents_limit() -> None:
     with Fence.create(40 * MEBI) as fence:
-        pair = [Child("shim", world_jobs.share, {"size": 64 * MEBI, "hold": LONG}, deadline=LONG, fence=fence) for _ in range(2)]
+        pair = [Child("shim", limit_jobs.share, {"size": 64 * MEBI, "hold": LONG}, deadline=LONG, fence=fence) for _ in range(2)]
         found = dict(islice(run_children(pair), 2))  # both hold what they have got
     assert sorted(found) == [0, 1]
     assert {message["kind"] for message in found.values()} == {"host"}
@@ -124,18 +124,18 @@ def test_two_elastic_processes_share_one_device_and_the_parents_limit() -> None:
 
 @needs_shim
 def test_a_killed_process_gives_its_memory_to_the_other() -> None:
-    with Fence.create(40 * MEBI) as fence, Child("shim", world_jobs.share, {"size": 30 * MEBI, "hold": 60.0}, deadline=LONG, fence=fence) as first:
+    with Fence.create(40 * MEBI) as fence, Child("shim", limit_jobs.share, {"size": 30 * MEBI, "hold": 60.0}, deadline=LONG, fence=fence) as first:
         assert next(iter(first))["held"] == 30 * MEBI
         assert 30 * MEBI <= fence.live() <= 31 * MEBI
         first.kill()
-        (second,) = run_child("shim", world_jobs.share, {"size": 38 * MEBI, "hold": 0.0}, deadline=LONG, fence=fence)
+        (second,) = run_child("shim", limit_jobs.share, {"size": 38 * MEBI, "hold": 0.0}, deadline=LONG, fence=fence)
         assert second["held"] == 38 * MEBI
         assert second["others"] == 0
 
 
 @needs_rlimit
 def test_the_process_limit_can_be_moved_from_outside() -> None:
-    with Child("rlimit", world_jobs.be_limited_from_outside, deadline=LONG) as child:
+    with Child("rlimit", limit_jobs.be_limited_from_outside, deadline=LONG) as child:
         messages = iter(child)
         start = next(messages)
         rlimit_module.move(start["pid"], start["base"])
@@ -153,15 +153,15 @@ def test_each_kind_tells_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "CUDA device" in str(available("cuda"))
     with pytest.raises(UsageError, match="needs a CUDA device"):
-        open_world("cuda")
+        open_limit("cuda")
     with pytest.raises(UsageError, match="needs a CUDA device"):
-        CudaWorld()
+        CudaLimit()
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "no-such-compiler" in str(available("shim"))
     monkeypatch.setattr(rlimit_module, "resource", None)
     assert "needs Linux" in str(available("rlimit"))
     with pytest.raises(UsageError, match="needs Linux"):
-        RlimitWorld()
+        ProcessLimit()
 
 
 def test_a_libc_without_mallopt_has_no_process_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_libc_without_mallopt_has_no_process_limit(monkeypatch: pytest.MonkeyP
     assert "needs glibc" in str(available("rlimit"))
 
 
-@pytest.mark.parametrize("ask", [available, in_child, open_world], ids=["available", "in_child", "open_world"])
+@pytest.mark.parametrize("ask", [available, in_child, open_limit], ids=["available", "in_child", "open_limit"])
 def test_an_unknown_kind_is_refused_with_those_there_are(ask: Any) -> None:
     with pytest.raises(UsageError, match="no world 'moon'; one of budget, shim, rlimit, cuda"):
         ask("moon")
@@ -180,7 +180,7 @@ def test_an_unknown_kind_is_refused_with_those_there_are(ask: Any) -> None:
 def test_the_shim_needs_a_process_started_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fences.VARIABLE, raising=False)
     with pytest.raises(UsageError, match="run_child"):
-        ShimWorld()
+        ShimLimit()
 
 
 def test_a_module_that_is_missing_on_windows_is_not_needed_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_a_module_that_is_missing_on_windows_is_not_needed_to_import(monkeypatch
 
 
 def test_the_budget_is_what_the_co_tenant_leaves_and_never_negative() -> None:
-    with BudgetWorld() as world:
+    with BudgetLimit() as world:
         world.resize("64MiB")
         world.occupy(24 * MEBI)
         assert world.budget.limit == 40 * MEBI
@@ -216,19 +216,19 @@ def test_the_budget_is_what_the_co_tenant_leaves_and_never_negative() -> None:
 
 def test_a_budget_given_is_used() -> None:
     budget = MemoryBudget("1GiB")
-    with BudgetWorld(budget) as world:
+    with BudgetLimit(budget) as world:
         kept = torch.zeros(MEBI, dtype=torch.uint8)
         assert world.live() == budget.live == MEBI == len(kept)
 
 
 @pytest.mark.parametrize("size", ["much", -1])
 def test_a_size_that_is_none_is_refused(size: Any) -> None:
-    with BudgetWorld() as world, pytest.raises(UsageError, match=str(size)):
+    with BudgetLimit() as world, pytest.raises(UsageError, match=str(size)):
         world.resize(size)
 
 
 def test_in_a_fragmented_budget_single_large_blocks_fail_while_memory_is_free() -> None:
-    with BudgetWorld() as world:
+    with BudgetLimit() as world:
         before = torch.zeros(2 * MEBI, dtype=torch.uint8)
         world.resize(64 * MEBI)
         world.fragment(MEBI)
@@ -245,11 +245,11 @@ def test_in_a_fragmented_budget_single_large_blocks_fail_while_memory_is_free() 
 
 
 def test_a_world_that_cannot_be_read_gives_no_reading_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: BudgetWorld) -> int:
+    def refuse(self: BudgetLimit) -> int:
         raise OSError("no such file")
 
-    monkeypatch.setattr(BudgetWorld, "live", refuse)
-    reading = BudgetWorld().sensor.read()
+    monkeypatch.setattr(BudgetLimit, "live", refuse)
+    reading = BudgetLimit().sensor.read()
     assert isinstance(reading, Unavailable)
     assert "'budget' cannot be read: no such file" in reading.reason
 
@@ -257,14 +257,14 @@ def test_a_world_that_cannot_be_read_gives_no_reading_and_no_error(monkeypatch: 
 def test_a_sensor_that_is_a_meter_takes_the_meters_place() -> None:
     # resident memory, which a CPU's own meter reads, cannot be held against the capacity of such a world
     model = torch.nn.Linear(4, 4)
-    with BudgetWorld() as world, ElasticMBS(model, sensor=world.sensor, monitor_interval=0) as mbs:
+    with BudgetLimit() as world, ElasticMBS(model, sensor=world.sensor, monitor_interval=0) as mbs:
         assert mbs._parts.meter is world.sensor
-    with BudgetWorld() as world, ElasticMBS(model, sensor=NoSensor(""), monitor_interval=0) as mbs:
+    with BudgetLimit() as world, ElasticMBS(model, sensor=NoSensor(""), monitor_interval=0) as mbs:
         assert mbs._parts.meter is world.budget
 
 
 def test_the_peak_of_an_interval_begins_with_what_is_live() -> None:
-    with BudgetWorld() as world:
+    with BudgetLimit() as world:
         kept = torch.zeros(3 * MEBI, dtype=torch.uint8)
         torch.zeros(5 * MEBI, dtype=torch.uint8)
         resets = world.sensor.resets
@@ -274,7 +274,7 @@ def test_the_peak_of_an_interval_begins_with_what_is_live() -> None:
 
 
 def test_leaving_by_an_error_lifts_the_limit_as_well() -> None:
-    world = BudgetWorld()
+    world = BudgetLimit()
     with pytest.raises(KeyError), world:
         world.resize(1)
         world.fragment(1)
@@ -289,12 +289,12 @@ def test_leaving_by_an_error_lifts_the_limit_as_well() -> None:
 
 
 @pytest.fixture
-def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[ShimWorld]:
+def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[ShimLimit]:
     """The world as a process under the fence sees it; what the library would write there is for a test to write."""
     with Fence.create() as fence:
         monkeypatch.setenv(fences.VARIABLE, str(fence.path))
         monkeypatch.setattr(shim_module, "under", lambda path: True)
-        yield ShimWorld()
+        yield ShimLimit()
 
 
 def write_slot(fence: Fence, place: int, pid: int, live: int, peak: int = 0, failures: int = 0) -> None:
@@ -304,7 +304,7 @@ def write_slot(fence: Fence, place: int, pid: int, live: int, peak: int = 0, fai
 
 
 @needs_shim
-def test_the_shim_tells_its_own_bytes_from_those_of_others(shim: ShimWorld) -> None:
+def test_the_shim_tells_its_own_bytes_from_those_of_others(shim: ShimLimit) -> None:
     write_slot(shim.fence, 0, os.getppid(), 30 * MEBI)
     assert (shim.live(), shim.peak(), shim.failures(), shim.others()) == (0, 0, 0, 30 * MEBI), "before the first block"
     write_slot(shim.fence, 1, os.getpid(), 5 * MEBI, 7 * MEBI, 3)
@@ -325,8 +325,8 @@ def test_the_shim_tells_its_own_bytes_from_those_of_others(shim: ShimWorld) -> N
 
 
 @needs_shim
-def test_a_shared_device_keeps_its_capacity_when_one_leaves(shim: ShimWorld) -> None:
-    with ShimWorld(shared=True, onednn=True) as world:
+def test_a_shared_device_keeps_its_capacity_when_one_leaves(shim: ShimLimit) -> None:
+    with ShimLimit(shared=True, onednn=True) as world:
         assert torch.backends.mkldnn.enabled
         world.fence.budget = 10 * MEBI
         assert world.total() == 10 * MEBI
@@ -334,7 +334,7 @@ def test_a_shared_device_keeps_its_capacity_when_one_leaves(shim: ShimWorld) -> 
 
 
 @needs_shim
-def test_the_co_tenants_process_is_there_when_it_is_needed_and_gone_at_the_end(shim: ShimWorld) -> None:
+def test_the_co_tenants_process_is_there_when_it_is_needed_and_gone_at_the_end(shim: ShimLimit) -> None:
     with shim:
         shim.occupy(0)
         assert shim._neighbour is None
@@ -384,7 +384,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
 @needs_rlimit
 def test_the_limit_counts_from_what_was_mapped_when_the_world_was_opened(limits: Limits) -> None:
     onednn = torch.backends.mkldnn.enabled
-    world = RlimitWorld()
+    world = ProcessLimit()
     with world:
         assert not torch.backends.mkldnn.enabled
         assert world.base > 50 * MEBI
@@ -416,7 +416,7 @@ def test_the_limit_counts_from_what_was_mapped_when_the_world_was_opened(limits:
 @needs_rlimit
 def test_the_users_hard_limit_is_kept(limits: Limits) -> None:
     limits.hard = limits.soft = 1000 * MEBI
-    with RlimitWorld(onednn=True) as world:
+    with ProcessLimit(onednn=True) as world:
         assert torch.backends.mkldnn.enabled
         world.resize(1 << 50)
         assert limits.soft == 1000 * MEBI
@@ -428,7 +428,7 @@ def test_where_the_kernel_resets_no_mark_the_peak_is_that_of_the_run(limits: Lim
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    with RlimitWorld() as world:
+    with ProcessLimit() as world:
         monkeypatch.setattr(Path, "write_text", refuse)
         world.reset_peak()
         assert world.peak() >= world.live() >= 0
@@ -471,7 +471,7 @@ class Card:
 
 def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
-    world = CudaWorld()
+    world = CudaLimit()
     assert world.device == torch.device("cuda", 0)
     with world:
         world.resize(400 * MEBI)
@@ -543,7 +543,7 @@ def test_on_cuda_a_fragmented_world_breaks_up_what_its_capacity_leaves(monkeypat
     card = Card(monkeypatch)
     built: list[tuple[int, int]] = []
     monkeypatch.setattr(cuda, "Checkerboard", lambda device, size, largest: built.append((size, largest)))
-    with CudaWorld() as world:
+    with CudaLimit() as world:
         world.fragment(100 * MEBI)
         assert built == [], "without a limit there is nothing to break up"
         card.ours = 30 * MEBI
@@ -565,7 +565,7 @@ def test_two_who_share_a_gpu_have_what_the_third_leaves(monkeypatch: pytest.Monk
     with Confined() as device:
         device.leave(300 * MEBI)
         assert card.told[-1] == 600 * MEBI
-        with CudaWorld(shared=True) as world:
+        with CudaLimit(shared=True) as world:
             assert world.others() == 0
             card.ours = 100 * MEBI
             assert world.others() == 0, "what we have taken ourselves"
@@ -574,14 +574,14 @@ def test_two_who_share_a_gpu_have_what_the_third_leaves(monkeypatch: pytest.Monk
         device.leave(None)
         assert card.told[-1] == 0
     assert card.told[-1] == -1
-    with pytest.raises(UsageError, match="are in use"), CudaWorld():
+    with pytest.raises(UsageError, match="are in use"), CudaLimit():
         card.ours = 400 * MEBI
-        CudaWorld().__enter__()
+        CudaLimit().__enter__()
 
 
 def test_a_lower_limit_strikes_what_is_cached_too(monkeypatch: pytest.MonkeyPatch) -> None:
     card, emptied = Card(monkeypatch), []
-    with CudaWorld() as world:
+    with CudaLimit() as world:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(card.fraction))
         world.resize(500 * MEBI)
     assert emptied[0] == 1.0, "torch asks the fraction only when it takes more: what is cached would go on as before"
@@ -590,7 +590,7 @@ def test_a_lower_limit_strikes_what_is_cached_too(monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_that_others_use_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, free=700 * MEBI)
     with pytest.raises(UsageError, match=r"300\.0 MiB of cuda:1 are in use"):
-        CudaWorld("cuda:1").__enter__()
+        CudaLimit("cuda:1").__enter__()
 
 
 @pytest.mark.gpu
@@ -602,7 +602,7 @@ def test_on_a_gpu_memory_is_broken_up_unless_segments_are_expandable() -> None: 
             return False
         return True
 
-    with CudaWorld() as world:
+    with CudaLimit() as world:
         torch.zeros(1, device=world.device)
         world.fragment(256 * MEBI)
         world.resize("4GiB")
@@ -615,7 +615,7 @@ def test_on_a_gpu_memory_is_broken_up_unless_segments_are_expandable() -> None: 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_limit_strikes_and_the_co_tenant_comes_and_goes() -> None:  # cuda-only
-    with CudaWorld() as world:
+    with CudaLimit() as world:
         torch.zeros(1, device=world.device)
         world.resize("1GiB")
         with pytest.raises(torch.OutOfMemoryError):

@@ -22,7 +22,7 @@ MOSTLY_FREE = 0.75
 """Share of the device that must be free: its co-tenant fills it, and nobody else may starve of that."""
 
 
-class CudaWorld:
+class CudaLimit:
     """One CUDA device.
 
     ```

@@ -18,7 +18,7 @@ import torch
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.size import parse_bytes
 
-from .host_world import HostWorld, switch_onednn_off
+from .host_limit import HostLimit, switch_onednn_off
 
 try:
     import resource
@@ -31,7 +31,7 @@ _MAPPED = 65536
 _PARALLEL = 2**20  # elements, enough for all threads
 
 
-class RlimitWorld(HostWorld):
+class ProcessLimit(HostLimit):
     """RLIMIT_DATA of this process, moved while it trains: by itself, or by another process with `move`.
 
     Counted is all private memory that was mapped since the world was opened, whatever it is for. Freed blocks below 64 KiB stay counted. The

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.memory import MemoryBudget
 from elastic_mbs.memory.size import in_words, parse_bytes
 
-from .host_world import HostWorld
+from .host_limit import HostLimit
 
 _UNLIMITED = 1 << 60
 
 
-class BudgetWorld(HostWorld):
+class BudgetLimit(HostLimit):
     """A `MemoryBudget` whose limit is the capacity less the co-tenant's share.
 
     The co-tenant has its share at once: what we hold above the limit is ours until we let go of it, and the next allocation fails.
