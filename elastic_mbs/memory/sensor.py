@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from elastic_mbs.memory.processes import Holder
+from elastic_mbs.events import format_bytes
+from elastic_mbs.memory.processes import Holder, describe
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Headroom:
         """Bytes this process could hold in all: what is free and what it holds already. Hold a predicted peak against this."""
         return self.total - self.held_by_others
 
+    def in_words(self) -> str:
+        """The figures for an error's text, without a full stop."""
+        free, total, others = map(format_bytes, (self.free, self.total, self.held_by_others))
+        words = f"{free} of {total} were free at the last look, {others} held by others"
+        if self.holders:
+            words += f" (processes there: {describe(self.holders)})"
+        return words if self.doubt is None else f"{words} (in doubt: {self.doubt})"
+
 
 @dataclass(frozen=True)
 class Unavailable:
@@ -52,6 +61,10 @@ class Unavailable:
 
     reason: str
     at: float = 0.0
+
+    def in_words(self) -> str:
+        """That there are no figures, for an error's text, without a full stop."""
+        return f"there is no memory reading ({self.reason})"
 
 
 Reading = Headroom | Unavailable

@@ -5,6 +5,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from elastic_mbs.memory import (
     CudaMeter,
     CudaSensor,
     Headroom,
+    Holder,
     HostMeter,
     HostSensor,
     MemorySensor,
@@ -41,6 +43,14 @@ def raiser(error: BaseException) -> Callable[..., Any]:
 
 def test_capacity_is_what_is_free_and_what_we_hold() -> None:
     assert Headroom(free=3, total=10, held_by_others=2, source="x", at=0.0).capacity == 8
+
+
+def test_a_reading_in_words_has_its_figures_its_processes_and_its_doubt() -> None:
+    reading = Headroom(free=1024, total=4096, held_by_others=2048, source="nvml", at=0.0)
+    assert reading.in_words() == "1.0 KiB of 4.0 KiB were free at the last look, 2.0 KiB held by others"
+    full = replace(reading, holders=(Holder(4711, "python", 2048),), doubt="the device was lost").in_words()
+    assert full.removeprefix(reading.in_words()) == " (processes there: python (PID 4711) 2.0 KiB) (in doubt: the device was lost)"
+    assert Unavailable("no reading yet").in_words() == "there is no memory reading (no reading yet)"
 
 
 @pytest.mark.parametrize(
