@@ -38,6 +38,7 @@ lint: .venv/installed
 	@$(BIN)/ruff check --quiet . tools/gpu_check
 	@$(BIN)/ruff format --quiet --check . tools/gpu_check
 	@$(BIN)/mypy --no-error-summary
+	@found=$$($(BIN)/lint-imports --no-logo) || { echo "$$found"; exit 1; }
 
 format: .venv/installed
 	@$(BIN)/ruff check --quiet --fix . tools/gpu_check
@@ -58,7 +59,7 @@ wheel-test: wheel
 	"$$here/venv/bin/elastic-mbs" --help > help.txt
 
 clean:
-	@rm -rf .venv build dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv build dist .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 .venv/installed: pyproject.toml
 	@echo "making .venv (about a minute)"
