@@ -17,14 +17,11 @@ demo: .venv/installed
 test: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=auto --cov --cov-report=term
 
-# Tests that hold whatever fails, with out-of-memory errors at random places inside guarded attempts (elastic_mbs.testing). SEED=N for other places.
-INJECTED := engine/test_decorator engine/test_disabled engine/test_doors promises/test_ends engine/test_eval promises/test_exact promises/test_exact_gradients batch/test_loss_terms engine/test_mistakes engine/test_mistakes_input engine/test_mistakes_loop promises/test_nothing_swallowed promises/test_once optimizer/test_copies \
-	optimizer/test_guarded_step package/test_package rollback/test_random_streams rollback/test_saved_tensors engine/test_scaler sinks/test_sinks engine/test_telemetry engine/test_verify
+# The tests marked `injectable`, with out-of-memory errors at random places inside guarded attempts (elastic_mbs.testing). SEED=N for other places.
 SEED ?= 20
 
 test-injected: .venv/installed
-	@$(BIN)/python -m pytest --quiet --numprocesses=auto -m "not no_oom_injection" --oom-injection=random --oom-injection-seed=$(SEED) \
-		$(INJECTED:%=tests/%.py)
+	@$(BIN)/python -m pytest --quiet --numprocesses=auto -m "injectable and not no_oom_injection" --oom-injection=random --oom-injection-seed=$(SEED)
 
 # Every scenario on counted tensors with few steps, and some under each limit that the machine itself can set.
 stress: .venv/installed

@@ -16,6 +16,8 @@ from elastic_mbs.batch.loss_terms import Terms, read_losses, weighted_sum
 from elastic_mbs.errors import LossError
 from tests.helpers.steps import elastic, mlp, pairs, through
 
+pytestmark = pytest.mark.injectable
+
 Named = namedtuple("Named", ["loss", "logits"])
 
 

@@ -18,6 +18,8 @@ from elastic_mbs.testing import InjectOOM
 from tests.helpers.doors import QUIET
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
 
+pytestmark = pytest.mark.injectable
+
 
 @pytest.mark.no_oom_injection
 def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> None:

@@ -12,6 +12,8 @@ from tests.helpers.doors import DOORS
 from tests.helpers.doors import through as _through
 from tests.helpers.steps import Pair, cross_entropy, elastic, loop, mlp, off_by, pairs, whole_gradient
 
+pytestmark = pytest.mark.injectable
+
 
 @pytest.mark.parametrize("door", DOORS)
 def test_disabled_runs_the_batch_whole_and_catches_nothing(door: int) -> None:

@@ -21,6 +21,8 @@ from tests.helpers.doors import DOORS
 from tests.helpers.doors import through as _through
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, loop, mlp, off_by, pairs, whole_gradient
 
+pytestmark = pytest.mark.injectable
+
 # ---------------------------------------------------------------------- the same through all of them
 
 

@@ -13,6 +13,8 @@ from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import Pair, elastic, mlp, off_by, pairs
 
+pytestmark = pytest.mark.injectable
+
 
 @pytest.mark.parametrize("fault", [0, 1, 2, 4, 5])
 def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(fault: int) -> None:

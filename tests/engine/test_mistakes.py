@@ -26,6 +26,8 @@ from elastic_mbs.testing import InjectOOM
 from tests.helpers.open_calls import close_what_is_open
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, loop, mlp, off_by, pairs, still_works, through, whole_gradient
 
+pytestmark = pytest.mark.injectable
+
 DOORS = [1, 3]
 
 model = pytest.fixture(mlp)

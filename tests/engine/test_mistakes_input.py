@@ -17,6 +17,8 @@ from elastic_mbs.engine.misuse import running_call
 from tests.helpers.open_calls import close_what_is_open
 from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs, still_works, through
 
+pytestmark = pytest.mark.injectable
+
 DOORS = [1, 3]
 
 model = pytest.fixture(mlp)

@@ -12,6 +12,8 @@ from elastic_mbs import ElasticMBS, IncompleteBatchError, LossError
 from tests.helpers.open_calls import close_what_is_open
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, pairs, still_works
 
+pytestmark = pytest.mark.injectable
+
 model = pytest.fixture(mlp)
 nothing_left_open = pytest.fixture(autouse=True)(close_what_is_open)
 

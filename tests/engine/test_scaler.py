@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic, mlp, pairs
+
+pytestmark = pytest.mark.injectable
 
 
 def test_a_scaler_that_ran_out_of_memory_between_its_two_tensors_makes_both_the_next_time() -> None:

@@ -22,6 +22,8 @@ from elastic_mbs.testing import InjectOOM
 from tests.helpers.events import Heard
 from tests.helpers.steps import cross_entropy, elastic, mlp, pairs
 
+pytestmark = pytest.mark.injectable
+
 
 class Clock:
     def __init__(self) -> None:

@@ -14,6 +14,8 @@ from torch.nn import functional
 from elastic_mbs import Event, UsageError, VerifyReport, Warned, count_tokens
 from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs
 
+pytestmark = pytest.mark.injectable
+
 
 def _tokens() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)

@@ -14,6 +14,8 @@ from elastic_mbs import ElasticMBS, Warned
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import mlp, pairs
 
+pytestmark = pytest.mark.injectable
+
 
 class Lookahead(torch.optim.Optimizer):
     """Wraps another optimizer, which has the state."""

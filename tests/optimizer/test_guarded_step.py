@@ -17,6 +17,8 @@ from elastic_mbs.optimizer.known import only_in_place
 from elastic_mbs.optimizer.step_ways import BEST
 from elastic_mbs.testing import InjectOOM
 
+pytestmark = pytest.mark.injectable
+
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}

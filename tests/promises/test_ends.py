@@ -16,6 +16,8 @@ from elastic_mbs.memory import NoSensor, Reading
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
 
+pytestmark = pytest.mark.injectable
+
 DOORS = [1, 3]
 MIB = 1024**2
 

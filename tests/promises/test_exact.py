@@ -17,6 +17,8 @@ from elastic_mbs.testing import InjectOOM
 from stress.exhaustive import builtin, run
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, loop, mlp, off_by, pairs, through, whole_gradient
 
+pytestmark = pytest.mark.injectable
+
 DOORS = [1, 3]
 EXACT = 1e-12
 

@@ -15,6 +15,8 @@ from elastic_mbs.testing import InjectOOM
 from stress.networks import Recompute
 from tests.helpers.steps import Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, through, whole_gradient
 
+pytestmark = pytest.mark.injectable
+
 DOORS = [1, 3]
 EXACT = 1e-12
 

@@ -14,6 +14,8 @@ from elastic_mbs import ElasticMBS, ElasticMBSError, Event, MicroBatchFloorError
 from elastic_mbs.memory import MemoryBudget
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, still_works, through
 
+pytestmark = pytest.mark.injectable
+
 DOORS = [1, 3]
 
 

@@ -14,6 +14,8 @@ from elastic_mbs import MicroBatchFloorError, count_tokens
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, pairs, through
 
+pytestmark = pytest.mark.injectable
+
 DOORS = [1, 3]
 
 

@@ -19,6 +19,8 @@ from elastic_mbs.rollback.random_streams import RandomStreams, StreamState, chec
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import mlp, off_by, pairs, whole_gradient
 
+pytestmark = pytest.mark.injectable
+
 Draw = Callable[[], Any]
 
 

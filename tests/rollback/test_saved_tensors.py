@@ -15,6 +15,8 @@ from elastic_mbs import ElasticMBS
 from elastic_mbs.memory import MemoryBudget
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
 
+pytestmark = pytest.mark.injectable
+
 F64 = torch.float64
 MIB = 1024**2
 

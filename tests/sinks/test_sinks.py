@@ -14,6 +14,8 @@ from elastic_mbs import ElasticMBS, SensorBack, SensorLost, UsageError, Warned
 from elastic_mbs.sinks import PrometheusTextfile, TensorBoard
 from tests.helpers.events import ANY_EVENT, GROWN, KEY, ONE_OF_EACH, done, failure
 
+pytestmark = pytest.mark.injectable
+
 
 class Clock:
     def __init__(self, now: float = 0.0) -> None:
