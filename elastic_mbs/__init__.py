@@ -44,6 +44,7 @@ from elastic_mbs.events import (
     Warned,
 )
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
+from elastic_mbs.options import GradientOptions, MemoryOptions, RecoveryOptions
 from elastic_mbs.runtime import ElasticMBS
 from elastic_mbs.version import __version__
 
@@ -56,12 +57,14 @@ __all__ = [
     "ElasticMBS",
     "ElasticMBSError",
     "Event",
+    "GradientOptions",
     "GradientsChangedError",
     "Headroom",
     "Holder",
     "IncompleteBatchError",
     "LossError",
     "MemoryBudget",
+    "MemoryOptions",
     "MemorySensor",
     "MicroBatch",
     "MicroBatchFloorError",
@@ -75,6 +78,7 @@ __all__ = [
     "PoisonedDeviceError",
     "Policy",
     "RecoveryError",
+    "RecoveryOptions",
     "ReplayUnsafeError",
     "Resized",
     "SensorBack",

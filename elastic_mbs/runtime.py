@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
@@ -17,7 +18,7 @@ from elastic_mbs.batch.counts import CountFn, Counts
 from elastic_mbs.batch.lint import first_look
 from elastic_mbs.batch.transfer import Streamer, choose_device
 from elastic_mbs.batch.view import BatchView, Dims
-from elastic_mbs.controller.controller import Controller, Limits, Policy
+from elastic_mbs.controller.controller import Controller, Policy
 from elastic_mbs.engine.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, refuse_no_function, sinks_of
 from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Parts
@@ -26,20 +27,18 @@ from elastic_mbs.engine.micro_batch import MicroBatch, Totals
 from elastic_mbs.engine.misuse import running_call
 from elastic_mbs.engine.model import Inventory
 from elastic_mbs.engine.recovery import retrying
-from elastic_mbs.engine.result import MUCH, OutputPlace, StepResult
-from elastic_mbs.engine.settings import Reduction, Replay, Settings, describe
+from elastic_mbs.engine.result import MUCH, StepResult
 from elastic_mbs.engine.stats import Stats
 from elastic_mbs.engine.steady import run_steadily, runs_steadily
 from elastic_mbs.engine.telemetry import Telemetry
 from elastic_mbs.engine.timing import Stopwatch
 from elastic_mbs.engine.verify import VerifyReport, verify
-from elastic_mbs.errors import BatchError, ElasticMBSError, IncompleteBatchError, NestedCallError, UsageError
+from elastic_mbs.errors import BatchError, IncompleteBatchError, NestedCallError, UsageError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned, format_bytes
 from elastic_mbs.memory import (
     Headroom,
     HostGuard,
     MemoryBudget,
-    MemorySensor,
     Monitor,
     Reading,
     UsageMeter,
@@ -50,7 +49,8 @@ from elastic_mbs.memory import (
 )
 from elastic_mbs.optimizer.guarded_step import optimizer_step
 from elastic_mbs.optimizer.unfinished import StepWatch
-from elastic_mbs.rollback.random_streams import RandomStreams, check_generators
+from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
+from elastic_mbs.rollback.random_streams import RandomStreams
 from elastic_mbs.sinks.run_log import RunLog
 
 Count = CountFn | Mapping[str, CountFn | None] | None
@@ -69,37 +69,20 @@ class ElasticMBS:
     Args:
         model: the module that the step trains, or a sequence of modules.
         micro_batch_size: size to start with, in samples; "auto" finds it by doubling in the first call.
-        min_micro_batch_size: no micro-batch is smaller (unless the batch is). None: 1, or 2 where the model has BatchNorm: one sample has no
-            statistics.
-        max_micro_batch_size: none is larger.
-        align: sizes are multiples of it (the last piece takes the rest).
-        grow: whether the size may rise after it has settled.
-        reduction: what `loss_fn` returns: the "mean" over the piece's counts, or the "sum".
         count: loss terms per sample: a function batch → vector of length N, `count_tokens(...)`, or a dict of those for a `loss_fn` that returns
             a dict of losses; None counts samples.
+        reduction: what `loss_fn` returns: the "mean" over the piece's counts, or the "sum".
         dims: how to cut what shapes do not say (see `BatchView`).
-        accumulate_dtype: type in which half-precision gradients are summed over the pieces; `torch.float32` keeps them exact to one rounding, for one
-            extra copy of the gradients in that type.
-        outputs: where what `loss_fn` returns beside the loss goes: "cpu", "device", or None to drop it.
-        device: where pieces are moved: "auto" is the model's device, None leaves them where they are.
         scaler: a `torch.amp.GradScaler`; the loss is scaled before backward. `unscale_`, clipping and `scaler.step` stay with the caller.
-        backward: a trainer's own `backward(loss)`, used in place of `loss.backward()`.
-        generators: random generators of the user's (torch, random, numpy) that a step draws from, to be rolled back too.
-        replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded (one extra copy of the gradients): for steps whose
-            samples depend on each other in ways torch cannot show, such as MoE capacity.
-        sensor: a `MemorySensor` in place of the device's own; one that is also a `UsageMeter` takes the place of the device's meter, too.
-        monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
-        is_oom: a predicate for errors that this package does not know to be out-of-memory.
-        on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
+        outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None to drop them.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for `elastic-mbs report` and `elastic-mbs watch`.
-        on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
-        wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
-        policy: how eager the controller is.
+        on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
         name: name in logs and events.
-        seed: seed of the controller's jitter; None draws one from the clock, so that two processes differ.
-        host_guard: True keeps training on a CPU from being killed at the limit of its container (or of the machine): around each piece the process
-            is held to what others leave, so that its allocator fails instead. Linux only; see `memory.HostGuard`. A size (`"64MiB"`) is its margin.
         enabled: False makes every door a plain pass over the whole batch, with nothing caught.
+        policy: which sizes are allowed, and how eagerly the size is raised.
+        gradients: how gradients are made and summed: `accumulate_dtype`, a trainer's own `backward`.
+        recovery: what happens after an out-of-memory error: `replay`, `generators`, `is_oom`, `on_fatal`.
+        memory: `device` of the pieces, `sensor` and `monitor_interval`, `wait_for_memory`, `host_guard`.
 
     Raises:
         UsageError: an argument makes no sense; the message names it and the way out.
@@ -111,80 +94,55 @@ class ElasticMBS:
         model: nn.Module | Sequence[nn.Module],
         *,
         micro_batch_size: int | Literal["auto"] = "auto",
-        min_micro_batch_size: int | None = None,
-        max_micro_batch_size: int | None = None,
-        align: int = 1,
-        grow: bool = True,
-        reduction: Reduction = "mean",
         count: Count = None,
+        reduction: Reduction = "mean",
         dims: Dims | None = None,
-        accumulate_dtype: torch.dtype | None = None,
-        outputs: OutputPlace = "cpu",
-        device: torch.device | str | None = "auto",
         scaler: torch.amp.GradScaler | None = None,
-        backward: Callable[[torch.Tensor], object] | None = None,
-        generators: Sequence[Any] = (),
-        replay: Replay = "auto",
-        sensor: MemorySensor | None = None,
-        monitor_interval: float = 1.0,
-        is_oom: Callable[[BaseException], bool] | None = None,
-        on_event: Sink | Iterable[Sink] = (),
+        outputs: OutputPlace = "cpu",
         log: str | os.PathLike[str] | None = None,
-        on_fatal: Callable[[ElasticMBSError], object] | None = None,
-        wait_for_memory: float = 30.0,
-        policy: Policy | None = None,
+        on_event: Sink | Iterable[Sink] = (),
         name: str | None = None,
-        seed: int | None = None,
-        host_guard: bool | str = False,
         enabled: bool = True,
+        policy: Policy | None = None,
+        gradients: GradientOptions | None = None,
+        recovery: RecoveryOptions | None = None,
+        memory: MemoryOptions | None = None,
     ) -> None:
         inventory = Inventory(modules_of(model))
-        trouble = check_generators(generators)
-        if trouble is not None:
-            raise UsageError(trouble)
         if not (count is None or callable(count) or isinstance(count, Mapping)):
             raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
-        if min_micro_batch_size is None:
-            min_micro_batch_size = 2 if inventory.normalises_batch() and micro_batch_size != 1 and max_micro_batch_size != 1 else 1
-        if sensor is not None and not isinstance(sensor, MemorySensor):
-            raise UsageError(f"sensor={sensor!r} is no MemorySensor: it has no read()")
-        if policy is not None and not isinstance(policy, Policy):
-            raise UsageError(f"policy={policy!r} is no elastic_mbs.Policy")
         settings = Settings(
             name=name or "elastic_mbs",
             micro_batch_size=micro_batch_size,
-            min_micro_batch_size=min_micro_batch_size,
-            max_micro_batch_size=max_micro_batch_size,
-            align=align,
-            grow=grow,
             reduction=reduction,
-            accumulate_dtype=accumulate_dtype,
-            replay=replay,
-            outputs=outputs,
             scaler=scaler,
-            backward=backward,
-            is_oom=is_oom,
-            on_fatal=on_fatal,
-            wait_for_memory=wait_for_memory,
+            outputs=outputs,
+            policy=policy or Policy(),
+            gradients=gradients or GradientOptions(),
+            recovery=recovery or RecoveryOptions(),
+            memory=memory or MemoryOptions(),
         )
+        if settings.policy.min_micro_batch_size is None and 1 not in (micro_batch_size, settings.policy.max_micro_batch_size):
+            # One sample has no statistics to normalise with.
+            smallest = 2 if inventory.normalises_batch() else 1
+            settings = replace(settings, policy=replace(settings.policy, min_micro_batch_size=smallest))
         self.settings = settings
         self.enabled = enabled
         self.last_result: StepResult | None = None
         self._count = count
         self._dims = dims
-        self._sensor, self._device, self._generators, self._interval = sensor, device, generators, monitor_interval
-        self._guarded = host_guard is not False and enabled
-        policy = policy or Policy()
-        run_log = () if log is None else (RunLog(log, partial(describe, settings, policy, inventory.devices)),)
+        self._guarded = settings.memory.host_guard is not False and enabled
+        run_log = () if log is None else (RunLog(log, partial(describe, settings, inventory.devices)),)
         events = EventLog((*run_log, *sinks_of(on_event)))  # the run log first: a user's sink may raise
+        seed = settings.policy.seed
         self._parts = Parts(
             settings=settings,
             inventory=inventory,
             controller=Controller(
                 start=None if micro_batch_size == "auto" else micro_batch_size,
-                limits=Limits(min_micro_batch_size, max_micro_batch_size, align),
-                grow=grow,
-                policy=policy,
+                limits=settings.limits,
+                grow=settings.policy.grow,
+                policy=settings.policy,
                 clock=time.monotonic,
                 random=random.Random(time.time_ns() if seed is None else seed),
             ),
@@ -197,7 +155,8 @@ class ElasticMBS:
         if self._guarded:
             warn = partial(Warned, settings.name, "host_guard")
             emit = self._parts.log.emit
-            self._parts.guard = HostGuard(margin_of(host_guard), modules=inventory.modules, warn=lambda text: emit(warn(text)))
+            margin = margin_of(settings.memory.host_guard)
+            self._parts.guard = HostGuard(margin, modules=inventory.modules, warn=lambda text: emit(warn(text)))
         self._call: Call | None = None
         self._totals: Totals | None = None  # where there is no call: in verify, and when not enabled
         self._readings: dict[str, Any] = {}
@@ -210,16 +169,17 @@ class ElasticMBS:
         devices = inventory.devices()
         if self._guarded:
             refuse_devices(devices)
+        memory = self.settings.memory
         found, meter = sensor_for(devices[0])
         if isinstance(found, MemoryBudget):
             found.track(*inventory.roots)
         return {
             "devices": devices,
-            "streams": RandomStreams(self._generators, devices),
-            "monitor": Monitor(self._sensor or found, interval=self._interval, on_change=self._on_sensor_change),
-            "meter": self._sensor if isinstance(self._sensor, UsageMeter) else meter,
+            "streams": RandomStreams(self.settings.recovery.generators, devices),
+            "monitor": Monitor(memory.sensor or found, interval=memory.monitor_interval, on_change=self._on_sensor_change),
+            "meter": memory.sensor if isinstance(memory.sensor, UsageMeter) else meter,
             "stopwatch": Stopwatch(devices[0]),
-            "streamer": Streamer(choose_device(self._device, devices)),
+            "streamer": Streamer(choose_device(memory.device, devices)),
         }
 
     # ------------------------------------------------------------------ lifetime
@@ -240,7 +200,7 @@ class ElasticMBS:
         try:
             if error is None:
                 self._refuse_incomplete()
-            elif isinstance(error, Exception) and oom.classify(error, self.settings.is_oom) is not None:
+            elif isinstance(error, Exception) and oom.classify(error, self.settings.recovery.is_oom) is not None:
                 left = self._steps.left_behind()
                 if left is not None:
                     error.add_note(f"elastic_mbs: {left}.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-from elastic_mbs import ElasticMBS, runtime
+from elastic_mbs import ElasticMBS, Policy, runtime
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.batch.transfer import Streamer
@@ -230,5 +230,8 @@ WARM = 10
 def make_runtime(workload: Workload) -> ElasticMBS:
     """A runtime as a user would make it, whose size stays where it is."""
     return ElasticMBS(
-        workload.model, micro_batch_size=workload.size, min_micro_batch_size=1, max_micro_batch_size=workload.size, count=workload.count
+        workload.model,
+        micro_batch_size=workload.size,
+        count=workload.count,
+        policy=Policy(min_micro_batch_size=1, max_micro_batch_size=workload.size),
     )

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from anywhere, installed or not
 
-from elastic_mbs import ElasticMBS, OutOfMemory
+from elastic_mbs import ElasticMBS, MemoryOptions, OutOfMemory, Policy
 from elastic_mbs.memory.cgroup import groups_of
 
 MEBI = 1 << 20
@@ -120,7 +120,7 @@ def _train(steps: int, *, guard: bool) -> int:
     def loss_fn(piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return functional.cross_entropy(model(piece[0]), piece[1])
 
-    with ElasticMBS(model, micro_batch_size=FITS, grow=False) as mbs:
+    with ElasticMBS(model, micro_batch_size=FITS, policy=Policy(grow=False)) as mbs:
         mbs.backward(loss_fn, batch)
     wanted = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     ooms, worst, sizes = 0, 0.0, set()
@@ -133,7 +133,9 @@ def _train(steps: int, *, guard: bool) -> int:
     for _ in range(steps):
         model.zero_grad()
         # a new runtime each time asks for the whole batch again: every step meets the limit
-        with ElasticMBS(model, micro_batch_size=SAMPLES, host_guard=MARGIN if guard else False, on_event=count, wait_for_memory=0) as mbs:
+        with ElasticMBS(
+            model, micro_batch_size=SAMPLES, on_event=count, memory=MemoryOptions(host_guard=MARGIN if guard else False, wait_for_memory=0)
+        ) as mbs:
             sizes.add(mbs.backward(loss_fn, batch).micro_batch_size)
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         worst = max(worst, *(((grad - right).abs().max() / right.abs().max()).item() for grad, right in zip(grads, wanted, strict=True)))

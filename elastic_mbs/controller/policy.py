@@ -48,9 +48,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Policy:
-    """How eager the controller is.
+    """Which micro-batch sizes are allowed, and how eager the controller is to raise the size.
 
     Attributes:
+        min_micro_batch_size: no micro-batch is smaller, in samples (unless the batch is). None: 1, or 2 where the model has BatchNorm: one sample has
+            no statistics.
+        max_micro_batch_size: none is larger.
+        align: sizes are multiples of it (the last piece takes the rest).
+        grow: whether the size may rise after it has settled.
+        seed: seed of the jitter; None draws one from the clock, so that two processes differ.
         patience: clean calls at one size before it may grow.
         jitter: patience and cooldown are longer by up to this fraction, drawn at random, so that two processes on one device do not act in step.
         margin: fraction of the capacity that is kept free.
@@ -65,6 +71,11 @@ class Policy:
         UsageError: a value out of range.
     """
 
+    min_micro_batch_size: int | None = None
+    max_micro_batch_size: int | None = None
+    align: int = 1
+    grow: bool = True
+    seed: int | None = None
     patience: int = 4
     jitter: float = 0.25
     margin: float = 0.05
@@ -76,6 +87,14 @@ class Policy:
     probe: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("min_micro_batch_size", "align"):
+            value = getattr(self, name)
+            if not (_is_count(value) and value >= 1) and not (value is None and name == "min_micro_batch_size"):
+                raise UsageError(f"{name}={value!r} is not a whole number of at least 1")
+        low, high = self.min_micro_batch_size or 1, self.max_micro_batch_size
+        if high is not None and not (_is_count(high) and high >= low):
+            raise UsageError(f"max_micro_batch_size={high!r} must be None or a whole number of at least min_micro_batch_size={low}")
+        _ = self.limits  # checks that a size is left
         for name in ("patience", "thrash_calls", "probe"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
@@ -86,3 +105,12 @@ class Policy:
             raise UsageError(f"margin={self.margin} leaves no memory: it is a fraction of the capacity, below 1")
         if not self.max_cooldown >= self.cooldown:
             raise UsageError(f"max_cooldown={self.max_cooldown} must not be below cooldown={self.cooldown}")
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes that are allowed."""
+        return Limits(self.min_micro_batch_size or 1, self.max_micro_batch_size, self.align)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -32,8 +32,10 @@ def _set_gradients_aside(call: Call) -> None:
     """Isolates, where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
     settings, traits = call.parts.settings, call.traits
     unsure = bool(call.filled) and (traits.mixes or not traits.clean)
-    if call.isolation is None and (unsure or traits.hidden or settings.replay == "isolate" or settings.accumulate_dtype is not None):
-        call.isolation = Isolation(settings.accumulate_dtype)
+    if call.isolation is None and (
+        unsure or traits.hidden or settings.recovery.replay == "isolate" or settings.gradients.accumulate_dtype is not None
+    ):
+        call.isolation = Isolation(settings.gradients.accumulate_dtype)
     if call.isolation is not None:
         call.isolation.set_aside(call.parts.commits.leaves())
 
@@ -58,8 +60,8 @@ def _backward_of(call: Call, micro: MicroBatch, loss: torch.Tensor) -> None:
         missing = [leaf for leaf in micro._leaves or () if not call.history.is_marked(leaf, micro._piece.committed)]
         if missing:
             torch.autograd.backward(loss, inputs=missing)
-    elif settings.backward is not None:
-        settings.backward(loss)
+    elif settings.gradients.backward is not None:
+        settings.gradients.backward(loss)
     else:
         loss.backward()
 

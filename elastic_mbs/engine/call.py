@@ -30,9 +30,10 @@ from elastic_mbs.engine.learning import held_beside, look_at_batch, look_at_stre
 from elastic_mbs.engine.micro_batch import MicroBatch, Totals
 from elastic_mbs.engine.misuse import enter_call, leave_call, running_call
 from elastic_mbs.engine.recovery import Failure, note_failure, recover, retrying, unwind
-from elastic_mbs.engine.result import OutputPlace, StepResult, StoredOutput
+from elastic_mbs.engine.result import StepResult, StoredOutput
 from elastic_mbs.engine.scalar_backward import backward
 from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
+from elastic_mbs.options import OutputPlace
 from elastic_mbs.rollback.gradients import GradientNotes
 from elastic_mbs.rollback.isolation import Isolation
 from elastic_mbs.rollback.random_streams import StreamState
@@ -77,14 +78,14 @@ class Call:
         self.result: StepResult | None = None
         self.finished = False
         self.schedule = Schedule(
-            counts, reduction=settings.reduction, minimum=settings.min_micro_batch_size, align=settings.align, pieces=view.pieces
+            counts, reduction=settings.reduction, minimum=settings.limits.minimum, align=settings.limits.align, pieces=view.pieces
         )
         self.isolation: Isolation | None = None
         self.stream_start: StreamState | None = None
         self.table = SavedTensorTable() if own_graph else None
         self.failure: Failure | None = None
         self.filled: set[int] = set()  # leaves whose .grad was not empty at the start
-        self.history = History(settings.wait_for_memory)
+        self.history = History(settings.memory.wait_for_memory)
         self.running: MicroBatch | None = None
         self.committed = Committed()
         self.walked = False

@@ -12,12 +12,12 @@ from elastic_mbs.batch.transfer import Streamer
 from elastic_mbs.controller.controller import Capacity, Controller, Key, Observation
 from elastic_mbs.engine.model import Inventory
 from elastic_mbs.engine.profile import Traits
-from elastic_mbs.engine.settings import Settings
 from elastic_mbs.engine.telemetry import Telemetry
 from elastic_mbs.engine.timing import Stopwatch
 from elastic_mbs.events import EventLog
 from elastic_mbs.memory import Headroom, HostGuard, Monitor, Reading, UsageMeter, oom
 from elastic_mbs.optimizer.step_ways import StepWays
+from elastic_mbs.options import Settings
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.graph import CommitLog
 from elastic_mbs.rollback.random_streams import RandomStreams

@@ -10,7 +10,7 @@ from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.micro_batch import MicroBatch, Totals
 from elastic_mbs.engine.result import StepResult, StoredOutput
-from elastic_mbs.engine.settings import Settings
+from elastic_mbs.options import Settings
 
 
 class WholeBatch:
@@ -42,8 +42,8 @@ class WholeBatch:
         self._loss = loss.detach()
         if self._settings.scaler is not None:
             loss = self._settings.scaler.scale(loss)
-        if self._settings.backward is not None:
-            self._settings.backward(loss)
+        if self._settings.gradients.backward is not None:
+            self._settings.gradients.backward(loss)
         else:
             loss.backward()
 

@@ -36,12 +36,12 @@ def hold(parts: Parts, history: History, piece: Range, verdict: Verdict) -> None
         if seen is not None and seen.held_by_others >= max(1, verdict.requested or 0, seen.total // OTHERS) and _wait(parts, history, seen):
             return
     settings = parts.settings
-    smallest = settings.min_micro_batch_size
+    smallest = settings.limits.minimum
     raise MicroBatchFloorError(
         f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest allowed, does not fit. "
         f"It asked for {format_bytes(verdict.requested)}; {facts_of(seen)}{'. The request is larger than the whole device' if hopeless else ''}. "
         f"Ways out: {'free what others hold; ' if seen is None or seen.held_by_others else ''}"
-        f"{f'a lower min_micro_batch_size (now {smallest}, align {settings.align}); ' if max(smallest, settings.align) > 1 else ''}"
+        f"{f'a lower min_micro_batch_size (now {smallest}, align {settings.limits.align}); ' if max(smallest, settings.limits.align) > 1 else ''}"
         f"smaller samples; activation checkpointing; a smaller optimizer state. The error was: {verdict.message}"
     )
 

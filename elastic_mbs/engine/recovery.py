@@ -78,7 +78,7 @@ def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
         Whether `error` is out-of-memory. If not, nothing was changed and it has to pass through.
     """
     parts = call.parts
-    verdict = oom.classify(error, parts.settings.is_oom)
+    verdict = oom.classify(error, parts.settings.recovery.is_oom)
     if verdict is None:
         return False
     if verdict.kind is oom.Kind.MASKED and parts.guard is not None and parts.guard.explains(verdict.message):
@@ -198,7 +198,7 @@ def recover(call: Call) -> None:
 
 def _splits(call: Call, piece: Range, size: int) -> bool:
     settings = call.parts.settings
-    return len(partition(piece.start, piece.stop, size, minimum=settings.min_micro_batch_size, align=settings.align)) > 1
+    return len(partition(piece.start, piece.stop, size, minimum=settings.limits.minimum, align=settings.limits.align)) > 1
 
 
 def _refuse_poisoned(call: Call, failure: Failure) -> None:
@@ -229,7 +229,7 @@ def _choose_mode(call: Call, failure: Failure) -> str:
     if call.filled:
         raise ReplayUnsafeError(
             f"the batch has to be replayed from its start ({why}), and .grad was not empty when it began, so its part cannot be told apart: "
-            "call zero_grad() before each batch, or use ElasticMBS(..., replay='isolate')"
+            "call zero_grad() before each batch, or use recovery=RecoveryOptions(replay='isolate')"
         )
     if call.history.edited:
         raise ReplayUnsafeError(
@@ -270,7 +270,7 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
         return None
     if failure.shared:
         return "gradients share memory or have new hooks, so which of them it reached cannot be told"
-    if parts.settings.backward is not None:
+    if parts.settings.gradients.backward is not None:
         return "backward= gives no way to leave out the leaves that had committed"
     if traits.normalises_batch or failure.normalises_batch or parts.buffers.moved():
         return "the piece had partly committed and depends on who is in it"
@@ -334,7 +334,7 @@ def retrying(parts: Parts, what: str, operation: Callable[[], T]) -> T:
         try:
             return operation()
         except Exception as error:
-            verdict = oom.classify(error, parts.settings.is_oom)
+            verdict = oom.classify(error, parts.settings.recovery.is_oom)
             if verdict is None:
                 raise
             message = verdict.message
@@ -387,8 +387,8 @@ def unwind(call: Call, error: BaseException) -> None:
         )
     if call.table is not None and "saved tensor hooks" in str(error):
         error.add_note("elastic_mbs: torch.func transforms inside the block need micro_batches(batch, own_graph=False).")
-    if isinstance(error, RecoveryError) and parts.settings.on_fatal is not None:
+    if isinstance(error, RecoveryError) and parts.settings.recovery.on_fatal is not None:
         try:
-            parts.settings.on_fatal(error)
+            parts.settings.recovery.on_fatal(error)
         except Exception as trouble:  # the error that is on its way must not be lost behind it
             error.add_note(f"elastic_mbs: on_fatal raised {type(trouble).__name__}: {trouble}")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from elastic_mbs.batch.containers import Path
 from elastic_mbs.batch.view import join
 from elastic_mbs.engine.everywhere import map_everywhere
-from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.budget import MemoryBudget, on_host
-
-OutputPlace = Literal["cpu", "device"] | None
+from elastic_mbs.options import OutputPlace
 
 MUCH = 2**30
 """Bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, and nobody a decoder's cache of keys and values."""
@@ -114,18 +112,3 @@ class StoredOutput:
         if self._event is not None:  # cuda-only
             self._event.synchronize()
         return self._value
-
-
-def check_place(place: object) -> OutputPlace:
-    """`place` if it is one that outputs can go to.
-
-    Raises:
-        UsageError: it is none of "cpu", "device", None.
-    """
-    if place is None:
-        return None
-    if place == "cpu":
-        return "cpu"
-    if place == "device":
-        return "device"
-    raise UsageError(f"outputs={place!r} is not known: use 'cpu' (the default), 'device', or None to drop them")

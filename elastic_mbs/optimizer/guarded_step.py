@@ -119,7 +119,7 @@ def _unscale(parts: Parts, optimizer: Optimizer) -> None:
         except Exception as error:
             if "already been called on this optimizer since the last update" in str(error):
                 return
-            verdict = oom.classify(error, parts.settings.is_oom)
+            verdict = oom.classify(error, parts.settings.recovery.is_oom)
             if undo is not None:
                 undo.restore()
             if verdict is None:
@@ -147,7 +147,7 @@ def _make_room_and_copy(parts: Parts, optimizer: Optimizer, undo: Undo, begin: i
             undo.take(host=place, apart=apart)
             return number
         except Exception as error:
-            verdict = oom.classify(error, parts.settings.is_oom)
+            verdict = oom.classify(error, parts.settings.recovery.is_oom)
             if verdict is None:
                 raise
             oom.forget(error)
@@ -173,7 +173,7 @@ def _let_go(parts: Parts, undo: Undo) -> None:
         try:
             undo.to_host()
         except Exception as error:
-            if oom.classify(error, parts.settings.is_oom) is None:
+            if oom.classify(error, parts.settings.recovery.is_oom) is None:
                 raise
             oom.forget(error)  # then they stay where they are
 
@@ -201,7 +201,7 @@ def _attempt(parts: Parts, optimizer: Optimizer, way: Way, undo: Undo, hooks: _H
         undo.restore()
         parts.streams.restore(streams)  # one may round at random
         ours = isinstance(error, Exception) and not hooks.failed
-        verdict = oom.classify(error, parts.settings.is_oom) if ours else None
+        verdict = oom.classify(error, parts.settings.recovery.is_oom) if ours else None
         if verdict is None or verdict.kind is oom.Kind.MASKED:
             error.add_note("elastic_mbs: parameters and optimizer state are as they were before this step.")
             raise
@@ -239,7 +239,7 @@ def _each(parts: Parts, optimizer: Optimizer, step: Way, undo: Undo) -> None:
                 step()
                 continue
             except Exception as error:
-                if oom.classify(error, parts.settings.is_oom) is None:
+                if oom.classify(error, parts.settings.recovery.is_oom) is None:
                     raise
                 oom.forget(error)
             undo.restore(parameter)

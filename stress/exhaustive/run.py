@@ -20,6 +20,7 @@ from elastic_mbs.testing import InjectOOM
 
 from ..by_hand import by_loop
 from ..cases import Case
+from ..flat_options import grouped
 from ..state import State, WrongOutcomeError, error_of
 from .target import Target, reference, whole_batch
 
@@ -63,15 +64,17 @@ def run(target: Target, inject: InjectOOM, *, warm: bool, door: int = 1, case: C
     modes: list[str] = []
     mbs = ElasticMBS(
         case.model,
-        **{
-            "micro_batch_size": target.size,
-            "grow": False,
-            **case.options,
-            "sensor": NoSensor("no readings under injection"),
-            "monitor_interval": 0,
-            "wait_for_memory": 0,
-            "on_event": lambda event: modes.append(event.mode) if isinstance(event, OutOfMemory) else None,
-        },
+        **grouped(
+            {
+                "micro_batch_size": target.size,
+                "grow": False,
+                **case.options,
+                "sensor": NoSensor("no readings under injection"),
+                "monitor_interval": 0,
+                "wait_for_memory": 0,
+                "on_event": lambda event: modes.append(event.mode) if isinstance(event, OutOfMemory) else None,
+            }
+        ),
     )
     try:
         if warm:

@@ -18,6 +18,7 @@ from elastic_mbs.testing import InjectOOM
 
 from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make
+from ..flat_options import grouped
 from ..holding import Holding
 from ..limits import Emit, MemoryLimit, open_limit
 from ..scenarios.needs import smallest
@@ -112,9 +113,9 @@ class _Round:
             "on_event": self._note,
         }
         which = rng.randrange(3)
-        with ElasticMBS(real.model, **options) as mbs:
+        with ElasticMBS(real.model, **grouped(options)) as mbs:
             door: Callable[[Any], StepResult] = partial(mbs.backward, real.loss_fn) if which == 0 else partial(by_loop, mbs, real.loss_fn)
-            decorated = elastic_step(real.model, **options)(real.loss_fn) if which == 1 else None
+            decorated = elastic_step(real.model, **grouped(options))(real.loss_fn) if which == 1 else None
             for _ in range(TURNS):
                 if self._counts.steps < steps and self._counts.failures < failures:
                     self._step(mbs, door if decorated is None else decorated)

@@ -33,6 +33,7 @@ from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.testing import InjectOOM
 
 from ..by_hand import by_loop
+from ..flat_options import grouped
 from ..state import State, Streams, error_of, same_state
 from .batches import count_of, dims_of, make_batch
 from .checks import SCALE, check_nothing_left, check_partition, check_state, demand
@@ -131,9 +132,9 @@ class _Trial:
             return real.loss_fn(piece)
 
         if plan.door == 2:
-            step = elastic_step(real.model, **options)(loss_fn)
+            step = elastic_step(real.model, **grouped(options))(loss_fn)
             return step, step.mbs
-        mbs = ElasticMBS(real.model, **options)
+        mbs = ElasticMBS(real.model, **grouped(options))
         if plan.door == 1:
             return (lambda batch: mbs.backward(loss_fn, batch)), mbs
         return (lambda batch: by_loop(mbs, loss_fn, batch)), mbs

@@ -15,6 +15,7 @@ from elastic_mbs.errors import UsageError
 
 from ..by_hand import accumulate, view_of
 from ..factory import make
+from ..flat_options import grouped
 from ..subject import Subject, naming
 from .needs import batch_of
 from .reference import (
@@ -48,7 +49,7 @@ def check(model: str, seed: int, device: str) -> Subject:
     if not _same(first, second) or not _same(first, first):
         raise UsageError(f"--model {model}: two first batches made from seed {seed} differ; make batches from their number, or from seeded streams")
     with naming(model, "its options do not suit ElasticMBS"):
-        ElasticMBS(second.model, **second.options).close()
+        ElasticMBS(second.model, **grouped(second.options)).close()
     _run(second, model, device)
     with naming(model, "its optimizer does not run"):
         optimizer = second.optimizer(second.model.parameters())

@@ -20,6 +20,7 @@ from elastic_mbs.memory.oom import classify
 from elastic_mbs.memory.sensor import Reading
 
 from ..by_hand import Partition, view_of
+from ..flat_options import grouped
 from ..limits import MemoryLimit
 from ..record import End, Step
 from ..subject import Subject
@@ -129,7 +130,7 @@ def open_session(subject: Subject, scenario: Scenario, world: MemoryLimit, notes
         mortal = Mortal(sensor or sensor_for(world.device)[0])
         sensor = mortal
     options: dict[str, Any] = {"policy": scenario.policy, "monitor_interval": 0.0, "wait_for_memory": scenario.wait, **subject.options}
-    mbs = ElasticMBS(subject.model, sensor=sensor, on_event=notes, seed=seed, **options)
+    mbs = ElasticMBS(subject.model, on_event=notes, **grouped({"sensor": sensor, "seed": seed, **options}))
     return Session(subject, subject.optimizer(subject.model.parameters()), mbs), mortal
 
 

@@ -23,6 +23,7 @@ from elastic_mbs.memory.budget import on_host
 
 from ..by_hand import accumulate, by_loop, view_of
 from ..factory import make
+from ..flat_options import grouped
 from ..holding import Holding
 from ..limits import MemoryLimit, open_limit
 from ..state import Streams, WrongOutcomeError, error_of, tolerance_of
@@ -144,10 +145,10 @@ class _Soak:
             "on_event": self._holding,
         }
         hopeful = {"micro_batch_size": self._largest, **options, "monitor_interval": 0}  # begins with the whole batch, whatever there is
-        with ElasticMBS(subject.model, **options) as mbs, ElasticMBS(subject.model, **hopeful) as other:
+        with ElasticMBS(subject.model, **grouped(options)) as mbs, ElasticMBS(subject.model, **grouped(hopeful)) as other:
             if self._learned:
                 mbs.load_state_dict(self._learned)
-            decorated = elastic_step(subject.model, **{**options, "monitor_interval": 0})(subject.loss_fn)
+            decorated = elastic_step(subject.model, **grouped({**options, "monitor_interval": 0}))(subject.loss_fn)
             doors = (lambda batch: mbs.backward(subject.loss_fn, batch), decorated, lambda batch: by_loop(other, subject.loss_fn, batch))
             turn = 0
             while turn < TURNS * len(doors) or self._clock() < until:
@@ -261,7 +262,7 @@ class _Soak:
         subject, batch = self._subject, self._subject.batch(0)
         size = max(1, self._length // 4)
         pieces = partition(0, self._length, size)
-        with ElasticMBS(subject.model, **{**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0}) as mbs:
+        with ElasticMBS(subject.model, **grouped({**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0})) as mbs:
             ways: dict[str, Callable[[], object]] = {
                 "ours": lambda: mbs.backward(subject.loss_fn, batch),
                 "hand": lambda: self._by_hand(batch, pieces),

@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, Policy, SensorBack, SensorLost, WaitingForMemory
+from elastic_mbs import (
+    ElasticMBS,
+    Event,
+    Headroom,
+    MemoryBudget,
+    MemoryOptions,
+    MicroBatchFloorError,
+    Policy,
+    SensorBack,
+    SensorLost,
+    WaitingForMemory,
+)
 from elastic_mbs.memory import Holder, Reading, Unavailable, trouble_with
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
@@ -43,7 +54,9 @@ def test_a_reading_in_doubt_stops_growth_and_not_training(caplog: pytest.LogCapt
 
         sensor = Sensor()
         policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
-        mbs = ElasticMBS(model, micro_batch_size=2, sensor=sensor, monitor_interval=0, seed=0, policy=policy, on_event=events.append)
+        mbs = ElasticMBS(
+            model, micro_batch_size=2, policy=replace(policy, seed=0), on_event=events.append, memory=MemoryOptions(sensor=sensor, monitor_interval=0)
+        )
 
         def calls(n: int) -> list[int]:
             sizes = []

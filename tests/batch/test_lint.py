@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS, Warned
+from elastic_mbs import ElasticMBS, MemoryOptions, Warned
 from elastic_mbs.batch.lint import first_look
 from elastic_mbs.batch.view import BatchView, fields, items
 
@@ -31,7 +31,7 @@ def test_sums_need_no_count(reduction: Literal["mean", "sum"], told: list[str]) 
     def loss_fn(batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch["x"]), batch["labels"][:, 1], reduction=reduction)
 
-    ElasticMBS(model, reduction=reduction, monitor_interval=0, on_event=events.append).backward(loss_fn, LABELS)
+    ElasticMBS(model, reduction=reduction, on_event=events.append, memory=MemoryOptions(monitor_interval=0)).backward(loss_fn, LABELS)
     assert [event.topic for event in events if isinstance(event, Warned)] == told
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, MemoryOptions, Policy
 from elastic_mbs.batch.loss_terms import Terms, read_losses, weighted_sum
 from elastic_mbs.errors import LossError
 from tests.helpers.steps import elastic, mlp, pairs, through
@@ -169,7 +169,11 @@ def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradi
         return {"labelled": model(batch["x"]).mean(), "constant": torch.tensor(2.0, dtype=torch.float64)}
 
     with ElasticMBS(
-        model, micro_batch_size=2, grow=False, monitor_interval=0, count={"labelled": lambda batch: batch["labelled"], "constant": None}
+        model,
+        micro_batch_size=2,
+        count={"labelled": lambda batch: batch["labelled"], "constant": None},
+        policy=Policy(grow=False),
+        memory=MemoryOptions(monitor_interval=0),
     ) as mbs:
         result = mbs.backward(loss_fn, {"x": x, "labelled": labelled})
     assert float(result) == pytest.approx(model(x[2:]).mean().item() + 2, rel=1e-14)

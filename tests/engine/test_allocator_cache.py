@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from elastic_mbs import ElasticMBS, MemoryBudget, Policy
+from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, Policy
 from elastic_mbs.controller.controller import Controller, Key, Limits, Observation
 from elastic_mbs.memory import Reading, Usage, oom
 from elastic_mbs.testing import InjectOOM
@@ -72,7 +72,7 @@ def test_the_batch_goes_through_whole_again_when_as_much_memory_is_back_as_there
         whole = budget.peak
         model.zero_grad()
         policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
-        with ElasticMBS(model, sensor=Caching(budget), monitor_interval=0, policy=policy, wait_for_memory=0) as mbs:
+        with ElasticMBS(model, policy=policy, memory=MemoryOptions(sensor=Caching(budget), monitor_interval=0, wait_for_memory=0)) as mbs:
             mbs._parts.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
 
             def pieces() -> int:
@@ -96,7 +96,7 @@ def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is
     with MemoryBudget(2**40, track=[model]) as budget:
         loss_of(model, batch).backward()
         cache = Caching(budget, waste=1.3)
-        with ElasticMBS(model, sensor=cache, monitor_interval=0, micro_batch_size=32, wait_for_memory=0) as mbs:
+        with ElasticMBS(model, micro_batch_size=32, memory=MemoryOptions(sensor=cache, monitor_interval=0, wait_for_memory=0)) as mbs:
             mbs._parts.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
 
             def empty_caches(devices: object) -> None:

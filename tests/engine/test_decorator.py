@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, elastic_step
+from elastic_mbs import ElasticMBS, MemoryOptions, Policy, elastic_step
 from elastic_mbs.testing import InjectOOM
+from stress.flat_options import grouped
 from tests.helpers.doors import QUIET
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.injectable
 def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> None:
     model, seen = mlp(), []
 
-    @elastic_step(model, micro_batch_size=4, **QUIET)
+    @elastic_step(model, micro_batch_size=4, **grouped(QUIET))
     def train_step(batch: Pair, factor: float, *rest: object, flag: bool = False, **more: object) -> Tensor:
         """Its own words."""
         seen.append((len(batch[0]), factor, rest, flag, more))
@@ -53,7 +54,7 @@ def test_arguments_of_any_name_reach_the_step_function(door: int) -> None:
     if door == 1:
         elastic(model, micro_batch_size=4).backward(step, pairs(), loss_fn=1, batch=2, self=3, fn=4)
     else:
-        elastic_step(model, micro_batch_size=4, **QUIET)(functools.partial(step, batch=2))(pairs(), loss_fn=1, self=3, fn=4)
+        elastic_step(model, micro_batch_size=4, **grouped(QUIET))(functools.partial(step, batch=2))(pairs(), loss_fn=1, self=3, fn=4)
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(pairs()))) <= 1e-12
 
 
@@ -62,7 +63,7 @@ class _Trainer:
         self.model = mlp(seed=seed)
         self.fail = FailOn(1)
 
-    @elastic_step(lambda self: self.model, micro_batch_size=4, **QUIET)
+    @elastic_step(lambda self: self.model, micro_batch_size=4, **grouped(QUIET))
     def train_step(self, batch: Pair, factor: float = 1.0) -> Tensor:
         """Its own words."""
         self.fail()
@@ -100,7 +101,7 @@ class _OwnModel(nn.Module):
         super().__init__()
         self.net = mlp()
 
-    @elastic_step(lambda self: self, micro_batch_size=4, **QUIET)
+    @elastic_step(lambda self: self, micro_batch_size=4, **grouped(QUIET))
     def train_step(self, batch: Pair) -> Tensor:
         loss: Tensor = cross_entropy(self.net)(batch)
         return loss
@@ -121,7 +122,7 @@ class _DataTrainer:
 
     model: nn.Module
 
-    @elastic_step(lambda self: self.model, micro_batch_size=4, **QUIET)
+    @elastic_step(lambda self: self.model, micro_batch_size=4, **grouped(QUIET))
     def train_step(self, batch: Pair) -> Tensor:
         loss: Tensor = cross_entropy(self.model)(batch)
         return loss
@@ -154,7 +155,7 @@ def test_a_sequence_of_modules_is_one_step() -> None:
     wanted = whole_gradient(both, lambda net: cross_entropy(net)(batch))
     for n in (0, 4, 9, 13, 19):
         both.zero_grad()
-        step = elastic_step([encoder, decoder], micro_batch_size=4, **QUIET)(cross_entropy(both))
+        step = elastic_step([encoder, decoder], micro_batch_size=4, **grouped(QUIET))(cross_entropy(both))
         with InjectOOM(at=[n]):
             step(batch)
         assert off_by(both, wanted) <= 1e-12
@@ -187,7 +188,12 @@ class _BatchNormTrainer:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
 
-    @elastic_step(lambda self: self.model, micro_batch_size=4, min_micro_batch_size=4, grow=False, wait_for_memory=0, monitor_interval=0)
+    @elastic_step(
+        lambda self: self.model,
+        micro_batch_size=4,
+        policy=Policy(min_micro_batch_size=4, grow=False),
+        memory=MemoryOptions(wait_for_memory=0, monitor_interval=0),
+    )
     def step(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.model(x).square().mean())
 
@@ -230,7 +236,7 @@ def test_a_list_of_networks_that_is_made_anew_for_each_call_has_one_runtime() ->
         def __init__(self) -> None:
             self.net = mlp()
 
-        @elastic_step(lambda self: nn.ModuleList([self.net]), micro_batch_size=4, **QUIET)
+        @elastic_step(lambda self: nn.ModuleList([self.net]), micro_batch_size=4, **grouped(QUIET))
         def train_step(self, batch: Pair) -> Tensor:
             loss: Tensor = cross_entropy(self.net)(batch)
             return loss

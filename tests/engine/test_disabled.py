@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS, elastic_step
+from elastic_mbs import ElasticMBS, MemoryOptions, elastic_step
 from tests.helpers.doors import DOORS
 from tests.helpers.doors import through as _through
 from tests.helpers.steps import Pair, cross_entropy, elastic, loop, mlp, off_by, pairs, whole_gradient
@@ -115,7 +115,7 @@ def test_the_batch_is_brought_to_the_model_either_way(door: int | str, enabled: 
     if door == 1:
         mbs.backward(loss_fn, torch.zeros(4, 6))
     elif door == 2:
-        elastic_step(model, micro_batch_size=4, enabled=enabled, monitor_interval=0)(loss_fn)(torch.zeros(4, 6))
+        elastic_step(model, micro_batch_size=4, enabled=enabled, memory=MemoryOptions(monitor_interval=0))(loss_fn)(torch.zeros(4, 6))
     elif door == 3:
         loop(mbs, loss_fn, torch.zeros(4, 6))
     else:

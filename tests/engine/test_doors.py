@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import elastic_mbs
-from elastic_mbs import ElasticMBS, Event, MemoryBudget, UsageError
+from elastic_mbs import ElasticMBS, Event, MemoryBudget, MemoryOptions, UsageError
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.doors import DOORS
 from tests.helpers.doors import through as _through
@@ -172,7 +172,7 @@ def test_the_budget_around_a_runtime_is_found_by_itself() -> None:
     wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
         budget.limit = budget.live + 60_000
-        with ElasticMBS(model, wait_for_memory=0) as mbs:
+        with ElasticMBS(model, memory=MemoryOptions(wait_for_memory=0)) as mbs:
             result = mbs.backward(cross_entropy(model), batch)
             assert isinstance(mbs._parts.monitor.poll(), elastic_mbs.Headroom)
     assert budget.ooms == result.ooms

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MicroBatchFloorError, OutOfMemory, UsageError
+from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, MicroBatchFloorError, OutOfMemory, UsageError
 from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import Pair, elastic, mlp, off_by, pairs
@@ -112,7 +112,7 @@ def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
 def test_evaluation_fits_more_than_training_and_has_sizes_of_its_own() -> None:
     model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), torch.ones(64, 64)
     with MemoryBudget("4MiB", track=(model, batch)) as budget:
-        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         budget.limit = budget.live + 330 * 2**10
         trained = mbs.backward(lambda b: model(b).pow(2).mean(), batch)
         mbs.eval(lambda b: model(b).mean(1), batch)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
-from elastic_mbs import ElasticMBS, MemoryBudget
+from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions
 from elastic_mbs.engine.everywhere import map_everywhere
 
 
@@ -153,7 +153,7 @@ def test_a_cache_that_a_model_returns_does_not_fill_the_device() -> None:
     model, batch = Decoder(), torch.randn(512, 64)
     by_hand = copy.deepcopy(model)
     by_hand(batch).loss.backward()
-    with MemoryBudget("700KiB", track=(model,)), ElasticMBS(model, wait_for_memory=0) as mbs:
+    with MemoryBudget("700KiB", track=(model,)), ElasticMBS(model, memory=MemoryOptions(wait_for_memory=0)) as mbs:
         result = mbs.backward(model, batch)
         assert result.ooms > 0 or len(result.partition) > 1
         caches = [each.past for each in result.outputs]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_mbs import Event, MemoryBudget, OutOfMemory, Warned, elastic_step
+from elastic_mbs import Event, MemoryBudget, MemoryOptions, OutOfMemory, Warned, elastic_step
 from elastic_mbs.memory import host_guard
 from tests.helpers.rlimit import MEBI, Limit, fake_limit, guard_of
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
@@ -116,7 +116,7 @@ def test_closing_the_runtime_restores_the_limit(limit: Limit) -> None:
 
 def test_the_decorator_takes_the_switch(limit: Limit) -> None:
     model = mlp()
-    step = elastic_step(model, host_guard=True, monitor_interval=0)(cross_entropy(model))
+    step = elastic_step(model, memory=MemoryOptions(host_guard=True, monitor_interval=0))(cross_entropy(model))
     step(pairs())
     assert limit.seen[-1] == -1
     assert len(limit.seen) > 2

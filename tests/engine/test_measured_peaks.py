@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, MemoryBudget, Policy
+from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, Policy
 
 
 @pytest.mark.no_oom_injection
@@ -29,7 +29,7 @@ def test_what_a_step_takes_is_not_learned_from_one_that_was_tried_again() -> Non
 
     optimizer = Tight(model.parameters(), {})
     with MemoryBudget("64MiB", track=[model]):
-        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         mbs.optimizer_step(optimizer)
         assert (optimizer.tries, mbs._parts.optimizer_needs) == (2, {})
         mbs.optimizer_step(optimizer)
@@ -61,7 +61,7 @@ def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_
         optimizer.zero_grad()
         optimizer = torch.optim.AdamW(model.parameters())  # its state comes after the first call
         budget.limit = int(1.08 * need)
-        with ElasticMBS(model, monitor_interval=0, policy=policy, micro_batch_size=16) as mbs:
+        with ElasticMBS(model, policy=policy, micro_batch_size=16, memory=MemoryOptions(monitor_interval=0)) as mbs:
             for _ in range(12):
                 result = mbs.backward(loss_fn, batch)
                 optimizer.step()
@@ -84,7 +84,7 @@ def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations
             model(x).pow(2).mean().backward()
         budget.limit = int(1.2 * budget.peak)
         model.zero_grad()
-        with ElasticMBS(model, monitor_interval=0, policy=Policy(patience=2, min_gain=0.0, cooldown=0.0)) as mbs:
+        with ElasticMBS(model, policy=Policy(patience=2, min_gain=0.0, cooldown=0.0), memory=MemoryOptions(monitor_interval=0)) as mbs:
             for _ in range(12):
                 result = mbs.backward(lambda piece: model(piece).pow(2).mean(), x)
                 model.zero_grad()

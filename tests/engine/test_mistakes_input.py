@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from elastic_mbs import BatchError, CountError, ElasticMBS, LossError, UnsupportedError, UsageError, elastic_step
 from elastic_mbs.engine.misuse import running_call
+from stress.flat_options import grouped
 from tests.helpers.open_calls import close_what_is_open
 from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs, still_works, through
 
@@ -121,7 +122,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "says"), BAD, ids=[f"{i}, {', '.join(case[0])}" for i, case in enumerate(BAD)])
 def test_a_setting_that_makes_no_sense_is_refused_by_value(model: nn.Module, options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
-        ElasticMBS(model, **options)
+        ElasticMBS(model, **grouped(options))
     assert isinstance(caught.value, ValueError)
     assert not [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()], "a refused runtime leaves no hooks"
 
@@ -145,7 +146,7 @@ NOT_CALLABLE: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("key", "value"), NOT_CALLABLE, ids=[f"{i}, {key}" for i, (key, _) in enumerate(NOT_CALLABLE)])
 def test_a_setting_of_the_wrong_type_is_refused_when_it_is_given_and_not_when_memory_runs_out(model: nn.Module, key: str, value: Any) -> None:
     with pytest.raises(UsageError, match=key):
-        ElasticMBS(model, **{key: value})
+        ElasticMBS(model, **grouped({key: value}))
 
 
 @pytest.mark.parametrize(("bad", "says"), [(None, "NoneType"), ([], "empty"), ("model", "str"), ([3], "int"), (lambda self: self, "function")])

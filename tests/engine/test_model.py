@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, MemoryOptions, Policy
 from elastic_mbs.engine.model import Inventory
 from elastic_mbs.errors import UnsupportedError, UsageError
 
@@ -176,7 +176,7 @@ def test_the_statistics_of_a_replaced_norm_are_put_back_after_a_failure() -> Non
             raise torch.OutOfMemoryError("out of memory")
         return loss
 
-    with ElasticMBS(model, micro_batch_size=4, grow=False, monitor_interval=0) as mbs:
+    with ElasticMBS(model, micro_batch_size=4, policy=Policy(grow=False), memory=MemoryOptions(monitor_interval=0)) as mbs:
         mbs.backward(loss_fn, x)
         model.zero_grad()
         model[1] = nn.BatchNorm1d(2).double()

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, Warned, runtime
-from elastic_mbs.engine.result import StepResult, StoredOutput, check_place
-from elastic_mbs.errors import UsageError
+from elastic_mbs import ElasticMBS, MemoryOptions, Policy, Warned, runtime
+from elastic_mbs.engine.result import StepResult, StoredOutput
 
 
 def result(outputs: list[Any], losses: tuple[float, ...] = (), sizes: tuple[int, ...] = (2, 1)) -> StepResult:
@@ -81,18 +80,6 @@ def test_outputs_that_are_not_moved_stay_on_their_device() -> None:
     assert there[0].device.type == "meta"
 
 
-@pytest.mark.parametrize("place", ["cpu", "device", None])
-def test_known_places_are_accepted(place: Any) -> None:
-    assert check_place(place) == place
-
-
-@pytest.mark.parametrize("place", ["CPU", "cuda", 0, True, ("cpu",), torch.device("cpu")])
-def test_an_unknown_place_is_refused_by_value(place: Any) -> None:
-    with pytest.raises(UsageError, match="is not known: use 'cpu'") as caught:
-        check_place(place)
-    assert f"outputs={place!r}" in str(caught.value)
-
-
 def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
     model = nn.Linear(3, 1)
 
@@ -100,7 +87,7 @@ def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
         y = model(x)
         return (y.mean(), y) if x[0, 0] > 0 else y.mean()
 
-    with ElasticMBS(model, micro_batch_size=2, grow=False, monitor_interval=0) as mbs:
+    with ElasticMBS(model, micro_batch_size=2, policy=Policy(grow=False), memory=MemoryOptions(monitor_interval=0)) as mbs:
         found = mbs.backward(loss_fn, torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, 2.0]).view(6, 1).expand(6, 3))
     outputs = found.outputs
     assert len(found.partition) == len(outputs) == 3
@@ -124,7 +111,7 @@ def test_a_sparse_output_is_kept_too() -> None:
 def test_outputs_that_take_much_memory_are_told_of_once(place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "MUCH", much)
     model, events = nn.Linear(3, 8), list[Any]()
-    mbs = ElasticMBS(model, outputs=place, micro_batch_size=3, monitor_interval=0, on_event=events.append)
+    mbs = ElasticMBS(model, outputs=place, micro_batch_size=3, on_event=events.append, memory=MemoryOptions(monitor_interval=0))
 
     def step(x: Tensor) -> Any:
         y = model(x)

@@ -10,7 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import CallDone, CallFailed, ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, OutOfMemory, Unavailable
+from elastic_mbs import (
+    CallDone,
+    CallFailed,
+    ElasticMBS,
+    Event,
+    Headroom,
+    MemoryBudget,
+    MemoryOptions,
+    MicroBatchFloorError,
+    OutOfMemory,
+    Policy,
+    Unavailable,
+)
 from elastic_mbs.engine import telemetry
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.engine.telemetry import Figures, Telemetry, memory_figures
@@ -258,7 +270,10 @@ def test_a_loss_that_cannot_be_read_stays_unknown(monkeypatch: pytest.MonkeyPatc
 
 def test_reading_the_loss_takes_no_memory() -> None:
     heard, model = Heard(), mlp()
-    with MemoryBudget("1GiB", [model]) as budget, ElasticMBS(model, micro_batch_size=2, on_event=heard, monitor_interval=0) as mbs:
+    with (
+        MemoryBudget("1GiB", [model]) as budget,
+        ElasticMBS(model, micro_batch_size=2, on_event=heard, memory=MemoryOptions(monitor_interval=0)) as mbs,
+    ):
         mbs.backward(cross_entropy(model), pairs())
         budget.reset_peak()
         rest = budget.live
@@ -375,7 +390,7 @@ def test_telling_of_calls_never_waits_for_the_device() -> None:
     heard = Heard()
     losses = []
     try:
-        with ElasticMBS(model, micro_batch_size=16, max_micro_batch_size=16, on_event=heard) as mbs:
+        with ElasticMBS(model, micro_batch_size=16, on_event=heard, policy=Policy(max_micro_batch_size=16)) as mbs:
             deadline = time.monotonic() + 10
             while not isinstance(mbs.headroom, Headroom) and time.monotonic() < deadline:
                 time.sleep(0.01)  # the first call may be over before NVML has answered for the first time, and would tell of no total
@@ -394,7 +409,7 @@ def test_telling_of_calls_never_waits_for_the_device() -> None:
 
 def test_a_runtime_without_a_sensor_tells_of_its_calls_all_the_same() -> None:
     heard, model = Heard(), mlp()
-    with ElasticMBS(model, sensor=NoSensor("none"), monitor_interval=0, on_event=heard, micro_batch_size=4) as mbs:
+    with ElasticMBS(model, on_event=heard, micro_batch_size=4, memory=MemoryOptions(sensor=NoSensor("none"), monitor_interval=0)) as mbs:
         mbs.backward(cross_entropy(model), pairs())
     (call,) = heard.calls
     assert (call.free, call.held_by_others, call.total) == (None, None, None)

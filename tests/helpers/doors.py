@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, StepResult, elastic_step
 from elastic_mbs.memory import NoSensor
+from stress.flat_options import grouped
 from tests.helpers.steps import Pair, cross_entropy, loop
 
 DOORS = [1, 2, 3]
@@ -18,11 +19,11 @@ def through(door: int, model: nn.Module, batch: Pair, **options: Any) -> StepRes
     """One call through a door of a new runtime: 1 is `backward`, 2 the decorator, 3 the loop."""
     if door == 2:
 
-        @elastic_step(model, **{**QUIET, **options})
+        @elastic_step(model, **grouped({**QUIET, **options}))
         def step(b: Pair) -> Tensor:
             loss: Tensor = cross_entropy(model)(b)
             return loss
 
         return step(batch)
-    mbs = ElasticMBS(model, **{**QUIET, **options})
+    mbs = ElasticMBS(model, **grouped({**QUIET, **options}))
     return mbs.backward(cross_entropy(model), batch) if door == 1 else loop(mbs, cross_entropy(model), batch)

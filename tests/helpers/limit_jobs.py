@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS, OutOfMemory
+from elastic_mbs import ElasticMBS, MemoryOptions, OutOfMemory
 from elastic_mbs.memory import Headroom, UsageMeter, oom
 from stress.limits import MemoryLimit, open_limit
 
@@ -56,7 +56,10 @@ def train(emit: Emit, kind: str) -> None:
             before = world.live()
             narrow = before + need * 45 // 100
             with ElasticMBS(
-                model, micro_batch_size=SAMPLES, sensor=world.sensor, monitor_interval=0, wait_for_memory=0, on_event=events.append
+                model,
+                micro_batch_size=SAMPLES,
+                on_event=events.append,
+                memory=MemoryOptions(sensor=world.sensor, monitor_interval=0, wait_for_memory=0),
             ) as mbs:
                 if phase == "backward":
                     in_backward.append(narrow)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, StepResult
 from elastic_mbs.memory import NoSensor
+from stress.flat_options import grouped
 from stress.state import error_of
 
 Pair = tuple[Tensor, Tensor]
@@ -21,7 +22,7 @@ LossFn = Callable[..., Any]
 def elastic(model: nn.Module, **options: Any) -> ElasticMBS:
     """A runtime without a thread, without readings, without waits and without chance."""
     return ElasticMBS(
-        model, **{"monitor_interval": 0, "sensor": NoSensor("not in this test"), "wait_for_memory": 0, "seed": 0, "grow": False, **options}
+        model, **grouped({"monitor_interval": 0, "sensor": NoSensor("not in this test"), "wait_for_memory": 0, "seed": 0, "grow": False, **options})
     )
 
 

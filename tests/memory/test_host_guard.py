@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_mbs import ElasticMBS, Event, UsageError, Warned
+from elastic_mbs import ElasticMBS, Event, MemoryOptions, UsageError, Warned
 from elastic_mbs.memory import host_guard
 from tests.helpers.cgroups import ROOT_OF, write_group, write_membership
 from tests.helpers.rlimit import MEBI, Limit, fake_limit, guard_of
@@ -362,17 +362,17 @@ def test_a_kernel_that_does_not_enforce_the_limit_is_refused_by_name(tmp_path: P
 @pytest.mark.parametrize("value", [None, 1, 0, 64 * MEBI, 2.0])
 def test_what_is_no_switch_and_no_size_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=r"neither True nor False; a margin is a string"):
-        ElasticMBS(mlp(), host_guard=value)
+        ElasticMBS(mlp(), memory=MemoryOptions(host_guard=value))
 
 
 def test_a_margin_that_is_no_size_is_refused() -> None:
     with pytest.raises(UsageError, match="cannot read 'plenty' as a number of bytes"):
-        ElasticMBS(mlp(), host_guard="plenty")
+        ElasticMBS(mlp(), memory=MemoryOptions(host_guard="plenty"))
 
 
 def test_a_model_that_is_not_on_the_cpu_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="train on the CPU, and this one is on 'meta'"):
-        ElasticMBS(mlp().to("meta"), host_guard=True)
+        ElasticMBS(mlp().to("meta"), memory=MemoryOptions(host_guard=True))
 
 
 def test_a_model_that_moves_away_is_refused_at_the_next_call(limit: Limit) -> None:

@@ -19,7 +19,7 @@ PREPARE = """
     import torch
     from torch import nn
     from torch.nn import functional
-    from elastic_mbs import ElasticMBS, MicroBatchFloorError, OutOfMemory, UsageError
+    from elastic_mbs import ElasticMBS, MemoryOptions, MicroBatchFloorError, OutOfMemory, UsageError
     from elastic_mbs.memory import CgroupMemory, HostGuard, NoSensor, host_guard
     torch.set_num_threads(1)
     MEBI = 1 << 20
@@ -84,7 +84,8 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
             wanted = [parameter.grad.clone() for parameter in model.parameters()]
             group = Group()
             for _ in range(15):
-                mbs = ElasticMBS(model, micro_batch_size=len(x), host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0)
+                memory = MemoryOptions(host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0)
+                mbs = ElasticMBS(model, micro_batch_size=len(x), memory=memory)
                 mbs._parts.guard._cgroup = group
                 events = []
                 mbs._parts.log._sinks = (events.append,)
@@ -127,7 +128,7 @@ def test_a_micro_batch_of_one_that_does_not_fit_ends_with_a_typed_error_and_a_us
     run_limited("""
         before = resource.getrlimit(resource.RLIMIT_DATA)
         group, model = Group(), nn.Linear(4, 4).double()
-        mbs = ElasticMBS(model, host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0))
         mbs._parts.guard._cgroup = group
         group.leave(4 * MEBI)
         big = 64 * MEBI
@@ -219,7 +220,7 @@ def test_a_user_limit_below_the_container_is_kept() -> None:
         def loss_fn(batch):
             seen.append(resource.getrlimit(resource.RLIMIT_DATA))
             return model(batch).sum()
-        with ElasticMBS(model, host_guard=True) as mbs:
+        with ElasticMBS(model, memory=MemoryOptions(host_guard=True)) as mbs:
             mbs.backward(loss_fn, torch.ones(4, 4, dtype=torch.float64))
         assert set(seen) == {(limit, limit)}
         assert resource.getrlimit(resource.RLIMIT_DATA) == (limit, limit)

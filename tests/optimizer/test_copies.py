@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, Warned
+from elastic_mbs import ElasticMBS, MemoryOptions, Warned
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import mlp, pairs
 
@@ -92,7 +92,7 @@ def test_a_step_of_an_optimizer_with_state_in_other_places_is_not_made_twice(mak
         torch.manual_seed(0)
         model, batch = mlp(), pairs(8)
         optimizer = make(model.parameters())
-        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         hit = False
         for step in range(3):
             model.zero_grad()
@@ -117,7 +117,7 @@ def test_a_step_of_an_optimizer_with_state_in_other_places_is_not_made_twice(mak
 def test_a_plain_step_of_any_optimizer_passes_under_the_watch() -> None:
     model, batch = mlp(), pairs(8)
     optimizer = Bare(model.parameters())
-    with ElasticMBS(model, monitor_interval=0) as mbs:
+    with ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)) as mbs:
         for _ in range(3):
             mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
             optimizer.step()
@@ -127,7 +127,7 @@ def test_a_closure_that_runs_a_batch_inside_the_step_is_no_step_that_did_not_end
     model, batch = mlp(), pairs(8)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     told: list[Any] = []
-    with ElasticMBS(model, monitor_interval=0, on_event=told.append) as mbs:
+    with ElasticMBS(model, on_event=told.append, memory=MemoryOptions(monitor_interval=0)) as mbs:
 
         def closure() -> float:
             optimizer.zero_grad()
@@ -148,7 +148,7 @@ def test_a_step_hook_that_takes_itself_off_stays_off() -> None:
         handle.remove()
 
     handle = optimizer.register_step_pre_hook(once)
-    mbs = ElasticMBS(model, monitor_interval=0)
+    mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
     nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
     for _ in range(3):
         mbs.optimizer_step(optimizer)
@@ -167,7 +167,7 @@ def test_a_step_that_ends_by_another_error_puts_the_random_stream_back_as_well()
 
     before, stream = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
     with pytest.raises(ValueError, match="mine"):
-        ElasticMBS(model, monitor_interval=0).optimizer_step(Ends(model.parameters()))
+        ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)).optimizer_step(Ends(model.parameters()))
     assert torch.equal(torch.get_rng_state(), stream)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
@@ -181,7 +181,7 @@ def test_copies_for_a_step_are_made_one_by_one_where_no_large_block_can_be_had()
     twin = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 64, dtype=torch.float64)).sum().backward()
-    with BudgetLimit() as world, ElasticMBS(model, sensor=world.sensor, monitor_interval=0) as mbs:
+    with BudgetLimit() as world, ElasticMBS(model, memory=MemoryOptions(sensor=world.sensor, monitor_interval=0)) as mbs:
         world.fragment(64 * 64 * 8)
         mbs.optimizer_step(optimizer)
     for parameter, before in zip(model.parameters(), twin, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MisuseError, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
+from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, MisuseError, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
 from elastic_mbs.optimizer.guarded_step import _signature
 from elastic_mbs.optimizer.known import only_in_place
 from elastic_mbs.optimizer.step_ways import BEST
@@ -57,7 +57,9 @@ class World:
         self.optimizer = cls(groups, **options, **IMPLEMENTATIONS[implementation])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
         self.events: list[Any] = []
-        self.mbs = ElasticMBS(self.model, scaler=self.scaler, monitor_interval=0, on_event=self.events.append, wait_for_memory=0)
+        self.mbs = ElasticMBS(
+            self.model, scaler=self.scaler, on_event=self.events.append, memory=MemoryOptions(monitor_interval=0, wait_for_memory=0)
+        )
         for _ in range(steps):
             self.backward()
             self.plain()
@@ -175,7 +177,7 @@ def test_a_first_step_whose_temporaries_do_not_fit_is_made_one_parameter_at_a_ti
     model, optimizer = _wide(torch.optim.AdamW, foreach=True)
     events: list[Any] = []
     with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, monitor_interval=0, on_event=events.append)
+        mbs = ElasticMBS(model, on_event=events.append, memory=MemoryOptions(monitor_interval=0))
         budget.limit = budget.live + state_and_four_parameters
         mbs.optimizer_step(optimizer)
     assert [event.action for event in events if isinstance(event, OptimizerOutOfMemory)] == ["with the caches let go of", "one parameter at a time"]
@@ -186,7 +188,7 @@ def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -
     model, optimizer = _wide(torch.optim.Adam, foreach=True)
     before = [p.detach().clone() for p in model.parameters()]
     with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         budget.limit = budget.live + 2**14
         with pytest.raises(OptimizerStepError, match=r"16\.0 KiB of 8\.0 MiB were free at the last look, 7\.5 MiB held by others.*fused=True"):
             mbs.optimizer_step(optimizer)
@@ -204,7 +206,7 @@ def test_copies_are_on_the_device_where_they_fit_and_on_the_host_otherwise(room:
     model, optimizer = _wide(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
     optimizer.step()
     with MemoryBudget("64MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         if not room:
             budget.limit = budget.live + 2**16
         budget.reset_peak()
@@ -218,7 +220,7 @@ def test_a_fused_step_takes_no_copies() -> None:
     model, optimizer = _wide(torch.optim.AdamW, fused=True)
     optimizer.step()
     with MemoryBudget("64MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         budget.reset_peak()
         before = budget.live
         mbs.optimizer_step(optimizer)
@@ -268,7 +270,7 @@ def test_an_optimizer_of_others_is_taken_back_and_tried_again_as_a_whole() -> No
         number += 1
         model, _ = _wide(torch.optim.SGD, lr=0.1)
         optimizer = Coupled(model.parameters())
-        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         with InjectOOM(at=[number]) as inject:
             mbs.optimizer_step(optimizer)
         assert off_by(optimizer.state_dict(), wanted.state_dict()) == 0.0
@@ -289,7 +291,7 @@ def test_what_a_step_of_others_takes_is_learned_for_the_next() -> None:
     model, _ = _wide(torch.optim.SGD, lr=0.1)
     optimizer = Coupled(model.parameters())
     with MemoryBudget("64MiB", track=[model]):
-        mbs = ElasticMBS(model, monitor_interval=0)
+        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         mbs.optimizer_step(optimizer)
         mbs.optimizer_step(optimizer)
     size = 16 * 2**14
@@ -375,7 +377,7 @@ def test_gradients_of_several_types_are_unscaled_once_each_wherever_that_fails()
         x = torch.ones(2, 3)
         loss = model[0](x.double()).sum().float() + model[1](x).sum() + model[2](torch.tensor([1, 1, 3])).sum()
         scaler.scale(loss).backward()
-        return model, optimizer, scaler, ElasticMBS(model, scaler=scaler, monitor_interval=0)
+        return model, optimizer, scaler, ElasticMBS(model, scaler=scaler, memory=MemoryOptions(monitor_interval=0))
 
     reference, optimizer, scaler, _ = make()
     scaler.step(optimizer)
@@ -463,7 +465,7 @@ def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time
     events: list[Any] = []
     failed: list[int] = []
     with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, monitor_interval=0, on_event=events.append)
+        mbs = ElasticMBS(model, on_event=events.append, memory=MemoryOptions(monitor_interval=0))
         for step in range(45):
             if step == 1:
                 budget.limit = budget.live + 4 * 2**14  # foreach needs sixteen

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS, OptimizerStepError, Warned
+from elastic_mbs import ElasticMBS, MemoryOptions, OptimizerStepError, Warned
 from elastic_mbs.testing import InjectOOM
 
 
@@ -25,7 +25,7 @@ def trained(cls: type[torch.optim.Optimizer] = torch.optim.Adam, steps: int = 1,
 
 
 def note_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> str:
-    with pytest.raises(torch.OutOfMemoryError) as caught, ElasticMBS(model, monitor_interval=0), InjectOOM(at=[number]):
+    with pytest.raises(torch.OutOfMemoryError) as caught, ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)), InjectOOM(at=[number]):
         optimizer.step()
     (note,) = caught.value.__notes__
     return note
@@ -42,7 +42,7 @@ def test_what_a_failed_step_has_left_is_said_as_it_is(steps: int) -> None:
         state = {p: {key: value.clone() for key, value in own.items()} for p, own in optimizer.state.items()}
         inject = InjectOOM(at=[number])
         try:
-            with ElasticMBS(model, monitor_interval=0), inject:
+            with ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)), inject:
                 optimizer.step()
         except torch.OutOfMemoryError as error:
             (note,) = error.__notes__
@@ -77,7 +77,7 @@ def test_of_a_step_on_all_parameters_at_once_nothing_is_promised(implementation:
 def test_a_failed_step_that_the_loop_has_caught_is_told_of_by_the_next_call() -> None:
     model, optimizer = trained()
     events: list[Any] = []
-    with ElasticMBS(model, monitor_interval=0, on_event=events.append) as mbs:
+    with ElasticMBS(model, on_event=events.append, memory=MemoryOptions(monitor_interval=0)) as mbs:
         with InjectOOM(at=[2]), pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
         mbs.backward(lambda x: model(x).sum(), torch.ones(2, 3))
@@ -89,20 +89,20 @@ def test_a_failed_step_that_the_loop_has_caught_is_told_of_by_the_next_call() ->
 
 def test_what_went_well_or_was_guarded_or_is_another_error_gets_no_note() -> None:
     model, optimizer = trained()
-    with pytest.raises(ValueError, match="mine") as other, ElasticMBS(model, monitor_interval=0):
+    with pytest.raises(ValueError, match="mine") as other, ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)):
         optimizer.step()
         raise ValueError("mine")
-    with pytest.raises(torch.OutOfMemoryError) as elsewhere, ElasticMBS(model, monitor_interval=0):
+    with pytest.raises(torch.OutOfMemoryError) as elsewhere, ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)):
         optimizer.step()
         raise torch.OutOfMemoryError("in the loop")
-    with pytest.raises(OptimizerStepError) as guarded, ElasticMBS(model, monitor_interval=0) as mbs, InjectOOM(always_from=3):
+    with pytest.raises(OptimizerStepError) as guarded, ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)) as mbs, InjectOOM(always_from=3):
         mbs.optimizer_step(optimizer)
     assert [getattr(caught.value, "__notes__", []) for caught in (other, elsewhere, guarded)] == [[], [], []]
 
 
 def test_outside_of_the_block_no_optimizer_is_watched() -> None:
     model, optimizer = trained()
-    mbs = ElasticMBS(model, monitor_interval=0)
+    mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
     with mbs:
         pass
     with InjectOOM(at=[2]), pytest.raises(torch.OutOfMemoryError):

@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, OutOfMemory, Policy, Resized, Unavailable, WaitingForMemory
+from elastic_mbs import (
+    ElasticMBS,
+    Event,
+    Headroom,
+    MemoryBudget,
+    MemoryOptions,
+    MicroBatchFloorError,
+    OutOfMemory,
+    Policy,
+    Resized,
+    Unavailable,
+    WaitingForMemory,
+)
 from elastic_mbs.memory import NoSensor, Reading
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
@@ -317,11 +329,9 @@ def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None
         mbs = ElasticMBS(
             model,
             micro_batch_size=2,
-            sensor=sensor,
-            monitor_interval=0,
-            seed=0,
-            policy=Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0),
+            policy=Policy(seed=0, patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0),
             on_event=events.append,
+            memory=MemoryOptions(sensor=sensor, monitor_interval=0),
         )
 
         def calls(n: int) -> list[int]:
@@ -357,7 +367,7 @@ def test_a_sensor_that_hangs_does_not_hold_up_a_step() -> None:
             time.sleep(0.5)
             return Unavailable("slow")
 
-    with ElasticMBS(model, micro_batch_size=4, sensor=Hanging(), monitor_interval=0.01) as mbs:
+    with ElasticMBS(model, micro_batch_size=4, memory=MemoryOptions(sensor=Hanging(), monitor_interval=0.01)) as mbs:
         mbs.backward(cross_entropy(model), batch)
         began = time.monotonic()
         mbs.backward(cross_entropy(model), batch)
@@ -380,7 +390,7 @@ def test_memory_is_read_right_after_a_failure_and_not_when_the_next_reading_is_d
         while len(readings) < count and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    with ElasticMBS(model, micro_batch_size=4, sensor=Neighbour(), monitor_interval=3600) as mbs:
+    with ElasticMBS(model, micro_batch_size=4, memory=MemoryOptions(sensor=Neighbour(), monitor_interval=3600)) as mbs:
         mbs.backward(cross_entropy(model), batch)
         model.zero_grad()
         wait_for(1)

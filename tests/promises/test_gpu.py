@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS, Event, Headroom, OptimizerOutOfMemory, OutOfMemory, Policy, count_tokens
+from elastic_mbs import ElasticMBS, Event, Headroom, MemoryOptions, OptimizerOutOfMemory, OutOfMemory, Policy, count_tokens
 from elastic_mbs.memory import CudaSensor, oom
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from elastic_mbs.memory.processes import pids_are_ours
@@ -153,7 +154,7 @@ def test_sizes_grow_back_when_a_neighbour_leaves(device: torch.device) -> None:
         _, step = needs(room, model, batch)
         reference = whole_gradient(model, lambda twin: loss_of(twin, batch))
         neighbour.come(left=int(0.4 * step))
-        with ElasticMBS(model, policy=policy, monitor_interval=0.02, seed=0) as mbs:
+        with ElasticMBS(model, policy=replace(policy, seed=0), memory=MemoryOptions(monitor_interval=0.02)) as mbs:
 
             def size() -> int:
                 model.zero_grad()
@@ -177,7 +178,7 @@ def test_the_batch_goes_through_whole_again_when_just_as_much_memory_is_back(dev
     policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
     with Room(device, model) as room:
         _, step = needs(room, model, batch)
-        with ElasticMBS(model, policy=policy, monitor_interval=0, wait_for_memory=0, seed=0) as mbs:
+        with ElasticMBS(model, policy=replace(policy, seed=0), memory=MemoryOptions(monitor_interval=0, wait_for_memory=0)) as mbs:
 
             def pieces(share: float, calls: int) -> int:
                 model.zero_grad()
@@ -208,7 +209,7 @@ def test_an_idle_step_never_waits_for_the_device(gpu: torch.device, place: str, 
     batch = batch_on(gpu if place == "device" else torch.device("cpu"), 32, dtype=torch.float32)
     if place == "pinned":
         batch = (batch[0].pin_memory(), batch[1].pin_memory())
-    with ElasticMBS(model, micro_batch_size=8, max_micro_batch_size=8) as mbs:
+    with ElasticMBS(model, micro_batch_size=8, policy=Policy(max_micro_batch_size=8)) as mbs:
         for i in range(8):
             model.zero_grad()
             torch.cuda.set_sync_debug_mode("error" if i >= 2 else "default")  # the first call looks at every buffer
@@ -234,7 +235,7 @@ def test_counting_tokens_costs_one_read_and_only_where_the_batch_is_on_the_devic
         # not by ignore_index: that one is free to look how many labels it has
         return functional.cross_entropy(model(piece["x"][:, :3]).flatten(0, 1), piece["labels"][:, :3].flatten())
 
-    with ElasticMBS(model, micro_batch_size=4, max_micro_batch_size=4, count=count_tokens("labels")) as mbs:
+    with ElasticMBS(model, micro_batch_size=4, count=count_tokens("labels"), policy=Policy(max_micro_batch_size=4)) as mbs:
         for _ in range(3):
             mbs.backward(loss_fn, batch)
         with warnings.catch_warnings(record=True) as caught:
@@ -288,7 +289,7 @@ def test_outputs_come_to_the_host_without_waiting(device: torch.device) -> None:
         logits = model(piece[0])
         return functional.cross_entropy(logits, piece[1]), {"logits": logits}
 
-    with ElasticMBS(model, micro_batch_size=8, max_micro_batch_size=8, outputs="cpu") as mbs:
+    with ElasticMBS(model, micro_batch_size=8, outputs="cpu", policy=Policy(max_micro_batch_size=8)) as mbs:
         for i in range(4):
             if device.type == "cuda" and i == 3:
                 torch.cuda.set_sync_debug_mode("error")
@@ -321,7 +322,7 @@ def test_nvml_and_cuda_agree_on_what_is_free(gpu: torch.device, monkeypatch: pyt
 @pytest.mark.gpu
 def test_the_monitor_sees_a_memory_fraction_and_a_neighbour(gpu: torch.device) -> None:
     model = wide(gpu)
-    with Room(gpu, model) as room, Neighbour(room) as neighbour, ElasticMBS(model, monitor_interval=0.02) as mbs:
+    with Room(gpu, model) as room, Neighbour(room) as neighbour, ElasticMBS(model, memory=MemoryOptions(monitor_interval=0.02)) as mbs:
 
         def free_when(right: Callable[[int], bool]) -> int:
             """The driver wipes memory that is given back before it counts it as free, and a whole card's takes a while."""
@@ -375,7 +376,7 @@ def test_the_doctor_comes_to_a_judgement_of_the_machine_that_runs_the_tests(devi
 @pytest.mark.gpu
 def test_step_times_come_from_the_device_without_waiting_for_it(gpu: torch.device) -> None:
     model, batch = wide(gpu), batch_on(gpu, 1024)
-    with ElasticMBS(model, micro_batch_size=256, max_micro_batch_size=256) as mbs:
+    with ElasticMBS(model, micro_batch_size=256, policy=Policy(max_micro_batch_size=256)) as mbs:
         for _ in range(3):
             mbs.backward(lambda piece: loss_of(model, piece), batch)
             model.zero_grad()
@@ -484,7 +485,7 @@ def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(devic
         room.track(optimizer)
         # The state where it is new, and a quarter of the temporaries that foreach needs; a fused step whose state is there needs nothing.
         room.allow((2 * size if first else 0) + (size // 4 if implementation == "foreach" else size // 16))
-        mbs = ElasticMBS(model, monitor_interval=0, on_event=events.append)
+        mbs = ElasticMBS(model, on_event=events.append, memory=MemoryOptions(monitor_interval=0))
         mbs.optimizer_step(optimizer)
         mbs.close()
     tries = [event.action for event in events if isinstance(event, OptimizerOutOfMemory)]

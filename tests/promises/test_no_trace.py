@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from elastic_mbs import ElasticMBS, Event, MemoryBudget, MicroBatch, MicroBatchFloorError, OutOfMemory
+from elastic_mbs import ElasticMBS, Event, MemoryBudget, MemoryOptions, MicroBatch, MicroBatchFloorError, OutOfMemory
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, loop, mlp, pairs, through
 
@@ -283,7 +283,7 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_2() -> None:
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
         watch = _Watch(budget, model, 0)
 
-        @elastic_step(model, micro_batch_size=256, on_event=watch, sensor=NoSensor("no"), monitor_interval=0)
+        @elastic_step(model, micro_batch_size=256, on_event=watch, memory=MemoryOptions(sensor=NoSensor("no"), monitor_interval=0))
         def step(b: Pair) -> Any:
             hidden = model(b[0])
             loss = functional.cross_entropy(hidden, b[1])
@@ -395,7 +395,9 @@ def _door_2(mbs: ElasticMBS, model: nn.Module, batch: Pair) -> None:
         from elastic_mbs import elastic_step
         from elastic_mbs.memory import NoSensor
 
-        step = elastic_step(model, micro_batch_size=8, sensor=NoSensor("no"), monitor_interval=0)(lambda b: cross_entropy(model)(b))
+        step = elastic_step(model, micro_batch_size=8, memory=MemoryOptions(sensor=NoSensor("no"), monitor_interval=0))(
+            lambda b: cross_entropy(model)(b)
+        )
         object.__setattr__(model, "step", step)
     step(batch)
 
@@ -427,7 +429,7 @@ def _faults(door: Callable[..., None]) -> Iterator[int]:
 def test_after_200_recovered_failures_memory_is_what_it_was_after_the_first(door: Callable[..., None]) -> None:
     model, batch = _Marked(), pairs(8)
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
-        mbs = ElasticMBS(model, micro_batch_size=8, monitor_interval=0, wait_for_memory=0)
+        mbs = ElasticMBS(model, micro_batch_size=8, memory=MemoryOptions(monitor_interval=0, wait_for_memory=0))
         live, objects, faults = [], [], _faults(door)
         start = mbs.state_dict()
         for i in range(200):

@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, ElasticMBSError, Event, MicroBatchFloorError, OutOfMemory, PoisonedDeviceError, Policy, RecoveryError, Warned
+from elastic_mbs import (
+    ElasticMBS,
+    ElasticMBSError,
+    Event,
+    MemoryOptions,
+    MicroBatchFloorError,
+    OutOfMemory,
+    PoisonedDeviceError,
+    Policy,
+    RecoveryError,
+    Warned,
+)
 from elastic_mbs.memory import MemoryBudget
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, still_works, through
 
@@ -211,7 +222,7 @@ def test_an_error_in_the_sink_of_a_growth_leaves_no_gradients_behind() -> None:
 
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
         policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
-        mbs = ElasticMBS(model, micro_batch_size=2, sensor=budget, monitor_interval=0, policy=policy, on_event=sink)
+        mbs = ElasticMBS(model, micro_batch_size=2, policy=policy, on_event=sink, memory=MemoryOptions(sensor=budget, monitor_interval=0))
         for _ in range(30):
             model.zero_grad()
             try:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, MemoryOptions, Policy
 from elastic_mbs.rollback.buffers import BufferCopies
 from tests.helpers.buffers import F64, Holder, batch_norm, clean_piece, learned, numbers, values
 
@@ -236,7 +236,7 @@ def test_a_codebook_that_is_moved_through_data_is_exact_after_an_eval_and_a_fail
         return loss
 
     x = torch.randn(8, 1, dtype=F64)
-    with ElasticMBS(model, micro_batch_size=4, grow=False, monitor_interval=0) as mbs:
+    with ElasticMBS(model, micro_batch_size=4, policy=Policy(grow=False), memory=MemoryOptions(monitor_interval=0)) as mbs:
         model.eval()
         mbs.eval(model, x)
         model.train()

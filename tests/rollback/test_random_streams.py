@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, MemoryOptions
 from elastic_mbs.rollback.random_streams import RandomStreams, StreamState, check_generators
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import mlp, off_by, pairs, whole_gradient
@@ -150,7 +150,7 @@ def test_looking_at_the_random_streams_may_run_out_of_memory_as_well(at: int, mo
         return look(self, since)
 
     monkeypatch.setattr(RandomStreams, "moved_on_devices", refused)
-    mbs = ElasticMBS(model, micro_batch_size=4, monitor_interval=0)
+    mbs = ElasticMBS(model, micro_batch_size=4, memory=MemoryOptions(monitor_interval=0))
     with InjectOOM(at=(25,)):
         assert mbs.backward(lambda piece: nn.functional.cross_entropy(model(piece[0]), piece[1]), batch).ooms == 1
     assert off_by(model, reference) <= 1e-12

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, MemoryOptions
 from elastic_mbs.memory import MemoryBudget
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
 
@@ -261,7 +261,10 @@ def transformed(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_a_function_transform_inside_the_block_says_what_is_wrong() -> None:
     model = nn.Linear(4, 1).double()
-    with ElasticMBS(model, micro_batch_size=2, monitor_interval=0) as mbs, pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+    with (
+        ElasticMBS(model, micro_batch_size=2, memory=MemoryOptions(monitor_interval=0)) as mbs,
+        pytest.raises(RuntimeError, match="saved tensor hooks") as caught,
+    ):
         for micro in mbs.micro_batches(torch.randn(4, 4, dtype=F64)):
             with micro:
                 micro.backward(transformed(model, micro.data) / 2)
@@ -271,7 +274,7 @@ def test_a_function_transform_inside_the_block_says_what_is_wrong() -> None:
 
 def test_a_function_transform_works_without_the_table() -> None:
     model, batch = nn.Linear(4, 1).double(), torch.randn(4, 4, dtype=F64)
-    with ElasticMBS(model, micro_batch_size=2, monitor_interval=0) as mbs:
+    with ElasticMBS(model, micro_batch_size=2, memory=MemoryOptions(monitor_interval=0)) as mbs:
         for micro in mbs.micro_batches(batch, own_graph=False):
             with micro:
                 micro.backward(transformed(model, micro.data) / len(micro))

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_mbs import CallDone, ElasticMBS, Event, MemoryBudget, OutOfMemory, Policy, SensorBack, UsageError, Warned
-from elastic_mbs.engine.settings import Settings, describe
+from elastic_mbs import CallDone, ElasticMBS, Event, MemoryBudget, MemoryOptions, OutOfMemory, Policy, RecoveryOptions, SensorBack, UsageError, Warned
+from elastic_mbs.options import Settings, describe
 from elastic_mbs.sinks.run_log import SCHEMA, RunLog, checked_path, event_line
 from elastic_mbs.sinks.run_log_reader import Reader, Run, open_lines, read_runs
 from tests.helpers.events import ANY_EVENT, KINDS, ONE_OF_EACH, any_event, done, failure, log_of
@@ -77,8 +77,8 @@ def test_no_field_of_an_event_hides_one_of_the_line() -> None:
 
 
 def test_a_header_tells_who_runs_what_and_how(tmp_path: Path) -> None:
-    settings = Settings(name="my run", micro_batch_size=8, on_fatal=print)
-    about = describe(settings, Policy(margin=0.2), lambda: [torch.device("cpu")])
+    settings = Settings(name="my run", micro_batch_size=8, policy=Policy(margin=0.2, align=4), recovery=RecoveryOptions(on_fatal=print))
+    about = describe(settings, lambda: [torch.device("cpu")])
     log = RunLog(tmp_path / "run.jsonl", lambda: about, clock=Clock(50.0), wall=Clock(1e9))
     log.begin()
     log.close()
@@ -95,6 +95,7 @@ def test_a_header_tells_who_runs_what_and_how(tmp_path: Path) -> None:
     }
     assert header["versions"]["torch"] == torch.__version__
     assert header["settings"]["micro_batch_size"] == 8
+    assert header["settings"]["align"] == 4
     assert "on_fatal" not in header["settings"]  # a function is neither a number nor a text
     assert header["policy"]["margin"] == 0.2
 
@@ -403,7 +404,7 @@ def test_a_run_through_failures_is_told_in_full(tmp_path: Path) -> None:
     heard: list[Event] = []
     with (
         MemoryBudget("1GiB", [model]) as budget,
-        ElasticMBS(model, log=path, on_event=heard.append, monitor_interval=0, seed=0, wait_for_memory=0) as mbs,
+        ElasticMBS(model, log=path, on_event=heard.append, memory=MemoryOptions(monitor_interval=0, wait_for_memory=0), policy=Policy(seed=0)) as mbs,
     ):
         mbs.backward(lambda x: model(x).square().mean(), batch)
         model.zero_grad()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_mbs import ElasticMBS, SensorBack, SensorLost, UsageError, Warned
+from elastic_mbs import ElasticMBS, MemoryOptions, SensorBack, SensorLost, UsageError, Warned
 from elastic_mbs.sinks import PrometheusTextfile, TensorBoard
 from tests.helpers.events import ANY_EVENT, GROWN, KEY, ONE_OF_EACH, done, failure
 
@@ -299,7 +299,7 @@ class Broken(Writer):
 
 def test_a_sink_of_ours_never_raises_into_the_step(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(3, 1)
-    with ElasticMBS(model, on_event=TensorBoard(Broken()), monitor_interval=0, micro_batch_size=4) as mbs:
+    with ElasticMBS(model, on_event=TensorBoard(Broken()), micro_batch_size=4, memory=MemoryOptions(monitor_interval=0)) as mbs:
         for _ in range(3):
             mbs.backward(lambda x: model(x).mean(), torch.ones(4, 3))
     said = [record.getMessage() for record in caplog.records if "misses events" in record.getMessage()]
@@ -331,7 +331,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_runtime_writes_its_textfile_when_it_is_closed(tmp_path: Path) -> None:
     model, path = nn.Linear(3, 1), tmp_path / "run.prom"
-    with ElasticMBS(model, on_event=PrometheusTextfile(path, every=1e9), monitor_interval=0, micro_batch_size=4) as mbs:
+    with ElasticMBS(model, on_event=PrometheusTextfile(path, every=1e9), micro_batch_size=4, memory=MemoryOptions(monitor_interval=0)) as mbs:
         for _ in range(3):
             mbs.backward(lambda x: model(x).mean(), torch.ones(4, 3))
     assert 'elastic_mbs_calls_total{name="elastic_mbs",mode="train"} 3\n' in path.read_text()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_mbs import ElasticMBS, MemoryBudget, UsageError
+from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, UsageError
 from elastic_mbs.cli.demo.neighbour import Neighbour
 from elastic_mbs.memory import Headroom, MemorySensor, NoSensor, Unavailable, UsageMeter
 from stress.limits import (
@@ -257,9 +257,9 @@ def test_a_world_that_cannot_be_read_gives_no_reading_and_no_error(monkeypatch: 
 def test_a_sensor_that_is_a_meter_takes_the_meters_place() -> None:
     # resident memory, which a CPU's own meter reads, cannot be held against the capacity of such a world
     model = torch.nn.Linear(4, 4)
-    with BudgetLimit() as world, ElasticMBS(model, sensor=world.sensor, monitor_interval=0) as mbs:
+    with BudgetLimit() as world, ElasticMBS(model, memory=MemoryOptions(sensor=world.sensor, monitor_interval=0)) as mbs:
         assert mbs._parts.meter is world.sensor
-    with BudgetLimit() as world, ElasticMBS(model, sensor=NoSensor(""), monitor_interval=0) as mbs:
+    with BudgetLimit() as world, ElasticMBS(model, memory=MemoryOptions(sensor=NoSensor(""), monitor_interval=0)) as mbs:
         assert mbs._parts.meter is world.budget
 
 

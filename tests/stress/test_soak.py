@@ -16,6 +16,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.cli.command import main
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.engine import recovery
+from stress.flat_options import grouped
 from stress.limits import BudgetLimit, Crashed, Failed, Hung
 from stress.scenarios.catalogue import EAGER
 from stress.soak.job import _Soak, soak
@@ -214,7 +215,7 @@ def test_a_size_that_does_not_come_back_with_the_memory_ends_the_run(tiny: str, 
 def test_a_size_comes_back_as_far_as_its_options_let_it(options: dict[str, Any], calls: range) -> None:
     given = small_models.plain()
     subject = replace(given, options={**given.options, **options})
-    with BudgetLimit() as world, ElasticMBS(subject.model, **{**subject.options, "sensor": world.sensor, "policy": EAGER}) as mbs:
+    with BudgetLimit() as world, ElasticMBS(subject.model, **grouped({**subject.options, "sensor": world.sensor, "policy": EAGER})) as mbs:
         running = _Soak(lambda message: None, world, subject, random.Random(0), time.monotonic)
         running._come_back(mbs)
     assert running._slowest in calls

@@ -26,16 +26,17 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, MemoryOptions, Policy
 from elastic_mbs.engine import misuse
 from elastic_mbs.memory import NoSensor
 
 torch.set_num_threads(1)
+QUIET = MemoryOptions(monitor_interval=0, sensor=NoSensor("none"), wait_for_memory=0)
 
 def run(calls=2, size=4):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    mbs = ElasticMBS(model, micro_batch_size=size, monitor_interval=0, sensor=NoSensor("none"), wait_for_memory=0, grow=False)
+    mbs = ElasticMBS(model, micro_batch_size=size, policy=Policy(grow=False), memory=QUIET)
     x = torch.randn(8, 6, dtype=torch.float64)
     model(x).square().mean().backward()
     wanted = [p.grad.clone() for p in model.parameters()]
@@ -334,7 +335,7 @@ seen = []
 def test_counts_its_own_runs():
     torch.manual_seed(0)
     model = nn.Linear(6, 1)
-    mbs = ElasticMBS(model, micro_batch_size=4, monitor_interval=0, sensor=NoSensor("none"), wait_for_memory=0, grow=False)
+    mbs = ElasticMBS(model, micro_batch_size=4, policy=Policy(grow=False), memory=QUIET)
 
     def loss_fn(b):
         seen.append(len(b))

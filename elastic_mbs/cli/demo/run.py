@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS, Event, Policy, StepResult, count_tokens
+from elastic_mbs import ElasticMBS, Event, MemoryOptions, Policy, StepResult, count_tokens
 from elastic_mbs.cli.demo.gpt import token_loss
 from elastic_mbs.cli.demo.text import Batch
 
@@ -25,7 +25,9 @@ def train(
 ) -> None:
     """Trains with elastic_mbs: each batch as large as it is wanted, in whatever memory there is."""
     optimizer = make_optimizer(model)
-    with ElasticMBS(model, count=count_tokens("labels"), policy=POLICY, monitor_interval=0.02, on_event=on_event, log=log) as mbs:
+    with ElasticMBS(
+        model, count=count_tokens("labels"), policy=POLICY, on_event=on_event, log=log, memory=MemoryOptions(monitor_interval=0.02)
+    ) as mbs:
         for batch in batches:
             result = mbs.backward(token_loss, batch, model)  # was: loss = token_loss(batch, model); loss.backward()
             optimizer.step()

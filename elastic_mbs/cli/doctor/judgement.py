@@ -312,7 +312,7 @@ def _host(facts: Facts) -> Iterator[Finding]:
         place, left = f"a cgroup (version {group.version}, {group.path})", format_bytes(group.available)
         found = f"{place} limits this process to {format_bytes(group.limit)}: {left} are left"
         means = "Above it the kernel ends the process, and there is no error to recover from."
-        do = "Training on a CPU: ElasticMBS(..., host_guard=True) turns that into an error that is recovered."
+        do = "Training on a CPU: memory=MemoryOptions(host_guard=True) turns that into an error that is recovered."
         little = group.available < LITTLE * group.limit
         yield Finding(Level.WARNING if little else Level.NOTE, "host", found, means, do)
 

@@ -8,12 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_mbs.engine.settings import Settings
+from elastic_mbs import Policy
 from elastic_mbs.errors import UsageError
+from elastic_mbs.options import Settings
+from stress.flat_options import grouped
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     *(({"micro_batch_size": value}, f"micro_batch_size={value!r}", "'auto'") for value in (0, -1, 2.0, "8", "Auto", True, None, (4,))),
-    *(({"min_micro_batch_size": value}, f"min_micro_batch_size={value!r}", "at least 1") for value in (0, -3, 1.5, None, "2", True)),
+    *(({"min_micro_batch_size": value}, f"min_micro_batch_size={value!r}", "at least 1") for value in (0, -3, 1.5, "2", True)),
     *(({"align": value}, f"align={value!r}", "at least 1") for value in (0, -8, 8.0, None, "8", False)),
     *(({"max_micro_batch_size": value}, f"max_micro_batch_size={value!r}", "None or a whole number") for value in (0, -1, 4.0, "8", True)),
     ({"max_micro_batch_size": 3, "min_micro_batch_size": 4}, "max_micro_batch_size=3", "at least min_micro_batch_size=4"),
@@ -34,7 +36,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("options", "value", "way_out"), BAD, ids=[str(case[1]) for case in BAD])
 def test_a_bad_value_is_refused_by_name_with_a_way_out(options: dict[str, Any], value: str, way_out: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Settings(**options)
+        Settings(**grouped(options))
     assert value in str(caught.value)
     assert way_out in str(caught.value)
 
@@ -55,15 +57,16 @@ GOOD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", GOOD, ids=[", ".join(options) or "defaults" for options in GOOD])
 def test_what_makes_sense_is_accepted_as_it_is(options: dict[str, Any]) -> None:
-    settings = Settings(**options)
-    assert {name: getattr(settings, name) for name in options} == options
+    settings = Settings(**grouped(options))
+    groups = (settings, settings.policy, settings.gradients, settings.recovery, settings.memory)
+    assert {name: getattr(next(group for group in groups if hasattr(group, name)), name) for name in options} == options
 
 
 @given(st.integers(-1, 9), st.integers(-1, 9), st.none() | st.integers(-1, 9))
 def test_sizes_are_accepted_exactly_when_they_are_ordered(size: int, low: int, high: int | None) -> None:
     sensible = 1 <= low <= size and (high is None or size <= high)
     try:
-        Settings(micro_batch_size=size, min_micro_batch_size=low, max_micro_batch_size=high)
+        Settings(micro_batch_size=size, policy=Policy(min_micro_batch_size=low, max_micro_batch_size=high))
     except UsageError:
         assert not sensible
     else:
@@ -72,4 +75,4 @@ def test_sizes_are_accepted_exactly_when_they_are_ordered(size: int, low: int, h
 
 def test_settings_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Settings().grow = False  # type: ignore[misc]  # that is what is tested
+        Settings().name = "other"  # type: ignore[misc]  # that is what is tested

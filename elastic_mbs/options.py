@@ -1,0 +1,196 @@
+"""The options of `ElasticMBS`: three groups of rarer ones, and `Settings`, which holds all that stay fixed for a runtime's life.
+
+How sizes are chosen is `elastic_mbs.controller.policy.Policy`.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+
+from elastic_mbs.controller.policy import Limits, Policy
+from elastic_mbs.errors import ElasticMBSError, UsageError
+from elastic_mbs.memory import MemorySensor
+from elastic_mbs.rollback.random_streams import check_generators
+from elastic_mbs.version import __version__
+
+Reduction = Literal["mean", "sum"]
+Replay = Literal["auto", "isolate"]
+OutputPlace = Literal["cpu", "device"] | None
+SIZES = ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")
+"""Options of the policy that a run log lists with the settings."""
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """How gradients are made and summed.
+
+    Attributes:
+        accumulate_dtype: type in which half-precision gradients are summed over the pieces; `torch.float32` keeps them exact to one rounding, for one
+            extra copy of the gradients in that type.
+        backward: a trainer's own `backward(loss)`, used in place of `loss.backward()`.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    accumulate_dtype: torch.dtype | None = None
+    backward: Callable[[torch.Tensor], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate_dtype not in (None, torch.float32, torch.float64):
+            raise UsageError(f"accumulate_dtype={self.accumulate_dtype!r} is not wider than half precision: use torch.float32, or None")
+        _check_callables(self, "backward")
+
+
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """What happens after an out-of-memory error.
+
+    Attributes:
+        replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded (one extra copy of the gradients): for steps whose
+            samples depend on each other in ways torch cannot show, such as MoE capacity.
+        generators: random generators of the user's (torch, random, numpy) that a step draws from, to be rolled back too.
+        is_oom: a predicate for errors that this package does not recognise as out-of-memory.
+        on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    replay: Replay = "auto"
+    generators: Sequence[Any] = ()
+    is_oom: Callable[[BaseException], bool] | None = None
+    on_fatal: Callable[[ElasticMBSError], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.replay not in ("auto", "isolate"):
+            raise UsageError(
+                f"replay={self.replay!r} is not known: use 'auto', or 'isolate' for losses that compare samples in ways torch cannot show"
+            )
+        problem = check_generators(self.generators)
+        if problem is not None:
+            raise UsageError(problem)
+        _check_callables(self, "is_oom", "on_fatal")
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Where the batch goes, how memory is read, and how long a call waits for it.
+
+    Attributes:
+        device: where pieces are moved: "auto" is the model's device, None leaves them where they are.
+        sensor: a `MemorySensor` in place of the device's own; one that is also a `UsageMeter` replaces the device's meter, too.
+        monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
+        wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
+        host_guard: True keeps training on a CPU from being killed at the limit of its container (or of the machine): around each piece the process
+            is held to what others leave, so that its allocator fails instead. Linux only; see `memory.HostGuard`. A size (`"64MiB"`) is its margin.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    device: torch.device | str | None = "auto"
+    sensor: MemorySensor | None = None
+    monitor_interval: float = 1.0
+    wait_for_memory: float = 30.0
+    host_guard: bool | str = False
+
+    def __post_init__(self) -> None:
+        if self.sensor is not None and not isinstance(self.sensor, MemorySensor):
+            raise UsageError(f"sensor={self.sensor!r} is no MemorySensor: it has no read()")
+        for name in ("monitor_interval", "wait_for_memory"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise UsageError(f"{name}={value!r} is not a finite number of seconds of at least 0")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All options that stay fixed for a runtime's life; the attributes are those of `ElasticMBS`.
+
+    Raises:
+        UsageError: a value makes no sense, or two of them do not go together.
+    """
+
+    name: str = "elastic_mbs"
+    micro_batch_size: int | Literal["auto"] = "auto"
+    reduction: Reduction = "mean"
+    scaler: torch.amp.GradScaler | None = None
+    outputs: OutputPlace = "cpu"
+    policy: Policy = field(default_factory=Policy)
+    gradients: GradientOptions = field(default_factory=GradientOptions)
+    recovery: RecoveryOptions = field(default_factory=RecoveryOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    limits: Limits = field(init=False, repr=False)  # of the policy; read in every call
+
+    def __post_init__(self) -> None:
+        for name, group in (("policy", Policy), ("gradients", GradientOptions), ("recovery", RecoveryOptions), ("memory", MemoryOptions)):
+            if not isinstance(getattr(self, name), group):
+                raise UsageError(f"{name}={getattr(self, name)!r} is no elastic_mbs.{group.__name__}")
+        object.__setattr__(self, "limits", self.policy.limits)
+        size = self.micro_batch_size
+        if not (size == "auto" or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)):
+            raise UsageError(f"micro_batch_size={size!r} is neither 'auto' nor a whole number of at least 1")
+        low, high = self.limits.minimum, self.limits.maximum
+        if size != "auto" and not (low <= size and (high is None or size <= high)):
+            raise UsageError(f"micro_batch_size={size} lies outside [min_micro_batch_size={low}, max_micro_batch_size={high}]")
+        if self.reduction not in ("mean", "sum"):
+            raise UsageError(f"reduction={self.reduction!r} is not known: use 'mean' (a mean over the piece's counts) or 'sum'")
+        if self.outputs is not None and self.outputs not in ("cpu", "device"):
+            raise UsageError(f"outputs={self.outputs!r} is not known: use 'cpu' (the default), 'device', or None to drop them")
+        if self.scaler is not None and self.gradients.backward is not None:
+            raise UsageError("scaler= and backward= were both given; a trainer's own backward scales the loss by itself, so leave scaler out")
+        if self.scaler is not None and not (hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")):
+            raise UsageError(f"scaler={self.scaler!r} is no torch.amp.GradScaler: it has no scale() and unscale_()")
+
+    @property
+    def plain(self) -> bool:
+        """Whether a piece's backward is `loss.backward()` and adds to `.grad` in place."""
+        gradients = self.gradients
+        return self.scaler is None and gradients.backward is None and gradients.accumulate_dtype is None and self.recovery.replay == "auto"
+
+
+def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
+    """The fields of a run log's header that describe a runtime.
+
+    Args:
+        settings: those that are numbers, flags and strings are listed.
+        devices: gives the model's devices.
+    """
+    policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
+    groups = (settings, settings.gradients, settings.recovery, settings.memory)
+    listed = {item.name: getattr(group, item.name) for group in groups for item in fields(group) if item.name != "name"}
+    listed |= {name: policy.pop(name) for name in SIZES}
+    return {
+        "name": settings.name,
+        "versions": {
+            "elastic_mbs": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+        },
+        "device": _device_name(devices()[0]),
+        "settings": {name: value for name, value in listed.items() if value is None or isinstance(value, bool | int | float | str)},
+        "policy": policy,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    try:  # cuda-only
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    except RuntimeError:  # cuda-only
+        return str(device)
+
+
+def _check_callables(options: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(options, name)) is not None and not callable(value):
+            raise UsageError(f"{name}={value!r} cannot be called: give a function, or None")
