@@ -30,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from anywhere, installed or not
 
-from tools.breakdown import WARM, Loop, Row, by_part, make_runtime, per_call_and_piece
+from tools.breakdown import SHOWN, WARM, Loop, Row, by_part, make_runtime, per_call_and_piece
 from tools.workloads import MAKERS, Workload, calibrated, wait
 
 PROMISE = 0.01
@@ -191,7 +191,7 @@ def table(results: Sequence[Result]) -> str:
 def breakdown_text(name: str, loop: Loop, rows: Sequence[Row]) -> str:
     """One workload's breakdown as text."""
     lines = [f"{name}: elastic minus by hand: {loop.per_call:.0f} µs a call + {loop.per_piece:.0f} µs a piece"]
-    lines += [f"  {row.part:28} {row.micros:9.1f} µs a call, run {row.times} times" for row in rows]
+    lines += [f"  {row.part:60} {row.micros:9.1f} µs a call, run {row.times:.0f} times" for row in [*rows[:SHOWN], rows[-1]]]
     return "\n".join(lines)
 
 

@@ -9,8 +9,8 @@ import torch
 from tests.helpers.steps import grads
 from tools import bench_overhead
 from tools.bench_overhead import Estimate, judge, median_of
-from tools.breakdown import PARTS, make_runtime
-from tools.workloads import MAKERS, calibrated, seconds_by_hand, with_pieces
+from tools.breakdown import make_runtime
+from tools.workloads import MAKERS, calibrated, with_pieces
 
 CPU = torch.device("cpu")
 
@@ -33,42 +33,28 @@ def test_both_loops_compute_the_same_gradient(name: str) -> None:
 def test_a_workload_is_made_as_large_as_a_step_must_be_long() -> None:
     workload = calibrated("tiny", CPU, seconds=0.002)
     assert workload.size > 4
-    assert seconds_by_hand(workload, steps=5) > 0.0005
     assert with_pieces(workload, 2).samples == 2 * workload.size
 
 
-def test_the_table_and_the_json_have_every_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_breakdown_have_their_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sub" / "overhead.json"
     assert bench_overhead.main(["tiny", "mlp", "--pairs", "3", "--seconds", "1", "--step-ms", "0.1", "--json", str(out)]) == 0
-    report = json.loads(out.read_text())
-    assert [row["name"] for row in report["overhead"]] == ["tiny", "mlp"]
-    assert all(row["pieces"] == 6 and row["overhead"]["low"] <= row["overhead"]["median"] <= row["overhead"]["high"] for row in report["overhead"])
-    assert report["environment"]["torch"] == torch.__version__
-    printed = capsys.readouterr().out
-    assert "tiny" in printed
-    assert "open" in printed  # three pairs are not enough for a verdict
-
-
-def test_the_breakdown_times_every_part_and_leaves_none_of_its_timers(tmp_path: Path) -> None:
-    before = [vars(owner)[name] for _, owner, name in PARTS]  # every part that is timed exists
-    out = tmp_path / "breakdown.json"
+    rows = json.loads(out.read_text())["overhead"]
+    assert [row["name"] for row in rows] == ["tiny", "mlp"]
+    assert all(row["pieces"] == 6 and row["overhead"]["low"] <= row["overhead"]["median"] <= row["overhead"]["high"] for row in rows)
+    assert "open" in capsys.readouterr().out  # three pairs are not enough for a verdict
     assert bench_overhead.main(["tiny", "--breakdown", "--pairs", "5", "--seconds", "1", "--json", str(out)]) == 0
     found = json.loads(out.read_text())["breakdown"]["tiny"]
-    assert {"per_call", "per_piece", "parts"} == set(found)
     parts = {row["part"]: row["times"] for row in found["parts"]}
-    assert (parts["user: loss_fn"], parts["user: backward"], parts["the loop itself"]) == (6, 6, 1)
-    assert {"streams: read", "schedule: next piece", "inventory: refresh"} <= set(parts)
-    assert [vars(owner)[name] for _, owner, name in PARTS] == before
+    assert parts["runtime.py:ElasticMBS.backward"] == 1
+    assert found["parts"][-1]["part"] == "user"
 
 
-def test_the_verdict_needs_the_whole_interval_on_one_side() -> None:
+def test_the_verdict_needs_the_whole_interval_on_one_side_and_an_outlier_does_not_move_it() -> None:
     assert judge(Estimate(0.004, -0.002, 0.009), 100) == "holds"
     assert judge(Estimate(0.02, 0.012, 0.03), 100) == "broken"
     assert judge(Estimate(0.009, 0.004, 0.014), 100) == "open"
     assert judge(Estimate(0.02, 0.012, 0.03), 5) == "open"
-
-
-def test_the_interval_holds_the_median_and_an_outlier_does_not_move_it() -> None:
     values = [0.01 + 0.0001 * i for i in range(50)]
     estimate = median_of(values)
     assert estimate.low < estimate.median < estimate.high
@@ -80,7 +66,4 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str], monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         bench_overhead.main(arguments)
-
-
-def test_every_workload_of_the_table_exists() -> None:
     assert set(bench_overhead.FOR_THE_TABLE) | set(bench_overhead.FOR_THE_BREAKDOWN) <= set(MAKERS)
