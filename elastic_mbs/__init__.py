@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_mbs.batch.counts import count_tokens
 from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.batch.token_counts import count_tokens
 from elastic_mbs.batch.view import fields, items, register_splitter, whole
 from elastic_mbs.controller.controller import Policy
 from elastic_mbs.decorator import elastic_step

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from elastic_mbs.batch.counts import looks_like_token_labels
+from elastic_mbs.batch.token_counts import looks_like_token_labels
 from elastic_mbs.batch.view import BatchView
 
 

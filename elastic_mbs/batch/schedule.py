@@ -1,14 +1,9 @@
-"""What of a batch still has to run: ranges of samples, cut into pieces in one go, each with its weight.
-
-The cut follows the size of the moment: where that has changed, what is left is put together again and cut anew. A whole range is cut at once and not
-piece by piece between two backwards: next to real work every line of Python comes from memory, not from a cache, and costs three times as much.
-"""
+"""Which samples of a batch still have to run: ranges, cut into pieces of the size of the moment, each with its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.controller.partition import partition
@@ -19,77 +14,52 @@ Weights = Mapping[str | None, float]
 
 @dataclass(slots=True)
 class Range:
-    """Samples start:stop of the batch that still have to be run.
-
-    Attributes:
-        committed: ids of the leaves that they have contributed to already, in an attempt that failed half-way.
-        weights: of a piece; None for a range that is not cut yet, and for a piece in which nothing counts.
-        data: the samples, where they were cut with the range.
-    """
+    """Samples start:stop of the batch that still have to be run."""
 
     start: int
     stop: int
-    committed: frozenset[int] = frozenset()
-    weights: Weights | None = None
-    data: Any = None
+    committed: frozenset[int] = frozenset()  # ids of the leaves that an attempt that failed half-way has already contributed to
+    weights: Weights | None = None  # of a piece that was handed out
 
     def __len__(self) -> int:
         return self.stop - self.start
 
 
 class Schedule:
-    """The samples of one batch, handed out in pieces.
+    """The samples of one batch, handed out in pieces."""
 
-    Args:
-        counts: of the batch.
-        reduction: "mean" or "sum", see `Counts.weights`.
-        minimum: smallest piece, in samples.
-        align: unit of their lengths, in samples.
-        pieces: cuts the batch itself at several (start, stop), or gives nothing where each piece is better cut when its turn comes.
-
-    Attributes:
-        skipped: ranges that were not handed out, because nothing in them counts.
-    """
-
-    def __init__(
-        self,
-        counts: Counts,
-        *,
-        reduction: str = "mean",
-        minimum: int = 1,
-        align: int = 1,
-        pieces: Callable[[Sequence[tuple[int, int]]], Sequence[Any]] = lambda bounds: (),
-    ) -> None:
+    def __init__(self, counts: Counts, *, reduction: str = "mean", minimum: int = 1, align: int = 1) -> None:
         self._counts = counts
         self._reduction = reduction
-        self._minimum, self._align = minimum, align
-        self._data = pieces
+        self._minimum, self._align = minimum, align  # of a piece's length, in samples
         self._size = 0
         self._rests: list[Range] = []
-        self._pieces: list[Range] = []  # of the range that was cut last; the next one stands last
-        self.skipped: list[tuple[int, int]] = []
+        self._pieces: list[Range] = []  # of the rest that was cut last; the next one is at the end
+        self.skipped: list[tuple[int, int]] = []  # not handed out, because nothing in them counts
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was handed out: the batch runs from its start."""
+        """Drops all progress: the batch runs from its start."""
         self._rests = [Range(0, self._counts.n)]
         self._pieces.clear()
         self.skipped.clear()
 
     def next(self, size: int) -> Range | None:
         """The next piece, of at most `size` samples; None at the end."""
-        while True:
-            if size != self._size:
-                self._join()
-                self._size = size
+        if size != self._size:
+            self._join()
+            self._size = size
+        while self._pieces or self._rests:
             if not self._pieces:
-                if not self._rests:
-                    return None
-                self._cut(self._rests.pop())
+                rest = self._rests.pop()
+                cut = partition(rest.start, rest.stop, size, minimum=self._minimum, align=self._align)
+                self._pieces = [Range(start, stop, rest.committed) for start, stop in reversed(cut)]
             piece = self._pieces.pop()
+            piece.weights = self._counts.weights(piece.start, piece.stop, reduction=self._reduction)
             if piece.weights is not None:
                 return piece
             self.skipped.append((piece.start, piece.stop))  # its loss would be 0/0, and NaN × 0 is NaN
+        return None
 
     def push(self, failed: Range) -> None:
         """Puts a piece back that has to run again, before all others."""
@@ -97,19 +67,12 @@ class Schedule:
         self._rests.append(failed)
 
     def missing(self) -> list[Range]:
-        """What was not handed out yet, in no order."""
+        """The ranges not handed out yet, in no order."""
         self._join()
         return list(self._rests)
 
     def __bool__(self) -> bool:
         return bool(self._pieces or self._rests)
-
-    def _cut(self, rest: Range) -> None:
-        bounds = partition(rest.start, rest.stop, self._size, minimum=self._minimum, align=self._align)
-        weights = self._counts.weights_of(bounds, reduction=self._reduction)
-        data = self._data(bounds) or (None,) * len(bounds)
-        self._pieces = [Range(*bound, rest.committed, *both) for bound, *both in zip(bounds, weights, data, strict=True)]
-        self._pieces.reverse()
 
     def _join(self) -> None:
         """Undoes the last cut."""

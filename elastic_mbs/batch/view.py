@@ -5,25 +5,20 @@ Pieces hold `narrow()` views (nothing is copied) in new containers of the same t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, dotted, lookup, map_tensors, register_splitter, tensors_in
-from elastic_mbs.batch.flat import MANY, alike, flat
 from elastic_mbs.batch.join import join
-from elastic_mbs.batch.layout import Plan, disagreement, line, nothing_to_cut, transposed
+from elastic_mbs.batch.layout import Plan, check_samples_as_fields, disagreement, line, nothing_to_cut, transposed
 from elastic_mbs.batch.node import Cut
 from elastic_mbs.batch.splitters import Dims, Reading, checked, fields, items, type_name, whole
 from elastic_mbs.errors import BatchError
 
 __all__ = ["BatchView", "Dims", "Reading", "fields", "items", "join", "map_tensors", "register_splitter", "whole"]
-
-
-AT_A_TIME = 64
-"""Pieces cut ahead at most: their views take half a kilobyte each."""
 
 
 class BatchView:
@@ -47,21 +42,13 @@ class BatchView:
         BatchError: lengths that disagree, an empty batch, nothing to cut, two readings, or a type that cannot be cut.
     """
 
-    __slots__ = ("_elements", "_flat", "_leaves", "_root", "_tensors", "_versioned", "batch", "doubt", "length", "readings", "unused")
+    __slots__ = ("_elements", "_leaves", "_root", "_tensors", "_versioned", "batch", "doubt", "length", "readings", "unused")
 
     def __init__(self, batch: Any, dims: Dims | None = None, readings: Mapping[Path, Reading] | None = None) -> None:
         self._elements: int | None = None
         self._versioned: list[Tensor] | None = None
         self._tensors: list[Tensor] | None = None
         self.batch = batch
-        self._flat = None if dims or readings else flat(batch)
-        if self._flat is not None:
-            self._tensors = self._flat.tensors
-            self.length: int = self._flat.length
-            self.doubt: str | None = alike(batch) if len(self._flat.tensors) > MANY else None
-            self.unused: tuple[str, ...] = ()
-            self.readings: Mapping[Path, Reading] = {}
-            return
         said = checked(dims) if dims else {}
         plan = Plan(said, set(), readings or {})
         root = plan.build(batch)
@@ -80,6 +67,8 @@ class BatchView:
         self.length = sizes.pop()
         if self.length == 0:
             raise BatchError(f"the batch is empty: {line(plan.leaves[0])}\n  skip it before the call")
+        if not said:
+            check_samples_as_fields(root)
         if self.doubt is None and not said:
             self.doubt = transposed(root, self.length)
         self.readings = plan.readings
@@ -94,11 +83,8 @@ class BatchView:
         """Elements of the tensors that are cut, per sample, rounded up; at least 1. What memory is modelled in."""
         if self._elements is None:
             total = 0
-            if self._flat is not None:
-                total = sum([tensor.numel() for tensor in self._flat.tensors])
-            else:
-                for leaf in self._leaves:
-                    total += leaf.value.size if leaf.cut is Cut.INDEX else sum(tensor.numel() for tensor in tensors_in(leaf.value))
+            for leaf in self._leaves:
+                total += leaf.value.size if leaf.cut is Cut.INDEX else sum(tensor.numel() for tensor in tensors_in(leaf.value))
             self._elements = max(1, -(-total // self.length))
         return self._elements
 
@@ -110,15 +96,7 @@ class BatchView:
         """
         if not 0 <= start < stop <= self.length:
             raise BatchError(f"there is no piece {start}:{stop} in a batch of {self.length} samples")
-        return self._root.piece(start, stop) if self._flat is None else self._flat.pieces([(start, stop)])[0]
-
-    def pieces(self, bounds: Sequence[tuple[int, int]]) -> list[Any]:
-        """Several pieces at a time, where that is cheaper than one by one; else nothing.
-
-        Args:
-            bounds: (start, stop) of each, inside the batch.
-        """
-        return self._flat.pieces(bounds) if self._flat is not None and len(bounds) <= AT_A_TIME else []
+        return self._root.piece(start, stop)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, whole ones and those inside per-sample items too."""
@@ -128,9 +106,6 @@ class BatchView:
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """(dotted path, tensor) for the tensors that are fields of the batch, those inside per-sample items left out."""
-        if self._flat is not None:
-            names = [dotted((key,)) for key in self._flat.keys] or [dotted(())]
-            return list(zip(names, self._flat.tensors, strict=True))
         found: list[tuple[str, Tensor]] = []
         todo = [self._root]
         while todo:
@@ -140,15 +115,15 @@ class BatchView:
             todo.extend(reversed(node.children))
         return found
 
-    def cut_of(self, value: Any) -> int | None:
-        """The dimension along which this very value of the batch is cut: 0 where it is no part of the batch, None where it is only taken apart."""
-        todo = [self._root] if self._flat is None else []
+    def dim_of(self, value: Any) -> int | None:
+        """The dimension along which this very value of the batch is cut: 0 for no part of the batch, None for a container of fields."""
+        todo = [self._root]
         while todo:
             node = todo.pop()
             if node.value is value and node.cut is not Cut.WHOLE:
                 return None if node.cut is Cut.FIELDS else node.dim
             todo.extend(node.children if node.cut is Cut.FIELDS else ())
-        return None if self._flat is not None and value is self.batch and type(value) is not Tensor else 0
+        return 0
 
     def versions(self) -> tuple[int, ...]:
         """The tensors' version counters, to notice an edit in place. Inference tensors have none."""

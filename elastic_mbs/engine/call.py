@@ -77,9 +77,7 @@ class Call:
         self.key = Key(name, "train" if training else "eval", shape_class(view.elements))
         self.result: StepResult | None = None
         self.finished = False
-        self.schedule = Schedule(
-            counts, reduction=settings.reduction, minimum=settings.limits.minimum, align=settings.limits.align, pieces=view.pieces
-        )
+        self.schedule = Schedule(counts, reduction=settings.reduction, minimum=settings.limits.minimum, align=settings.limits.align)
         self.isolation: Isolation | None = None
         self.stream_start: StreamState | None = None
         self.table = SavedTensorTable() if own_graph else None
@@ -200,8 +198,7 @@ class Call:
                     micro._streams = parts.streams.read(slow=parts.streams.draws_on_host)
                 if parts.buffers.busy:
                     parts.buffers.begin_piece()
-            data = self.view.piece(piece.start, piece.stop) if piece.data is None else piece.data
-            piece.data = None
+            data = self.view.piece(piece.start, piece.stop)
             if self.traits.edits_batch:
                 data = map_tensors(data, torch.Tensor.clone)
             micro.data = parts.streamer.load(data)

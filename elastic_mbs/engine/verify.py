@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_mbs.batch.counts import Counts, looks_like_token_labels
+from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import Terms, read_losses
+from elastic_mbs.batch.token_counts import looks_like_token_labels
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.context import Parts
 from elastic_mbs.errors import UsageError
@@ -120,9 +121,9 @@ def _compare(parts: Parts, view: BatchView, counts: Counts, probe: _Probe, n: in
     def joined(pieces: list[tuple[int, int, dict[str | None, float]]], name: str | None, weigh: str) -> float:
         total = 0.0
         for start, stop, losses in pieces:
-            share = counts.weight(start, stop, name)
-            if share:
-                total += losses[name] * (share if weigh == "mean" else 1.0)
+            weight = (counts.weights(start, stop, reduction=weigh) or {}).get(name)
+            if weight:
+                total += losses[name] * weight
         return total
 
     findings: list[str] = []

@@ -133,6 +133,18 @@ def test_a_list_that_is_all_there_is_is_items_and_the_doubt_is_told() -> None:
     assert BatchView({"y": rows(2), "t": [{"ids": rows(5)}, {"ids": rows(5)}]}).doubt is None
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_many_alike_tensors_in_a_list_are_samples_or_fields_as_dims_say(kind: Any) -> None:
+    samples = [torch.zeros(5) for _ in range(8)]
+    with pytest.raises(BatchError, match="8 fields of 5 samples each, or 8 samples") as caught:
+        BatchView(kind(samples))
+    assert "dims=items()" in str(caught.value)
+    assert "dims=fields()" in str(caught.value)
+    assert (BatchView(kind(samples), items()).length, BatchView(kind(samples), fields()).length) == (8, 5)
+    for other in (samples[:7], [*samples, torch.zeros(5, 2)], dict(enumerate(samples))):
+        assert BatchView(other).length == 5
+
+
 def generator() -> Iterator[int]:
     yield 1
 

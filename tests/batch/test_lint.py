@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, MemoryOptions, Warned
 from elastic_mbs.batch.lint import first_look
-from elastic_mbs.batch.view import BatchView, fields, items
+from elastic_mbs.batch.view import BatchView, items
 
 
 def kinds(batch: Any, *, training: bool = True, counted: bool = False, **beside: Any) -> list[str]:
@@ -66,14 +66,6 @@ def test_it_is_said_once_a_function_and_before_anything_fails() -> None:
             with pytest.raises(ValueError, match="batch_size"):
                 mbs.backward(loss_fn, torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     assert [(event.topic, "backward(loss_fn, (x, y))" in event.message) for event in events if isinstance(event, Warned)] == [("beside", True)]
-
-
-def test_a_list_of_many_like_tensors_that_is_taken_as_fields_is_told_of() -> None:
-    samples = [torch.zeros(5) for _ in range(8)]
-    assert kinds(samples) == kinds(tuple(samples)) == ["doubt"]
-    assert "8 fields of 5 samples each" in str(BatchView(samples).doubt)
-    assert BatchView(samples, items()).doubt is BatchView(samples, fields()).doubt is None
-    assert kinds(samples[:7]) == kinds([*samples, torch.zeros(5, 2)]) == kinds(dict(enumerate(samples))) == []
 
 
 def test_samples_that_zip_transposed_are_told_of_where_their_rows_agree_by_chance() -> None:

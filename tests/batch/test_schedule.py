@@ -69,9 +69,3 @@ def test_under_sum_a_loss_is_only_left_out_where_it_has_no_terms() -> None:
     schedule = Schedule(counted([2, 0, 1]), reduction="sum")
     pieces = [schedule.next(1), schedule.next(1), schedule.next(1)]
     assert [None if piece is None else (piece.start, piece.weights) for piece in pieces] == [(0, {None: 1.0}), (2, {None: 1.0}), None]
-
-
-@given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["mean", "sum"]))
-def test_weights_that_pieces_share_are_those_of_each(samples: int, size: int, reduction: str) -> None:
-    counts, bounds = Counts.samples(samples), partition(0, samples, size)
-    assert counts.weights_of(bounds, reduction=reduction) == [counts.weights(*bound, reduction=reduction) for bound in bounds]

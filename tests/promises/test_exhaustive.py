@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.engine.history import History
 from elastic_mbs.rollback.buffers import BufferCopies
@@ -174,9 +174,12 @@ def test_a_process_that_has_not_imported_numpy_compares_equal_random_streams() -
 
 
 def test_a_step_that_is_wrong_without_any_failure_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def by_size(self: Counts, bounds: Any, *, reduction: str = "mean") -> Any:
-        return [dict.fromkeys(self._columns, (stop - start) / self.n) for start, stop in bounds]
+    def by_size(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Any:
+        piece = hand_out(self, size)
+        if piece is not None:
+            piece.weights = dict.fromkeys(piece.weights, len(piece) / self._counts.n)
+        return piece
 
-    monkeypatch.setattr(Counts, "weights_of", by_size)
+    monkeypatch.setattr(Schedule, "next", by_size)
     assert main(["stress", "exhaustive", "gpt_tied", "--max-points", "4"]) == 3
     assert "WRONG without a failure: gradient off by" in capsys.readouterr().out

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from elastic_mbs import ElasticMBS, OptimizerStepError, StepResult
-from elastic_mbs.batch.counts import Counts as Weights
 from elastic_mbs.batch.schedule import Range as Piece
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
@@ -119,8 +118,11 @@ def _loses_a_sample(self: Schedule, piece: Piece, push: Any = Schedule.push) -> 
     push(self, Piece(piece.start, max(piece.start + 1, piece.stop - 1), piece.committed))
 
 
-def _by_size(self: Weights, bounds: Any, *, reduction: str = "mean") -> Any:
-    return [dict.fromkeys(self._columns, (stop - start) / self.n) for start, stop in bounds]
+def _by_size(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Piece | None:
+    piece: Piece | None = hand_out(self, size)
+    if piece is not None:
+        piece.weights = dict.fromkeys(piece.weights or (), len(piece) / self._counts.n)
+    return piece
 
 
 PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
@@ -129,7 +131,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "the failed graph stays": (recovery, "drop_unrun", lambda: None, BRANCHED, "still held after the failed backward"),
     "commits are counted twice": (Schedule, "push", _forgets_commits, PLAIN, "gradient off"),
     "a sample is lost": (Schedule, "push", _loses_a_sample, PLAIN, "do not cover the batch once"),
-    "weighed by size": (Weights, "weights_of", _by_size, PLAIN, "gradient off"),
+    "weighed by size": (Schedule, "next", _by_size, PLAIN, "gradient off"),
     "half an optimizer step stays": (Undo, "restore", lambda self, only=None: None, PLAIN, "parameters differ|optimizer's state"),
 }
 

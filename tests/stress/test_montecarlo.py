@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.engine import recovery
@@ -129,8 +127,11 @@ def test_a_trial_leaves_the_random_streams_as_they_were() -> None:
 # ---------------------------------------------------------------------- it can fail
 
 
-def _no_weight(self: Counts, bounds: Sequence[tuple[int, int]], *, reduction: str = "mean") -> list[dict[str | None, float]]:
-    return [dict.fromkeys(self._columns, 1.0) for _ in bounds]
+def _no_weight(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Range | None:
+    piece: Range | None = hand_out(self, size)
+    if piece is not None:
+        piece.weights = dict.fromkeys(piece.weights or (), 1.0)
+    return piece
 
 
 def _forgets_commits(self: Schedule, piece: Range, push: Any = Schedule.push) -> None:
@@ -140,7 +141,7 @@ def _forgets_commits(self: Schedule, piece: Range, push: Any = Schedule.push) ->
 BRANCHED = Plan(seed=1, branches=2, samples=8, size=4, steps=2, faults=(Fault(step=1, at=0.3),))
 
 PLANTED: dict[str, tuple[Any, str, Any, Plan]] = {
-    "weight": (Counts, "weights_of", _no_weight, Plan(layers=("linear", "wide"), samples=6, steps=2, grow=True)),
+    "weight": (Schedule, "next", _no_weight, Plan(layers=("linear", "wide"), samples=6, steps=2, grow=True)),
     "stream": (RandomStreams, "restore", lambda self, state: None, Plan(layers=("dropout",), faults=(Fault(at=0.2),))),
     "buffer": (BufferCopies, "restore", lambda self, *, to_call_start: None, Plan(layers=("running",), faults=(Fault(at=0.4),))),
     "commit": (Schedule, "push", _forgets_commits, BRANCHED),
@@ -170,7 +171,7 @@ def test_a_planted_bug_is_found_made_small_and_can_be_repeated(bug: str, monkeyp
 
 
 def test_a_seed_that_fails_is_printed_with_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(Counts, "weights_of", _no_weight)
+    monkeypatch.setattr(Schedule, "next", _no_weight)
     assert run("--runs", "3", "--seed", "3", "--shrink", "0", "--baseline") == 3
     only = re.findall(r"repeat: python -m stress montecarlo (--only \d+ --baseline)", capsys.readouterr().out)
     assert only
@@ -191,9 +192,9 @@ def test_an_error_of_another_kind_has_an_exit_code_of_its_own(monkeypatch: pytes
 def test_a_hang_ends_the_process_with_its_own_code_and_the_stack_of_what_hangs() -> None:
     code = """
 import sys, time
-from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.schedule import Schedule
 def stuck_for_ever(*args, **kwargs): time.sleep(60)
-Counts.weights_of = stuck_for_ever
+Schedule.next = stuck_for_ever
 from elastic_mbs.cli.command import main
 sys.exit(main(["stress", "montecarlo", "--case", "{}", "--deadline", "0.4"]))
 """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_mbs import ElasticMBS
-from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.engine import recovery
@@ -184,12 +184,13 @@ def test_how_a_child_ends_is_told_by_the_exit_code(
 
 
 def test_a_wrong_gradient_ends_the_run(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    good = Counts.weights_of
+    def bad(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Any:
+        piece = hand_out(self, size)
+        if piece is not None:
+            piece.weights = {name: weight * 1.01 for name, weight in piece.weights.items()}
+        return piece
 
-    def bad(self: Counts, bounds: Any, *, reduction: str = "mean") -> Any:
-        return [{name: weight * 1.01 for name, weight in each.items()} if each else each for each in good(self, bounds, reduction=reduction)]
-
-    monkeypatch.setattr(Counts, "weights_of", bad)
+    monkeypatch.setattr(Schedule, "next", bad)
     with pytest.raises(WrongOutcomeError, match="gradient off by"):
         soak(lambda message: None, kind="budget", seconds=5.0, seed=0, model=tiny, samples=4)
     assert run("--minutes", "0.05", "--model", tiny) == 3
