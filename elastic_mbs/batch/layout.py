@@ -325,22 +325,6 @@ def with_or_without(node: Node) -> str:
     )
 
 
-_MANY = 7  # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are some, a picture's crops more
-
-
-def check_samples_as_fields(root: Node) -> None:
-    """Refuses a list or tuple of so many alike tensors that they are probably the samples."""
-    if type(root.value) not in (list, tuple) or len(root.children) <= _MANY or any(child.cut is not Cut.NARROW for child in root.children):
-        return
-    first = root.children[0].value
-    if all((child.value.shape, child.value.dtype) == (first.shape, first.dtype) for child in root.children):
-        n, rows, kind = len(root.children), first.shape[0], type(root.value).__name__
-        raise BatchError(
-            f"the batch is a {kind} of {n} tensors of shape {tuple(first.shape)}: {n} fields of {rows} samples each, or {n} samples?\n"
-            f"  one sample each: {call('items', ())}\n  fields: {call('fields', ())}"
-        )
-
-
 def transposed(root: Node, length: int) -> str | None:
     """A sentence when all fields of a batch are lists or tuples of one length that is not the batch's: `zip(*samples)`, taken as something else."""
     if root.cut is not Cut.FIELDS or len(root.children) < 2 or any(type(child.value) not in (list, tuple) for child in root.children):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, dotted, lookup, map_tensors, register_splitter, tensors_in
 from elastic_mbs.batch.join import join
-from elastic_mbs.batch.layout import Plan, check_samples_as_fields, disagreement, line, nothing_to_cut, transposed
-from elastic_mbs.batch.node import Cut
+from elastic_mbs.batch.layout import Plan, call, disagreement, line, nothing_to_cut, transposed
+from elastic_mbs.batch.node import Cut, Node
 from elastic_mbs.batch.splitters import Dims, Reading, checked, fields, items, type_name, whole
 from elastic_mbs.errors import BatchError
 
@@ -148,3 +148,19 @@ class BatchView:
         if not isinstance(value, Tensor):
             raise BatchError(f"{key!r} is of type {type_name(type(value))}, not a tensor")
         return value
+
+
+_MANY = 7  # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are some, a picture's crops more
+
+
+def check_samples_as_fields(root: Node) -> None:
+    """Refuses a list or tuple of so many alike tensors that they are probably the samples."""
+    if type(root.value) not in (list, tuple) or len(root.children) <= _MANY or any(child.cut is not Cut.NARROW for child in root.children):
+        return
+    first = root.children[0].value
+    if all((child.value.shape, child.value.dtype) == (first.shape, first.dtype) for child in root.children):
+        n, rows, kind = len(root.children), first.shape[0], type(root.value).__name__
+        raise BatchError(
+            f"the batch is a {kind} of {n} tensors of shape {tuple(first.shape)}: {n} fields of {rows} samples each, or {n} samples?\n"
+            f"  one sample each: {call('items', ())}\n  fields: {call('fields', ())}"
+        )
