@@ -34,8 +34,8 @@ from ..repeat import TOOL, case_seed
 from ..state import WrongOutcomeError
 from ..sums import listed
 from .counts import Counts
+from .job import hammer
 
-JOB = ".hammer.job:hammer"
 KINDS = ("shim", "rlimit", "budget")
 MODELS = ("gpt", "mlp", "cnn", "heads")
 PER_ROUND = 50
@@ -161,7 +161,7 @@ def _round(options: argparse.Namespace, model: str, seed: int, failures: int, ta
     before, name = tally.all, Path(model).name
     arguments = {"kind": options.kind, "model": model, "seed": seed, "failures": failures, "steps": STEPS}
     try:
-        for message in run_child(options.kind, JOB, arguments, deadline=options.deadline):
+        for message in run_child(options.kind, hammer, arguments, deadline=options.deadline):
             last = message["counts"]
             failed, made = before.failures + last["failures"], before.steps + last["steps"]
             progress.tell(f"{name}: {failed} failures, {made} steps, {sum(tally.bad.values())} bad rounds")

@@ -1,10 +1,10 @@
-"""Where a run takes place: the ways of running out of memory, behind one protocol.
+"""Memory limits: the ways of running out of memory, behind one interface.
 
 ```
 kind      what fails                        where                     co-tenant
 budget    counted tensors, exactly          any process               takes its share off the limit
 shim      torch's allocator (posix_memalign) a child of `run_child`    another process on the same device
-rlimit    the kernel, to everybody in here  a child of `run_child`    takes its share off the limit, from inside or outside
+rlimit    the kernel, for the whole process a child of `run_child`    takes its share off the limit, from inside or outside
 cuda      torch's allocator, cudaMalloc     any process               another process that fills the GPU
 ```
 """
@@ -18,10 +18,10 @@ from elastic_mbs.errors import UsageError
 
 from . import cuda, fence, rlimit
 from .budget import BudgetLimit
-from .child import Child, ChildError, Crashed, Emit, Failed, Hung, run_child, run_children
+from .child import Child, ChildError, Crashed, Emit, Failed, Hung, Line, run_child, run_children
 from .cuda import Confined, CudaLimit
 from .fence import UNLIMITED, Fence
-from .limit import MemoryLimit
+from .limit import HostLimit, MemoryLimit, switch_onednn_off
 from .rlimit import ProcessLimit
 from .shim import ShimLimit
 
@@ -37,7 +37,9 @@ __all__ = [
     "Emit",
     "Failed",
     "Fence",
+    "HostLimit",
     "Hung",
+    "Line",
     "MemoryLimit",
     "ProcessLimit",
     "ShimLimit",
@@ -46,46 +48,37 @@ __all__ = [
     "open_limit",
     "run_child",
     "run_children",
+    "switch_onednn_off",
 ]
 
-_LIMITS: dict[str, Callable[..., MemoryLimit]] = {"budget": BudgetLimit, "shim": ShimLimit, "rlimit": ProcessLimit, "cuda": CudaLimit}
-_TROUBLES: dict[str, Callable[[], str | None]] = {"budget": lambda: None, "shim": fence.trouble, "rlimit": rlimit.trouble, "cuda": cuda.trouble}
-
+_LIMITS: dict[str, tuple[Callable[..., MemoryLimit], Callable[[], str | None]]] = {
+    "budget": (BudgetLimit, lambda: None),
+    "shim": (ShimLimit, fence.trouble),
+    "rlimit": (ProcessLimit, rlimit.trouble),
+    "cuda": (CudaLimit, cuda.trouble),
+}
 KINDS = tuple(_LIMITS)
-"""Kinds of worlds."""
 
 
 def available(kind: str) -> str | None:
-    """Why a kind of world cannot be had on this machine, in words; None if it can.
-
-    Raises:
-        UsageError: there is no such kind.
-    """
-    return _TROUBLES[_checked(kind)]()
+    """Why a kind of limit cannot be had on this machine, in words; None if it can."""
+    return _entry(kind)[1]()
 
 
 def in_child(kind: str) -> bool:
-    """Whether a world of this kind has to be opened in a process of its own, by `run_child`."""
-    return _checked(kind) in {"shim", "rlimit"}
+    """Whether a limit of this kind has to be opened in a process of its own, by `run_child`."""
+    return _entry(kind)[0] in {ShimLimit, ProcessLimit}
 
 
 def open_limit(kind: str, **options: Any) -> MemoryLimit:
-    """A world of this kind, not entered yet.
-
-    Args:
-        kind: one of `KINDS`.
-        options: as the world's class takes them.
-
-    Raises:
-        UsageError: there is no such kind, or it cannot be had here.
-    """
+    """A limit of this kind with its class's options, not entered yet. UsageError where it cannot be had."""
     problem = available(kind)
     if problem is not None:
         raise UsageError(problem)
-    return _LIMITS[kind](**options)
+    return _entry(kind)[0](**options)
 
 
-def _checked(kind: str) -> str:
+def _entry(kind: str) -> tuple[Callable[..., MemoryLimit], Callable[[], str | None]]:
     if kind not in _LIMITS:
-        raise UsageError(f"there is no world {kind!r}; one of {', '.join(KINDS)}")
-    return kind
+        raise UsageError(f"there is no memory limit {kind!r}; one of {', '.join(KINDS)}")
+    return _LIMITS[kind]

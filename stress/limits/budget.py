@@ -1,4 +1,4 @@
-"""The world of counted tensors: exact, in this process, the same in every run."""
+"""The limit on counted tensors: exact, in this process, the same in every run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.memory import MemoryBudget
 from elastic_mbs.memory.size import in_words, parse_bytes
 
-from .host_limit import HostLimit
+from .limit import HostLimit
 
 _UNLIMITED = 1 << 60
 
 
 class BudgetLimit(HostLimit):
-    """A `MemoryBudget` whose limit is the capacity less the co-tenant's share.
-
-    The co-tenant has its share at once: what we hold above the limit is ours until we let go of it, and the next allocation fails.
-
-    Args:
-        budget: the one to use; None for a new one.
-    """
+    """A `MemoryBudget` whose limit is the capacity less the co-tenant's share, at once: what we hold above it makes the next allocation fail."""
 
     kind = "budget"
-    exact = True
 
     def __init__(self, budget: MemoryBudget | None = None) -> None:
         super().__init__()
@@ -39,13 +32,11 @@ class BudgetLimit(HostLimit):
         self._blocks = _BlockLimit(self.budget)
 
     def __enter__(self) -> Self:
-        """Starts counting the tensors of this thread."""
         self._blocks.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.budget.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Lifts the limit and stops counting."""
         self._held = 0
         self.resize(None)
         self.fragment(None)
@@ -53,36 +44,28 @@ class BudgetLimit(HostLimit):
         self._blocks.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def fragment(self, largest: int | None) -> None:
-        """Lets operations fail that bring a storage above `largest` bytes; None ends that."""
         self._blocks.largest = None if largest is None else parse_bytes(largest)
 
     def occupy(self, held: int) -> None:
-        """Takes it off the limit."""
         self._held = parse_bytes(held)
         self.apply()
 
     def others(self) -> int:
-        """What the co-tenant has been told to hold."""
         return self._held
 
     def live(self) -> int:
-        """Bytes of live tensors."""
         return self.budget.live
 
     def failures(self) -> int:
-        """How often the limit was passed, or a block was too large."""
         return self.budget.ooms
 
     def apply(self) -> None:
-        """Moves the budget's limit."""
         self.budget.limit = _UNLIMITED if self.capacity is None else max(0, self.capacity - self._held)
 
     def peak_of_interval(self) -> int:
-        """The budget's own peak."""
         return self.budget.peak
 
     def begin_interval(self) -> None:
-        """Resets the budget's own peak."""
         self.budget.reset_peak()
 
 
@@ -97,7 +80,7 @@ class _BlockLimit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         largest = self.largest
-        if largest is None or self._is_beside():
+        if largest is None or self._is_uncounted():
             return out
         known = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(out):
@@ -107,8 +90,8 @@ class _BlockLimit(TorchDispatchMode):
                 raise torch.OutOfMemoryError(f"virtual device out of memory. Tried to allocate {wanted}, in blocks of {in_words(largest)} at most.")
         return out
 
-    def _is_beside(self) -> bool:
-        """Whether this thread works beside the count just now, on the host."""
+    def _is_uncounted(self) -> bool:
+        """Whether this thread is inside `on_host` now."""
         counting = self._budget._modes.get(threading.get_ident())
         return counting is not None and counting.budget is None
 

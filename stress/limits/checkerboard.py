@@ -7,11 +7,11 @@ import torch
 PIN = 2 * 2**20
 """Bytes of a block that is kept: the smallest that comes out of the allocator's large segments."""
 LEAST = 16 * 2**20
-"""Bytes of the smallest hole: where they are smaller, the pins between them are what memory is full of."""
+"""Bytes of the smallest hole: with smaller ones memory would be full of pins."""
 APART = 64 * 2**20
-"""Bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each, which holes cannot give."""
-
+"""Bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each."""
 GAPS = 64
+"""Free blocks between older tensors that pins may fall into."""
 
 
 class Checkerboard:
@@ -23,14 +23,6 @@ class Checkerboard:
 
     A segment in which one block is alive is never given back to the device. So memory is free in total, but the largest block of it is a hole. With
     expandable segments the pages of the holes are given back, and mapped again in one piece: then nothing is fragmented.
-
-    Args:
-        device: a CUDA device, with its index.
-        size: bytes of the segment.
-        largest: bytes of a hole.
-
-    Raises:
-        torch.OutOfMemoryError: there is not that much.
     """
 
     def __init__(self, device: torch.device, size: int, largest: int) -> None:
@@ -59,5 +51,5 @@ def _block(device: torch.device, size: int) -> torch.Tensor:
 
 
 def expandable(device: torch.device) -> bool:
-    """Whether the allocator's segments on a device are expandable: by what it has, whatever the environment asked for."""
+    """Whether the allocator's segments on a device are expandable, by what it has, whatever the environment asked for."""
     return any(segment.get("is_expandable", False) and segment["device"] == device.index for segment in torch.cuda.memory_snapshot())

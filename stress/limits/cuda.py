@@ -1,8 +1,8 @@
-"""The world of a GPU: a cap on this process's share, and a co-tenant in another process that really takes the memory."""
+"""The limit of a GPU: a cap on this process's share, and a co-tenant in another process that takes the memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
 from types import TracebackType
 from typing import Self
 
@@ -12,17 +12,17 @@ from elastic_mbs.cli.demo.ballast import GRAIN
 from elastic_mbs.cli.demo.neighbour import Neighbour
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
-from elastic_mbs.memory import MemorySensor
 from elastic_mbs.memory.size import parse_bytes
 
 from . import checkerboard
 from .checkerboard import Checkerboard
+from .limit import MemoryLimit
 
 MOSTLY_FREE = 0.75
 """Share of the device that must be free: its co-tenant fills it, and nobody else may starve of that."""
 
 
-class CudaLimit:
+class CudaLimit(MemoryLimit):
     """One CUDA device.
 
     ```
@@ -31,28 +31,25 @@ class CudaLimit:
                └─ ours       reserved by torch's allocator, at most capacity less held
     ```
 
-    A capacity alone is a memory fraction, which is exact. As soon as there is a co-tenant, the ballast process fills the device up to what is left
-    to us, so that `cudaMalloc` itself fails; what our allocator has reserved it gets when we let go of it.
-
-    Fragmented memory is a checkerboard of our own blocks in what the capacity leaves us; see `Checkerboard`.
+    A capacity alone is a memory fraction, which is exact. With a co-tenant, the ballast process fills the device up to what is left to us, so that
+    `cudaMalloc` itself fails; what our allocator has reserved it gets when we free it. Fragmented memory is a checkerboard of our own blocks in what
+    the capacity leaves us; see `Checkerboard`.
 
     Args:
         device: with its index, or the current one.
-        shared: another one of us trains on the device, too, and what both may have is settled by a third (`Confined`).
+        shared: another one of us trains on the device, too, and a `Confined` decides how much both have.
     """
 
     kind = "cuda"
-    exact = False
+    sensor = None  # NVML and the allocator's own statistics
 
     def __init__(self, device: torch.device | str = "cuda", *, shared: bool = False) -> None:
         problem = trouble()
         if problem is not None:
             raise UsageError(problem)
-        device = torch.device(device)
-        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-        self.sensor: MemorySensor | None = None  # NVML and the allocator's own statistics
-        self.capacity: int | None = None
+        self.device = _with_index(device)
         self._held = self._wanted = 0
+        self._undo = contextlib.ExitStack()
         self._neighbour: Neighbour | None = None
         self._largest: int | None = None
         self._board: Checkerboard | None = None
@@ -61,11 +58,7 @@ class CudaLimit:
         self._room = 0
 
     def __enter__(self) -> Self:
-        """Looks whether the device is free enough.
-
-        Raises:
-            UsageError: others use it.
-        """
+        """Checks that the device is free enough; UsageError where others use it."""
         torch.cuda.init()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -79,24 +72,13 @@ class CudaLimit:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ends the ballast process and lifts the cap."""
-        if self._neighbour is not None:
-            self._neighbour.__exit__(kind, error, trace)
-            self._neighbour = None
+        self._undo.close()
         self.capacity, self._held, self._wanted = None, 0, 0
-        self._largest = self._board = None
+        self._neighbour = self._largest = self._board = None
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
         torch.cuda.empty_cache()
 
-    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
-        """Nothing to do here."""
-
     def resize(self, capacity: int | str | None) -> None:
-        """Sets how many bytes there are for both, by a memory fraction; None lifts the limit.
-
-        Raises:
-            UsageError: there are fewer on the device.
-        """
         total = torch.cuda.mem_get_info(self.device)[1]
         size = None if capacity is None else parse_bytes(capacity)
         if size is not None and size > total:
@@ -108,10 +90,7 @@ class CudaLimit:
         self._break_up()
 
     def fragment(self, largest: int | None) -> None:
-        """Breaks up what the capacity leaves us, now and whenever that changes: no block above `largest` bytes is left. None ends that.
-
-        Where the allocator's segments are expandable (`expandable`), it is free all the same.
-        """
+        """Breaks up what the capacity leaves us, now and whenever that changes. Expandable segments make it whole again, see `expandable`."""
         self._largest = None if largest is None else parse_bytes(largest)
         self._board = None
         self._break_up()
@@ -130,17 +109,15 @@ class CudaLimit:
         return checkerboard.expandable(self.device)
 
     def occupy(self, held: int) -> None:
-        """Has the ballast take what is too much for us to have the capacity less `held`.
+        """Makes the ballast take what is too much for us to have the capacity less `held`.
 
-        What our allocator keeps in reserve nobody can take from us, so it is given back first: an allocator that keeps all it ever had would never
-        notice a neighbour.
+        What our allocator keeps in reserve cannot be taken from it, so it is given back first: otherwise it would never notice a neighbour.
         """
         self._held = parse_bytes(held)
         if self._neighbour is None:
             if not self._held:
                 return
-            self._neighbour = Neighbour.on_cuda(self.device.index)
-            self._neighbour.__enter__()
+            self._neighbour = self._undo.enter_context(Neighbour.on_cuda(self.device.index))
         torch.cuda.empty_cache()
         holds = self._neighbour.hold(self._wanted)  # it may have got more since it was last asked
         if self._held:
@@ -152,25 +129,22 @@ class CudaLimit:
         self._neighbour.hold(self._wanted)
 
     def others(self) -> int:
-        """What the co-tenant has been told to hold; where it is one of us, what is gone of the room for both without our doing."""
+        """What the co-tenant was made to hold; where it is one of us, what is gone of the room for both without our doing."""
         if self._shared:
             return max(0, self._room - torch.cuda.mem_get_info(self.device)[0] - torch.cuda.memory_reserved(self.device))
         return self._held
 
     def live(self) -> int:
-        """Bytes in live tensors."""
         return torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
-        """Most of them since `reset_peak`, as far as no runtime has reset the allocator's own peak meanwhile."""
+        """Most bytes in live tensors since `reset_peak`, as far as no runtime has reset the allocator's own peak meanwhile."""
         return torch.cuda.max_memory_allocated(self.device)
 
     def reset_peak(self) -> None:
-        """Resets the allocator's peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def failures(self) -> int:
-        """Errors that the allocator has raised."""
         return self._ooms() - self._failed_before
 
     def _ooms(self) -> int:
@@ -178,40 +152,35 @@ class CudaLimit:
 
 
 class Confined:
-    """A GPU of which all others together can have a given number of bytes: a ballast process holds the rest. A context manager.
-
-    Args:
-        device: with its index, or the current one.
-    """
+    """A GPU of which all others together can have a given number of bytes: a ballast process holds the rest. A context manager."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._device = torch.device(device)
-        self._neighbour: Neighbour | None = None
+        self._device = device
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """Starts the ballast process, which holds nothing yet."""
-        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-        self._device = torch.device("cuda", index)
-        torch.cuda.empty_cache()  # what we have cached nobody else could have
-        self._neighbour = Neighbour.on_cuda(index)
-        self._neighbour.__enter__()
+        self._device = _with_index(self._device)
+        torch.cuda.empty_cache()  # our cache cannot be had by others
+        self._neighbour = self._undo.enter_context(Neighbour.on_cuda(self._device.index))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ends the ballast process."""
-        if self._neighbour is not None:
-            self._neighbour.__exit__(kind, error, trace)
-            self._neighbour = None
+        self._undo.close()
 
     def leave(self, size: int | None) -> None:
         """Leaves so many bytes of what is free now; None for all."""
-        assert self._neighbour is not None
         self._neighbour.hold(0)
         if size is not None:
             free = torch.cuda.mem_get_info(self._device)[0]
             self._neighbour.hold(max(0, free - size) // GRAIN * GRAIN)
 
 
+def _with_index(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
 def trouble() -> str | None:
-    """Why there is no such world here, or None."""
-    return None if torch.cuda.is_available() else "the world 'cuda' needs a CUDA device, and torch sees none here"
+    """Why there is no such limit here, or None."""
+    return None if torch.cuda.is_available() else "the limit 'cuda' needs a CUDA device, and torch sees none here"

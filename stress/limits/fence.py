@@ -44,29 +44,17 @@ _FIRST_SLOT, _SLOT_SIZE = 16, 8
 
 @dataclass(frozen=True)
 class Slot:
-    """One process's account.
-
-    Attributes:
-        pid: whose.
-        live: bytes that it holds.
-        peak: most bytes that it held since `Fence.reset_peak`.
-        failures: allocations that were refused it.
-        blocks: how many blocks it holds.
-    """
+    """One process's account."""
 
     pid: int
-    live: int
-    peak: int
-    failures: int
-    blocks: int
+    live: int  # bytes that it holds
+    peak: int  # most bytes that it held since `Fence.reset_peak`
+    failures: int  # allocations that were refused
+    blocks: int  # that it holds
 
 
 class Fence:
-    """The shared file, mapped. A context manager: closed at the end, and deleted by whoever has created it.
-
-    Args:
-        path: the file.
-    """
+    """The shared file, mapped. A context manager: closed at the end, and deleted by the one that has created it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,12 +68,7 @@ class Fence:
 
     @classmethod
     def create(cls, budget: int = UNLIMITED, *, minimum: int = MINIMUM) -> Fence:
-        """A new device.
-
-        Args:
-            budget: bytes that all its processes may hold together.
-            minimum: bytes from which a block counts.
-        """
+        """A new device: bytes that all its processes may hold together, and bytes from which a block counts."""
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory, where there is such a place
         number, name = tempfile.mkstemp(prefix="elastic_mbs_fence_", dir=folder)
         with open(number, "wb") as file:
@@ -95,15 +78,13 @@ class Fence:
         return fence
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Closes it."""
         self.close()
 
     def close(self) -> None:
-        """Lets go of the file; processes that have it mapped keep it."""
+        """Unmaps the file; processes that have it mapped keep it."""
         self._words.release()
         self._map.close()
         if self._created:

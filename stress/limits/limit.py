@@ -1,76 +1,161 @@
-"""What a world is: memory of a given size, and a co-tenant that takes part of it."""
+"""What a memory limit is: memory of a given size, and a co-tenant that takes part of it."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
+import psutil
 import torch
 
-from elastic_mbs.memory import MemorySensor
+from elastic_mbs.errors import UsageError
+from elastic_mbs.memory import Headroom, MemorySensor, Reading, Unavailable, Usage
+from elastic_mbs.memory.size import parse_bytes
 
 
-class MemoryLimit(Protocol):
+class MemoryLimit(ABC):
     """A device's memory during one run; a context manager that leaves nothing behind.
 
     ```
         capacity ─┬─ others    held by the co-tenant, now
                   └─ ours      what this process may hold: rest (model, gradients, optimizer) and what a step needs on top
     ```
-
-    Attributes:
-        kind: "budget" (counted tensors, exact), "shim" (the allocator itself fails), "rlimit" (the process limit), "cuda".
-        device: where the model is trained.
-        exact: whether `live`, `peak` and the moment of a failure are the same in every run.
     """
 
-    kind: str
-    device: torch.device
-    exact: bool
-
-    @property
-    def sensor(self) -> MemorySensor | None:
-        """What ElasticMBS is to read, as sensor and as meter; None where it finds both by itself."""
+    kind: str  # "budget" (counted tensors), "shim" (the allocator itself fails), "rlimit" (the process limit), "cuda"
+    device: torch.device  # where the model is trained
+    sensor: MemorySensor | None  # what ElasticMBS reads, as sensor and as meter; None where it finds both by itself
+    capacity: int | None = None  # bytes for all; None without a limit
 
     def __enter__(self) -> Self:
         """Opens it, without a limit yet."""
+        return self
 
+    @abstractmethod
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Lifts every limit and ends the co-tenant."""
 
-    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
-        """Runs a piece of each size once, in the worlds where a first time under pressure could end the process.
+    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:  # noqa: B027  # only the process limit has something to do
+        """Runs a piece of each size once, where a first time under pressure could end the process."""
 
-        Args:
-            run: runs one piece of the given size, forward and backward.
-            sizes: those that may be tried under the limit.
-        """
-
-    def resize(self, capacity: int | None) -> None:
+    @abstractmethod
+    def resize(self, capacity: int | str | None) -> None:
         """Sets how many bytes there are for all; None lifts the limit."""
 
+    @abstractmethod
     def fragment(self, largest: int | None) -> None:
-        """Lets single allocations above `largest` bytes fail, whatever is free; None ends that.
+        """Makes single allocations above `largest` bytes fail, whatever is free; None ends that. UsageError where that is impossible."""
 
-        Raises:
-            UsageError: this world cannot.
-        """
-
+    @abstractmethod
     def occupy(self, held: int) -> None:
-        """Has the co-tenant hold so many bytes: at once what is free, the rest as soon as it is."""
+        """Makes the co-tenant hold so many bytes: at once what is free, the rest as soon as it is."""
 
+    @abstractmethod
     def others(self) -> int:
-        """Bytes that are not ours to have: what the co-tenant holds now, or waits for where it cannot be told apart."""
+        """Bytes that are not ours to have: what the co-tenant holds now, or waits for where the two cannot be told apart."""
 
+    @abstractmethod
     def live(self) -> int:
-        """Bytes this process holds now, as this world counts them."""
+        """Bytes this process holds now."""
 
+    @abstractmethod
     def peak(self) -> int:
         """Most bytes it held since `reset_peak`."""
 
+    @abstractmethod
     def reset_peak(self) -> None:
         """Starts a new interval."""
 
+    @abstractmethod
     def failures(self) -> int | None:
-        """Allocations that have failed so far in this process; None where nobody counts them."""
+        """Allocations that have failed so far in this process; None where they are not counted."""
+
+
+class HostLimit(MemoryLimit):
+    """A limit on the CPU. `sensor` is both sensor and meter of what is trained under it."""
+
+    sensor: HostGauge
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.sensor = HostGauge(self)
+        self._highest = 0
+
+    def resize(self, capacity: int | str | None) -> None:
+        self.capacity = None if capacity is None else parse_bytes(capacity)
+        self.apply()
+
+    def fragment(self, largest: int | None) -> None:
+        raise UsageError(f"the limit {self.kind!r} knows no fragmentation: under 'shim' and 'budget' single large allocations can fail")
+
+    def total(self) -> int | None:
+        """Bytes there are for all, now; None without a limit."""
+        return self.capacity
+
+    def peak(self) -> int:
+        return max(self._highest, self.peak_of_interval())
+
+    def reset_peak(self) -> None:
+        self.begin_interval()
+        self._highest = 0
+        self.sensor.resets += 1
+
+    def begin_runtime_interval(self) -> None:
+        """Starts an interval for a runtime; the one since `reset_peak` goes on."""
+        self._highest = self.peak()
+        self.begin_interval()
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Puts the limit in force, after it has changed."""
+
+    @abstractmethod
+    def peak_of_interval(self) -> int:
+        """Most bytes held since `begin_interval`."""
+
+    @abstractmethod
+    def begin_interval(self) -> None:
+        """Makes the peak start again from what is live."""
+
+
+class HostGauge:
+    """Sensor and meter of a limit on the CPU. May be read by any thread."""
+
+    def __init__(self, memory: HostLimit) -> None:
+        self._memory = memory
+        self.resets = 0  # of the peak, by a runtime or by the limit's user
+
+    def read(self) -> Reading:
+        """What this process could still get. Without a limit the machine's memory is the capacity."""
+        at = time.monotonic()
+        try:
+            live, others, capacity = self._memory.live(), self._memory.others(), self._memory.total()
+        except (OSError, ValueError) as error:
+            return Unavailable(f"the limit {self._memory.kind!r} cannot be read: {error}", at)
+        total = psutil.virtual_memory().total if capacity is None else capacity
+        others = min(others, total)
+        return Headroom(max(0, total - others - live), total, others, self._memory.kind, at)
+
+    def usage(self) -> Usage:
+        """Live bytes and their peak. Nothing is kept in reserve: reserved is allocated."""
+        live = self._memory.live()
+        peak = max(live, self._memory.peak_of_interval())
+        return Usage(live, live, peak, peak, 0)
+
+    def reset_peak(self) -> None:
+        self._memory.begin_runtime_interval()
+        self.resets += 1
+
+
+def switch_onednn_off() -> Callable[[], None]:
+    """Disables oneDNN, which crashes where its own allocations fail; returns a function that restores it."""
+    was = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch has a descriptor there
+
+    def restore() -> None:
+        torch.backends.mkldnn.enabled = was
+
+    return restore

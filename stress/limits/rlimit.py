@@ -1,4 +1,4 @@
-"""The world of the process limit: the kernel refuses memory beyond RLIMIT_DATA, and every allocator in this process has to bear it."""
+"""The process limit: the kernel refuses memory beyond RLIMIT_DATA, to every allocator in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.size import parse_bytes
 
-from .host_limit import HostLimit, switch_onednn_off
+from .limit import HostLimit, switch_onednn_off
 
 try:
     import resource
@@ -27,23 +27,22 @@ except ImportError:  # Windows
 
 _M_MMAP_THRESHOLD = -3  # mallopt's number for it
 _MAPPED = 65536
-"""Bytes from which a block of the heap is a mapping of its own, so that what is mapped is what is in use."""
+"""Bytes from which a block of the heap is a mapping of its own, so that mapped memory is memory in use."""
 _PARALLEL = 2**20  # elements, enough for all threads
 
 
 class ProcessLimit(HostLimit):
     """RLIMIT_DATA of this process, moved while it trains: by itself, or by another process with `move`.
 
-    Counted is all private memory that was mapped since the world was opened, whatever it is for. Freed blocks below 64 KiB stay counted. The
-    co-tenant is the limit itself: what it holds is taken off, at once. It needs a process of its own, see `run_child`: what it tells the heap cannot
-    be undone, and a library that cannot bear a refusal ends the process. So run every size once with `warm`; oneDNN is off unless asked for.
+    Counts all private memory that was mapped since it was entered. Freed blocks below 64 KiB stay counted. The co-tenant is the limit itself: what it
+    holds is taken off, at once. Needs a process of its own, see `run_child`: the heap's settings cannot be undone, and a library that does not expect
+    a refusal ends the process. So run every size once with `warm`; oneDNN is off unless asked for.
 
     Args:
         onednn: leave oneDNN on. It crashes when it has no memory to make a convolution of a new shape.
     """
 
     kind = "rlimit"
-    exact = False
 
     def __init__(self, *, onednn: bool = False) -> None:
         super().__init__()
@@ -61,17 +60,15 @@ class ProcessLimit(HostLimit):
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Has the heap give every larger block a mapping of its own, and takes what is mapped now for the origin."""
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
         if not self._onednn:
             self._undo.callback(switch_onednn_off())
-        _make_what_cannot_be_refused()
+        _prepare_libraries()
         self.base = self._mapped()
         self.begin_interval()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Puts the user's limit back."""
         resource.setrlimit(resource.RLIMIT_DATA, self._limit)
         self.capacity, self._held = None, 0
         self._undo.close()
@@ -86,42 +83,36 @@ class ProcessLimit(HostLimit):
             self.apply()
 
     def occupy(self, held: int) -> None:
-        """Takes it off the limit."""
         self._held = parse_bytes(held)
         self.apply()
 
     def others(self) -> int:
-        """What the co-tenant has been told to hold; or what another process has taken off the limit."""
+        """What the co-tenant was made to hold; or what another process has taken off the limit."""
         soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
         return self._held if self.capacity is None or soft == resource.RLIM_INFINITY else max(0, self.base + self.capacity - soft)
 
     def live(self) -> int:
-        """Bytes mapped since the world was opened."""
         return max(0, self._mapped() - self.base)
 
     def failures(self) -> None:
-        """Nobody counts what the kernel refuses."""
-        return
+        return  # the kernel does not count what it refuses
 
     def apply(self) -> None:
-        """Moves this process's limit."""
         if self.capacity is None:
             resource.setrlimit(resource.RLIMIT_DATA, self._limit)
         else:
             move(os.getpid(), self.base + max(0, self.capacity - self._held))
 
     def peak_of_interval(self) -> int:
-        """What was live at its start, and what the resident memory has risen by since at most: the peak of what is mapped nobody keeps."""
+        """What was live at its start plus the rise of resident memory since: the kernel keeps no peak of what is mapped."""
         return max(self.live(), self._live_at_start + self._resident("VmHWM") - self._resident_at_start)
 
     def begin_interval(self) -> None:
-        """Resets the kernel's high-water mark."""
         with contextlib.suppress(OSError):  # then it is the mark of the whole run
             Path("/proc/self/clear_refs").write_text("5")
         self._live_at_start, self._resident_at_start = self.live(), self._resident()
 
     def _mapped(self) -> int:
-        """Bytes that count against the limit."""
         return int(os.pread(self._statm, 256, 0).split()[5]) * mmap.PAGESIZE
 
     def _resident(self, which: str = "VmRSS") -> int:
@@ -130,12 +121,7 @@ class ProcessLimit(HostLimit):
 
 
 def move(pid: int, limit: int) -> None:
-    """Moves the soft limit of a process, this one or another of the same user.
-
-    Args:
-        pid: whose.
-        limit: bytes that it may map in all, its `base` among them.
-    """
+    """Moves the soft limit of a process of this user to `limit` bytes in all, its `base` among them."""
     hard = resource.prlimit(pid, resource.RLIMIT_DATA)[1]
     resource.prlimit(pid, resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
@@ -143,13 +129,13 @@ def move(pid: int, limit: int) -> None:
 def trouble() -> str | None:
     """Why a process cannot be held to RLIMIT_DATA here, or None."""
     if resource is None or sys.platform != "linux":
-        return f"the world 'rlimit' needs Linux, which holds all private memory of a process to RLIMIT_DATA, and this is {sys.platform}"
+        return f"the limit 'rlimit' needs Linux, which holds all private memory of a process to RLIMIT_DATA, and this is {sys.platform}"
     if not hasattr(ctypes.CDLL(None), "mallopt"):
-        return "the world 'rlimit' needs glibc, whose heap can be told to map large blocks one by one"
+        return "the limit 'rlimit' needs glibc, whose heap can be told to map large blocks one by one"
     return None
 
 
-def _make_what_cannot_be_refused() -> None:
-    """Torch's thread pools, which end the process, and what the first backward with a given gradient imports, which would stay half imported."""
+def _prepare_libraries() -> None:
+    """Starts torch's thread pools, which end the process where they are refused memory, and imports what the first backward does."""
     torch.zeros(_PARALLEL, dtype=torch.uint8).add_(1)
     torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))

@@ -22,8 +22,6 @@ from .weather import Room, margin_of
 
 Tell = Callable[[Step], object]
 
-_MAIN, _MEASURE = ".scenarios.job:main", ".scenarios.job:measure"
-
 
 def perform(order: Order, tell: Tell) -> list[Run]:
     """Carries an order out and judges it.
@@ -119,7 +117,7 @@ def _train(order: Order, tell: Tell) -> list[Run]:
 
 def _in_child(order: Order, tell: Tell) -> Run:
     try:
-        for message in run_child(order.kind, _MAIN, order.to_json(), deadline=order.deadline):
+        for message in run_child(order.kind, job.main, order.to_json(), deadline=order.deadline):
             if "step" in message:
                 tell(Step.from_json(message["step"]))
             if "run" in message:
@@ -140,7 +138,7 @@ def _kill(order: Order, tell: Tell) -> list[Run]:
     with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder:
         doomed = replace(order, folder=folder, dies=dies)
         try:
-            for message in run_child(order.kind, _MAIN, doomed.to_json(), deadline=order.deadline):
+            for message in run_child(order.kind, job.main, doomed.to_json(), deadline=order.deadline):
                 if "step" in message:
                     tell(Step.from_json(message["step"]))
             return [failed(order, f"it was to be killed in step {dies}, but went on to its end")]
@@ -171,7 +169,7 @@ def _two_on_cuda(order: Order, tell: Tell, device: Confined) -> list[Run]:
         orders = [replace(order, process=process, meeting=folder) for process in (0, 1)]
         try:
             with device:
-                for index, message in run_children([Child(order.kind, _MAIN, each.to_json(), deadline=order.deadline) for each in orders]):
+                for index, message in run_children([Child(order.kind, job.main, each.to_json(), deadline=order.deadline) for each in orders]):
                     if "needs" in message:
                         needs[index] = Needs.from_json(message["needs"])
                         if len(needs) == len(orders):
@@ -213,13 +211,13 @@ class _Two:
 
 def _two_in_a_fence(order: Order, tell: Tell) -> list[Run]:
     try:
-        needs = next(Needs.from_json(message["needs"]) for message in run_child(order.kind, _MEASURE, order.to_json(), deadline=order.deadline))
+        needs = next(Needs.from_json(message["needs"]) for message in run_child(order.kind, job.measure, order.to_json(), deadline=order.deadline))
         capacity = Room(needs, needs.samples, copies=2).capacity(order.entry.script(0, order.steps, order.seed))
         two, opening = _Two(order, tell), {0, 1}
         with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder, Fence.create() as fence:
             meeting = Meeting(Path(folder))
             orders = [replace(order, process=process, needs=needs.to_json(), meeting=folder) for process in (0, 1)]
-            children = [Child(order.kind, _MAIN, each.to_json(), deadline=order.deadline, fence=fence) for each in orders]
+            children = [Child(order.kind, job.main, each.to_json(), deadline=order.deadline, fence=fence) for each in orders]
             for index, message in run_children(children):
                 if "opened" in message:
                     opening.discard(index)

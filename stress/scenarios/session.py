@@ -20,8 +20,7 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
 from ..factory import make
-from ..limits import CudaLimit, MemoryLimit, in_child
-from ..limits.host_limit import switch_onednn_off
+from ..limits import CudaLimit, MemoryLimit, in_child, switch_onednn_off
 from ..record import Differences, Needs, Run, Step
 from ..subject import one_line
 from .checkpoint import Checkpoint

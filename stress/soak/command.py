@@ -108,7 +108,7 @@ def _run(take: Callable[[dict[str, Any]], None], kind: str, arguments: dict[str,
         with Watchdog(deadline, lambda: f"HANG: the run has not ended {STUCK:g} s after its time"):
             soak(take, **arguments)
     else:
-        for message in run_child(kind, ".soak.job:soak", arguments, deadline=deadline):
+        for message in run_child(kind, soak, arguments, deadline=deadline):
             take(message)
 
 

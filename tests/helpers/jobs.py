@@ -1,92 +1,71 @@
-"""Jobs for tests of processes: each is called with `emit` in a child. The small ones import nothing, so that they are there in a moment."""
+"""Jobs for tests of processes: each is called with a line to its parent, in a child."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import stat
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
-Emit = Callable[[dict[str, Any]], None]
+from elastic_mbs.errors import BatchError
+from stress.limits import Line
 
 
-def say(emit: Emit, words: list[str]) -> None:
-    """Says each word, and prints noise that must not come between."""
+def say(line: Line, words: list[str]) -> None:
+    """Emits each word, and prints noise that must not come between."""
     for word in words:
         print("noise")
         os.write(1, b"more noise\n")
-        emit({"word": word, "modules": "torch" in sys.modules})
+        line({"word": word})
 
 
-def tell_environment(emit: Emit, names: list[str]) -> None:
-    """Says what variables are."""
-    emit({name: os.environ.get(name) for name in names})
+def environment(line: Line, names: list[str]) -> None:
+    line({name: os.environ.get(name) for name in names})
 
 
-def end_by_signal(emit: Emit, name: str) -> None:
-    """Says one thing and is gone."""
-    emit({"about": "to go"})
+def answer(line: Line) -> None:
+    """Emits twice what it is sent."""
+    line(2 * line.receive())
+
+
+def end_by_signal(line: Line, name: str) -> None:
+    line("about to go")
     print("on the edge", file=sys.stderr, flush=True)
     os.kill(os.getpid(), getattr(signal, name))
     time.sleep(60)
 
 
-def die_in_the_middle_of_a_line(emit: Emit) -> None:
-    """Leaves half a line, as a process does that is killed while it writes."""
-    emit({"whole": 1})
-    place = next(number for number in range(3, 64) if os.path.exists(f"/proc/self/fd/{number}") and stat.S_ISFIFO(os.fstat(number).st_mode))
-    os.write(place, b'{"message": {"ha')
+def die_in_the_middle_of_a_message(line: Line) -> None:
+    """Leaves half a message, as a process does that is killed while it writes."""
+    line("whole")
+    os.write(line._connection.fileno(), b"\0\0\1\0half")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def exit_with(emit: Emit, code: int) -> None:
-    """Ends without an exception that anybody could catch."""
+def exit_with(line: Line, code: int) -> None:
     print("my last words", file=sys.stderr, flush=True)
     os._exit(code)
 
 
-def fail(emit: Emit) -> None:
-    """Raises what is not ours."""
+def fail(line: Line) -> None:
     raise KeyError("a mistake")
 
 
-def refuse(emit: Emit) -> None:
-    """Raises what is bad input."""
-    from elastic_mbs.errors import BatchError
-
+def refuse(line: Line) -> None:
     raise BatchError("this batch will not do")
 
 
-def wait_here_for_ever(emit: Emit) -> None:
-    """Hangs."""
-    emit({"still": "here"})
+def wait_here_for_ever(line: Line) -> None:
+    line("still here")
     time.sleep(3600)
 
 
-def close_output_and_stay(emit: Emit) -> None:
-    """Has nothing more to say, and does not go."""
-    for number in range(3, 64):
-        with contextlib.suppress(OSError):
-            if stat.S_ISFIFO(os.fstat(number).st_mode):
-                os.close(number)
+def close_the_line_and_stay(line: Line) -> None:
+    line._connection.close()
     time.sleep(3600)
 
 
-def count_slowly(emit: Emit, until: int, pause: float) -> None:
-    """Says numbers."""
+def count(line: Line, until: int, pause: float) -> None:
     for number in range(until):
-        emit({"number": number, "pid": os.getpid()})
+        line(number)
         time.sleep(pause)
-
-
-class Jobs:
-    """A place for a job that is no plain function of a module."""
-
-    @staticmethod
-    def nested(emit: Emit) -> None:
-        """Is found, too."""
-        emit({"nested": True})

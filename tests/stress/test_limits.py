@@ -128,7 +128,8 @@ def test_a_killed_process_gives_its_memory_to_the_other() -> None:
         assert next(iter(first))["held"] == 30 * MEBI
         assert 30 * MEBI <= fence.live() <= 31 * MEBI
         first.kill()
-        (second,) = run_child("shim", limit_jobs.share, {"size": 38 * MEBI, "hold": 0.0}, deadline=LONG, fence=fence)
+        with Child("shim", limit_jobs.share, {"size": 38 * MEBI, "hold": 0.0}, deadline=LONG, fence=fence) as other:
+            (second,) = other
         assert second["held"] == 38 * MEBI
         assert second["others"] == 0
 
@@ -173,7 +174,7 @@ def test_a_libc_without_mallopt_has_no_process_limit(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("ask", [available, in_child, open_limit], ids=["available", "in_child", "open_limit"])
 def test_an_unknown_kind_is_refused_with_those_there_are(ask: Any) -> None:
-    with pytest.raises(UsageError, match="no world 'moon'; one of budget, shim, rlimit, cuda"):
+    with pytest.raises(UsageError, match="no memory limit 'moon'; one of budget, shim, rlimit, cuda"):
         ask("moon")
 
 
@@ -487,7 +488,6 @@ def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monke
         assert card.told[-1] == 0
         assert (world.live(), world.peak()) == (100 * MEBI, 101 * MEBI)
         world.reset_peak()
-        world.warm(lambda size: pytest.fail("nothing to warm"), [1])
         card.ooms += 3
         assert world.failures() == 3
         world.fragment(None)

@@ -26,6 +26,7 @@ from stress.scenarios.perform import _two_on_cuda, judge, perform
 from stress.scenarios.reference import relative, weight_difference
 from stress.scenarios.session import run as run_here
 from stress.scenarios.weather import Room, Weather
+from tests.helpers import jobs
 
 NEEDS = Needs(samples=32, rest=1000, sizes=[1, 8, 16, 32], peaks=[1100, 1800, 2600, 4200], optimizer=3000, held=2000)
 SAME = Differences(loss=1e-15, norm=1e-15, weight=1e-14, tolerance_loss=1e-12, tolerance_weight=1e-9, whole_loss=1e-15, whole_weight=1e-14)
@@ -412,9 +413,9 @@ def test_two_on_a_gpu_begin_together_and_compare_when_both_have_trained() -> Non
 
 def test_two_on_a_gpu_of_whom_one_fails_are_one_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = Device()
-    monkeypatch.setattr(performing, "_MAIN", "nowhere:main")
+    monkeypatch.setattr(performing.job, "main", jobs.fail)
     (run,) = _two_on_cuda(Order("two_elastic", "budget", "wide", 0, 8), lambda step: None, device)
-    assert "nowhere" in run.complaints[0]
+    assert "TypeError" in run.complaints[0]
     assert device.left == [-1]
 
 
