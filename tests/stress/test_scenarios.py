@@ -18,7 +18,6 @@ from stress.limits import BudgetLimit, available
 from stress.models import BUILTIN
 from stress.record import Differences, End, Mark, Needs, Run, Step, document, read_json, write_json
 from stress.scenarios import checks, weather
-from stress.scenarios import perform as performing
 from stress.scenarios.catalogue import SCENARIOS
 from stress.scenarios.meeting import Meeting
 from stress.scenarios.order import Order
@@ -413,7 +412,7 @@ def test_two_on_a_gpu_begin_together_and_compare_when_both_have_trained() -> Non
 
 def test_two_on_a_gpu_of_whom_one_fails_are_one_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = Device()
-    monkeypatch.setattr(performing.job, "main", jobs.fail)
+    monkeypatch.setattr("stress.scenarios.job.main", jobs.fail)
     (run,) = _two_on_cuda(Order("two_elastic", "budget", "wide", 0, 8), lambda step: None, device)
     assert "TypeError" in run.complaints[0]
     assert device.left == [-1]
