@@ -8,8 +8,7 @@ from typing import Self
 
 import torch
 
-from elastic_mbs.cli.demo.ballast import GRAIN
-from elastic_mbs.cli.demo.neighbour import Neighbour
+from elastic_mbs.cli.demo.ballast import GRAIN, Ballast
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory.size import parse_bytes
@@ -50,7 +49,7 @@ class CudaLimit(MemoryLimit):
         self.device = _with_index(device)
         self._held = self._wanted = 0
         self._undo = contextlib.ExitStack()
-        self._neighbour: Neighbour | None = None
+        self._neighbour: Ballast | None = None
         self._largest: int | None = None
         self._board: Checkerboard | None = None
         self._failed_before = 0
@@ -117,7 +116,7 @@ class CudaLimit(MemoryLimit):
         if self._neighbour is None:
             if not self._held:
                 return
-            self._neighbour = self._undo.enter_context(Neighbour.on_cuda(self.device.index))
+            self._neighbour = self._undo.enter_context(Ballast(self.device))
         torch.cuda.empty_cache()
         holds = self._neighbour.hold(self._wanted)  # it may have got more since it was last asked
         if self._held:
@@ -162,7 +161,7 @@ class Confined:
         """Starts the ballast process, which holds nothing yet."""
         self._device = _with_index(self._device)
         torch.cuda.empty_cache()  # our cache cannot be had by others
-        self._neighbour = self._undo.enter_context(Neighbour.on_cuda(self._device.index))
+        self._neighbour = self._undo.enter_context(Ballast(self._device))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastic_mbs.cli.demo.neighbour import Neighbour
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.size import parse_bytes
 
 from .fence import UNLIMITED, VARIABLE, Fence, under
 from .limit import HostLimit, switch_onednn_off
+from .neighbour import Neighbour
 
 
 class ShimLimit(HostLimit):

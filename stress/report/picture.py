@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from elastic_mbs.cli.demo.timeline import FAILED, GROWN, LINE, MIB, OTHERS, USED
 from elastic_mbs.cli.report.scale import powers_of_two
 
 from ..record import Run, count
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = 3
+MIB = 2**20
+USED, OTHERS, LINE, FAILED, GROWN = "#3b82c4", "#d6d3cd", "#1f2933", "#d1342f", "#2a9d4a"
 PASSED = "#1d7a37"
 LONGER = "#9b6fc4"
 

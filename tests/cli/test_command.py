@@ -84,7 +84,7 @@ def test_the_module_runs_as_a_program() -> None:
     assert done.stderr == "elastic-mbs: --steps 0 is too small: at least 4\n"
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["demo", "--steps", "4", "--batch", "8", "--no-plot"]], ids=["at the end", "in the middle"])
+@pytest.mark.parametrize("arguments", [["doctor"], ["demo", "--steps", "4", "--batch", "8", "--no-page"]], ids=["at the end", "in the middle"])
 def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback(arguments: list[str]) -> None:
     with subprocess.Popen([sys.executable, "-m", "elastic_mbs", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import MemoryBudget
+from elastic_mbs.cli.demo.ballast import Ballast
 from tests.helpers.steps import grads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +80,7 @@ class Room:
 
 
 class Neighbour:
-    """Somebody else on the device: another process on CUDA (the demo's ballast), a lower limit on the CPU.
+    """Another user of the device: a process that holds memory on CUDA (the demo's ballast), a lower limit on the CPU.
 
     Args:
         room: ours.
@@ -89,53 +88,36 @@ class Neighbour:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._process: subprocess.Popen[str] | None = None
+        self._ballast = Ballast(room.device) if room.device.type == "cuda" else None
 
     def __enter__(self) -> Self:
-        device = self._room.device
-        if device.type == "cuda":
-            command = [sys.executable, "-m", "elastic_mbs.cli.demo.ballast", str(device.index)]
-            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            self._answer("ready")
+        if self._ballast is not None:
+            self._ballast.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process is not None:
-            with self._process:  # closes the pipes, which ends it, and waits for that
-                pass
+        if self._ballast is not None:
+            self._ballast.__exit__(kind, error, trace)
 
     @property
     def pid(self) -> int | None:
         """Its process id; None where it is no process."""
-        return None if self._process is None else self._process.pid
+        return None if self._ballast is None else self._ballast.pid
 
     def come(self, left: int) -> None:
         """Takes all that is free but `left` bytes."""
-        if self._process is None:
+        if self._ballast is None:
             self._room.allow(left)
         else:
             torch.cuda.empty_cache()
-            self._hold(torch.cuda.mem_get_info(self._room.device)[0] - left)
+            self._ballast.hold(torch.cuda.mem_get_info(self._room.device)[0] - left)
 
     def go(self) -> None:
         """Gives everything back."""
-        if self._process is None:
+        if self._ballast is None:
             self._room.allow(PLENTY)
         else:
-            self._hold(0)
-
-    def _hold(self, size: int) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"hold {size}\n")
-        self._process.stdin.flush()
-        self._answer("holding")
-
-    def _answer(self, word: str) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line.startswith(word), f"the ballast process said {line!r} (exit code {self._process.poll()})"
+            self._ballast.hold(0)
 
 
 class Wide(nn.Module):

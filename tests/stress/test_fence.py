@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from elastic_mbs import UsageError
-from elastic_mbs.cli.demo.neighbour import Heap, Neighbour
 from stress.limits import Fence
 from stress.limits import fence as fences
+from stress.limits.neighbour import Heap, Neighbour
 
 pytestmark = pytest.mark.skipif(fences.trouble() is not None, reason=str(fences.trouble()))
 
@@ -387,7 +387,7 @@ def test_a_holder_on_the_heap_frees_whole_blocks_and_takes_what_is_missing(monke
 
 def test_a_neighbour_ends_with_its_parent(fence: Fence) -> None:
     code = f"""
-    sys.path.insert(0, {str(Path(fences.__file__).parents[2] / "elastic_mbs" / "cli" / "demo")!r})
+    sys.path.insert(0, {str(Path(fences.__file__).parent)!r})
     from neighbour import Neighbour
     neighbour = Neighbour.on_heap().__enter__()
     neighbour.hold(1 << 20)

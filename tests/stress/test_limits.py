@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, UsageError
-from elastic_mbs.cli.demo.neighbour import Neighbour
 from elastic_mbs.memory import Headroom, MemorySensor, NoSensor, Unavailable, UsageMeter
 from stress.limits import (
     KINDS,
@@ -39,6 +38,7 @@ from stress.limits import (
 from stress.limits import fence as fences
 from stress.limits import rlimit as rlimit_module
 from stress.limits import shim as shim_module
+from stress.limits.neighbour import Neighbour
 from tests.helpers import limit_jobs
 
 MEBI = 1 << 20

@@ -1,69 +1,102 @@
-"""The co-tenant's process on CUDA: holds as much of a GPU's memory as it is told to.
-
-Run as `python -m elastic_mbs.cli.demo.ballast INDEX`; `elastic_mbs.cli.demo.neighbour` has what the two processes say to each other.
-"""
+"""The co-tenant on CUDA: a second process that holds as much of a device's memory as it is asked to, until `cudaMalloc` fails in ours."""
 
 from __future__ import annotations
 
-import sys
+import multiprocessing
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Self
 
 import torch
 
-from elastic_mbs.cli.demo.neighbour import serve
-
-GRAIN = 20 * 2**20
-"""The allocator takes at least this much from the device at once: smaller pieces would hold more than they count for."""
+GRAIN = 20 * 2**20  # bytes: the allocator takes at least this much from the device at once
+RETRY = 0.01  # seconds between two attempts to get what is missing
 
 
 class Ballast:
-    """Memory that is held for nothing.
+    """The process, there inside the block; it ends with its parent, too.
 
     Args:
-        device: where.
+        device: the CUDA device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._blocks: list[torch.Tensor] = []
-        self.wanted = 0
-        self.grain = GRAIN
-        torch.empty(1, device=device)  # the context's own memory is taken before anybody counts
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, self._theirs = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(self._theirs, device), daemon=True)
 
     @property
-    def held(self) -> int:
-        """Bytes held."""
-        return sum(block.numel() for block in self._blocks)
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process.pid is not None
+        return self._process.pid
 
-    def adjust(self) -> None:
-        """Brings what is held as close to what is wanted as the device allows."""
-        if self.held > self.wanted:
-            self._blocks.clear()
-            torch.cuda.empty_cache()
-        while self.wanted - self.held >= GRAIN:
-            size = min(self.wanted - self.held, torch.cuda.mem_get_info(self._device)[0]) // GRAIN * GRAIN
-            if not self._take(size):
-                return
+    def __enter__(self) -> Self:
+        """Starts the process and waits until it has a CUDA context."""
+        self._process.start()
+        self._theirs.close()
+        try:
+            self._answer()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
 
-    def _take(self, size: int) -> bool:
-        """One block of `size` bytes, or of the largest half, quarter, … of it that the device gives."""
-        while size >= GRAIN:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pipe.close()  # which ends the process
+        self._process.join()
+
+    def hold(self, size: int) -> int:
+        """Has it hold `size` bytes; returns what it got at once. It goes on trying to get the rest.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        with suppress(OSError):  # where it has ended, `_answer` says so
+            self._pipe.send(size)
+        return self._answer()
+
+    def _answer(self) -> int:
+        try:
+            return int(self._pipe.recv())
+        except (EOFError, OSError):
+            self._process.join()
+            raise RuntimeError(f"the ballast process has ended (exit code {self._process.exitcode})") from None
+
+
+def serve(pipe: Connection, device: torch.device) -> None:
+    """Runs in the process: holds what the parent asks for, until the parent closes the pipe."""
+    blocks: list[torch.Tensor] = []
+    torch.empty(1, device=device)  # the context's own memory is taken before anything is counted
+    pipe.send(0)
+    wanted = 0
+    while True:
+        missing = wanted - sum(block.numel() for block in blocks)
+        if pipe.poll(RETRY if missing >= GRAIN else None):
             try:
-                self._blocks.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-            except torch.OutOfMemoryError:
-                size = size // 2 // GRAIN * GRAIN
-            else:
-                return True
-        return False
+                wanted = pipe.recv()
+            except (EOFError, OSError):
+                return
+            adjust(blocks, wanted, device)
+            pipe.send(sum(block.numel() for block in blocks))
+        else:
+            adjust(blocks, wanted, device)
 
 
-def main(device: torch.device) -> None:
-    """Serves the parent on standard input until that ends.
-
-    Args:
-        device: where to hold memory.
-    """
-    serve(Ballast(device))
-
-
-if __name__ == "__main__":  # cuda-only
-    main(torch.device("cuda", int(sys.argv[1])))
+def adjust(blocks: list[torch.Tensor], wanted: int, device: torch.device) -> None:
+    """Brings the bytes of `blocks` as close to `wanted` as the device allows, in the largest blocks that it gives."""
+    missing = wanted - sum(block.numel() for block in blocks)
+    if missing < 0:
+        blocks.clear()
+        torch.cuda.empty_cache()
+        missing = wanted
+    size = min(missing, torch.cuda.mem_get_info(device)[0]) // GRAIN * GRAIN
+    while size >= GRAIN:
+        try:
+            blocks.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            size = size // 2 // GRAIN * GRAIN
+        else:
+            missing -= size
+            size = min(missing // GRAIN * GRAIN, size)

@@ -1,4 +1,4 @@
-"""The two runs side by side: one under a limit that moves, one without any."""
+"""The two runs: one under a limit that moves, one without any limit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from elastic_mbs.cli.demo.gpt import GPT, GPTConfig, make_model, token_loss
-from elastic_mbs.cli.demo.record import Console, Record, Step
+from elastic_mbs.cli.demo.notes import Notes
 from elastic_mbs.cli.demo.run import train, train_plainly
-from elastic_mbs.cli.demo.tenant import BudgetTenant, Tenant, write_script
+from elastic_mbs.cli.demo.tenant import Move, Script, limited, write_script
 from elastic_mbs.cli.demo.text import Batch, Loader, read_documents
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
-from elastic_mbs.memory import CudaMeter, MemoryBudget, sensor_for
+from elastic_mbs.memory import CudaMeter, MemoryBudget
 
 CPU_MODEL = GPTConfig(context=128, width=64, heads=4, layers=3)
 CUDA_MODEL = GPTConfig(context=255, width=128, heads=4, layers=4)
@@ -40,40 +40,23 @@ ROUNDING = {torch.float64: Rounding(loss=1e-12, weight=1e-9), torch.float32: Rou
 
 @dataclass(frozen=True)
 class Options:
-    """What to run.
-
-    Attributes:
-        steps: optimizer steps.
-        seed: of the weights and of the choice of text.
-        budget: bytes, or None for 30 % of what the whole batch needs.
-        batch: documents per step.
-        text: file or folder, or None for the standard library.
-        device: where to train.
-        dtype: float64 or float32.
-        log: where the run with elastic_mbs is logged.
-    """
+    """What to run."""
 
     steps: int
-    seed: int
-    budget: int | None
-    batch: int
-    text: Path | None
+    seed: int  # of the weights and of the choice of text
+    budget: int | None  # bytes; None for 30 % of what the whole batch needs
+    batch: int  # documents per step
+    text: Path | None  # file or folder; None for the standard library
     device: torch.device
     dtype: torch.dtype
-    log: Path | None = None
+    log: Path | None = None  # where the run with elastic_mbs is logged
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that a step needs, optimizer state included.
+class Needs(NamedTuple):
+    """Bytes that a step needs, optimizer state included."""
 
-    Attributes:
-        one: with one document at a time.
-        whole: with the whole batch at once.
-    """
-
-    one: int
-    whole: int
+    one: int  # with one document at a time
+    whole: int  # with the whole batch at once
 
 
 @dataclass(frozen=True)
@@ -89,33 +72,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both runs.
+    """Both runs."""
 
-    Attributes:
-        record: notes of the run with elastic_mbs.
-        reference: losses of the run without limits.
-        weight: largest difference of a weight at the end, relative to the largest weight of its tensor.
-        seconds: time of the run with elastic_mbs.
-        reference_seconds: time of the other.
-        rounding: what differences count as rounding.
-    """
-
-    record: Record
-    reference: list[float]
-    weight: float
-    seconds: float
+    notes: Notes  # of the run with elastic_mbs
+    reference: list[float]  # losses of the run without limits
+    weight: float  # largest difference of a weight at the end, relative to the largest weight of its tensor
+    seconds: float  # of the run with elastic_mbs
     reference_seconds: float
     rounding: Rounding
 
     @property
-    def steps(self) -> list[Step]:
-        """The run with elastic_mbs, step by step."""
-        return self.record.steps
-
-    @property
     def differences(self) -> list[float]:
         """Relative difference of the loss, by step."""
-        return [abs(step.loss - loss) / abs(loss) for step, loss in zip(self.steps, self.reference, strict=True)]
+        return [abs(step.loss - loss) / abs(loss) for step, loss in zip(self.notes.steps, self.reference, strict=True)]
 
     @property
     def equal(self) -> bool:
@@ -125,11 +94,11 @@ class Outcome:
     @property
     def ooms(self) -> int:
         """Out-of-memory errors survived."""
-        return sum(step.result.ooms for step in self.steps if step.result is not None)
+        return sum(step.result.ooms for step in self.notes.steps)
 
 
 def prepare(options: Options) -> Setting:
-    """Reads the text, makes the model, and sees what it needs.
+    """Reads the text, makes the model, and measures what it needs.
 
     Raises:
         UsageError: the text cannot be used, or the budget leaves no room for one document.
@@ -151,13 +120,14 @@ def prepare(options: Options) -> Setting:
 def measure(model: nn.Module, batch: Batch, device: torch.device) -> Needs:
     """What a step on `batch` needs, by the allocator's account on CUDA, and on a CPU by that of a budget which is never reached."""
     model = copy.deepcopy(model).to(device)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    with MemoryBudget("1000TiB", [model]) as meter:
-        return Needs(*(_peak(model, piece, device, meter) + 2 * weights for piece in ({key: tensor[:1] for key, tensor in batch.items()}, batch)))
+    optimizer_state = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    one = {key: tensor[:1] for key, tensor in batch.items()}
+    with MemoryBudget("1000TiB", [model]) as budget:
+        meter = CudaMeter(device) if device.type == "cuda" else budget
+        return Needs(*(_peak(model, piece, device, meter) + optimizer_state for piece in (one, batch)))
 
 
-def _peak(model: nn.Module, batch: Batch, device: torch.device, budget: MemoryBudget) -> int:
-    meter = CudaMeter(device) if device.type == "cuda" else budget
+def _peak(model: nn.Module, batch: Batch, device: torch.device, meter: CudaMeter | MemoryBudget) -> int:
     for _ in range(2):  # the second time there are gradients to add to
         torch.cuda.empty_cache()
         meter.reset_peak()
@@ -167,7 +137,7 @@ def _peak(model: nn.Module, batch: Batch, device: torch.device, budget: MemoryBu
     return usage.peak_reserved
 
 
-def run_both(setting: Setting, console: Console) -> Outcome:
+def run_both(setting: Setting, notes: Notes) -> Outcome:
     """Both runs, one after the other, from the same weights and on the same batches.
 
     Raises:
@@ -175,10 +145,18 @@ def run_both(setting: Setting, console: Console) -> Outcome:
     """
     options = setting.options
     model = copy.deepcopy(setting.model).to(options.device)
+    moves = write_script(options.steps, setting.budget, floor=round(1.25 * setting.needs.one))
     began = time.perf_counter()
-    with open_tenant(setting, model) as tenant, Record(model, *sensor_for(options.device), console) as record:
-        tenant.on_move = record.moved
-        train(model, record.steps_of(setting.loader, tenant.begin_step), record.note, record.result, options.log)
+    with limited(setting.budget, options.device) as leave, notes.watching(model, options.device):
+
+        def make(move: Move) -> None:
+            notes.moved(move)
+            leave(move.left)
+
+        script = Script(moves, make)
+        hook = model.blocks[-1].register_forward_hook(script.forward)
+        train(model, notes.steps_of(setting.loader, script.begin_step), notes.event, notes.result, options.log)
+        hook.remove()
     between = time.perf_counter()
     twin = copy.deepcopy(setting.model).to(options.device)
     reference: list[float] = []
@@ -186,19 +164,8 @@ def run_both(setting: Setting, console: Console) -> Outcome:
     done = time.perf_counter()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     weight = max(float((mine - other).detach().abs().max() / other.detach().abs().max()) for mine, other in pairs)
-    return Outcome(record, reference, weight, between - began, done - between, ROUNDING[options.dtype])
+    return Outcome(notes, reference, weight, between - began, done - between, ROUNDING[options.dtype])
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`."""
     return {key: tensor.to(device) for key, tensor in batch.items()}
-
-
-def open_tenant(setting: Setting, model: GPT) -> Tenant:
-    """The co-tenant for the device."""
-    script = write_script(setting.options.steps, setting.budget, floor=round(1.25 * setting.needs.one))
-    if setting.options.device.type == "cuda":  # cuda-only
-        from elastic_mbs.cli.demo.cuda_tenant import CudaTenant
-
-        return CudaTenant(setting.budget, script, model.blocks[-1], setting.options.device)
-    return BudgetTenant(setting.budget, script, model.blocks[-1])

@@ -1,4 +1,4 @@
-"""What the demo prints: a line per step and event, and the comparison at the end."""
+"""What the demo prints before and after the runs."""
 
 from __future__ import annotations
 
@@ -7,52 +7,10 @@ from collections import Counter
 import torch
 
 from elastic_mbs.cli.demo.compare import Outcome, Setting
-from elastic_mbs.cli.demo.record import Step
 from elastic_mbs.cli.demo.run import POLICY
-from elastic_mbs.cli.demo.tenant import Move
-from elastic_mbs.events import Event, OutOfMemory, format_bytes
+from elastic_mbs.events import OutOfMemory, format_bytes
 
-BAR = 24
-ROWS = 12
-
-
-class Lines:
-    """Prints the run as it goes.
-
-    Args:
-        setting: what is run.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        self._steps = setting.options.steps
-        self._budget = setting.budget
-
-    def step(self, step: Step) -> None:
-        """`step 12/36  loss 3.5999   0.7 s  micro-batch  8 × 122 tokens  |███████████·▒▒▒▒▒▒▒▒▒▒▒▒| 36.4 MiB of 38.3 MiB`, its memory at the peak."""
-        assert step.result is not None
-        peak = step.peak
-        memory = "" if peak is None else f"{memory_bar(peak.used, peak.limit, self._budget)} {format_bytes(peak.used)} of {format_bytes(peak.limit)}"
-        print(
-            f"step {step.index + 1:>{len(str(self._steps))}}/{self._steps}  loss {step.loss:.4f}  {step.ended - step.began:4.1f} s  "
-            f"micro-batch {step.result.micro_batch_size:2} × {step.length:3} tokens  {memory}",
-            flush=True,
-        )
-
-    def event(self, event: Event) -> None:
-        """The event's own line."""
-        print(f"    {event.line()}", flush=True)
-
-    def move(self, move: Move) -> None:
-        """What the co-tenant does."""
-        left = f"{format_bytes(move.left)} of {format_bytes(self._budget)}"
-        print(f"  * {move.what}, in {move.phase} of micro-batch {move.micro_batch} of step {move.step + 1}: {left} left for us", flush=True)
-
-
-def memory_bar(used: int, limit: int, budget: int) -> str:
-    """Used, free, and taken by others: `|████····▒▒▒▒|`."""
-    mine = min(BAR, round(BAR * used / budget))
-    others = min(BAR - mine, round(BAR * max(0, budget - limit) / budget))
-    return f"|{'█' * mine}{'·' * (BAR - mine - others)}{'▒' * others}|"
+ROWS = 12  # of the table
 
 
 def introduction(setting: Setting) -> str:
@@ -74,39 +32,35 @@ def introduction(setting: Setting) -> str:
 
 def table(outcome: Outcome) -> str:
     """Both loss curves side by side, at most about a dozen rows of them."""
-    steps, differences = outcome.steps, outcome.differences
-    every = -(-len(steps) // ROWS)
-    shown = sorted({*range(0, len(steps), every), len(steps) - 1})
+    steps, differences = outcome.notes.steps, outcome.differences
+    shown = sorted({*range(0, len(steps), -(-len(steps) // ROWS)), len(steps) - 1})
     lines = ["step  micro-batch   loss, limited        loss, unlimited      relative difference"]
     for i in shown:
-        step = steps[i]
-        assert step.result is not None
-        lines.append(f"{i + 1:4}  {step.result.micro_batch_size:11}   {step.loss:<18.15f}   {outcome.reference[i]:<18.15f}   {differences[i]:.1e}")
+        size, loss = steps[i].result.micro_batch_size, steps[i].loss
+        lines.append(f"{i + 1:4}  {size:11}   {loss:<18.15f}   {outcome.reference[i]:<18.15f}   {differences[i]:.1e}")
     return "\n".join(lines)
 
 
-def summary(outcome: Outcome, setting: Setting) -> str:
-    """What it survived, and what it cost."""
-    options, needs, rounding = setting.options, setting.needs, outcome.rounding
-    failures = Counter(event.phase for step in outcome.steps for _, event in step.events if isinstance(event, OutOfMemory))
+def summary(outcome: Outcome, setting: Setting) -> dict[str, str]:
+    """What the run survived, and what that cost, by name."""
+    options, needs, rounding, notes = setting.options, setting.needs, outcome.rounding, outcome.notes
+    failures = Counter(event.phase for event in notes.events if isinstance(event, OutOfMemory))
     phases = ", ".join(f"{count} in {phase}" for phase, count in sorted(failures.items())) or "none"
-    replayed, samples = sum(step.result.replayed_samples for step in outcome.steps if step.result is not None), options.steps * options.batch
-    sizes = ", ".join(map(str, sorted({size for step in outcome.steps for _, size in step.sizes})))
-    lost = sum(step.lost for step in outcome.steps)
+    replayed, samples = sum(step.result.replayed_samples for step in notes.steps), options.steps * options.batch
+    sizes = ", ".join(map(str, sorted({step.result.micro_batch_size for step in notes.steps})))
     largest = max(outcome.differences)
     worst = outcome.differences.index(largest) + 1
-    excess = needs.whole / setting.budget
-    rows = {
+    excess, lost = needs.whole / setting.budget, notes.seconds_lost
+    return {
         "largest difference": f"{largest:.1e} of the loss (step {worst}), {outcome.weight:.1e} of a weight at the end",
         "counts as rounding": f"up to {rounding.loss:.0e} of the loss, {rounding.weight:.0e} of a weight",
         "out-of-memory errors": f"{outcome.ooms} survived ({phases})",
         "samples replayed": f"{replayed} of {samples} ({replayed / samples:.1%})",
         "micro-batch sizes": f"{sizes} (of a batch of {options.batch})",
         "memory": f"{format_bytes(setting.budget)}; the whole batch would need {format_bytes(needs.whole)}, {excess:.1f} times that",
-        "time lost to replays": f"{lost:.2f} s ({lost / outcome.seconds:.1%}): attempts that failed, from their forward's start until undone",
+        "time lost to replays": f"{lost:.2f} s ({lost / outcome.seconds:.1%}): failed attempts, from the start of their forward until undone",
         "time": f"{outcome.seconds:.1f} s within the budget, {outcome.reference_seconds:.1f} s without limits",
     }
-    return "\n".join(f"{name:<22}{value}" for name, value in rows.items())
 
 
 def verdict(outcome: Outcome) -> str:

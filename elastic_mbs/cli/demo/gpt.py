@@ -13,27 +13,17 @@ from elastic_mbs.cli.demo.text import IGNORED, Batch
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the model.
+    """Shape of the model. There is no dropout: masks depend on the split, and runs with different splits could not be compared."""
 
-    There is no dropout: its masks would depend on how the batch is split, and two runs could only be compared with the same split.
-
-    Attributes:
-        vocabulary: number of tokens; bytes are their own tokens.
-        context: longest sequence.
-        width: size of the residual stream.
-        heads: attention heads.
-        layers: blocks.
-    """
-
-    vocabulary: int = 256
-    context: int = 255
+    vocabulary: int = 256  # bytes are their own tokens
+    context: int = 255  # longest sequence
     width: int = 64
     heads: int = 4
     layers: int = 4
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on a normalised input and added to the stream."""
+    """Attention and a feed-forward layer, each on a normalised input and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,13 +70,13 @@ class GPT(nn.Module):
 
 
 def token_loss(batch: Batch, model: nn.Module) -> Tensor:
-    """Cross-entropy, as the mean over the tokens that are no padding."""
+    """Cross-entropy, as the mean over the tokens that are not padding."""
     logits: Tensor = model(batch["tokens"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
 def make_model(config: GPTConfig, *, seed: int, dtype: torch.dtype) -> GPT:
-    """A model with initial weights that depend on the seed alone; torch's own random stream does not move."""
+    """A model whose weights depend on the seed alone; torch's own random stream does not move."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT(config)

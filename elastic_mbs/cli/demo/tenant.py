@@ -1,50 +1,45 @@
-"""The co-tenant: somebody else who takes memory while training runs, by a script.
+"""The co-tenant: another user of the memory, that comes and goes by a script.
 
-A move happens in the middle of a step, where it hurts: at the n-th micro-batch of its step, in forward or backward. On a CPU the co-tenant is the
-limit of a `MemoryBudget`, which it moves; on CUDA it is another process (`elastic_mbs.cli.demo.cuda_tenant`).
+It moves in the middle of a step, where that hurts: at the n-th micro-batch, in forward or backward. On a CPU it is the limit of a `MemoryBudget`; on
+CUDA it is another process, and the budget itself is a memory fraction.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from elastic_mbs.cli.demo.ballast import Ballast
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import MemoryBudget
+
+MOSTLY_FREE = 0.75  # share of a CUDA device that must be free: the ballast fills the rest, and other processes must not starve of it
+
+Leave = Callable[[int], None]
+"""Leaves so many bytes to the training."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One line of the script.
+    """One line of the script."""
 
-    Attributes:
-        step: when, counted from 0.
-        micro_batch: at which micro-batch of that step, counted from 1; attempts that fail count too.
-        phase: in its forward or in its backward.
-        left: bytes that are left to the training.
-        what: what happens, in words.
-    """
-
-    step: int
-    micro_batch: int
+    step: int  # counted from 0
+    micro_batch: int  # of that step, counted from 1; failed attempts count too
     phase: Literal["forward", "backward"]
-    left: int
-    what: str
+    left: int  # bytes left to the training
+    what: str  # what happens, in words
 
 
 def write_script(steps: int, budget: int, floor: int) -> list[Move]:
-    """A quarter of the steps alone, a quarter beside a co-tenant that takes half, a spike of a tenth, and alone again.
+    """A quarter of the steps alone, a quarter with a co-tenant that takes half, a tenth with one that takes more, and alone again.
 
-    Args:
-        steps: steps in all, at least 4.
-        budget: bytes that there are.
-        floor: bytes below which the smallest micro-batch might not fit.
+    `floor`: bytes below which the smallest micro-batch might not fit.
     """
     arrival, spike = steps // 4, steps // 2
     return [
@@ -54,76 +49,63 @@ def write_script(steps: int, budget: int, floor: int) -> list[Move]:
     ]
 
 
-class Tenant(ABC):
-    """Follows a script. A context manager: inside the block the training is limited to what the script leaves.
+class Script:
+    """Makes the moves when their time has come; its `forward` is a forward hook of the model's last block."""
 
-    Args:
-        budget: bytes that there are for both.
-        script: its moves, in order.
-        module: its forward passes are what counts as micro-batches: the last block of the model.
-
-    Attributes:
-        on_move: called just before each move.
-    """
-
-    def __init__(self, budget: int, script: Sequence[Move], module: nn.Module) -> None:
-        self.budget = budget
-        self.on_move: Callable[[Move], object] = lambda move: None
-        self._script = list(script)
-        self._module = module
+    def __init__(self, moves: Sequence[Move], make: Callable[[Move], None]) -> None:
+        self._moves = list(moves)
+        self._make = make
         self._step = -1
-        self._seen = 0
-        self._hook: RemovableHandle | None = None
-
-    @abstractmethod
-    def leave(self, free: int) -> None:
-        """Takes or gives back memory until the training can have `free` bytes in all."""
+        self._micro_batch = 0
 
     def begin_step(self, step: int) -> None:
-        """Tells it how far training is."""
-        self._step, self._seen = step, 0
+        self._step, self._micro_batch = step, 0
 
-    def __enter__(self) -> Self:
-        """Starts watching the model."""
-        self._hook = self._module.register_forward_hook(self._forward)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stops watching, and gives everything back."""
-        assert self._hook is not None
-        self._hook.remove()
-
-    def _forward(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        self._seen += 1
-        while self._script and (self._script[0].step, self._script[0].micro_batch) <= (self._step, self._seen):
-            move = self._script.pop(0)
+    def forward(self, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        self._micro_batch += 1
+        while self._moves and (self._moves[0].step, self._moves[0].micro_batch) <= (self._step, self._micro_batch):
+            move = self._moves.pop(0)
             if move.phase == "backward":
-                output.register_hook(lambda _, move=move: self._do(move))
+                output.register_hook(lambda _, move=move: self._make(move))
             else:
-                self._do(move)
-
-    def _do(self, move: Move) -> None:
-        self.on_move(move)
-        self.leave(move.left)
+                self._make(move)
 
 
-class BudgetTenant(Tenant):
-    """A co-tenant without a device: moves the limit of a `MemoryBudget`."""
+@contextmanager
+def limited(budget: int, device: torch.device) -> Iterator[Leave]:
+    """Inside the block there are `budget` bytes for the training and its co-tenant together.
 
-    def __init__(self, budget: int, script: Sequence[Move], module: nn.Module) -> None:
-        super().__init__(budget, script, module)
-        self._budget = MemoryBudget(budget)
+    Raises:
+        UsageError: other processes use the CUDA device, or the budget is larger than what is free there.
+    """
+    if device.type != "cuda":
+        with MemoryBudget(budget) as limit:
+            yield lambda left: setattr(limit, "limit", left)
+        return
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    if free < MOSTLY_FREE * total:
+        raise UsageError(
+            f"{format_bytes(total - free)} of {device} are in use, and the demo's co-tenant fills a device to the brim: "
+            "run it on an idle one, or with --device cpu"
+        )
+    if budget > free:
+        raise UsageError(f"--budget {format_bytes(budget)} is more than {device} has free ({format_bytes(free)})")
+    with Ballast(device) as ballast:
+        torch.cuda.set_per_process_memory_fraction(budget / total, device)
+        try:
+            yield lambda left: press(ballast, device, 0 if left >= budget else left)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
 
-    def __enter__(self) -> Self:
-        """Puts the limit in force."""
-        self._budget.__enter__()
-        return super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Lifts the limit."""
-        super().__exit__(kind, error, trace)
-        self._budget.__exit__(kind, error, trace)
+def press(ballast: Ballast, device: torch.device, left: int) -> None:
+    """Has the ballast take all but `left` bytes of the device; 0 sends it away, since the memory fraction is limit enough then.
 
-    def leave(self, free: int) -> None:
-        """Moves the limit."""
-        self._budget.limit = free
+    The cache of our allocator is given back first, because no other process can take it: what it still holds then, the ballast gets when we free it.
+    """
+    torch.cuda.empty_cache()
+    ballast.hold(0)
+    if left:
+        free = torch.cuda.mem_get_info(device)[0]
+        ballast.hold(max(0, free + torch.cuda.memory_reserved(device) - left))

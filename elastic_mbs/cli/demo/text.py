@@ -17,21 +17,12 @@ Batch = dict[str, Tensor]
 
 PAD = 0
 IGNORED = -100
-SHORTEST = 32
-"""Bytes of the shortest document: what lies below is a lone bracket or an import."""
-BUCKET = 3
-"""Batches whose documents are sorted by length together, so that short ones are padded little and batches differ in length."""
+SHORTEST = 32  # bytes of the shortest document: what is shorter is a lone bracket or an import
+BUCKET = 3  # batches whose documents are sorted by length together: little padding, and batches that differ in length
 
 
 def find_files(path: Path | None) -> list[Path]:
-    """The files to read, in a fixed order.
-
-    Args:
-        path: a file, a folder (all files in it and below), or None for the standard library's modules.
-
-    Raises:
-        UsageError: there is no such path, or no file in it.
-    """
+    """The files of `path` (a file or a folder) in a fixed order; without a path, the modules of the standard library."""
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         if not files:
@@ -58,20 +49,7 @@ def passages(text: bytes, longest: int) -> Iterator[bytes]:
 
 
 def read_documents(path: Path | None, *, count: int, longest: int, seed: int) -> list[bytes]:
-    """Reads `count` documents of at most `longest` bytes each: all passages of all files if those are fewer, a random choice of them if not.
-
-    Files come in an order that depends on the seed alone; they are read until there are enough passages to choose from. A text that has too few
-    is gone through more than once.
-
-    Args:
-        path: see `find_files`.
-        count: documents wanted.
-        longest: bytes.
-        seed: of the choice and the order.
-
-    Raises:
-        UsageError: there is no such path, it cannot be read, or it has no passage of at least 32 bytes.
-    """
+    """A random choice of `count` passages of at most `longest` bytes; a text with fewer passages is repeated."""
     rng = random.Random(seed)
     files = find_files(path)
     rng.shuffle(files)
@@ -81,7 +59,7 @@ def read_documents(path: Path | None, *, count: int, longest: int, seed: int) ->
             content = file.read_bytes()
         except OSError as error:
             raise UsageError(f"--text {file}: {error.strerror or error}") from error
-        if b"\0" not in content:  # a binary file is no text
+        if b"\0" not in content:  # else it is not a text
             found.extend(passages(content, longest))
         if len(found) >= 4 * count:
             break
@@ -92,11 +70,7 @@ def read_documents(path: Path | None, *, count: int, longest: int, seed: int) ->
 
 
 def collate(documents: Sequence[bytes]) -> Batch:
-    """Documents as one batch, padded to its longest.
-
-    Returns:
-        "tokens" (documents, length), what the model sees, and "labels" of the same shape, the byte that follows each; -100 in the padding.
-    """
+    """Columns "tokens" (documents, length) and "labels", the byte that follows each token; padded to the longest document, with -100 as label."""
     length = max(map(len, documents)) - 1
     tokens = torch.full((len(documents), length), PAD)
     labels = torch.full((len(documents), length), IGNORED)
@@ -108,16 +82,7 @@ def collate(documents: Sequence[bytes]) -> Batch:
 
 
 class Loader:
-    """One batch per step, of documents that are roughly as long as each other: the lengths of the batches differ.
-
-    It can be gone through any number of times, always with the same batches; they are made one at a time, so that none but the present one takes
-    memory.
-
-    Args:
-        documents: `steps · batch` of them.
-        batch: documents per batch.
-        seed: of the order.
-    """
+    """One batch per step, of documents of similar length. Each pass gives the same batches, made one at a time."""
 
     def __init__(self, documents: Sequence[bytes], batch: int, seed: int) -> None:
         rng = random.Random(seed)
@@ -127,15 +92,10 @@ class Loader:
             chunks = [bucket[i : i + batch] for i in range(0, len(bucket), batch)]
             rng.shuffle(chunks)
             for chunk in chunks:
-                rng.shuffle(chunk)  # or every batch would have its longest documents in the last piece
+                rng.shuffle(chunk)  # else every batch would have its longest documents in the last piece
             self._chunks += chunks
 
-    def __len__(self) -> int:
-        """Number of batches."""
-        return len(self._chunks)
-
     def __iter__(self) -> Iterator[Batch]:
-        """The batches, in order."""
         return map(collate, self._chunks)
 
     def longest(self) -> Batch:

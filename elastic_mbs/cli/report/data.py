@@ -3,173 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from elastic_mbs.cli.report.decimate import Point
 from elastic_mbs.cli.report.scale import duration, number
-from elastic_mbs.events import (
-    CallDone,
-    CallFailed,
-    Event,
-    OptimizerOutOfMemory,
-    OutOfMemory,
-    Resized,
-    SensorBack,
-    SensorLost,
-    SizeReader,
-    WaitingForMemory,
-    format_bytes,
-)
+from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorLost, SizeReader, format_bytes
 from elastic_mbs.sinks.run_log_reader import Entry, Run
 
-_SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take
-_REASONS = {
-    "grow": "it is predicted to fit and to be faster",
-    "thrash": "the allocator had to empty its cache in several calls in a row",
-    "limit": "back to the size before a growth that failed",
-}
+_SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take; what lies outside is no time
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at one moment.
+    """Something that happened at one moment."""
 
-    Attributes:
-        t: seconds since the run began.
-        kind: "oom", "grow", "shrink", "thrash" or "note"; how it looks.
-        title: what happened, in a few words.
-        facts: what is known of it, as pairs of a name and a value.
-        line: the event's own log line.
-        key: the track whose line it lies on, or "".
-        size: the micro-batch size after it, or None.
-    """
-
-    t: float
-    kind: str
-    title: str
-    facts: tuple[tuple[str, str], ...]
-    line: str
-    key: str = ""
-    size: int | None = None
+    t: float  # seconds since the run began
+    kind: str  # "oom", "grow", "shrink", "thrash" or "note"; how it looks
+    title: str  # what happened, in a few words
+    facts: tuple[tuple[str, str], ...]  # what is known of it: names and values
+    line: str  # the event's own log line
+    key: str = ""  # the track whose line it lies on
+    size: int | None = None  # the micro-batch size after it
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes over time.
+    """Bytes over time."""
 
-    Attributes:
-        total: what the device has at most.
-        allocated: in our live tensors, at the end of each call.
-        reserved: held by our allocator, at the end of each call.
-        peak: the highest that is known of each call.
-        capacity: what we could hold in all: the total without what others have.
-        margin: how far the controller would go: the capacity without its margin.
-    """
-
-    total: float
-    allocated: Sequence[Point]
-    reserved: Sequence[Point]
-    peak: Sequence[Point]
-    capacity: Sequence[Point]
-    margin: Sequence[Point]
+    total: float  # what the device has at most
+    allocated: Sequence[Point]  # in our live tensors, at the end of each call
+    reserved: Sequence[Point]  # held by our allocator, at the end of each call
+    peak: Sequence[Point]  # the highest that is known of each call
+    capacity: Sequence[Point]  # what we could hold in all: the total without what others have
+    margin: Sequence[Point]  # how far the controller would go: the capacity without its margin
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run, as a report shows it.
-
-    Attributes:
-        title: its name.
-        about: who ran it, where and when, as pairs of a name and a value.
-        tiles: the figures at its head: name, value, and a remark.
-        seconds: from its beginning to its last event.
-        memory: bytes over time.
-        sizes: micro-batch size over time, by track.
-        rates: samples per second of each call, by mode.
-        lost: share of each call's time that went into failed attempts, from 0 to 1.
-        loss: of each training call.
-        marks: all events but finished calls, in order.
-    """
+    """One run, as a report shows it."""
 
     title: str
-    about: tuple[tuple[str, str], ...]
-    tiles: tuple[tuple[str, str, str], ...]
-    seconds: float
+    about: tuple[tuple[str, str], ...]  # who ran it, where and when: names and values
+    tiles: tuple[tuple[str, str, str], ...]  # the figures at its head: name, value, and a remark
+    seconds: float  # from its beginning to its last event
     memory: Memory
-    sizes: Mapping[str, Sequence[Point]]
-    rates: Mapping[str, Sequence[Point]]
-    lost: Sequence[Point]
-    loss: Sequence[Point]
-    marks: Sequence[Mark]
+    sizes: Mapping[str, Sequence[Point]]  # micro-batch size by track
+    rates: Mapping[str, Sequence[Point]]  # samples per second of each call, by mode
+    lost: Sequence[Point]  # share of each call's time that went into failed attempts, from 0 to 1
+    loss: Sequence[Point]  # of each training call
+    marks: Sequence[Mark]  # all events but finished calls, in order
+    reference: Sequence[Point] = ()  # the loss of a run to compare with
+
+
+Calls = Sequence[tuple[float, CallDone]]
 
 
 def read_run(run: Run) -> RunData:
     """The run, put in order."""
-    entries = [_finite(entry) for entry in sorted(run.entries, key=lambda entry: entry.t)]
+    entries = [replace(entry, event=_plausible(entry.event)) for entry in sorted(run.entries, key=lambda entry: entry.t)]
     calls = [(entry.t, entry.event) for entry in entries if isinstance(entry.event, CallDone)]
-    marks = [_mark(entry) for entry in entries if not isinstance(entry.event, CallDone)]
-    margin = _number(_part(run.header, "policy").get("margin"), 0.0)
+    modes = sorted({call.mode for _, call in calls})
     return RunData(
         title=str(run.header.get("name", "elastic_mbs")),
         about=_about(run),
-        tiles=tiles(calls, marks, [entry.event for entry in entries if isinstance(entry.event, CallFailed)], entries[-1].event if entries else None),
+        tiles=_tiles([entry.event for entry in entries]),
         seconds=max((entry.t for entry in entries), default=0.0),
-        memory=_memory(entries, margin),
+        memory=_memory(entries, calls, _part(run.header, "policy").get("margin")),
         sizes=_sizes(entries),
-        rates={mode: _per_call([(t, call) for t, call in calls if call.mode == mode], "rate") for mode in sorted({call.mode for _, call in calls})},
-        lost=_lost(calls),
+        rates={mode: _per_call([(t, call) for t, call in calls if call.mode == mode], "rate") for mode in modes},
+        lost=_from_start(calls, [(t, min(1.0, call.seconds_lost / call.seconds) if call.seconds else None) for t, call in calls]),
         loss=[(t, call.loss) for t, call in calls if call.mode == "train"],
-        marks=marks,
+        marks=[_mark(entry) for entry in entries if not isinstance(entry.event, CallDone)],
     )
 
 
-def _finite(entry: Entry) -> Entry:
-    """A call without times that are no times."""
-    call = entry.event
-    if isinstance(call, CallFailed):
-        return replace(entry, event=replace(call, seconds=_seconds(call.seconds), seconds_lost=_seconds(call.seconds_lost)))
-    if not isinstance(call, CallDone):
-        return entry
-    seconds = call.seconds if call.seconds is not None and _SHORTEST < call.seconds < _LONGEST else None
-    return replace(entry, event=replace(call, seconds=seconds, seconds_lost=_seconds(call.seconds_lost)))
-
-
-def _seconds(value: float) -> float:
-    return value if 0 <= value < _LONGEST else 0.0
+def _plausible(event: Event | None) -> Event | None:
+    """A call without times that cannot be."""
+    if not isinstance(event, CallDone | CallFailed):
+        return event
+    lost = event.seconds_lost if 0 <= event.seconds_lost < _LONGEST else 0.0
+    seconds = event.seconds if event.seconds is not None and _SHORTEST < event.seconds < _LONGEST else None
+    if isinstance(event, CallDone):
+        return replace(event, seconds=seconds, seconds_lost=lost)
+    return replace(event, seconds=seconds or 0.0, seconds_lost=lost)
 
 
 # ---------------------------------------------------------------------- lines
 
 
-def _memory(entries: Sequence[Entry], margin: float) -> Memory:
-    calls = [(entry.t, entry.event) for entry in entries if isinstance(entry.event, CallDone)]
+def _memory(entries: Sequence[Entry], calls: Calls, margin: object) -> Memory:
     total = max((call.total for _, call in calls if call.total is not None), default=0)
     capacity: list[Point] = []
     for entry in entries:
         event = entry.event
-        if isinstance(event, CallDone):
-            others = None if event.total is None or event.held_by_others is None else total - event.total + event.held_by_others
+        if isinstance(event, CallDone) and event.total is not None and event.held_by_others is not None:
+            capacity.append((entry.t, float(event.total - event.held_by_others)))
         elif isinstance(event, OutOfMemory) and event.held_by_others is not None and total:
-            others = event.held_by_others
-        elif isinstance(event, SensorLost):
-            others = None
-        else:
-            continue
-        capacity.append((entry.t, None if others is None else float(total - others)))
-    if capacity and capacity[0][1] is not None:
+            capacity.append((entry.t, float(total - event.held_by_others)))
+        elif isinstance(event, CallDone | SensorLost):
+            capacity.append((entry.t, None))
+    if capacity:
         capacity.insert(0, (min(0.0, capacity[0][0]), capacity[0][1]))  # what was read first held before it, too
     peaks = [(t, max((peak for peak in (call.peak_reserved, call.peak_allocated) if peak is not None), default=None)) for t, call in calls]
     allocated, reserved = _per_call(calls, "allocated"), _per_call(calls, "reserved")
     highest = max((value for line in (peaks, allocated, reserved, capacity) for _, value in line if value is not None), default=0)
+    part = 1 - float(margin) if isinstance(margin, int | float) else 1.0
     return Memory(
         total=max(total, highest),
         allocated=allocated,
         reserved=reserved,
-        peak=_with_start(calls, peaks),
+        peak=_from_start(calls, peaks),
         capacity=capacity,
-        margin=[(t, None if value is None else value * (1 - margin)) for t, value in capacity],
+        margin=[(t, None if value is None else value * part) for t, value in capacity],
     )
 
 
@@ -181,23 +128,19 @@ def _sizes(entries: Sequence[Entry]) -> dict[str, list[Point]]:
         if isinstance(event, CallDone):
             line = found.setdefault(event.key, [])
             began = entry.t - (event.seconds or 0.0)
-            if not line or line[-1][0] <= began:  # else a failure within the call has said more
+            if not line or line[-1][0] <= began:  # else a failure within the call is newer
                 line.append((began, event.size_before))
-        told = reader.read(event)
-        if told is not None:
-            found.setdefault(told[0], []).append((entry.t, told[1]))
+        size = reader.read(event)
+        if size is not None:
+            found.setdefault(size[0], []).append((entry.t, size[1]))
     return found
 
 
-def _per_call(calls: Sequence[tuple[float, CallDone]], name: str) -> list[Point]:
-    return _with_start(calls, [(t, getattr(call, name)) for t, call in calls])
+def _per_call(calls: Calls, name: str) -> list[Point]:
+    return _from_start(calls, [(t, getattr(call, name)) for t, call in calls])
 
 
-def _lost(calls: Sequence[tuple[float, CallDone]]) -> list[Point]:
-    return _with_start(calls, [(t, min(1.0, call.seconds_lost / call.seconds) if call.seconds else None) for t, call in calls])
-
-
-def _with_start(calls: Sequence[tuple[float, CallDone]], points: Sequence[Point]) -> list[Point]:
+def _from_start(calls: Calls, points: Sequence[Point]) -> list[Point]:
     """A figure of a call holds from the call before it; that of the first one from its own beginning."""
     if not points:
         return []
@@ -208,62 +151,62 @@ def _with_start(calls: Sequence[tuple[float, CallDone]], points: Sequence[Point]
 # ---------------------------------------------------------------------- figures
 
 
-def tiles(
-    calls: Sequence[tuple[float, CallDone]], marks: Sequence[Mark], failed: Sequence[CallFailed] = (), last: Event | None = None
-) -> tuple[tuple[str, str, str], ...]:
-    """The figures at the head of a run: name, value, remark.
-
-    Args:
-        calls: those that finished, with their times.
-        marks: everything else that happened.
-        failed: those that ended by an exception.
-        last: the last event.
-    """
-    done = [call for _, call in calls]
-    train = [call for call in done if call.mode == "train"]
-    samples, replayed = sum(call.samples for call in done), sum(call.replayed_samples for call in done)
-    spent = sum(call.seconds or 0.0 for call in done)
-    rate = f"{samples / spent:,.1f} per second" if spent > 0 else ""
-    spent += sum(call.seconds for call in failed)
-    lost = sum(call.seconds_lost for call in done) + sum(call.seconds_lost for call in failed)
-    ooms = sum(call.ooms for call in done)
-    unfinished = sum(mark.kind == "oom" and mark.size is not None for mark in marks) - ooms
-    sizes = [call.micro_batch_size for call in train] or [call.micro_batch_size for call in done]
-    resized = [mark.size for mark in marks if mark.size is not None and calls and mark.t >= calls[-1][0]]
+def _tiles(events: Sequence[Event | None]) -> tuple[tuple[str, str, str], ...]:
+    done = [event for event in events if isinstance(event, CallDone)]
+    failed = [event for event in events if isinstance(event, CallFailed)]
+    samples, replayed, ooms = (sum(getattr(call, name) for call in done) for name in ("samples", "replayed_samples", "ooms"))
+    busy = sum(call.seconds or 0.0 for call in done)
+    spent = busy + sum(call.seconds for call in failed)
+    lost = sum(event.seconds_lost for event in events if isinstance(event, CallDone | CallFailed))
+    evals = sum(call.mode != "train" for call in done)
+    unfinished = sum(isinstance(event, OutOfMemory) for event in events) - ooms
+    sizes = [call.micro_batch_size for call in done if call.mode == "train"] or [call.micro_batch_size for call in done]
     peak = max((peak for call in done for peak in (call.peak_allocated, call.peak_reserved, call.reserved) if peak is not None), default=None)
     total = max((call.total for call in done if call.total is not None), default=None)
-    evals = len(done) - len(train)
+    last = events[-1] if events else None
     ended = (("ended by", last.error, last.message[:80]),) if isinstance(last, CallFailed) else ()
     return (
         *ended,
         ("calls", f"{len(done):,}", f"{evals:,} of them eval" if evals else ""),
-        ("samples", f"{samples:,}", rate),
+        ("samples", f"{samples:,}", f"{samples / busy:,.1f} per second" if busy > 0 else ""),
         ("OOMs survived", f"{ooms:,}", f"and {unfinished:,} in a call that did not finish" if unfinished > 0 else ""),
         ("samples replayed", f"{replayed:,}", f"{replayed / samples:.2%} of all" if samples else ""),
         ("time lost", f"{lost / spent:.2%}" if spent > 0 else "0 %", f"{duration(lost)} of {duration(spent)}" if spent > 0 else ""),
         (
             "final micro-batch",
-            f"{resized[-1] if resized else sizes[-1]:,}" if sizes else "none",
+            f"{_final_size(events) or sizes[-1]:,}" if sizes else "none",
             f"between {min(sizes):,} and {max(sizes):,}" if sizes and min(sizes) < max(sizes) else "",
         ),
         ("peak memory", format_bytes(peak), f"of {format_bytes(total)}" if total is not None else ""),
     )
 
 
+def _final_size(events: Sequence[Event | None]) -> int | None:
+    """The size after the last change that came after the last finished call."""
+    for event in reversed(events):
+        if isinstance(event, CallDone):
+            return None
+        if isinstance(event, OutOfMemory | Resized):
+            return _size_after(event)
+    return None
+
+
+def _size_after(event: OutOfMemory | Resized) -> int:
+    return event.size_after if isinstance(event, OutOfMemory) else event.after
+
+
 def _about(run: Run) -> tuple[tuple[str, str], ...]:
     header = run.header
-    versions, settings = _part(header, "versions"), _part(header, "settings")
-    size = settings.get("micro_batch_size")
-    told = {
+    known = {
         "began": _moment(header.get("time")),
         "device": header.get("device"),
         "host": header.get("host"),
         "process": header.get("pid"),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None),
-        "micro_batch_size": size,
+        "versions": ", ".join(f"{name} {version}" for name, version in _part(header, "versions").items() if version is not None),
+        "micro_batch_size": _part(header, "settings").get("micro_batch_size"),
         "run": run.id,
     }
-    return tuple((name, str(value)) for name, value in told.items() if value not in (None, ""))
+    return tuple((name, str(value)) for name, value in known.items() if value not in (None, ""))
 
 
 def _moment(value: object) -> str | None:
@@ -280,66 +223,58 @@ def _part(header: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _number(value: object, default: float) -> float:
-    return float(value) if isinstance(value, int | float) else default
-
-
 # ---------------------------------------------------------------------- marks
+
+_TITLES = {
+    "OutOfMemory": "out of memory in {phase}",
+    "OptimizerOutOfMemory": "out of memory in {optimizer}.step()",
+    "WaitingForMemory": "waiting for memory",
+    "CallFailed": "a call ended by {error}",
+    "SensorLost": "no memory reading to rely on",
+    "SensorBack": "memory readings are back",
+    "Warned": "warning",
+}
+_RESIZED = {"grow": "grown", "shrink": "shrunk", "thrash": "thrashing"}
+_NAMES = {
+    "message": "cause",
+    "requested": "asked",
+    "held_by_others": "others hold",
+    "holders": "who",
+    "key": "track",
+    "mode": "replay",
+    "reading_age": "reading age (s)",
+}
+_BYTES = frozenset({"requested", "free", "held_by_others", "capacity"})
+_HIDDEN = frozenset({"event", "run", "time", "t", "level", "name", "size_before", "size_after", "before", "after", "start", "stop", "committed"})
 
 
 def _mark(entry: Entry) -> Mark:
     event, t = entry.event, entry.t
-    if event is None:
-        known = {"event", "run", "time", "t", "level", "name"}
-        told = tuple((name, str(value)) for name, value in entry.record.items() if name not in known)
-        return Mark(t, "note", str(entry.record["event"]), told, " ".join(f"{name}={value}" for name, value in told))
+    if event is None:  # of a later version
+        facts = _facts(entry.record)
+        return Mark(t, "note", str(entry.record["event"]), facts, " ".join(f"{name}={value}" for name, value in facts))
+    known = {item.name: getattr(event, item.name) for item in fields(event)}
+    title = _TITLES.get(type(event).__name__, "").format(**known)
     if isinstance(event, OutOfMemory):
-        return Mark(t, "oom", f"out of memory in {event.phase}", facts_of_failure(event), event.line(), event.key, event.size_after)
-    if isinstance(event, OptimizerOutOfMemory):
-        told = (("cause", f"{event.kind}: {event.message}"), ("action", f"taken back, and tried again {event.action}"))
-        return Mark(t, "oom", f"out of memory in {event.optimizer}.step()", told, event.line())
+        facts = (*_facts(known), ("samples", f"{event.start}:{event.stop}"), ("micro-batch", f"{event.size_before} → {event.size_after}"))
+        return Mark(t, "oom", title, facts, event.line(), event.key, event.size_after)
     if isinstance(event, Resized):
         kind = "thrash" if event.reason == "thrash" else "grow" if event.after > event.before else "shrink"
-        facts = [("track", event.key), ("cause", _REASONS.get(event.reason, event.reason))]
-        if event.capacity is not None:
-            facts.append(("capacity", format_bytes(event.capacity)))
-        facts.append(("action", f"micro-batch {event.before} → {event.after}"))
-        return Mark(t, kind, {"grow": "grown", "shrink": "shrunk", "thrash": "thrashing"}[kind], tuple(facts), event.line(), event.key, event.after)
-    title, facts = _note(event)
-    return Mark(t, "note", title, tuple(facts), event.line())
+        facts = (*_facts(known), ("micro-batch", f"{event.before} → {event.after}"))
+        return Mark(t, kind, _RESIZED[kind], facts, event.line(), event.key, event.after)
+    return Mark(t, "oom" if isinstance(event, OptimizerOutOfMemory) else "note", title, _facts(known), event.line())
 
 
-def facts_of_failure(event: OutOfMemory) -> tuple[tuple[str, str], ...]:
-    """Cause, asked, free, who has the rest, track, action and cost, as far as they are known."""
-    facts = [("cause", f"{event.kind}, samples {event.start}:{event.stop}: {event.message}")]
-    if event.requested is not None:
-        facts.append(("asked", format_bytes(event.requested)))
-    if event.free is not None:
-        age = "" if event.reading_age is None else f" (read {duration(max(0.0, event.reading_age))} before)"
-        facts.append(("free", f"{format_bytes(event.free)}{age}"))
-    if event.held_by_others is not None:
-        facts.append(("who", f"others hold {format_bytes(event.held_by_others)}{_named(event.holders)}"))
-    if event.key:
-        facts.append(("track", event.key))
-    what = "batch" if event.mode == "step" else "piece"
-    facts.append(("action", f"micro-batch {event.size_before} → {event.size_after}, the {what} is replayed (mode {event.mode})"))
-    if event.seconds_lost is not None:
-        facts.append(("lost", f"{number(round(event.seconds_lost, 4))} s"))
-    return tuple(facts)
+def _facts(known: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """The fields of an event that are known, as names and values for a person."""
+    return tuple(
+        (_NAMES.get(name, name.replace("_", " ")), _written(name, value))
+        for name, value in known.items()
+        if name not in _HIDDEN and value is not None and value != ""
+    )
 
 
-def _named(holders: str) -> str:
-    return f": {holders}" if holders else ""
-
-
-def _note(event: Event) -> tuple[str, list[tuple[str, str]]]:
-    if isinstance(event, WaitingForMemory):
-        facts = [("free", format_bytes(event.free)), ("who", f"others hold {format_bytes(event.held_by_others)}{_named(event.holders)}")]
-        return "waiting for memory", [*facts, ("action", f"up to {event.seconds:.1f} s, then try again")]
-    if isinstance(event, CallFailed):
-        return f"a call has ended by {event.error}", [("cause", event.message), ("track", event.key)]
-    if isinstance(event, SensorLost):
-        return "no memory reading to rely on", [("cause", event.reason), ("action", "micro-batches stop growing until there is one")]
-    if isinstance(event, SensorBack):
-        return "memory readings are back", [("from", event.source)]
-    return "warning", [("cause", event.line())]
+def _written(name: str, value: object) -> str:
+    if name in _BYTES and isinstance(value, int):
+        return format_bytes(value)
+    return number(round(value, 4)) if isinstance(value, float) else str(value)

@@ -13,30 +13,15 @@ from elastic_mbs.cli.report.decimate import decimate
 
 
 def page(runs: Sequence[RunData], source: str) -> str:
-    """The report.
-
-    Args:
-        runs: of one log, in order; the last one is shown open.
-        source: name of the log.
-
-    Returns:
-        HTML. Everything that comes from the log is escaped.
-    """
-    sections = "".join(
-        section(run, remark=dict(run.about).get("began", f"run {number + 1}"), opened=number == len(runs) - 1) for number, run in enumerate(runs)
-    )
-    return document(source, f"elastic_mbs run report · {len(runs)} runs" if len(runs) > 1 else "elastic_mbs run report · 1 run", sections)
+    """The report of one log, named `source`; its last run is shown open. Everything that comes from the log is escaped."""
+    sections = [
+        section(run, remark=dict(run.about).get("began", f"run {number}"), opened=number == len(runs)) for number, run in enumerate(runs, start=1)
+    ]
+    return document(source, f"elastic_mbs run report · {len(runs)} run{'' if len(runs) == 1 else 's'}", "".join(sections))
 
 
 def document(title: str, subtitle: str, main: str, *, style: str = "") -> str:
-    """The page around what it shows.
-
-    Args:
-        title: its heading, as text.
-        subtitle: below the heading, as text.
-        main: its contents, as HTML.
-        style: style sheet beside that of the lanes.
-    """
+    """The page around what it shows: heading and subtitle as text, `main` as HTML, and a style sheet added to that of the lanes."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -69,7 +54,7 @@ def section(run: RunData, *, remark: str, opened: bool, name: str = "", badge: s
 
     Args:
         run: what to show.
-        remark: beside its title, as text.
+        remark: next to its title, as text.
         opened: whether it is shown from the start.
         name: its anchor in the page.
         badge: before its title, as HTML.
@@ -88,7 +73,7 @@ def section(run: RunData, *, remark: str, opened: bool, name: str = "", badge: s
 <div class="lanes" data-seconds="{x.high}">{lanes}
 <div class="row"><span></span>{svg.x_axis(x)}<span></span></div>
 <div class="hair" hidden></div>
-<script type="application/json">{_embedded(_values(drawn, x))}</script>
+<script type="application/json">{_embedded([[_values(line, x) for line in lane.legend] for lane in drawn])}</script>
 </div>
 {_events(run)}
 </details>
@@ -98,10 +83,12 @@ def section(run: RunData, *, remark: str, opened: bool, name: str = "", badge: s
 def _lane(lane: svg.Lane, x: scale.Scale, failures: Sequence[float]) -> str:
     chips = [(line.look, line.name) for line in lane.legend] + list(lane.chips)
     legend = "".join(f"<li>{_swatch(look)}{escape(text)}</li>" for look, text in chips)
+    left = svg.y_axis(lane.y, "y-axis", 'x="100%" dx="-8"')
+    right = svg.y_axis(svg.SHARES, "share-axis", 'x="0" dx="6"') if lane.shares else "<span></span>"
     return f"""
 <section class="lane lane-{lane.name.split()[0].lower()}">
 <header><h3>{escape(lane.name)}</h3><ul class="legend">{legend}</ul><p class="readout"></p></header>
-<div class="row">{svg.y_axis(lane)}{svg.plot(lane, x, failures)}{svg.share_axis(lane)}</div>
+<div class="row">{left}{svg.plot(lane, x, failures)}{right}</div>
 </section>"""
 
 
@@ -115,26 +102,20 @@ def _swatch(look: str) -> str:
     return f'<svg class="swatch" viewBox="0 0 16 16">{chip}</svg>'
 
 
-def _values(lanes: Sequence[svg.Lane], x: scale.Scale) -> list[list[dict[str, object]]]:
-    """What the page tells beside the pointer: per lane and line its name, unit, shape, and points as fractions of the width with their values."""
-    return [
-        [
-            {
-                "name": line.name,
-                "unit": line.unit,
-                "after": line.shape == "after",
-                "x": [round(x.place(t), 5) for t, _ in points],
-                "y": [None if value is None else float(f"{line.below - value if line.below else value:.6g}") for _, value in points],
-            }
-            for line in lane.legend
-            for points in (decimate(line.points),)
-        ]
-        for lane in lanes
-    ]
+def _values(line: svg.Line, x: scale.Scale) -> dict[str, object]:
+    """A line for the readout: its name, unit and shape, and its points as fractions of the width with their values."""
+    points = decimate(line.points)
+    return {
+        "name": line.name,
+        "unit": line.unit,
+        "after": line.shape == "after",
+        "x": [round(x.place(t), 5) for t, _ in points],
+        "y": [None if value is None else float(f"{line.below - value if line.below else value:.6g}") for _, value in points],
+    }
 
 
 def _embedded(value: object) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot end the script element around it."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -142,9 +123,7 @@ def _events(run: RunData) -> str:
     if not run.marks:
         return '<p class="quiet">Nothing happened but calls.</p>'
     rows = "".join(
-        f'<tr><td>{escape(scale.duration(mark.t))}</td><td><svg class="swatch" viewBox="-8 -8 16 16">'
-        f'<path class="mark mark-{mark.kind}" d="{svg.GLYPHS[mark.kind]}"/></svg></td><td>{escape(mark.line)}</td></tr>'
-        for mark in run.marks
+        f"<tr><td>{escape(scale.duration(mark.t))}</td><td>{_swatch(f'mark-{mark.kind}')}</td><td>{escape(mark.line)}</td></tr>" for mark in run.marks
     )
     return f'<details class="events"><summary>{len(run.marks):,} events</summary><table>{rows}</table></details>'
 

@@ -1,9 +1,10 @@
-"""From values to places on an axis, and the ticks on it."""
+"""From values to places on an axis, the ticks on it, and numbers as a person writes them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic_mbs.events import format_bytes
 
@@ -11,9 +12,8 @@ _TIMES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15,
 _DAY = 86400
 
 
-@dataclass(frozen=True)
-class Tick:
-    """A tick: its value, and what is written beside it."""
+class Tick(NamedTuple):
+    """A tick of an axis."""
 
     value: float
     label: str
@@ -21,19 +21,12 @@ class Tick:
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis.
-
-    Attributes:
-        low: value at its beginning.
-        high: value at its end; above `low`.
-        ticks: between the two.
-        log: whether equal ratios take equal lengths; both ends are positive then.
-    """
+    """An axis from `low` to `high`, which is larger."""
 
     low: float
     high: float
     ticks: tuple[Tick, ...]
-    log: bool = False
+    log: bool = False  # equal ratios take equal lengths; both ends are positive then
 
     def place(self, value: float) -> float:
         """Where a value lies, as a fraction of the axis; 0 or 1 where it lies outside."""
@@ -52,39 +45,41 @@ def seconds(high: float) -> Scale:
 
 def linear(low: float, high: float, *, count: int = 5) -> Scale:
     """An axis from `low` to `high` or a little further, with about `count` ticks."""
-    low, high = _spread(low, high)
+    low, high = (min(1e300, max(-1e300, end)) for end in (min(low, high), max(low, high)))
+    least = max(abs(low), abs(high), 1e-12) * 1e-6
+    if high - low < least:
+        room = max(abs(low) * 0.05, least, 1e-9)
+        low, high = low - room, high + room
     step = _nice((high - low) / count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return Scale(first * step, last * step, tuple(Tick(i * step, number(i * step)) for i in range(first, last + 1)))
 
 
-def bytes_from_zero(high: float, *, count: int = 5) -> Scale:
-    """An axis of bytes that ends at `high`, the device's size, which has a tick beside the round ones."""
+def bytes_from_zero(high: float) -> Scale:
+    """An axis of bytes up to `high`, the device's size, with a tick at each quarter of it."""
     high = max(high, 1024.0)
-    unit = 1024 ** min(4, int(math.log(high, 1024) + 1e-9))
-    step = max(1.0, _nice(high / unit / count)) if high / unit >= count else _nice(high / unit / count)
-    ticks = [i * step * unit for i in range(int(high / unit / step + 1e-9) + 1)]
-    if high - ticks[-1] < 0.4 * step * unit:
-        ticks.pop()  # no room for both
-    ticks.append(high)
-    return Scale(0.0, high, tuple(Tick(value, _round_bytes(value)) for value in ticks))
+    ticks = [Tick(high * quarter / 4, format_bytes(high * quarter / 4).replace(".0 ", " ")) for quarter in range(1, 5)]
+    return Scale(0.0, high, (Tick(0.0, "0"), *ticks))
 
 
 def powers_of_two(low: float, high: float) -> Scale:
-    """A logarithmic axis for sizes, with room around them and a tick at each power of two, or at each second, third, ... one."""
+    """A logarithmic axis for sizes, with room around them."""
     low, high = max(1.0, low), max(1.0, low, high)
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
-    every = max(1, -(-(last - first + 1) // 7))
-    ticks = tuple(Tick(2.0**power, f"{2**power:,}") for power in range(first, last + 1, every))
-    return Scale(2.0 ** (first - 0.35), 2.0 ** (last + 0.35), ticks, log=True)
+    return Scale(2.0 ** (first - 0.35), 2.0 ** (last + 0.35), _powers(2, first, last), log=True)
 
 
 def powers_of_ten(low: float, high: float) -> Scale:
     """A logarithmic axis for positive values."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     last = max(last, first + 1)
-    every = max(1, -(-(last - first) // 5))
-    return Scale(10.0**first, 10.0**last, tuple(Tick(10.0**power, f"{10.0**power:g}") for power in range(first, last + 1, every)), log=True)
+    return Scale(10.0**first, 10.0**last, _powers(10, first, last), log=True)
+
+
+def _powers(base: int, first: int, last: int) -> tuple[Tick, ...]:
+    every = max(1, -(-(last - first + 1) // 7))
+    values = [float(base) ** power for power in range(first, last + 1, every)]
+    return tuple(Tick(value, f"{value:,.0f}" if base == 2 else f"{value:g}") for value in values)
 
 
 def number(value: float) -> str:
@@ -99,11 +94,8 @@ def duration(value: float) -> str:
     if not math.isfinite(value):
         return "unknown"
     if value < 60:
-        if value == 0:
-            return "0 s"
-        return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
-    whole = round(value)
-    days, rest = divmod(whole, _DAY)
+        return "0 s" if value == 0 else f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
+    days, rest = divmod(round(value), _DAY)
     hours, minutes, left = rest // 3600, rest // 60 % 60, rest % 60
     if days:
         return f"{days} d {hours}:{minutes:02}"
@@ -114,17 +106,3 @@ def _nice(step: float) -> float:
     """The next of 1, 2, 5 × 10ⁿ that is not below `step`."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(nice * power for nice in (1.0, 2.0, 5.0, 10.0) if nice * power >= step * (1 - 1e-9))
-
-
-def _spread(low: float, high: float) -> tuple[float, float]:
-    """The two ends, with something between them."""
-    low, high = (min(1e300, max(-1e300, end)) for end in (min(low, high), max(low, high)))
-    least = max(abs(low), abs(high), 1e-12) * 1e-6
-    if high - low >= least:
-        return low, high
-    room = max(abs(low) * 0.05, least, 1e-9)
-    return low - room, high + room
-
-
-def _round_bytes(value: float) -> str:
-    return "0" if value == 0 else format_bytes(value).replace(".0 ", " ")

@@ -8,7 +8,7 @@
 ```
 
 Only the standard library is used here, so that the process is there in a moment: run as a file, it holds blocks of the heap. The one that holds a
-GPU's memory is `elastic_mbs.cli.demo.ballast`.
+GPU's memory is `elastic_mbs.cli.demo.ballast.Ballast`.
 """
 
 from __future__ import annotations
@@ -130,11 +130,6 @@ class Neighbour:
     def on_heap(cls, environment: Mapping[str, str] | None = None) -> Neighbour:
         """One that holds blocks of the heap."""
         return cls([sys.executable, "-P", "-S", __file__], environment)
-
-    @classmethod
-    def on_cuda(cls, index: int) -> Neighbour:
-        """One that holds memory of a CUDA device."""
-        return cls([sys.executable, "-m", "elastic_mbs.cli.demo.ballast", str(index)])
 
     @property
     def pid(self) -> int:
