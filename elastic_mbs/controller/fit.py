@@ -2,23 +2,20 @@
 
 PAPAYA (arXiv 2303.14633) fits both by straight lines. For time that holds above the flat floor of tiny sizes; for memory it does not: the peak is
 the maximum of many affine functions (end of forward, middle of backward, loss), so it is convex and piecewise linear, and a line through two small
-sizes is up to 48 % too low at a larger one (`reference/cpu_memory.md`). Hence: chords between what was measured, which lie above a convex function,
-and beyond the largest size only one doubling, by the steepest slope seen.
-
-Both models are indifferent to the unit of the size, as long as it is always the same one; the controller uses elements.
+sizes is up to 48 % too low at a larger one. Hence: chords between measurements, which lie above a convex function, and beyond the largest size only
+one doubling, by the steepest slope seen. The controller's unit of size is elements; any other would do.
 """
 
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from elastic_mbs.errors import UsageError
+from elastic_mbs.controller.saved import checked
 
-KNOTS = 32
-"""Sizes remembered per fit: sequence lengths vary without end, memory of them must not."""
+KNOTS = 32  # sizes remembered per fit: sequence lengths vary without end, memory of them must not
 
 
 def _crowded(sizes: Sequence[int], keep: int) -> int:
@@ -29,14 +26,17 @@ def _crowded(sizes: Sequence[int], keep: int) -> int:
 
 @dataclass
 class _Knot:
-    """The latest readings at one size, and when (in readings, not seconds) the last of them came."""
+    """What was measured at one size."""
 
-    readings: list[int]
-    seen: int
+    readings: list[int]  # the latest ones, in bytes
+    seen: int  # when the last of them came, in readings of the fit
 
     @property
     def peak(self) -> int:
         return max(self.readings)
+
+    def shift(self, by: int) -> None:
+        self.readings = [max(0, reading + by) for reading in self.readings]
 
 
 class MemoryFit:
@@ -48,9 +48,9 @@ class MemoryFit:
       begin above `SPREAD` of it are ignored, because noise would decide their slope; without any other, slope and peak are not known.
     - Below the smallest: that one's peak, an upper bound.
 
-    What the process holds besides (optimizer state after the first step) moves all peaks alike: see `hold`. Where that is not known, a size that is
-    measured again and differs tells of it: the readings that are older than its previous one move with it. A reading that contradicts an older one
-    (less memory for more samples) replaces it.
+    What the process holds besides (optimizer state after the first step) moves all peaks alike: see `hold`. Where that is not known, a second reading
+    at one size shows it: readings older than its previous one move with it. A reading that contradicts an older one (less memory for more samples)
+    replaces it.
     """
 
     RECENT = 3
@@ -63,18 +63,15 @@ class MemoryFit:
         self._held: int | None = None
 
     def hold(self, held: int) -> None:
-        """Moves all peaks by as much as the process holds more or less than when they were measured.
+        """Moves all peaks by as much as the process now holds more or less than when they were measured, in bytes outside the call's own needs.
 
         Without it, a size measured before there was an optimizer's state and the next one measured with it make a slope that is too steep by the
         whole state: all larger sizes then seem not to fit, for good, because the smaller one is not measured again.
-
-        Args:
-            held: bytes in use beside what a call itself needs.
         """
         before, self._held = self._held, held
         if before is not None and before != held:
             for knot in self._knots.values():
-                knot.readings = [max(0, reading + held - before) for reading in knot.readings]
+                knot.shift(held - before)
 
     @property
     def largest_observed(self) -> int:
@@ -89,21 +86,11 @@ class MemoryFit:
         return max(slopes, default=None)
 
     def add(self, x: int, peak: int) -> None:
-        """Takes one measurement.
-
-        Args:
-            x: the micro-batch (elements).
-            peak: highest allocation while it ran, in bytes.
-
-        Raises:
-            UsageError: `x` below 1 or a negative peak.
-        """
-        if x < 1 or peak < 0:
-            raise UsageError(f"a peak of {peak} bytes at {x} elements is no measurement: the size must be at least 1, the peak not negative")
+        """Takes one measurement: at most `peak` bytes were allocated while pieces of `x` elements ran."""
         self._seen += 1
         knot = self._knots.get(x)
         if knot is None:
-            knot = self._knots[x] = _Knot([peak], self._seen)
+            self._knots[x] = _Knot([peak], self._seen)
         else:
             self._measure_again(knot, peak)
         self._drop_contradicted()
@@ -114,13 +101,12 @@ class MemoryFit:
         before, since = knot.peak, knot.seen
         knot.readings = [*knot.readings, peak][-self.RECENT :]
         knot.seen = self._seen
-        shift = knot.peak - before
         for other in self._knots.values():
             if other.seen < since:
-                other.readings = [max(0, reading + shift) for reading in other.readings]
+                other.shift(knot.peak - before)
 
     def _drop_contradicted(self) -> None:
-        """Newest first: what needs more memory for less, or less for more, than a newer knot is no longer believed."""
+        """Newest first: a knot that needs more memory for less, or less for more, than a newer one is dropped."""
         kept: list[tuple[int, int]] = []
         for x, knot in sorted(self._knots.items(), key=lambda item: -item[1].seen):
             # What is kept rises in both, so the neighbours speak for all.
@@ -144,35 +130,27 @@ class MemoryFit:
 
     def largest(self, budget: float, limit: int) -> int:
         """The largest size up to `limit` whose predicted peak is at most `budget` bytes; 0 if none is known to fit."""
-        low, high = 0, min(limit, self.REACH * self.largest_observed)
-        while low < high:
-            middle = (low + high + 1) // 2
-            predicted = self.predict(middle)
-            if predicted is not None and predicted <= budget:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+
+        def exceeds(x: int) -> bool:
+            predicted = self.predict(x)
+            return predicted is None or predicted > budget
+
+        sizes = range(1, min(limit, self.REACH * self.largest_observed) + 1)
+        return bisect.bisect_left(sizes, True, key=exceeds)
 
     def state(self) -> list[list[object]]:
         """What is known, as JSON: `[size, readings, seen]` per size."""
         return [[x, list(knot.readings), knot.seen] for x, knot in sorted(self._knots.items())]
 
     @classmethod
-    def restored(cls, state: Sequence[Sequence[object]]) -> MemoryFit:
-        """The fit that `state()` was taken from.
-
-        Raises:
-            UsageError: the state is not one.
-        """
+    def restored(cls, state: Any) -> MemoryFit:
+        """The fit that `state()` was taken from; TypeError or ValueError if it is malformed."""
         fit = cls()
         for x, readings, seen in state:
-            if not (isinstance(x, int) and x >= 1 and isinstance(seen, int) and isinstance(readings, list) and readings):
-                raise UsageError(f"[{x!r}, {readings!r}, {seen!r}] is no saved memory measurement")
-            if not all(isinstance(reading, int) and reading >= 0 for reading in readings):
-                raise UsageError(f"[{x!r}, {readings!r}, {seen!r}] is no saved memory measurement")
-            fit._knots[x] = _Knot(list(readings), seen)
-            fit._seen = max(fit._seen, seen)
+            if not readings:
+                raise ValueError(f"no reading at {x!r} elements")
+            fit._knots[checked(x, int, 1)] = _Knot([checked(reading, int) for reading in readings], checked(seen, int))
+        fit._seen = max((knot.seen for knot in fit._knots.values()), default=0)
         return fit
 
 
@@ -189,13 +167,7 @@ class TimeFit:
         self._best: dict[int, float] = {}
 
     def add(self, x: int, seconds: float) -> None:
-        """Takes one measurement: `seconds` for a piece of size `x`.
-
-        Raises:
-            UsageError: a size below 1 or a time that is not positive and finite.
-        """
-        if x < 1 or not (seconds > 0 and math.isfinite(seconds)):
-            raise UsageError(f"{seconds} s for a piece of {x} is no measurement: the size must be at least 1, the time positive and finite")
+        """Takes one measurement: a positive, finite time for a piece of size `x`."""
         self._best[x] = min(seconds, self._best.get(x, seconds))
         if len(self._best) > KNOTS:
             del self._best[_crowded(sorted(self._best), x)]
@@ -216,12 +188,9 @@ class TimeFit:
         return (x1 / xx, 0.0) if delta < 0 else (gamma, delta)
 
     def gain(self, before: float, after: float) -> float | None:
-        """Predicted saving of a step's time, as a fraction of it, when pieces of `after` take the place of pieces of `before`.
+        """The fraction of a step's time that pieces of `after` instead of `before` save (negative: they cost), or None while it is not known.
 
         For a fixed batch the step takes γ·B + δ·B/m, so efficiency is m / (m + δ/γ) and the saving does not depend on the batch.
-
-        Returns:
-            The fraction (negative: slower), or None while it is not known.
         """
         fitted = self.coefficients()
         if fitted is None:
@@ -234,15 +203,9 @@ class TimeFit:
         return [[x, seconds] for x, seconds in sorted(self._best.items())]
 
     @classmethod
-    def restored(cls, state: Sequence[Sequence[object]]) -> TimeFit:
-        """The fit that `state()` was taken from.
-
-        Raises:
-            UsageError: the state is not one.
-        """
+    def restored(cls, state: Any) -> TimeFit:
+        """The fit that `state()` was taken from; TypeError or ValueError if it is malformed."""
         fit = cls()
         for x, seconds in state:
-            if not (isinstance(x, int) and isinstance(seconds, int | float)):
-                raise UsageError(f"[{x!r}, {seconds!r}] is no saved time measurement")
-            fit.add(x, float(seconds))
+            fit.add(checked(x, int, 1), checked(seconds, float, 1e-300))
         return fit

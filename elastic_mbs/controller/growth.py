@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 
 from elastic_mbs.controller.messages import Capacity
-from elastic_mbs.controller.partition import longest, piece_count, smallest_size
+from elastic_mbs.controller.partition import smallest_size
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.track import Track
 
-EXPLORE = 1.0625
-"""While one size only was measured, the next one must be this much larger, or noise would decide the slope between them."""
+EXPLORE = 1.0625  # while one size only was measured, the next one must be this much larger, or noise would decide the slope between them
 
 
 def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
@@ -23,12 +22,9 @@ def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
 
 
 def double_fits(track: Track, policy: Policy, present: int, target: int, capacity: Capacity | None) -> bool:
-    """Whether nothing speaks against going from `present` to `target` elements while probing.
-
-    With one measurement there is no slope yet; then only the measured peak itself must fit.
-    """
+    """Whether nothing speaks against going from `present` to `target` elements while probing."""
     predicted = track.memory.predict(target)
-    if predicted is None:
+    if predicted is None:  # one measurement gives no slope yet: then only the measured peak itself must fit
         predicted = track.memory.predict(present)
     return capacity is None or predicted is None or predicted <= budget(track, policy, capacity)
 
@@ -37,44 +33,33 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) 
     """The size to grow to, in samples, or None when the present one is the best that is known to be possible.
 
     The largest batch and the longest sample among the recent calls decide: a size must fit for all of them.
-
-    Args:
-        track: settled, with a fresh reading; its ceilings are those that still stand.
-        limits: what the user allows.
-        policy: how eager to be.
-        capacity: bytes that this process could hold.
     """
     samples, elements = track.expected()
-
-    def pieces(size: int) -> int:
-        return piece_count(samples, size, minimum=limits.minimum, align=limits.align)
-
-    count = pieces(track.size)
+    count = limits.pieces(samples, track.size)
     if count == 1:
         return None
-    present = longest(samples, track.size, minimum=limits.minimum, align=limits.align)
+    present = limits.longest(samples, track.size)
     room = limits.clamp(2 * present)
     ceiling = track.lowest()
     if ceiling is not None:
         room = min(room, ceiling.limit // elements)
-    room = _room_in_memory(track, budget(track, policy, capacity), samples, elements, present, room, limits)
-    if room <= track.size or pieces(room) >= count:
+    room = _room_in_memory(track, limits, budget(track, policy, capacity), room)
+    if room <= track.size or limits.pieces(samples, room) >= count:
         return None
-    fewest = pieces(room)
+    fewest = limits.pieces(samples, room)
     gain = track.time.gain(samples * elements / count, samples * elements / fewest)
     if gain is not None and gain < policy.min_gain:
         return None
     if ceiling is not None and ceiling.bisects:
         middle = (present * elements + ceiling.elements) // 2 // elements
-        fewest = max(fewest, min(pieces(middle), count - 1))
+        fewest = max(fewest, min(limits.pieces(samples, middle), count - 1))
     target = smallest_size(samples, fewest, align=limits.align)
     return target if track.size < target <= room else None
 
 
-def _room_in_memory(track: Track, available: float, samples: int, elements: int, present: int, room: int, limits: Limits) -> int:
+def _room_in_memory(track: Track, limits: Limits, available: float, room: int) -> int:
     """The largest size up to `room` whose peak is predicted to fit in `available` bytes; 0 if none."""
-    memory = track.memory
-    measured = memory.largest_observed
+    memory, measured, (samples, elements) = track.memory, track.memory.largest_observed, track.expected()
     if not measured:
         return 0 if track.ceilings else room
     if memory.slope is not None or room * elements <= measured:
@@ -84,9 +69,10 @@ def _room_in_memory(track: Track, available: float, samples: int, elements: int,
     peak = memory.predict(measured) or 0.0
     if peak > available:
         return 0
+    present = limits.longest(samples, track.size)
+    count = limits.pieces(samples, present)
     by_proportion = int(measured * available / peak) // elements if peak else room
-    count = piece_count(samples, present, minimum=limits.minimum, align=limits.align)
-    if by_proportion > present and piece_count(samples, by_proportion, minimum=limits.minimum, align=limits.align) < count:
+    if by_proportion > present and limits.pieces(samples, by_proportion) < count:
         return min(room, by_proportion)
-    fewer = piece_count(samples, math.ceil(EXPLORE * present), minimum=limits.minimum, align=limits.align)
+    fewer = limits.pieces(samples, math.ceil(EXPLORE * present))
     return min(room, smallest_size(samples, min(count - 1, fewer), align=limits.align))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from elastic_mbs.errors import UsageError
-
 
 def aligned(size: int, align: int) -> int:
     """`size` rounded down to a multiple of `align`, and at least `align` (in samples)."""
@@ -18,22 +16,7 @@ def aligned(size: int, align: int) -> int:
 
 @lru_cache(maxsize=256)  # the batches of a run have few lengths, and a call asks three times
 def piece_count(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int:
-    """How many pieces `partition` cuts out of `samples` samples.
-
-    Args:
-        samples: length of the range.
-        size: largest piece wanted; rounded down to a multiple of `align`.
-        minimum: no piece is smaller, unless the range itself is; it wins over `size`.
-        align: every piece but the last is a multiple of it.
-
-    Raises:
-        UsageError: a negative length, or a size, minimum or unit below 1.
-    """
-    if samples < 0:
-        raise UsageError(f"a range of {samples} samples cannot be cut: stop must not be below start")
-    for name, value in (("size", size), ("minimum", minimum), ("align", align)):
-        if value < 1:
-            raise UsageError(f"{name}={value} must be at least 1")
+    """How many pieces `partition` cuts out of `samples` samples."""
     if samples == 0:
         return 0
     if samples <= size:
@@ -46,7 +29,7 @@ def piece_count(samples: int, size: int, *, minimum: int = 1, align: int = 1) ->
 
 
 def longest(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int:
-    """Length of the longest piece that `partition` cuts: what one call really has on the device at once."""
+    """Length of the longest piece that `partition` cuts: the number of samples on the device at once."""
     count = piece_count(samples, size, minimum=minimum, align=align)
     if count <= 1:
         return samples
@@ -56,16 +39,6 @@ def longest(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int
     return (short + 1 if extra else short) * align
 
 
-def first_length(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int:
-    """Length of the first piece that `partition` cuts, without cutting the others."""
-    count = piece_count(samples, size, minimum=minimum, align=align)
-    if count <= 1:
-        return samples
-    short, extra = divmod(_ceiling_division(samples, align), count)
-    longer = extra - 1 if samples % align else extra  # one of the longer pieces stands last then, see `partition`
-    return min(samples, (short + 1 if longer > 0 else short) * align)
-
-
 def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
     """The smallest aligned size that needs no more than `count` pieces: any larger one costs memory and saves no time."""
     return _ceiling_division(_ceiling_division(samples, align), count) * align
@@ -73,29 +46,22 @@ def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
 
 @lru_cache(maxsize=8)  # few: of a long range in small pieces each takes megabytes
 def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1) -> tuple[tuple[int, int], ...]:
-    """Cuts `[start, stop)` into balanced pieces that cover it once, in order.
+    """Cuts `[start, stop)` into balanced pieces that cover it once, in order: `(start, stop)` of each.
 
     Lengths differ by at most `align`; all are multiples of it except the last, which takes the rest. Longer pieces come first where that is
-    possible, so that an allocator's blocks serve all the following ones. No piece is longer than `size`, unless `align` or `minimum` asks for it.
+    possible, so that an allocator's blocks serve all the following ones.
 
     Args:
         start: first sample.
         stop: one past the last sample.
-        size: largest piece wanted, in samples.
-        minimum: no piece is smaller, unless the range itself is (then it is one piece). Where it conflicts with `size`, it wins.
+        size: largest piece wanted, in samples; `align` and `minimum` win over it.
+        minimum: no piece is smaller, unless the range itself is.
         align: unit of the lengths, in samples.
-
-    Returns:
-        `(start, stop)` of every piece; empty for an empty range.
-
-    Raises:
-        UsageError: `stop` below `start`, or a size, minimum or unit below 1.
     """
     count = piece_count(stop - start, size, minimum=minimum, align=align)
     if count == 0:
         return ()
-    units = _ceiling_division(stop - start, align)
-    short, extra = divmod(units, count)
+    short, extra = divmod(_ceiling_division(stop - start, align), count)
     lengths = [short + 1] * extra + [short] * (count - extra)
     if extra and (stop - start) % align:
         # The last unit is not full: the last piece must be one of the longer ones, or it would differ by more than one unit.
@@ -114,5 +80,4 @@ def _ceiling_division(a: int, b: int) -> int:
 def _shortest(samples: int, units: int, count: int, align: int) -> int:
     """Length of the shortest of `count` balanced pieces."""
     short, extra = divmod(units, count)
-    missing = units * align - samples
-    return short * align - (0 if extra else missing)
+    return short * align - (0 if extra else units * align - samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_mbs.controller.partition import aligned
+from elastic_mbs.controller.partition import aligned, longest, piece_count
 from elastic_mbs.errors import UsageError
 
 
@@ -38,6 +38,14 @@ class Limits:
     def floor(self) -> int:
         """The smallest aligned size that is not below the minimum."""
         return -(-self.minimum // self.align) * self.align
+
+    def pieces(self, samples: int, size: int) -> int:
+        """How many pieces of up to `size` a batch of so many samples is cut into."""
+        return piece_count(samples, size, minimum=self.minimum, align=self.align)
+
+    def longest(self, samples: int, size: int) -> int:
+        """Length of the longest of these pieces."""
+        return longest(samples, size, minimum=self.minimum, align=self.align)
 
     def clamp(self, size: int) -> int:
         """`size` aligned and brought between floor and maximum."""

@@ -118,15 +118,6 @@ def test_ceilings_of_full_memory_count_again_when_the_co_tenant_has_left() -> No
     assert driver.until_move(200) == (200, None)
 
 
-def test_a_failure_seen_with_more_memory_makes_one_with_less_redundant() -> None:
-    driver = Driver(64, limits=Limits(minimum=8))
-    driver.failing(8)
-    driver.capacity = 5000
-    driver.clean(4)
-    driver.failing(32)
-    assert driver.ceilings() == [[8, 7, 10_000]]
-
-
 def test_a_clean_call_above_a_ceiling_disproves_it() -> None:
     driver = Driver(16, limits=Limits(minimum=8))
     driver.failing(8, samples=8)

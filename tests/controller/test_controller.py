@@ -112,7 +112,7 @@ def test_failures_follow_each_other_down_within_one_call() -> None:
     driver = Driver(64)
     assert driver.failing(64, 32, 16, 8)[0] == [32, 16, 8, 4]
     assert driver.size() == 4
-    assert driver.ceilings() == [[8, 7, 10_000]], "a failure with as much memory at a smaller size says it all"
+    assert [attempted for attempted, _, _ in driver.ceilings()] == [8, 16, 32, 64]
 
 
 def test_longer_samples_of_the_class_get_a_smaller_size_for_that_call_only() -> None:
@@ -243,12 +243,6 @@ def test_the_same_clock_and_seed_give_the_same_decisions() -> None:
         (lambda: Policy(cooldown=float("nan")), "cooldown=nan"),
         (lambda: Policy(margin=1.0), "margin=1.0"),
         (lambda: Policy(cooldown=10, max_cooldown=5), "max_cooldown=5"),
-        (lambda: Driver(0), "micro_batch_size=0"),
-        (lambda: Driver(20, limits=Limits(maximum=10)), "micro_batch_size=20"),
-        (lambda: Driver(2, limits=Limits(minimum=4)), "micro_batch_size=2"),
-        (lambda: shape_class(0), "elements=0"),
-        (lambda: Driver().controller.begin(KEY, 0, 1), "batch of 0 samples"),
-        (lambda: Driver().controller.begin(KEY, 1, 0), "0 elements"),
         (lambda: Driver().controller.piece_done(KEY, 1, None, None), r"begin\(\) comes first"),
     ],
 )

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.controller.fit import KNOTS, MemoryFit, TimeFit
-from elastic_mbs.errors import UsageError
 
 affine = st.tuples(st.integers(0, 10_000), st.integers(1, 500))
 
@@ -202,30 +201,6 @@ def test_fits_survive_json() -> None:
     memory.add(9, 80)
     memory_again.add(9, 80)
     assert memory_again.state() == memory.state()
-
-
-@pytest.mark.parametrize("bad", [(0, 5), (3, -1)])
-def test_impossible_memory_measurements_are_refused(bad: tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match=str(bad[1])):
-        MemoryFit().add(*bad)
-
-
-@pytest.mark.parametrize("bad", [(0, 1.0), (3, 0.0), (3, float("nan")), (3, float("inf")), (3, -1.0)])
-def test_impossible_times_are_refused(bad: tuple[int, float]) -> None:
-    with pytest.raises(UsageError, match=r"no measurement"):
-        TimeFit().add(*bad)
-
-
-@pytest.mark.parametrize("bad", [[["x", [1], 1]], [[0, [1], 1]], [[3, [], 1]], [[3, [1], None]], [[3, [-1], 1]], [[3, ["a"], 1]]])
-def test_malformed_memory_states_are_refused(bad: list[list[object]]) -> None:
-    with pytest.raises(UsageError, match="no saved memory measurement"):
-        MemoryFit.restored(bad)
-
-
-@pytest.mark.parametrize("bad", [[["x", 1.0]], [[3, None]]])
-def test_malformed_time_states_are_refused(bad: list[list[object]]) -> None:
-    with pytest.raises(UsageError, match="no saved time measurement"):
-        TimeFit.restored(bad)
 
 
 def test_peaks_move_with_what_the_process_holds_besides() -> None:

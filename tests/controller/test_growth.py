@@ -126,31 +126,3 @@ def test_between_the_last_good_and_the_last_bad_size_growth_bisects() -> None:
     while (move := driver.until_move(samples=320)[1]) is not None:
         moves.append(move.after)
     assert moves == [23, 27, 30], "the smallest sizes for 14, 12 and 11 pieces: 24, 28 and 30 halve the way to 32"
-
-
-def test_memory_that_comes_back_does_not_make_everyone_grow_at_once() -> None:
-    def waits(jitter: float) -> set[int]:
-        calls = set()
-        for seed in range(8):
-            driver = Driver(16, policy=Policy(jitter=jitter, cooldown=40.0), seed=seed)
-            driver.capacity = 200
-            driver.until_move(20)
-            driver.capacity = 10_000
-            calls.add(driver.until_move(20)[0])
-        return calls
-
-    assert waits(0.0) == {1}
-    assert len(waits(0.25)) > 3
-    assert max(waits(0.25)) <= 12
-
-
-def test_a_chance_to_grow_that_passes_is_forgotten() -> None:
-    driver = Driver(16, policy=Policy(jitter=0.25, cooldown=400.0), seed=1)
-    driver.capacity = 200
-    driver.until_move(20)
-    driver.capacity = 10_000
-    assert driver.clean() is None
-    driver.capacity = 200
-    driver.until_move(200)
-    driver.capacity = 10_000
-    assert driver.clean() is None, "a new draw, from now"

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.partition import aligned, first_length, longest, partition, piece_count, smallest_size
-from elastic_mbs.errors import UsageError
+from elastic_mbs.controller.partition import aligned, longest, partition, piece_count, smallest_size
 
 small = st.integers(1, 40)
 
@@ -27,7 +26,6 @@ def test_lengths_are_balanced_aligned_and_never_below_the_minimum(length: int, s
     assert all(n % align == 0 for n in lengths[:-1])
     assert min(lengths) >= min(minimum, length)
     assert longest(length, size, minimum=minimum, align=align) == max(lengths)
-    assert first_length(length, size, minimum=minimum, align=align) == lengths[0]
 
 
 @settings(deadline=None, max_examples=400)
@@ -84,13 +82,3 @@ def test_the_smallest_size_for_a_count_is_the_smallest(samples: int, count: int,
 @pytest.mark.parametrize(("size", "align", "expected"), [(7, 4, 4), (8, 4, 8), (3, 4, 4), (5, 1, 5), (0, 2, 2)])
 def test_aligned_rounds_down_but_not_to_zero(size: int, align: int, expected: int) -> None:
     assert aligned(size, align) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((5, 3, 1, 1, 1), "-2 samples"), ((0, 3, 0, 1, 1), "size=0"), ((0, 3, 1, 0, 1), "minimum=0"), ((0, 3, 1, 1, -4), "align=-4")],
-)
-def test_bad_values_are_named(arguments: tuple[int, int, int, int, int], message: str) -> None:
-    start, stop, size, minimum, align = arguments
-    with pytest.raises(UsageError, match=message):
-        partition(start, stop, size, minimum=minimum, align=align)

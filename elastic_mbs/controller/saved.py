@@ -1,0 +1,19 @@
+"""Values of a saved state, checked."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+Value = TypeVar("Value", int, float, bool, str)
+
+
+def checked(value: Any, kind: type[Value], least: float = 0) -> Value:
+    """`value`, which must be of that type and, if it is a number, finite and not below `least`; an int serves as a float.
+
+    Raises:
+        ValueError: it is not.
+    """
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits or (kind is not str and not least <= value < 2**63):
+        raise ValueError(f"{value!r} is not of type {kind.__name__}, or out of range")
+    return kind(value)
