@@ -16,7 +16,7 @@ class Meeting:
         timeout: seconds after which a word is not waited for any more: whoever was to give it is gone.
     """
 
-    def __init__(self, folder: Path, timeout: float = 170.0) -> None:
+    def __init__(self, folder: Path, timeout: float = 890.0) -> None:
         self._folder = folder
         self._timeout = timeout
 

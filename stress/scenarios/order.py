@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from .catalogue import SCENARIOS, Scenario
 
-DEADLINE = 180.0
+DEADLINE = 900.0
 """Seconds for what is quick: the built-in models."""
 
 

@@ -31,7 +31,7 @@ from ..watchdog import Watchdog
 from .job import soak
 from .trend import LEAST, Sample, allowed, complaints, rise
 
-STUCK = 120.0
+STUCK = 600.0
 """Seconds beyond its time after which a run hangs."""
 
 

@@ -45,7 +45,7 @@ AMPLE = 4
 BACK_WITHIN = 40
 """Calls within which the micro-batch has to be as large as the batch again, once there is memory for it: five doublings, each with its patience."""
 
-BACK_SECONDS = 3.0
+BACK_SECONDS = 30.0
 """Seconds that it may take in any case: readings of memory come by the clock."""
 
 KEPT_RATIOS = 9

@@ -79,7 +79,7 @@ def test_a_command_that_cannot_go_on_has_an_exit_code_of_its_own(
 
 
 def test_the_module_runs_as_a_program() -> None:
-    done = subprocess.run([sys.executable, "-m", "elastic_mbs", "demo", "--steps", "0"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-m", "elastic_mbs", "demo", "--steps", "0"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert done.stderr == "elastic-mbs: --steps 0 is too small: at least 4\n"
 

@@ -58,7 +58,7 @@ class NvmlStub:
         self.state = folder / "state"
         command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o", str(folder / "libnvidia-ml.so.1")]
         command += ["-DV1_ONLY"] * old + [str(Path(__file__).with_name("nvml_stub.c"))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr
 
     def run(self, state: str, code: str, *, torch: bool = False, **environment: str) -> list[dict[str, Any]]:
@@ -79,6 +79,6 @@ class NvmlStub:
             prelude = prelude.replace("for name in (", "for name in () and (")
         variables = os.environ | {"LD_LIBRARY_PATH": str(self.folder), "NVML_STUB_STATE": str(self.state), "PYTHONPATH": str(ROOT)} | environment
         command = [sys.executable, "-c", prelude + textwrap.dedent(code)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]

@@ -330,7 +330,7 @@ def test_a_forked_child_reads_with_files_of_its_own(tmp_path: Path) -> None:
         reader._lock.release()
         assert reader.read().available == 40
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -80,11 +80,11 @@ def _with_sleep(mbs: ElasticMBS) -> list[float]:
 def test_persistent_out_of_memory_ends_after_one_attempt_per_halving_and_one_more(door: int, n: int, size: int, attempts: int) -> None:
     model, fail = mlp(), _always()
     mbs = elastic(model, micro_batch_size=size)
-    began = time.monotonic()
+    naps = _with_sleep(mbs)
     with pytest.raises(MicroBatchFloorError):
         through(door, mbs, _failing(model, fail), pairs(n))
     assert fail.count == attempts
-    assert time.monotonic() - began < 5
+    assert naps == []
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -362,16 +362,18 @@ def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None
 def test_a_sensor_that_hangs_does_not_hold_up_a_step() -> None:
     model, batch = mlp(), pairs(8)
 
+    reading, done = threading.Event(), threading.Event()
+
     class Hanging:
         def read(self) -> Reading:
-            time.sleep(0.5)
+            reading.set()
+            assert done.wait(120)  # a step that waited for this would wait for itself
             return Unavailable("slow")
 
     with ElasticMBS(model, micro_batch_size=4, memory=MemoryOptions(sensor=Hanging(), monitor_interval=0.01)) as mbs:
+        assert reading.wait(120)
         mbs.backward(cross_entropy(model), batch)
-        began = time.monotonic()
-        mbs.backward(cross_entropy(model), batch)
-        assert time.monotonic() - began < 0.4
+        done.set()
 
 
 @pytest.mark.no_oom_injection
@@ -386,7 +388,7 @@ def test_memory_is_read_right_after_a_failure_and_not_when_the_next_reading_is_d
             return Headroom(free=1 if spike.is_set() else 100, total=100, held_by_others=0, source="test", at=0.0)
 
     def wait_for(count: int) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while len(readings) < count and time.monotonic() < deadline:
             time.sleep(0.001)
 

@@ -474,7 +474,7 @@ assert os.wait()[1] == 0
 log(Warned("run", "c", "parent"))
 """
     process = run_script(script, tmp_path / "run.jsonl")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert [event.message for event in events_in(tmp_path / "run.jsonl") if isinstance(event, Warned)] == ["parent", "parent"]
 
@@ -494,7 +494,7 @@ for i in itertools.count():
     assert process.stdout is not None
     said = [process.stdout.readline() for _ in range(100)]
     process.kill()
-    said += process.communicate(timeout=60)[0].splitlines()
+    said += process.communicate(timeout=600)[0].splitlines()
     last = int([line for line in said if line.strip()][-2])  # what was said last may itself be torn
     found = events_in(tmp_path / "run.jsonl")
     assert [event.topic for event in found if isinstance(event, Warned)] == [str(i) for i in range(len(found))]

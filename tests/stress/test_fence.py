@@ -55,7 +55,7 @@ def script(code: str) -> list[str]:
 def run(fence: Fence, code: str) -> str:
     """Runs a script under the fence; a failed assertion in it fails the test."""
     environment = os.environ | fences.environment(fence)
-    done = subprocess.run(script(code), env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(script(code), env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -415,7 +415,7 @@ def test_without_a_file_the_library_does_nothing(tmp_path: Path) -> None:
             path.write_bytes(content)
         environment = os.environ | {"LD_PRELOAD": str(fences.library()), fences.VARIABLE: str(path)}
         code = "assert take(1 << 20)\nlibc.fence_reset_peak()"
-        subprocess.run(script(code), env=environment, check=True, timeout=60)
+        subprocess.run(script(code), env=environment, check=True, timeout=600)
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_two_elastic_processes_share_one_device_and_the_parents_limit() -> None:
 
 @needs_shim
 def test_a_killed_process_gives_its_memory_to_the_other() -> None:
-    with Fence.create(40 * MEBI) as fence, Child("shim", limit_jobs.share, {"size": 30 * MEBI, "hold": 60.0}, deadline=LONG, fence=fence) as first:
+    with Fence.create(40 * MEBI) as fence, Child("shim", limit_jobs.share, {"size": 30 * MEBI, "hold": LONG}, deadline=LONG, fence=fence) as first:
         assert next(iter(first))["held"] == 30 * MEBI
         assert 30 * MEBI <= fence.live() <= 31 * MEBI
         first.kill()

@@ -196,11 +196,11 @@ from elastic_mbs.batch.schedule import Schedule
 def stuck_for_ever(*args, **kwargs): time.sleep(60)
 Schedule.next = stuck_for_ever
 from elastic_mbs.cli.command import main
-sys.exit(main(["stress", "montecarlo", "--case", "{}", "--deadline", "0.4"]))
+sys.exit(main(["stress", "montecarlo", "--case", "{}", "--deadline", "3"]))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
     assert ended.returncode == 5, ended.stderr
-    assert "HANG: not done after 0.4 s" in ended.stdout
+    assert "HANG: not done after 3 s" in ended.stdout
     assert "stuck_for_ever" in ended.stdout
     assert "repeat: python -m stress montecarlo --case" in ended.stdout
 
@@ -210,7 +210,7 @@ def test_a_watchdog_says_nothing_of_what_ends_in_time() -> None:
     with Watchdog(5.0, lambda: "late", told.append):
         pass
     with Watchdog(0.02, lambda: "late", told.append):
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while not told and time.monotonic() < deadline:
             time.sleep(0.01)
     assert len(told) == 1

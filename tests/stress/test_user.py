@@ -21,7 +21,7 @@ from stress.scenarios import checks
 from stress.scenarios import command as scenarios
 from stress.scenarios.facts import separable
 from stress.scenarios.needs import least, measure
-from stress.scenarios.order import Order
+from stress.scenarios.order import DEADLINE, Order
 from stress.scenarios.perform import failed, judge, perform
 from stress.scenarios.reference import Probe, relative
 from stress.subject import naming
@@ -360,7 +360,7 @@ def test_a_slow_model_gets_a_later_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(scenarios, "check", lambda *args: None)
     monkeypatch.setattr("stress.scenarios.command.time.monotonic", lambda: next(clock))
     (order,) = scenarios.check_models([Order("steady", "shim", "mine.py:make", 0, 30)])
-    assert order.deadline == 180 + 20 * 30 * 2
+    assert order.deadline == DEADLINE + 20 * 30 * 2
 
 
 def test_the_model_is_made_before_memory_is_broken_up(write: Write) -> None:
