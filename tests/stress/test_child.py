@@ -15,7 +15,7 @@ from stress.limits import child as child_module
 from stress.limits import fence as fences
 from tests.helpers import jobs
 
-LONG = 120.0
+LONG = 600.0
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="no signals there")
 needs_shim = pytest.mark.skipif(fences.trouble() is not None, reason="no shim here")
 
