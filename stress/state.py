@@ -54,20 +54,48 @@ def start_streams(seed: int) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """Gradients, buffers and random streams, copied."""
+    """Gradients, parameters, buffers, modes and random streams, copied."""
 
     grads: list[Tensor | None]
+    parameters: list[Tensor]
     buffers: list[Tensor]
+    modes: list[bool]  # of the modules: training or not
     streams: Streams
 
     @classmethod
     def of(cls, leaves: Iterable[Tensor], model: nn.Module) -> State:
-        """The state now."""
+        leaves = list(leaves)
         return cls(
             [None if leaf.grad is None else leaf.grad.detach().clone() for leaf in leaves],
+            [leaf.detach().clone() for leaf in leaves],
             [buffer.detach().clone() for buffer in model.buffers()],
+            [module.training for module in model.modules()],
             Streams.now(),
         )
+
+    def put_back(self, leaves: Iterable[Tensor], model: nn.Module, gradients: Sequence[Tensor | None]) -> None:
+        """Puts everything back; the gradients into the tensors that were there, given in the leaves' order."""
+        with torch.no_grad():
+            for leaf, value, grad, tensor in zip(leaves, self.parameters, self.grads, gradients, strict=True):
+                leaf.copy_(value)
+                leaf.grad = tensor if tensor is None or grad is None else tensor.copy_(grad)
+            for buffer, value in zip(model.buffers(), self.buffers, strict=True):
+                buffer.copy_(value)
+        self.streams.restore()
+
+    def changes(self, now: State) -> list[str]:
+        """What is not as it was, but for gradients."""
+        pairs = {
+            "parameters": same_tensors(self.parameters, now.parameters),
+            "buffers": same_tensors(self.buffers, now.buffers),
+            "modes of modules": self.modes == now.modes,
+            "random streams": self.streams.same(now.streams),
+        }
+        return [name for name, same in pairs.items() if not same]
+
+
+def same_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in zip(a, b, strict=True))
 
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
@@ -80,14 +108,14 @@ def tolerance_of(model: nn.Module) -> float:
     return max((TOLERANCES.get(parameter.dtype, 3e-2) for parameter in model.parameters()), default=0.0)
 
 
-def same_state(a: Any, b: Any) -> bool:
-    """Whether two states of an optimizer are equal, but for the last bit of their numbers."""
+def same_state(a: Any, b: Any, tolerance: float = 1e-15) -> bool:
+    """Whether two states of an optimizer are equal, but for a relative difference of their numbers: by default the last bit."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=1e-15, atol=0, equal_nan=True))
+        return isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=tolerance, atol=0, equal_nan=True))
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same_state(a[key], b[key], tolerance) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_state, a, b))
+        return len(a) == len(b) and all(same_state(x, y, tolerance) for x, y in zip(a, b, strict=True))
     return bool(a == b)
 
 

@@ -1,7 +1,8 @@
-"""Makes memory run out at every operation of a step, forward and backward, one after the other.
+"""Makes memory run out everywhere in a call: at every operation, the library's own included, and an exception at every line of recovery.
 
-Each outcome has to be the right gradient, with buffers and random streams of a run that never failed, or a typed error with everything as it was.
-Exit codes: 0 all were, 2 bad input, 3 a wrong outcome, 4 an unexpected error.
+Each outcome has to be what a call without failures gives, or a typed error with everything as it was. All else is wrong (a result that is not
+right), raw (an error for lack of memory that is not typed) or damaged (an error after which something is not as it was).
+Exit codes: 0 all were, 2 bad input, 3 an outcome that is not allowed, 4 an unexpected error.
 """
 
 from __future__ import annotations
@@ -12,27 +13,26 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.testing import InjectOOM
 
-from ..exit_codes import PASSED, UNEXPECTED, WRONG
+from ..exit_codes import PASSED, UNEXPECTED
+from ..exit_codes import WRONG as EXIT_WRONG
 from ..options import seed, whole
 from ..output import check_writable
-from ..state import WrongOutcomeError
 from ..sums import Sums, listed
-from .run import PATTERNS, Run, run, sweep
+from .calls import CALLS
+from .run import DAMAGED, RAW, WRONG, Outcome
+from .sweep import Sweep
 from .target import Target, builtin, of_subject
 
-Way = tuple[bool, str, int]
-"""Warm, pattern, door."""
-
-WAYS: tuple[Way, ...] = tuple((warm, pattern, door) for warm in (False, True) for pattern in PATTERNS for door in (1, 3))
+DIMENSIONS = ("operations", "lines")
+SHOWN = 5
+"""Outcomes of each kind that are printed for a case; the rest are counted."""
 
 SAMPLES = 8
 """Of the user's first batch, unless told otherwise."""
@@ -52,37 +52,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     samples = f"how many samples of --model's first batch make the batch: fewer are quicker, the operations stay the same (default {SAMPLES})"
     parser.add_argument("--samples", type=whole(1), metavar="N", help=samples)
     parser.add_argument("--seed", type=seed, metavar="N", help="of --model (default 0)")
-    stride = "strike at every N-th operation only: the model is made anew for each, which takes long where it has many parameters (default 1)"
+    where = "at operations that can allocate, at lines of recovery, or at both (default)"
+    parser.add_argument("--dimension", choices=DIMENSIONS, help=where)
+    parser.add_argument("--call", choices=tuple(CALLS), action="append", help="only this call; may be given again (default: all)")
+    stride = "strike at every N-th point only: the model is made anew for each, which takes long where it has many parameters (default 1)"
     parser.add_argument("--stride", type=whole(1), metavar="N", default=1, help=stride)
-    parser.add_argument("--max-points", type=whole(1), metavar="N", help="no more than about N injections a case: the stride is widened to it")
+    parser.add_argument("--max-points", type=whole(1), metavar="N", help="about N points of each case and dimension, drawn, and not all of them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 
 
 @dataclass
 class Summary(Sums):
-    """What the sweeps of one case came to."""
+    """What the points of one case came to."""
 
     case: str
     points: int = 0
     exact: int = 0
     worst: float = 0.0
     wrong: int = 0
+    raw: int = 0
+    damaged: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, outcome: Run) -> None:
-        """Counts one injection."""
+    def add(self, outcome: Outcome) -> None:
         self.points += 1
-        self.exact += outcome.error is None
+        self.exact += outcome.error is None and not outcome.found
         self.worst = max(self.worst, outcome.worst)
         self.modes.update(outcome.modes)
+        self.wrong += WRONG in outcome.found
+        self.raw += RAW in outcome.found
+        self.damaged += DAMAGED in outcome.found
         if outcome.error is not None:
             self.errors[outcome.error] += 1
+
+    @property
+    def bad(self) -> str:
+        return f"{self.wrong} wrong, {self.raw} raw, {self.damaged} damaged"
 
     def line(self) -> str:
         """As one line of the table."""
         modes, errors = listed(self.modes), listed(self.errors)
-        return f"{self.case:28} {self.points:6} points  {self.exact:6} exact  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
+        counts = f"{self.points:6} points  {self.exact:6} exact  {self.bad}"
+        return f"{self.case:28} {counts}  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
 
 
 @dataclass
@@ -133,19 +145,19 @@ def main(options: argparse.Namespace) -> int:
         print(_what(target))
     gc.collect()
     gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
-    began, code = time.monotonic(), PASSED
-    table: list[Summary] = []
+    began = time.monotonic()
+    table, code = [], PASSED
     for target in targets:
-        summary, worst = _case(target, options.stride, options.max_points)
+        summary, worst = _case(Sweep(target, options.stride, options.max_points, options.call or tuple(CALLS)), options.dimension)
         table.append(summary)
         code = max(code, worst)
         print(summary.line(), flush=True)
-    points, worst_error = sum(s.points for s in table), max(s.worst for s in table)
-    exact, wrong = sum(s.exact for s in table), sum(s.wrong for s in table)
-    print(f"{points} injection points, {exact} exact, {wrong} wrong, worst error {worst_error:.1e}, {time.monotonic() - began:.0f} s")
+    total = Summary("all")
+    for summary in table:
+        total.merge({name: value for name, value in summary.as_json().items() if name != "case"})
+    print(f"{total.points} injection points, {total.exact} exact, {total.bad}, worst error {total.worst:.1e}, {time.monotonic() - began:.0f} s")
     if options.json is not None:
-        cases = [summary.as_json() for summary in table]
-        figures = {"torch": torch.__version__, "stride": options.stride, "points": points, "wrong": wrong, "cases": cases}
+        figures = {"torch": torch.__version__, "stride": options.stride, **total.as_json(), "cases": [each.as_json() for each in table]}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return code
 
@@ -160,43 +172,34 @@ def _what(target: Target) -> str:
     return f"{target.name}: {how}, tolerance {case.tolerance:.0e}"
 
 
-def _case(target: Target, stride: int, max_points: int | None) -> tuple[Summary, int]:
-    summary, code = Summary(target.name), PASSED
-    compiled = target.build().backend is not None
-    ways = [way for i, way in enumerate(WAYS) if max_points is None or not compiled or i % 4 == 0]  # compiling costs more than what is looked for
+def _case(sweep: Sweep, dimension: str | None) -> tuple[Summary, int]:
+    name = sweep.target.name
+    summary = Summary(name)
     began = time.monotonic()
-    try:
-        operations = run(target, InjectOOM(), warm=True).operations
-    except WrongOutcomeError as error:
-        summary.wrong += 1
-        print(f"WRONG without a failure: {error}", flush=True)
-        return summary, WRONG
-    each = time.monotonic() - began
-    expected = operations * len(ways)
-    if max_points is not None:
-        stride = max(stride, -(-expected // max_points))
-    progress = Progress(expected // stride)
+    ways = sweep.ways()
+    each = (time.monotonic() - began) / max(1, len(ways))
+    for outcome in ways.values():
+        if outcome.found:
+            print(f"WRONG without a failure: {outcome}", flush=True)
+            summary.add(outcome)
+            return summary, EXIT_WRONG
+    progress = Progress(sweep.expected(ways))
     if each * progress.expected > LONG:
         long = f"about {progress.expected} injections, about {each * progress.expected / 60:.0f} min"
-        print(f"{target.name}: {operations} operations, {long}; --stride N or --max-points N make it shorter", flush=True)
-    for way in ways:
-        try:
-            for outcome in _sweep(target, way, stride):
+        print(f"{name}: {long}; --stride N or --max-points N make it shorter", flush=True)
+    shown: Counter[str] = Counter()
+    try:
+        for chosen in DIMENSIONS if dimension is None else (dimension,):
+            for outcome in getattr(sweep, chosen)(ways):
                 summary.add(outcome)
-                progress.step(target.name)
-        except WrongOutcomeError as error:
-            code, found = max(code, WRONG), f"WRONG {way[1]}: {error}"
-        except Exception as error:
-            code, found = UNEXPECTED, f"UNEXPECTED {way[1]}, {'warm' if way[0] else 'cold'}, door {way[2]}: {type(error).__name__}: {error}"
-        else:
-            continue
-        summary.wrong += 1
+                progress.step(name)
+                shown.update(outcome.found.keys())
+                if any(shown[kind] <= SHOWN for kind in outcome.found):
+                    progress.clear()
+                    print(outcome, flush=True)
+    except Exception as error:
         progress.clear()
-        print(found, flush=True)
+        print(f"UNEXPECTED in {name}: {type(error).__name__}: {error}", flush=True)
+        return summary, UNEXPECTED
     progress.clear()
-    return summary, code
-
-
-def _sweep(target: Target, way: Way, stride: int) -> Iterator[Run]:
-    warm, pattern, door = way
-    return sweep(target, warm=warm, pattern=pattern, door=door, stride=stride)
+    return summary, EXIT_WRONG if shown else PASSED

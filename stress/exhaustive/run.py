@@ -1,176 +1,161 @@
-"""One call with chosen operations failing, and a sweep over all of them: n = 1, 2, …, until a run has no failure.
+"""One call with something failing, and its judgement.
 
-The only outcomes allowed are the right gradient, with buffers and random streams of a run that never failed, or a typed error with everything as
-it was at the call's start.
+The only outcomes allowed are what a call without failures gives, or a typed error with everything as it was at the call's start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from elastic_mbs import ElasticMBS, ElasticMBSError, OutOfMemory, RecoveryError, StepResult
-from elastic_mbs.batch.containers import tensors_in
-from elastic_mbs.batch.view import map_tensors
+from elastic_mbs import ElasticMBS, ElasticMBSError, OutOfMemory, RecoveryError
 from elastic_mbs.memory import NoSensor
-from elastic_mbs.testing import InjectOOM
 
-from ..by_hand import by_loop
 from ..cases import Case
 from ..flat_options import grouped
 from ..state import State, WrongOutcomeError, error_of
-from .target import Target, reference, whole_batch
+from .calls import CALLS, Call
+from .strike import INJECTED, Lines, Operations
+from .target import Target
 
-PATTERNS: dict[str, tuple[int, ...] | None] = {"once": (), "twice": (3,), "three times": (7, 12), "persistent": None}
-"""Distances from the first fault to the others; None: everything fails from the first on."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The outcome of one call under injection.
-
-    Attributes:
-        hits: faults that struck.
-        operations: operations that could have failed.
-        error: the typed error, or None.
-        worst: largest relative difference of a gradient from the reference.
-        modes: how failures were replayed.
-    """
-
-    hits: int
-    operations: int
-    error: str | None
-    worst: float
-    modes: tuple[str, ...]
+WRONG, RAW, DAMAGED = "wrong", "raw", "damaged"
+"""A result that is not right, an error that is not typed, a state that is not as it was."""
 
 
-def run(target: Target, inject: InjectOOM, *, warm: bool, door: int = 1, case: Case | None = None) -> Run:
-    """Runs one call of a case under injection and checks its outcome.
+@dataclass
+class Outcome:
+    """What one call under injection came to."""
+
+    name: str  # of the call
+    hits: list[str]  # what was made to fail
+    operations: int  # that could have failed
+    modes: list[str]  # how failures were replayed
+    error: str | None = None  # the type of the error that left the call
+    worst: float = 0.0  # largest relative difference of a number from the reference
+    found: dict[str, str] = field(default_factory=dict)  # what is not allowed: WRONG, RAW or DAMAGED, with the reason
+
+    def __str__(self) -> str:
+        what = "; ".join(f"{kind}: {why}" for kind, why in self.found.items())
+        return f"{self.name}, faults {self.hits}, replays {self.modes}: {what}"
+
+
+def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", warm: bool, case: Case | None = None) -> Outcome:
+    """Runs one call of a case under injection and judges its outcome.
 
     Args:
         target: whose call.
-        inject: what fails.
+        strikes: what fails.
+        call: a key of `CALLS`.
         warm: whether the runtime has seen a clean call of it before.
-        door: 1 (`backward`) or 3 (the loop written out).
         case: a case to run again, where building it costs too much.
-
-    Raises:
-        WrongOutcomeError: the outcome is not one of those allowed.
     """
     case = case or target.build()
     modes: list[str] = []
-    mbs = ElasticMBS(
-        case.model,
-        **grouped(
-            {
-                "micro_batch_size": target.size,
-                "grow": False,
-                **case.options,
-                "sensor": NoSensor("no readings under injection"),
-                "monitor_interval": 0,
-                "wait_for_memory": 0,
-                "on_event": lambda event: modes.append(event.mode) if isinstance(event, OutOfMemory) else None,
-            }
-        ),
-    )
+    options = {
+        "micro_batch_size": target.size,
+        "grow": False,
+        **case.options,
+        "sensor": NoSensor("no readings under injection"),
+        "monitor_interval": 0,
+        "wait_for_memory": 0,
+        "on_event": lambda event: modes.append(event.mode) if isinstance(event, OutOfMemory) else None,
+    }
+    mbs = ElasticMBS(case.model, **grouped(options))
+    used = CALLS[call](target, case, mbs, strikes)
+    used.prepare()
+    if warm:
+        used.warm_up()
+    outcome = Outcome(f"{target.name}, {'warm' if warm else 'cold'} {call}", strikes.hits, 0, modes)
+    _judged(used, strikes, outcome)
+    outcome.hits, outcome.operations = strikes.hits, strikes.count
     try:
-        if warm:
-            _warm_up(case, mbs)
-        start = State.of(case.leaves(), case.model)
-        error: ElasticMBSError | None = None
-        if case.backend is not None:
-            case.backend.inject = inject
-        with nullcontext() if case.backend is not None else inject:
-            try:
-                result = _call(mbs, case, door)
-            except ElasticMBSError as caught:
-                error = caught
-        if case.backend is not None:
-            case.backend.inject = None
-        end = State.of(case.leaves(), case.model)
-        notes = "\n".join(getattr(error, "__notes__", []))
-    finally:
         mbs.close()
-    replays = tuple(modes)
-    where = f"{target.name}, {'warm' if warm else 'cold'}, door {door}, faults at {inject.hits}, modes {replays}"
-    if error is not None:
-        _check_error(error, notes, start, end, where)
-        return Run(len(inject.hits), inject.count, type(error).__name__, 0.0, replays)
-    partition, covered = result.partition, 0
-    for begin, stop in sorted([*partition, *result.skipped]):
-        if begin != covered:
-            raise WrongOutcomeError(f"samples {covered}:{begin} are missing or doubled ({where}, partition {partition})")
-        covered = stop
-    if covered != whole_batch(target)[-1][1]:
-        raise WrongOutcomeError(f"samples from {covered} on are missing ({where}, partition {partition})")
-    wanted = [reference(target, partition)]
-    if case.separable:
-        wanted.append(reference(target, whole_batch(target)))
-    worst = min(error_of(end.grads, state.grads) for state in wanted) if case.separable else error_of(end.grads, wanted[0].grads)
-    if not worst <= case.tolerance:
-        raise WrongOutcomeError(f"gradient off by {worst:.3g} ({where}, partition {partition})")
-    if any(not torch.allclose(a.double(), b.double(), rtol=case.tolerance, atol=1e-14) for a, b in zip(end.buffers, wanted[0].buffers, strict=True)):
-        raise WrongOutcomeError(f"buffers differ from a run without failures ({where}, partition {partition})")
-    if not end.streams.same(wanted[0].streams):
-        raise WrongOutcomeError(f"random streams differ from a run without failures ({where})")
-    return Run(len(inject.hits), inject.count, None, worst, replays)
+    except ElasticMBSError as error:
+        outcome.found[DAMAGED] = f"the runtime does not close: {type(error).__name__}: {error}"
+        mbs.close()
+    return outcome
 
 
-def _call(mbs: ElasticMBS, case: Case, door: int) -> StepResult:
-    if door == 1:
-        return mbs.backward(case.loss_fn, case.batch)
-    return by_loop(mbs, case.loss_fn, case.batch)
+def _judged(used: Call, strikes: Operations | Lines, outcome: Outcome) -> None:
+    """Performs the call, and writes down what came of it."""
+    case, backend = used.case, used.case.backend
+    start, put_back = State.of(case.leaves(), case.model), used.keeper()
+    error: BaseException | None = None
+    product = None
+    if backend is not None:
+        backend.inject = strikes.fault if isinstance(strikes, Lines) else strikes
+    try:
+        with nullcontext() if backend is not None else strikes:
+            product = used.perform()
+    except BaseException as caught:
+        if isinstance(caught, KeyboardInterrupt) and caught.args != (INJECTED,):
+            raise
+        error = caught
+    finally:
+        if backend is not None:
+            backend.inject = None
+        left = _left_in_process()
+    end = State.of(case.leaves(), case.model)
+    try:
+        if left:
+            outcome.found[DAMAGED] = left
+        if error is None:
+            outcome.worst = used.judge(product, start, end)
+            used.judge_extra(failed=False)
+            return
+    except WrongOutcomeError as wrong:
+        outcome.found[WRONG] = str(wrong)
+        return
+    outcome.error = type(error).__name__
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) and not isinstance(error, ElasticMBSError):
+        outcome.found[RAW] = text
+    elif not (isinstance(error, RecoveryError) or error.args == (INJECTED,)):
+        outcome.found[WRONG] = f"not what running out of memory should end in: {text}"
+    if error.args == (INJECTED,) and used.is_whole(start, end):
+        return
+    notes = "\n".join(getattr(error, "__notes__", []))
+    del error
+    try:
+        _check_state(used, start, end, notes)
+        put_back()
+        _check_again(used, start)
+    except WrongOutcomeError as damage:
+        outcome.found[DAMAGED] = f"{damage} (after {text[:120]})"
 
 
-def _warm_up(case: Case, mbs: ElasticMBS) -> None:
-    """One clean call, and everything it changed put back."""
-    start, objects = State.of(case.leaves(), case.model), [leaf.grad for leaf in case.leaves()]
-    batch = map_tensors(case.batch, lambda t: t.detach().clone())
-    mbs.backward(case.loss_fn, case.batch)
-    with torch.no_grad():
-        for leaf, grad, value in zip(case.leaves(), objects, start.grads, strict=True):
-            leaf.grad = grad if grad is None or value is None else grad.copy_(value)
-        for buffer, value in zip(case.model.buffers(), start.buffers, strict=True):
-            buffer.copy_(value)
-        for tensor, value in zip(tensors_in(case.batch), tensors_in(batch), strict=True):
-            if not torch.equal(tensor, value):
-                tensor.copy_(value)
-    start.streams.restore()
+def _left_in_process() -> str:
+    """What of the call is left in the process beside its state; taken away."""
+    found = []
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        found.append("gradients are disabled")
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        found.append("hooks for saved tensors are left")
+    return ", ".join(found)
 
 
-def _check_error(error: ElasticMBSError, notes: str, start: State, end: State, where: str) -> None:
-    if not isinstance(error, RecoveryError):
-        raise WrongOutcomeError(f"{type(error).__name__} is not what running out of memory should end in ({where}): {error}")
+def _check_state(used: Call, start: State, end: State, notes: str) -> None:
     for before, after in zip(start.grads, end.grads, strict=True):
         if before is None and after is not None:
-            raise WrongOutcomeError(f"a gradient that was empty is not empty after {type(error).__name__} ({where})")
-        if before is not None and "zero_grad()" not in notes and (after is None or error_of([after], [before]) > 0):
-            raise WrongOutcomeError(f"a gradient changed, and {type(error).__name__} does not say so ({where})")
-    if any(not torch.equal(a, b) for a, b in zip(start.buffers, end.buffers, strict=True)):
-        raise WrongOutcomeError(f"buffers are not as at the start after {type(error).__name__} ({where})")
-    if not start.streams.same(end.streams):
-        raise WrongOutcomeError(f"random streams are not as at the start after {type(error).__name__} ({where})")
+            raise WrongOutcomeError("a gradient that was empty is not empty")
+        said = used.gradients and "zero_grad()" in notes
+        if before is not None and not said and (after is None or error_of([after], [before]) > 0) and not used.may_unscale(before, after):
+            raise WrongOutcomeError("a gradient changed, and the error does not say so")
+    if changes := start.changes(end):
+        raise WrongOutcomeError(f"{', '.join(changes)} not as at the start")
+    used.judge_extra(failed=True)
 
 
-def sweep(target: Target, *, warm: bool, pattern: str, door: int = 1, stride: int = 1) -> Iterator[Run]:
-    """Runs a case with the first fault at operation 1, 1 + stride, … until a run meets none."""
-    distances = PATTERNS[pattern]
-    first = target.build()
-    again, start = (
-        (first, State.of(first.leaves(), first.model)) if first.backend is not None else (None, None)
-    )  # compiling once a sweep is slow enough
-    n = 1
-    while True:
-        inject = InjectOOM(always_from=n) if distances is None else InjectOOM(at=(n, *(n + distance for distance in distances)))
-        if again is not None and start is not None:
-            for leaf in again.leaves():
-                leaf.grad = None
-            start.streams.restore()
-        outcome = run(target, inject, warm=warm, door=door, case=again)
-        if not outcome.hits:
-            return
-        yield outcome
-        n += stride
+def _check_again(used: Call, start: State) -> None:
+    """The same call once more, without a failure."""
+    try:
+        product = used.perform()
+        used.judge(product, start, State.of(used.case.leaves(), used.case.model))
+    except WrongOutcomeError as wrong:
+        raise WrongOutcomeError(f"the next call: {wrong}") from wrong
+    except Exception as error:
+        raise WrongOutcomeError(f"the next call: {type(error).__name__}: {error}") from error

@@ -1,0 +1,171 @@
+"""What is made to fail: operations that can allocate, the library's own among them, and lines of recovery."""
+
+from __future__ import annotations
+
+import dis
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+import elastic_mbs
+from elastic_mbs.testing import InjectOOM
+from elastic_mbs.testing.injection import can_allocate
+
+PACKAGE = str(Path(elastic_mbs.__file__).parent) + "/"
+OUTSIDE = re.compile("/(testing|cli)/")
+
+PATTERNS: dict[str, tuple[int, ...] | None] = {
+    "once": (),
+    "twice": (3,),
+    "three times": (7, 12),
+    "in a row": (1, 2),
+    "persistent": None,
+}
+"""Distances from the first fault to the others; None: everything fails from the first on."""
+
+PAIR = "in recovery"
+"""The pattern whose second fault strikes one of the operations between the first and the next run of the user's code."""
+
+RECOVERY = ("engine/recovery.py", "engine/failure.py", "rollback/", "optimizer/")
+"""Whose lines are struck."""
+
+EXCEPTIONS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
+INJECTED = "injected between two lines"
+
+Line = tuple[str, int, int]
+"""A file in the package, a line of it, and which time it is run, from 1."""
+
+
+class Operations(InjectOOM):
+    """Fails chosen operations, of all that can allocate on some device: `torch.equal` and `.item()` need memory on CUDA, so they count.
+
+    Attributes:
+        recovery: operations between the first fault and the next run of the user's code.
+    """
+
+    def __init__(self, first: int = 0, distances: tuple[int, ...] | None = (), *, after: int = 0, reads: bool = True) -> None:
+        """Strikes at the operation `first`, at `distances` from it (None: at all from then on), and at the `after`-th of recovery.
+
+        Args:
+            first: number of an operation, from 1; 0 for none.
+            distances: of other faults from the first.
+            after: of another one from the first.
+            reads: whether operations count that return no tensor.
+        """
+        at = {first, *(first + distance for distance in distances or ()), *((first + after,) if after else ())}
+        super().__init__(at=at if first else (), always_from=first if first and distances is None else None)
+        self._reads = reads
+        self.recovery = 0
+        self._recovering = False
+
+    def user_code(self) -> None:
+        """The user's code runs again: what recovery there was is over."""
+        self._recovering = False
+
+    def step(self, name: str) -> None:
+        """Counts one operation, and fails it where it is its turn."""
+        self.recovery += self._recovering
+        try:
+            super().step(name)
+        except torch.OutOfMemoryError:
+            self._recovering = self._recovering or len(self.hits) == 1
+            self.hits[-1] = f"{name} in {where()}"
+            raise
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation, or makes it fail."""
+        if needs_memory(func, args) and (self._reads or can_allocate(func, args)):
+            self.step(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def needs_memory(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether it returns anything that is no view of an argument, a number included, or works on a sparse tensor."""
+    returns = operation._schema.returns
+    return any(returned.alias_info is None for returned in returns) or any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args)
+
+
+def where() -> str:
+    """The function of the library that is running, or that called what is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (not frame.f_code.co_filename.startswith(PACKAGE) or OUTSIDE.search(frame.f_code.co_filename)):
+        frame = frame.f_back
+    return "the user's code" if frame is None else f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+class Lines:
+    """Raises an exception in front of a line of recovery, after an operation has failed.
+
+    Attributes:
+        seen: how often each line has been run since the first fault.
+        hits: what was made to fail.
+    """
+
+    def __init__(self, fault: Operations, line: Line | None = None, exception: type[BaseException] = KeyboardInterrupt) -> None:
+        self.fault = fault
+        self.seen: Counter[tuple[str, int]] = Counter()
+        self._line, self._exception = line, exception
+        self._struck: list[str] = []
+
+    @property
+    def hits(self) -> list[str]:
+        return [*self.fault.hits, *self._struck]
+
+    @property
+    def count(self) -> int:
+        return self.fault.count
+
+    def user_code(self) -> None:
+        self.fault.user_code()
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        self.fault.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        sys.settrace(self._frame)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        sys.settrace(self._before)
+        self.fault.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def _frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._at if is_recovery(frame.f_code.co_filename) else None
+
+    def _at(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and self.fault.hits and frame.f_lasti not in between(frame.f_code):
+            place = frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_lineno
+            self.seen[place] += 1
+            if self._line == (*place, self.seen[place]):
+                self._struck.append(f"{self._exception.__name__} at {place[0]}:{place[1]} {frame.f_code.co_name}")
+                raise self._exception(INJECTED)
+        return self._at
+
+
+@lru_cache(maxsize=512)
+def is_recovery(path: str) -> bool:
+    return path.startswith(PACKAGE) and path.removeprefix(PACKAGE).startswith(RECOVERY)
+
+
+@lru_cache(maxsize=512)
+def between(code: CodeType) -> frozenset[int]:
+    """Where a `with` block ends: the interpreter calls `__exit__` there without looking for signals, so no exception can come in between."""
+    instructions = list(dis.get_instructions(code))
+    found = set()
+    for i, instruction in enumerate(instructions):
+        names = [(each.opname, each.argval) for each in islice(instructions, i, i + 8)]
+        while names and names[0][0] in ("NOP", "SWAP", "COPY", "PUSH_EXC_INFO"):
+            names.pop(0)
+        leaves = names[:3] == [("LOAD_CONST", None)] * 3 and len(names) > 3 and names[3][0] in ("PRECALL", "CALL")
+        if leaves or (names and names[0][0] == "WITH_EXCEPT_START"):
+            found.add(instruction.offset)
+    return frozenset(found)
