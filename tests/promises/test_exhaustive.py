@@ -194,7 +194,7 @@ def test_operations_of_the_library_find_a_call_that_breaks_a_promise(monkeypatch
     monkeypatch.setitem(CALLS, "backward", call)
     last = run(builtin("conv_batchnorm"), Operations(reads=False), warm=True).operations
     outcomes = [run(builtin("conv_batchnorm"), Operations(n, how, reads=False), warm=True) for n in (20, 40, last) for how in ((), None)]
-    assert {found for outcome in outcomes for found in outcome.found} == {kind}
+    assert kind in {found for outcome in outcomes for found in outcome.found}
 
 
 @pytest.mark.parametrize("exception", EXCEPTIONS)
