@@ -47,7 +47,7 @@ from elastic_mbs.memory import (
     refuse_devices,
     sensor_for,
 )
-from elastic_mbs.optimizer.guarded_step import optimizer_step
+from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
 from elastic_mbs.rollback.random_streams import RandomStreams
@@ -163,6 +163,7 @@ class ElasticMBS:
         self._looked_at: set[str] = set()
         self._stats = Stats()
         self._steps = StepWatch()
+        self._guarded_step = GuardedStep(self._parts)
 
     def _on_devices(self, inventory: Inventory) -> dict[str, Any]:
         """The parts that depend on where the model is; made again when it has moved."""
@@ -325,10 +326,10 @@ class ElasticMBS:
     def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
         """Steps, exactly or not at all; stands for `optimizer.step()`, or for `scaler.step(optimizer)` with the scaler that was given.
 
-        Makes room first where the state to be created and the temporaries exceed what is free, and takes copies of what the step will change: a step
-        that runs out of memory half-way is taken back and tried again, at last one parameter at a time. The copies take as much as parameters and
-        state together, on the device where they fit and on the host otherwise, for the length of the step; a fused step whose state is there needs
-        none. `scaler.update()`, clipping and `zero_grad()` stay with the caller. Step hooks run once, however often the step is tried.
+        Takes copies of what the step will change: a step that runs out of memory half-way is taken back and tried again, at last one parameter at a
+        time. The copies take as much as parameters and state together, on the device where they fit and on the host otherwise, for the length of the
+        step; a fused step whose state is there needs none. `scaler.update()`, clipping and `zero_grad()` stay with the caller. Step hooks run once,
+        however often the step is tried.
 
         Args:
             optimizer: any `torch.optim.Optimizer` but LBFGS.
@@ -349,7 +350,7 @@ class ElasticMBS:
             call.refuse_step(optimizer)
         if self.enabled:
             try:
-                optimizer_step(self._parts, optimizer)
+                self._guarded_step(optimizer)
             finally:
                 self._steps.forget()
         elif self.settings.scaler is not None:

@@ -16,7 +16,6 @@ from elastic_mbs.engine.telemetry import Telemetry
 from elastic_mbs.engine.timing import Stopwatch
 from elastic_mbs.events import EventLog
 from elastic_mbs.memory import Headroom, HostGuard, Monitor, Reading, UsageMeter, oom
-from elastic_mbs.optimizer.step_ways import StepWays
 from elastic_mbs.options import Settings
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.graph import CommitLog
@@ -41,8 +40,6 @@ class Parts:
     commits: CommitLog = field(default_factory=CommitLog)
     buffers: BufferCopies = field(default_factory=BufferCopies)
     traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
-    optimizer_needs: dict[tuple[str, int, bool], int] = field(default_factory=dict)
-    step_ways: StepWays = field(default_factory=StepWays)
     retries: int | None = None
     guard: HostGuard | None = None
     cache_is_stale: bool = False

@@ -15,9 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.errors import OptimizerInBackwardError
 
+StepObserver = Callable[[torch.optim.Optimizer, Any, Any], None]
+
 _thread = threading.local()
 _running: list[Any] = []
 """Every call that is running, on any thread: a backward on a GPU has its own, and an optimizer could step there."""
+_observers: list[StepObserver] = []
 _watching: list[RemovableHandle] = []
 
 
@@ -55,6 +58,21 @@ def enter_call(call: Any) -> None:
     if running_call() is None:
         _thread.call = call
     _running.append(call)
+    _watch_steps()
+
+
+def observe_steps(observer: StepObserver) -> None:
+    """Calls `observer(optimizer, args, kwargs)` before each step of any optimizer, until `leave_steps`."""
+    _observers.append(observer)
+    _watch_steps()
+
+
+def leave_steps(observer: StepObserver) -> None:
+    """Ends what `observe_steps` began."""
+    _observers.remove(observer)
+
+
+def _watch_steps() -> None:
     if not _watching:
         # One hook for all calls, which stays: putting it on and off again for each would cost more than all its runs.
         _watching.append(register_optimizer_step_pre_hook(_on_step))
@@ -76,6 +94,8 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             leave_call(call)
         else:
             call.refuse_step(optimizer)
+    for observer in tuple(_observers):
+        observer(optimizer, args, kwargs)
 
 
 def check_gradients_stayed(committed: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:

@@ -19,7 +19,7 @@ from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.engine import recovery
 from elastic_mbs.errors import UsageError
-from elastic_mbs.optimizer.snapshot import Undo
+from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.by_hand import accumulate, view_of
@@ -118,6 +118,10 @@ def _loses_a_sample(self: Schedule, piece: Piece, push: Any = Schedule.push) -> 
     push(self, Piece(piece.start, max(piece.start + 1, piece.stop - 1), piece.committed))
 
 
+def _leaves_values(self: OptimizerSnapshot) -> None:
+    self._restore_structure()
+
+
 def _by_size(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Piece | None:
     piece: Piece | None = hand_out(self, size)
     if piece is not None:
@@ -132,7 +136,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "commits are counted twice": (Schedule, "push", _forgets_commits, PLAIN, "gradient off"),
     "a sample is lost": (Schedule, "push", _loses_a_sample, PLAIN, "do not cover the batch once"),
     "weighed by size": (Schedule, "next", _by_size, PLAIN, "gradient off"),
-    "half an optimizer step stays": (Undo, "restore", lambda self, only=None: None, PLAIN, "parameters differ|optimizer's state"),
+    "half an optimizer step stays": (OptimizerSnapshot, "restore", _leaves_values, PLAIN, "parameters differ|optimizer's state"),
 }
 
 

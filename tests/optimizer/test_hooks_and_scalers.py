@@ -1,0 +1,128 @@
+"""What else runs in a guarded step: the user's hooks, schedulers and scalers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_mbs import ElasticMBS, MemoryOptions, MisuseError, OptimizerStepError
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.guarded import Everywhere, World, off_by
+from tests.helpers.steps import mlp, pairs
+
+
+def test_step_hooks_run_once_however_often_the_step_is_tried() -> None:
+    world = World("Adam", "foreach", steps=1, scaled=False)
+    calls: list[str] = []
+    world.optimizer.register_step_pre_hook(lambda *a: calls.append("before"))
+    world.optimizer.register_step_post_hook(lambda *a: calls.append("after"))
+    with Everywhere(at=[28, 70]) as inject:
+        world.guarded()
+    assert len(inject.hits) == 2
+    assert calls == ["before", "after"]
+    with Everywhere(always_from=28), pytest.raises(OptimizerStepError):
+        world.guarded()
+    assert calls == ["before", "after", "before"]
+    world.optimizer.step()
+    assert calls == ["before", "after", "before", "before", "after"]  # they are back where they were
+
+
+@pytest.mark.parametrize("hook", ["pre", "post"])
+def test_an_error_in_a_users_hook_passes_through_and_is_no_reason_to_step_again(hook: str) -> None:
+    world = World("Adam", "foreach", steps=1, scaled=False)
+    before, calls = world.values(), []
+
+    def fail(*args: Any) -> None:
+        calls.append(hook)
+        raise torch.OutOfMemoryError("CUDA out of memory. in the hook")
+
+    getattr(world.optimizer, f"register_step_{hook}_hook")(fail)
+    with pytest.raises(torch.OutOfMemoryError, match="in the hook"):
+        world.guarded()
+    assert calls == [hook]
+    assert (off_by(world.values(), before) == 0.0) == (hook == "pre")
+
+
+def test_a_hook_that_changes_the_arguments_is_refused() -> None:
+    world = World("Adam", "foreach", steps=1, scaled=False)
+    before = world.values()
+    world.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: (args, kwargs))
+    with pytest.raises(MisuseError, match="changes the arguments"):
+        world.guarded()
+    assert off_by(world.values(), before) == 0.0
+
+
+def test_a_scheduler_sees_the_step() -> None:
+    world = World("SGD", "foreach", steps=0, scaled=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, 1)
+    with InjectOOM(at=[1]):
+        world.guarded()
+    scheduler.step()  # warns, and so fails here, where it has seen no step
+    assert world.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_the_scaler_leaves_a_step_out_where_a_gradient_is_not_finite(implementation: str, unscaled: bool) -> None:
+    world = World("AdamW", implementation, steps=1, scaled=True)
+    assert world.scaler is not None
+    before, after = world.values(), []
+    world.optimizer.register_step_post_hook(lambda *a: after.append(1))
+    next(world.model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]  # it has one
+    if unscaled:
+        world.scaler.unscale_(world.optimizer)
+    with InjectOOM(at=[3]):
+        world.guarded()
+    world.update()
+    assert off_by(world.values()["model"], before["model"]) == 0.0
+    assert world.scaler.get_scale() == 512.0
+    assert after == ([1] if implementation == "fused" else [])  # the fused one is stepped, and leaves its values alone
+
+
+def test_gradients_of_several_types_are_unscaled_once_each_wherever_that_fails() -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ElasticMBS]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 3).double(), nn.Linear(3, 3), nn.Embedding(5, 3, sparse=True)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        x = torch.ones(2, 3)
+        loss = model[0](x.double()).sum().float() + model[1](x).sum() + model[2](torch.tensor([1, 1, 3])).sum()
+        scaler.scale(loss).backward()
+        return model, optimizer, scaler, ElasticMBS(model, scaler=scaler, memory=MemoryOptions(monitor_interval=0))
+
+    reference, optimizer, scaler, _ = make()
+    scaler.step(optimizer)
+    number, hit = 0, True
+    while hit:
+        number += 1
+        model, optimizer, scaler, mbs = make()
+        with Everywhere(at=[number]) as inject:
+            mbs.optimizer_step(optimizer)
+        hit = bool(inject.hits)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True)), inject.hits
+    assert number > 15
+    model, optimizer, scaler, mbs = make()
+    with InjectOOM(always_from=1), pytest.raises(OptimizerStepError, match="no room to unscale"):
+        mbs.optimizer_step(optimizer)
+    mbs.optimizer_step(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_a_step_hook_that_takes_itself_off_stays_off() -> None:
+    model, batch = mlp(), pairs(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[str] = []
+
+    def once(*args: Any) -> None:
+        calls.append("once")
+        handle.remove()
+
+    handle = optimizer.register_step_pre_hook(once)
+    mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    for _ in range(3):
+        mbs.optimizer_step(optimizer)
+    assert calls == ["once"]
