@@ -8,9 +8,9 @@ from importlib import import_module
 
 from elastic_mbs.errors import UsageError
 
+from .models.subject import words
 from .options import Commands
 from .scenarios import command as scenarios
-from .subject import words
 
 __all__ = ["add_arguments"]
 

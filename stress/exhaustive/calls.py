@@ -15,10 +15,10 @@ from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.view import BatchView, map_tensors
 
-from ..by_hand import by_loop
-from ..cases import Case
 from ..flat_options import grouped
-from ..state import State, Streams, WrongOutcomeError, error_of, same_state
+from ..models.steps import Case
+from ..reference.by_hand import by_loop
+from ..reference.state import State, Streams, WrongOutcomeError, error_of, same_state
 from .target import Partition, Target, reference, whole_batch
 
 

@@ -136,7 +136,7 @@ def main(options: argparse.Namespace) -> int:
     check_writable(options.json, "--json")
     torch.set_num_threads(1)
     if options.model is None:
-        from ..cases import CASES
+        from ..models.steps import CASES
 
         targets = [builtin(name) for name in options.cases or CASES]
     else:

@@ -13,9 +13,9 @@ import torch
 from elastic_mbs import ElasticMBS, ElasticMBSError, OutOfMemory, RecoveryError
 from elastic_mbs.memory import NoSensor
 
-from ..cases import Case
 from ..flat_options import grouped
-from ..state import State, WrongOutcomeError, error_of
+from ..models.steps import Case
+from ..reference.state import State, WrongOutcomeError, error_of
 from .calls import CALLS, Call
 from .strike import INJECTED, Lines, Operations
 from .target import Target

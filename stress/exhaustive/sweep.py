@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from elastic_mbs import ElasticMBSError
 
-from ..cases import Case
-from ..state import State
+from ..models.steps import Case
+from ..reference.state import State
 from .calls import CALLS
 from .run import Outcome, run
 from .strike import EXCEPTIONS, PAIR, PATTERNS, Line, Lines, Operations

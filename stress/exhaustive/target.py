@@ -16,11 +16,11 @@ from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.controller.partition import partition
 from elastic_mbs.errors import UsageError
 
-from ..cases import CASES, Case, build
-from ..factory import make
+from ..models.factory import make
+from ..models.steps import CASES, Case, build
+from ..models.subject import naming
+from ..reference.state import State, error_of, tolerance_of
 from ..scenarios.facts import check
-from ..state import State, error_of, tolerance_of
-from ..subject import naming
 
 Partition = tuple[tuple[int, int], ...]
 
@@ -47,20 +47,20 @@ class Target:
 
 @cache
 def builtin(name: str) -> Target:
-    """A case of `stress.cases` by name. Its micro-batch of 4 makes two pieces, so that a failure can meet a batch that is partly accumulated."""
+    """A built-in step by name. Its micro-batch of 4 makes two pieces, so that a failure can meet a batch that is partly accumulated."""
     if name not in CASES:
         raise UsageError(f"unknown case {name!r}; one of {', '.join(CASES)}, or your own with --model path.py:factory")
     return Target(name, partial(build, name), partial(build, SAME_AS.get(name, name)))
 
 
 def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
-    """The user's own model, or a built-in one of `stress.models`, on the first samples of its first batch.
+    """The user's own model, or a built-in one of `stress.models.builtin`, on the first samples of its first batch.
 
     Whether it is separable is found out: the gradient of the whole batch is compared with that of the batch in pieces, without a failure. A single
     sample cannot be cut: what does not go through again ends in the floor error.
 
     Args:
-        name: as `stress.factory.find` takes it.
+        name: as `stress.models.factory.find` takes it.
         samples: how many; the whole batch where it has fewer.
         seed: of model and batch.
 

@@ -25,13 +25,13 @@ import torch
 from elastic_mbs.errors import UsageError
 
 from .. import exit_codes
-from ..factory import find
 from ..limits import ChildError, Crashed, Failed, Hung, available, run_child
+from ..models.factory import find
 from ..options import duration, whole
 from ..options import seed as a_seed
 from ..output import check_writable
+from ..reference.state import WrongOutcomeError
 from ..repeat import TOOL, case_seed
-from ..state import WrongOutcomeError
 from ..sums import listed
 from .counts import Counts
 from .job import hammer

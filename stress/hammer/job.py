@@ -16,15 +16,15 @@ from elastic_mbs import ElasticMBS, Event, OptimizerOutOfMemory, OutOfMemory, Po
 from elastic_mbs.errors import UsageError
 from elastic_mbs.testing import InjectOOM
 
-from ..by_hand import accumulate, by_loop, view_of
-from ..factory import make
+from ..endurance.blows import Blows, Range, draw
+from ..endurance.holding import Holding
 from ..flat_options import grouped
-from ..holding import Holding
 from ..limits import Emit, MemoryLimit, open_limit
+from ..models.factory import make
+from ..models.subject import Subject
+from ..reference.by_hand import accumulate, by_loop, view_of
+from ..reference.state import Streams, WrongOutcomeError, error_of, same_state, tolerance_of
 from ..scenarios.needs import smallest
-from ..state import Streams, WrongOutcomeError, error_of, same_state, tolerance_of
-from ..subject import Subject
-from .blows import Blows, Range, draw
 from .counts import Counts
 
 TURNS = 6
@@ -40,7 +40,7 @@ def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps
     Args:
         emit: gets the counts so far.
         kind: of the world.
-        model: as `stress.factory.find` takes it.
+        model: as `stress.models.factory.find` takes it.
         seed: of model, batches, and where memory moves.
         failures: at which it ends.
         steps: after which it ends all the same.

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from elastic_mbs import count_tokens, fields, items
 
-from .network import CLASSES, VOCABULARY
+from ..models.layers import CLASSES, VOCABULARY
 from .plan import Plan
 
 FEATURES = 3

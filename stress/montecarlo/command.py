@@ -23,8 +23,8 @@ from elastic_mbs.errors import UsageError
 from ..exit_codes import PASSED, UNEXPECTED, WRONG
 from ..options import duration, seed, whole
 from ..output import check_writable
+from ..reference.state import WrongOutcomeError
 from ..repeat import TOOL, case_seed
-from ..state import WrongOutcomeError
 from ..watchdog import Watchdog
 from .plan import Plan, draw, read
 from .processes import share

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_mbs.errors import UsageError
 
-from .network import LAYERS
+from ..models.layers import LAYERS
 
 PLACES = ("call", "eval", "optimizer")
 ERRORS = ("device", "host", "heap", "library", "alien")

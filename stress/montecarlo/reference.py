@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elastic_mbs.batch.view import BatchView
 
-from ..state import WrongOutcomeError
+from ..reference.state import WrongOutcomeError
 from .batches import counts_by_hand, dims_of
 from .setup import Setup
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.layers import Network
 from .batches import FEATURES, losses, unpack
-from .network import Network
 from .plan import Plan
 
 

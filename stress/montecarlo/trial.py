@@ -32,9 +32,9 @@ from elastic_mbs import (
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.testing import InjectOOM
 
-from ..by_hand import by_loop
 from ..flat_options import grouped
-from ..state import State, Streams, error_of, same_state
+from ..reference.by_hand import by_loop
+from ..reference.state import State, Streams, error_of, same_state
 from .batches import count_of, dims_of, make_batch
 from .checks import SCALE, check_nothing_left, check_partition, check_state, demand
 from .faults import AlienError, Faults, sensor_of

@@ -18,10 +18,10 @@ import torch
 from elastic_mbs.errors import UsageError
 
 from ..limits import KINDS, available
+from ..models.subject import words
 from ..options import memory, seed, whole
 from ..output import check_writable
 from ..record import Run, write_json
-from ..subject import words
 from .catalogue import SCENARIOS, Scenario
 from .console import Progress, summary, table
 from .facts import check

@@ -13,10 +13,10 @@ from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.errors import UsageError
 
-from ..by_hand import accumulate, view_of
-from ..factory import make
 from ..flat_options import grouped
-from ..subject import Subject, naming
+from ..models.factory import make
+from ..models.subject import Subject, naming
+from ..reference.by_hand import accumulate, view_of
 from .needs import batch_of
 from .reference import (
     Curve,

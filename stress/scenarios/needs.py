@@ -19,10 +19,10 @@ from elastic_mbs.engine.model import Inventory
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify
 
-from ..by_hand import view_of
 from ..limits import MemoryLimit
+from ..models.subject import Subject
 from ..record import Needs
-from ..subject import Subject
+from ..reference.by_hand import view_of
 
 TRIALS = 9
 """Halvings until a capacity is known to a few hundredths of what a piece takes."""

@@ -11,8 +11,8 @@ from typing import Any
 from elastic_mbs.errors import UsageError
 
 from ..limits import UNLIMITED, Child, ChildError, Confined, Crashed, Fence, in_child, run_child, run_children
+from ..models.subject import words
 from ..record import Mark, Needs, Run, Step
-from ..subject import words
 from . import checks, job
 from .meeting import Meeting
 from .order import Order

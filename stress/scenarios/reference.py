@@ -15,9 +15,9 @@ from elastic_mbs.batch.view import map_tensors
 from elastic_mbs.cli.demo.compare import ROUNDING, Rounding
 from elastic_mbs.rollback.random_streams import RandomStreams
 
-from ..by_hand import Partition, accumulate, view_of
-from ..state import start_streams
-from ..subject import Subject
+from ..models.subject import Subject
+from ..reference.by_hand import Partition, accumulate, view_of
+from ..reference.state import start_streams
 from .needs import batch_of
 
 SHAKEN = 30.0

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
-from ..factory import make
 from ..limits import CudaLimit, MemoryLimit, in_child, switch_onednn_off
+from ..models.factory import make
+from ..models.subject import one_line
 from ..record import Differences, Needs, Run, Step
-from ..subject import one_line
 from .checkpoint import Checkpoint
 from .facts import separable, whole
 from .needs import ON_HOST, longest_batch, measure, measure_by_trial, smallest, warm

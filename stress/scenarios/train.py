@@ -19,11 +19,11 @@ from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify
 from elastic_mbs.memory.sensor import Reading
 
-from ..by_hand import Partition, view_of
 from ..flat_options import grouped
 from ..limits import MemoryLimit
+from ..models.subject import Subject
 from ..record import End, Step
-from ..subject import Subject
+from ..reference.by_hand import Partition, view_of
 from .catalogue import Scenario
 from .needs import batch_of
 from .notes import Notes

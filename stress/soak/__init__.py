@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .trend import LIMITS, Sample, complaints, rise
+from ..endurance.trend import LIMITS, Sample, complaints, rise
 
 __all__ = ["LIMITS", "Sample", "complaints", "rise"]

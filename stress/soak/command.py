@@ -21,15 +21,15 @@ import torch
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
+from ..endurance.trend import LEAST, Sample, allowed, complaints, rise
 from ..exit_codes import HANG, PASSED, UNEXPECTED, WRONG
 from ..limits import Crashed, Failed, Hung, available, run_child
 from ..options import duration, seed, whole
 from ..output import check_writable
+from ..reference.state import WrongOutcomeError
 from ..scenarios.facts import check
-from ..state import WrongOutcomeError
 from ..watchdog import Watchdog
 from .job import soak
-from .trend import LEAST, Sample, allowed, complaints, rise
 
 STUCK = 600.0
 """Seconds beyond its time after which a run hangs."""

@@ -21,14 +21,14 @@ from elastic_mbs import ElasticMBS, MicroBatchFloorError, Policy, StepResult, el
 from elastic_mbs.controller.partition import partition
 from elastic_mbs.memory.budget import on_host
 
-from ..by_hand import accumulate, by_loop, view_of
-from ..factory import make
+from ..endurance.holding import Holding
+from ..endurance.trend import LEAST, Sample
 from ..flat_options import grouped
-from ..holding import Holding
 from ..limits import MemoryLimit, open_limit
-from ..state import Streams, WrongOutcomeError, error_of, tolerance_of
-from ..subject import Subject
-from .trend import LEAST, Sample
+from ..models.factory import make
+from ..models.subject import Subject
+from ..reference.by_hand import accumulate, by_loop, view_of
+from ..reference.state import Streams, WrongOutcomeError, error_of, tolerance_of
 
 SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
 """Of what the whole batch needs beyond the smallest piece: what the memory is, by turns."""
@@ -62,7 +62,7 @@ def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, sample
         kind: of the world.
         seconds: how long.
         seed: of model, batches, and the comings and goings of memory.
-        model: as `stress.factory.find` takes it.
+        model: as `stress.models.factory.find` takes it.
         samples: how many, about.
         clock: gives the time in seconds.
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import count_tokens
-from stress.subject import Subject
+from stress.models.subject import Subject
 
 SAMPLES, ROWS = 16, 32
 

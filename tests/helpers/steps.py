@@ -13,7 +13,7 @@ from torch.nn import functional
 from elastic_mbs import ElasticMBS, StepResult
 from elastic_mbs.memory import NoSensor
 from stress.flat_options import grouped
-from stress.state import error_of
+from stress.reference.state import error_of
 
 Pair = tuple[Tensor, Tensor]
 LossFn = Callable[..., Any]

@@ -21,10 +21,10 @@ from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.graph import CommitLog
 from elastic_mbs.rollback.isolation import Isolation
 from elastic_mbs.rollback.random_streams import RandomStreams
-from stress.cases import CASES
 from stress.exhaustive import PATTERNS, Lines, Operations, Sweep, builtin, run
 from stress.exhaustive.calls import CALLS, Backward
 from stress.exhaustive.strike import EXCEPTIONS
+from stress.models.steps import CASES
 
 GUARDED = ["--dimension", "operations", "--call", "backward"]
 POINTS = 40

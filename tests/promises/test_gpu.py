@@ -26,7 +26,7 @@ from elastic_mbs import ElasticMBS, Event, Headroom, MemoryOptions, OptimizerOut
 from elastic_mbs.memory import CudaSensor, oom
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from elastic_mbs.memory.processes import pids_are_ours
-from stress.state import error_of
+from stress.reference.state import error_of
 from tests.helpers.room import MEBI, PLENTY, ROOT, Neighbour, Pair, Room, Wide, batch_on, by_hand, loss_of, needs, scale, wide
 from tests.helpers.steps import elastic, grads, off_by, through, whole_gradient
 

@@ -22,13 +22,13 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
-from stress.by_hand import accumulate, view_of
-from stress.factory import make
-from stress.hammer.blows import BLOCKS, NOTHING_MORE, Blow, Blows, Range, draw
+from stress.endurance.blows import BLOCKS, NOTHING_MORE, Blow, Blows, Range, draw
 from stress.hammer.counts import Counts
 from stress.hammer.job import _Round, hammer
 from stress.limits import BudgetLimit, Crashed, Failed, Hung, available
-from stress.state import Streams, WrongOutcomeError
+from stress.models.factory import make
+from stress.reference.by_hand import accumulate, view_of
+from stress.reference.state import Streams, WrongOutcomeError
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.no_oom_injection

@@ -26,14 +26,14 @@ from elastic_mbs.engine import recovery
 from elastic_mbs.errors import UsageError
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
+from stress.models.layers import LAYERS
 from stress.montecarlo import Fault, Outcome, Plan, case_seed, draw, run_trial
 from stress.montecarlo.faults import Faults, sensor_of
-from stress.montecarlo.network import LAYERS
 from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, read
 from stress.montecarlo.processes import _command
 from stress.montecarlo.shrink import shrink, smaller
 from stress.montecarlo.totals import Totals
-from stress.state import Streams, error_of
+from stress.reference.state import Streams, error_of
 from stress.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from elastic_mbs.cli.command import main
-from stress.factory import find
 from stress.limits import BudgetLimit, available
-from stress.models import BUILTIN
+from stress.models.builtin import BUILTIN
+from stress.models.factory import find
 from stress.record import Differences, End, Mark, Needs, Run, Step, document, read_json, write_json
 from stress.scenarios import checks, weather
 from stress.scenarios.catalogue import SCENARIOS

@@ -16,12 +16,12 @@ from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.engine import recovery
+from stress.endurance.trend import LIMITS, Sample, complaints, rise, slope
 from stress.flat_options import grouped
 from stress.limits import BudgetLimit, Crashed, Failed, Hung
+from stress.reference.state import WrongOutcomeError
 from stress.scenarios.catalogue import EAGER
 from stress.soak.job import _Soak, soak
-from stress.soak.trend import LIMITS, Sample, complaints, rise, slope
-from stress.state import WrongOutcomeError
 from tests.helpers import small_models
 
 FLAT = Sample(at=0.0, live=1000, resident=500 << 20, data=400 << 20, threads=3, files=7, objects=20_000, hooks=0, ratio=1.0)

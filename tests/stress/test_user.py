@@ -14,8 +14,9 @@ import torch
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.errors import UsageError
-from stress.factory import find, make
 from stress.limits import BudgetLimit, available
+from stress.models.factory import find, make
+from stress.models.subject import naming
 from stress.record import Needs, Run, read_json
 from stress.scenarios import checks
 from stress.scenarios import command as scenarios
@@ -24,7 +25,6 @@ from stress.scenarios.needs import least, measure
 from stress.scenarios.order import DEADLINE, Order
 from stress.scenarios.perform import failed, judge, perform
 from stress.scenarios.reference import Probe, relative
-from stress.subject import naming
 from tests.stress.test_scenarios import SAME, record, step
 
 Write = Callable[..., str]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from elastic_mbs.errors import UsageError
 
-from .models import BUILTIN, ON_GPU
-from .state import Streams, start_streams
+from ..reference.state import Streams, start_streams
+from .builtin import BUILTIN, ON_GPU
 from .subject import Subject, naming
 
 KEPT_BATCHES = 64

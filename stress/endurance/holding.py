@@ -6,8 +6,8 @@ from torch import nn
 
 from elastic_mbs import Event, OutOfMemory
 
-from .limits import MemoryLimit, ShimLimit
-from .state import WrongOutcomeError
+from ..limits import MemoryLimit, ShimLimit
+from ..reference.state import WrongOutcomeError
 
 BOOKKEEPING = 16384
 """Bytes of losses, states of random generators and the like that a call may hold."""

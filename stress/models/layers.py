@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ..networks import Recompute
+from .networks import Recompute
 
 VOCABULARY = 11
 CLASSES = 3

@@ -10,7 +10,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
 from elastic_mbs.batch.view import BatchView
 
-from .subject import Subject
+from ..models.subject import Subject
 
 Partition = Sequence[Sequence[int]]
 
