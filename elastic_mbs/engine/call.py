@@ -194,10 +194,10 @@ class Call:
             if self.stream_start is None:
                 self._snapshot_call(micro)
             else:
+                if parts.buffers.busy:
+                    parts.buffers.begin_piece()  # before all else that can fail
                 if self.traits.draws or parts.streams.draws_on_host:  # else they stand where they stood, and recovery checks that
                     micro._streams = parts.streams.read(slow=parts.streams.draws_on_host)
-                if parts.buffers.busy:
-                    parts.buffers.begin_piece()
             data = self.view.piece(piece.start, piece.stop)
             if self.traits.edits_batch:
                 data = map_tensors(data, torch.Tensor.clone)

@@ -272,7 +272,7 @@ def _why_from_the_start(call: Call, failure: Failure) -> str | None:
         return "gradients share memory or have new hooks, so which of them it reached cannot be told"
     if parts.settings.gradients.backward is not None:
         return "backward= gives no way to leave out the leaves that had committed"
-    if traits.normalises_batch or failure.normalises_batch or parts.buffers.moved():
+    if traits.normalises_batch or failure.normalises_batch or parts.buffers.changed():
         return "the piece had partly committed and depends on who is in it"
     if failure.streams is not None and streams_moved(parts, failure.streams):
         return "the piece had partly committed and drew random numbers"

@@ -39,7 +39,7 @@ def test_a_buffer_of_any_kind_that_stays_as_it_is_does_no_harm(kind: str) -> Non
     copies = BufferCopies()
     for _ in range(2):
         copies.begin_call([module])
-        assert not copies.moved()
+        assert not copies.changed()
         assert copies.restore(to_call_start=False) is None
         assert not copies.end_clean_piece()
         copies.begin_piece()
@@ -51,7 +51,7 @@ def test_a_buffer_that_holds_nan_is_not_taken_to_change() -> None:
     module = Holder(scale=numbers(float("nan")))
     copies = BufferCopies()
     copies.begin_call([module])
-    assert not copies.moved()
+    assert not copies.changed()
     assert not copies.end_clean_piece()
 
 
@@ -86,7 +86,7 @@ def test_modules_without_buffers_cost_nothing() -> None:
     copies = BufferCopies()
     copies.begin_call(modules)
     copies.begin_piece()
-    assert not copies.moved()
+    assert not copies.changed()
     assert not copies.end_clean_piece()
     assert copies.restore(to_call_start=True) is None
 

@@ -1,0 +1,171 @@
+"""Copying buffers and putting them back fails as anything else does: wherever it is struck, a rollback afterwards is right."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs.rollback.buffers import BufferCopies
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.buffers import F64
+from tests.helpers.steps import cross_entropy, elastic, pairs
+from tests.helpers.strikes import StrikeAt, interrupt_before_line, until_clean
+
+pytestmark = pytest.mark.no_oom_injection
+
+
+class Codebook(nn.Module):
+    """Changes a buffer in each of the ways that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: Tensor
+        for name in ("counted", "replaced", "silent", "mask"):
+            self.register_buffer(name, torch.zeros(6, dtype=F64))
+        self.register_buffer("transposed", torch.zeros(3, 2, dtype=F64).t())
+        self.register_buffer("learned", torch.zeros(1, dtype=F64, requires_grad=True))
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.get_buffer("counted").add_(1)
+        self.get_buffer("transposed").add_(1)
+        self.get_buffer("learned").detach().add_(1)
+        self.replaced = self.replaced + x.detach().mean(0)
+        self.get_buffer("silent").data.add_(1)
+        return x + self.replaced
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6), Codebook(), nn.Linear(6, 4)).double()
+
+
+def state(model: nn.Sequential) -> list[object]:
+    return [model[2].seen, *((name, buffer.tolist()) for name, buffer in model.named_buffers())]
+
+
+class Run:
+    """A call by hand, with a failing attempt at its second piece."""
+
+    def __init__(self, *, known: bool) -> None:
+        self.model, self.x, self.copies = net(), pairs(8)[0], BufferCopies()
+        self.modules = list(self.model.modules())
+        if known:
+            self.first_piece()
+        self.start = state(self.model)
+
+    def first_piece(self) -> None:
+        self.copies.begin_call(self.modules, "f")
+        self.model(self.x)
+        self.copies.end_clean_piece()
+
+    def check(self, *, to_call_start: bool, wanted: list[object]) -> None:
+        self.model(-self.x)
+        assert self.copies.restore(to_call_start=to_call_start) is None
+        assert state(self.model) == wanted
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_snapshot_that_runs_out_of_memory_at_any_operation_leaves_a_right_rollback(known: bool) -> None:
+    # One failure while some of the buffers were copied put the others back to the call's start, without a word.
+    def at_the_call(n: int) -> bool:
+        run = Run(known=known)
+        strike = StrikeAt(n)
+        with strike, suppress(torch.OutOfMemoryError):
+            run.copies.begin_call(run.modules, "f")
+        assert run.copies.restore(to_call_start=False) is None
+        assert state(run.model) == run.start
+        run.copies.begin_call(run.modules, "f")
+        run.check(to_call_start=False, wanted=run.start)
+        return strike.struck
+
+    def at_the_piece(n: int) -> bool:
+        run = Run(known=known)
+        run.first_piece()
+        between = state(run.model)
+        strike = StrikeAt(n)
+        with strike, suppress(torch.OutOfMemoryError):
+            run.copies.begin_piece()
+        if strike.struck:
+            assert run.copies.restore(to_call_start=False) is None
+            assert state(run.model) == between
+            run.copies.begin_piece()
+        run.check(to_call_start=False, wanted=between)
+        run.check(to_call_start=True, wanted=run.start)
+        return strike.struck
+
+    assert until_clean(at_the_call) >= 4
+    assert until_clean(at_the_piece) >= 4
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("to_call_start", [False, True])
+def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure_at_any_operation(known: bool, to_call_start: bool) -> None:
+    def run_with(n: int) -> bool:
+        run = Run(known=known)
+        run.first_piece()
+        run.copies.begin_piece()
+        wanted = run.start if to_call_start else state(run.model)
+        run.model(-run.x)
+        strike = StrikeAt(n)
+        with strike, suppress(torch.OutOfMemoryError):
+            run.copies.restore(to_call_start=to_call_start)
+        with InjectOOM(always_from=1):
+            assert run.copies.changed()
+            assert run.copies.restore(to_call_start=to_call_start) is None
+        assert state(run.model) == wanted
+        return strike.struck
+
+    assert until_clean(run_with) >= 8
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_interrupt_at_any_line_leaves_a_right_rollback_to_the_calls_start(known: bool) -> None:
+    def run_with(n: int) -> bool:
+        run, begun = Run(known=known), False
+        with interrupt_before_line(n, "rollback/buffers.py") as struck, suppress(KeyboardInterrupt):
+            run.copies.begin_call(run.modules, "f")
+            begun = True
+            run.model(run.x)
+            run.copies.end_clean_piece()
+            run.copies.begin_piece()
+            run.model(run.x)
+            run.copies.restore(to_call_start=False)
+        if begun:
+            run.copies.restore(to_call_start=True)
+        assert state(run.model) == run.start, struck
+        run.first_piece()
+        between = state(run.model)
+        run.copies.begin_piece()
+        run.check(to_call_start=False, wanted=between)
+        run.check(to_call_start=True, wanted=run.start)
+        return bool(struck)
+
+    assert until_clean(run_with) > 50
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_buffers_are_those_of_the_committed_pieces_wherever_memory_runs_out(calls: int) -> None:
+    batch = pairs(8)
+
+    def run_with(n: int) -> bool:
+        model = net()
+        mbs, loss_fn = elastic(model, micro_batch_size=4, min_micro_batch_size=2, grow=False), cross_entropy(model)
+        for _ in range(calls - 1):
+            mbs.backward(loss_fn, batch)
+        model.zero_grad()
+        twin = net()
+        twin.load_state_dict(model.state_dict())
+        with InjectOOM(at=[n]) as injected:
+            result = mbs.backward(loss_fn, batch)
+        for first, stop in result.partition:
+            twin(batch[0][first:stop])
+        for (name, buffer), wanted in zip(model.named_buffers(), twin.buffers(), strict=True):
+            assert torch.allclose(buffer, wanted, rtol=1e-12), (n, injected.hits, name)
+        return bool(injected.hits)
+
+    assert until_clean(run_with) > 40
