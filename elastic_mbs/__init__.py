@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from elastic_mbs.batch.containers import register_splitter
 from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.batch.splitters import fields, items, whole
 from elastic_mbs.batch.token_counts import count_tokens
-from elastic_mbs.batch.view import fields, items, register_splitter, whole
 from elastic_mbs.controller.controller import Policy
 from elastic_mbs.decorator import elastic_step
 from elastic_mbs.engine.micro_batch import MicroBatch

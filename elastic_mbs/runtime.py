@@ -16,8 +16,9 @@ from torch import nn
 
 from elastic_mbs.batch.counts import CountFn, Counts
 from elastic_mbs.batch.lint import first_look
+from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.batch.transfer import Streamer, choose_device
-from elastic_mbs.batch.view import BatchView, Dims
+from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.controller import Controller, Policy
 from elastic_mbs.engine.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, refuse_no_function, sinks_of
 from elastic_mbs.engine.call import Call
@@ -159,7 +160,7 @@ class ElasticMBS:
             self._parts.guard = HostGuard(margin, modules=inventory.modules, warn=lambda text: emit(warn(text)))
         self._call: Call | None = None
         self._totals: Totals | None = None  # where there is no call: in verify, and when not enabled
-        self._readings: dict[str, Any] = {}
+        self._known_lists: dict[str, Any] = {}
         self._looked_at: set[str] = set()
         self._stats = Stats()
         self._steps = StepWatch()
@@ -375,7 +376,7 @@ class ElasticMBS:
         if running_call() is not None:
             raise NestedCallError("verify() was called inside a step function; call it beside the training loop")
         view = BatchView(batch, self._dims)
-        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.readings)
+        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.known_lists)
         counts = Counts.read(self._count, few)
         self._totals = counts.total
         try:
@@ -449,8 +450,8 @@ class ElasticMBS:
             parts.monitor.start()
         if parts.telemetry is not None:
             parts.telemetry.begin(parts.devices[0])
-        view = BatchView(batch, self._dims, self._readings.get(name))
-        self._readings[name] = view.readings
+        view = BatchView(batch, self._dims, self._known_lists.get(name))
+        self._known_lists[name] = view.known_lists
         if name not in self._looked_at:
             self._look_at(view, training, *beside)
             self._looked_at.add(name)

@@ -1,7 +1,7 @@
-"""What a batch may be made of: taking containers apart and putting them back as the same type.
+"""What a batch can be made of: its containers, taken apart and rebuilt as the same type.
 
-`torch.utils._pytree` and optree see HF `BatchEncoding`, `UserDict` and dataclasses as single leaves and would cut a `PackedSequence` wrongly, so
-the walk is our own. What a value is depends on its type alone (`kind_of`, cached); what its parts mean in a batch is decided in `view.py`.
+`torch.utils._pytree` sees HF `BatchEncoding`, `UserDict` and dataclasses as single leaves, so the walk is our own. The type alone decides how
+a value is handled (`kind_of`, cached); what its parts mean in a batch is decided in `layout.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import numbers
 import sys
-from collections import UserDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -35,12 +35,24 @@ class Role(Enum):
     LIST = auto()  # fields or per-sample items: the type alone does not say
     FIELDS = auto()  # mappings, tuples, dataclasses
     ARRAY = auto()  # numpy
-    CUSTOM = auto()  # somebody called register_splitter
+    CUSTOM = auto()  # registered with register_splitter
     REFUSED = auto()
     UNKNOWN = auto()
 
 
-_splitters: dict[type, Splitter] = {}
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """How values of one type are handled."""
+
+    role: Role
+    take: Callable[[Any], tuple[list[Any], list[Any]]] = lambda obj: ([], [])  # container → (keys, values)
+    put: Callable[[Any, list[Any], list[Any]], Any] = lambda obj, keys, values: obj  # a new container of the type; the given one stays as it is
+    splitter: Splitter | None = None  # of Role.CUSTOM
+    why: str = ""  # of Role.REFUSED
+    computed: Mapping[str, Any] = field(default_factory=dict)  # dataclass fields that the constructor does not take, with their defaults
+
+
+splitters: dict[type, Splitter] = {}
 
 
 def register_splitter(
@@ -51,10 +63,10 @@ def register_splitter(
     tensors: Callable[[Any], Iterable[Tensor]] | None = None,
     move: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None = None,
 ) -> None:
-    """Teaches `BatchView` how to cut a type of yours; it then holds for its subclasses too (nearest class in the MRO).
+    """Teaches elastic_mbs how to cut a type of yours; it then holds for its subclasses too (nearest class in the MRO).
 
     Args:
-        cls: the type. Registering it again replaces what was said before.
+        cls: the type. Registering it again replaces the earlier functions.
         length: `length(obj)` → number of samples.
         slice: `slice(obj, start, stop)` → samples `start` to `stop`, preferably as views. It must leave `obj` as it is.
         tensors: `tensors(obj)` → the tensors inside, for devices, sizes and the check for edits in place. None: it holds none.
@@ -64,52 +76,57 @@ def register_splitter(
         BatchError: `cls` is no class or one that is cut already (tensor, dict, list, tuple, a scalar), a function cannot be called, or only one of
             `tensors` and `move` is given.
     """
-    if not isinstance(cls, type):
-        raise BatchError(f"register_splitter needs a class, not {cls!r}")
-    if cls in (object, Tensor, dict, list, tuple, str, bytes, int, float, bool, type(None)):
-        raise BatchError(f"{type_name(cls)} is cut by elastic_mbs itself: register a class of your own (a subclass will do)")
-    for name, function in (("length", length), ("slice", slice), ("tensors", tensors), ("move", move)):
-        if not callable(function) and (function is not None or name in ("length", "slice")):
-            raise BatchError(f"register_splitter({cls.__name__}): {name} must be a function, not {function!r}")
-    if (tensors is None) != (move is None):
-        given, missing = ("tensors", "move") if move is None else ("move", "tensors")
-        raise BatchError(f"register_splitter({cls.__name__}): {given}= needs {missing}= as well (what is found must be movable, and the reverse)")
-    _splitters[cls] = Splitter(cls, length, slice, tensors, move)
-    _cached_kind.cache_clear()
+    splitters[cls] = Splitter(cls, length, slice, tensors, move)
+    cached_kind.cache_clear()
 
 
-def _not_copied(obj: Any, why: object) -> BatchError:
-    name = type(obj).__qualname__
-    return BatchError(
-        f"{type_name(type(obj))} cannot be rebuilt with other values: {why}\n  say how it is cut: register_splitter({name}, length=..., slice=...)"
-    )
+_SCALARS = (str, bytes, bytearray, numbers.Number, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_REFUSED: dict[tuple[type, ...], str] = {
+    (PackedSequence,): "its data interleaves the samples, so no range of it is a range of samples: pad the batch and pack inside loss_fn, "
+    "or put it in a class of yours and register it",
+    (Set,): "a set has no order, so no range of it is a range of samples: make it a list, or register it",
+    (Iterator, AsyncIterator): "it can be read only once, and a replay reads it again: make it a list, or register it",
+}
 
 
-def _shallow(obj: Any) -> Any:
-    """A shallow copy without what cached properties have computed from the values that are about to be replaced."""
-    try:
-        new = copy.copy(obj)
-    except TypeError as error:
-        raise _not_copied(obj, error) from error
-    for name in kind_of(type(obj)).cached:
-        vars(new).pop(name, None)
-    return new
-
-
-def _take_mapping(obj: Any) -> tuple[list[Any], list[Any]]:
-    return list(obj), [obj[key] for key in obj]
-
-
-def _take_dict(obj: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-    return list(obj), list(obj.values())
-
-
-def _take_userdict(obj: Any) -> tuple[list[Any], list[Any]]:
-    return _take_dict(obj.data)  # BatchEncoding's own __getitem__ means other things too
+def _kind(cls: type) -> Kind:
+    for base in cls.__mro__:
+        if base in splitters:
+            return Kind(Role.CUSTOM, splitter=splitters[base])
+    for types, why in _REFUSED.items():
+        if issubclass(cls, types):
+            return Kind(Role.REFUSED, why=why)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(cls, numpy.generic | numpy.ndarray):
+        return Kind(Role.ARRAY if issubclass(cls, numpy.ndarray) else Role.SCALAR)
+    # Tensor-like containers (TensorDict) carry a batch size of their own, which a rebuild would leave as it was.
+    unknown = hasattr(cls, "__torch_function__") and not issubclass(cls, Tensor)
+    if unknown or cls in _BUILTINS:
+        return _BUILTINS.get(cls, Kind(Role.UNKNOWN))
+    for base, kind in _SUBCLASSES.items():
+        if issubclass(cls, base):
+            return kind
+    if dataclasses.is_dataclass(cls):
+        computed = {each.name: each.default for each in dataclasses.fields(cls) if not each.init}
+        return Kind(Role.FIELDS, _take_dataclass, _refilled(_fill_attributes), computed=computed)
+    return Kind(Role.UNKNOWN)
 
 
 def _take_sequence(obj: Any) -> tuple[list[Any], list[Any]]:
     return list(range(len(obj))), list(obj)
+
+
+def _take_dict(obj: Any) -> tuple[list[Any], list[Any]]:
+    return list(obj), list(obj.values())
+
+
+_PER_SAMPLE = ("_encodings",)  # attributes of a mapping with one item per sample: HF BatchEncoding's, which answer `word_ids(i)`
+
+
+def _take_mapping(obj: Any) -> tuple[list[Any], list[Any]]:
+    attributes = getattr(obj, "__dict__", {})
+    items = {key: obj[key] for key in obj} | {name: attributes[name] for name in _PER_SAMPLE if isinstance(attributes.get(name), list)}
+    return _take_dict(items)
 
 
 def _take_dataclass(obj: Any) -> tuple[list[Any], list[Any]]:
@@ -117,177 +134,102 @@ def _take_dataclass(obj: Any) -> tuple[list[Any], list[Any]]:
     return names, [getattr(obj, name) for name in names]
 
 
-def _put_dict(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    return dict(zip(keys, values, strict=True))
+def _fill_list(new: Any, keys: list[Any], values: list[Any]) -> None:
+    new[:] = values
 
 
-def _put_dict_subclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    new = _shallow(obj)
+def _fill_dict(new: Any, keys: list[Any], values: list[Any]) -> None:
     for key, value in zip(keys, values, strict=True):
-        new[key] = value  # by its own __setitem__: HF ModelOutput keeps attributes beside the items
-    if getattr(obj, "__dict__", None) is obj:  # `self.__dict__ = self`: the copy has a dict of its own, with the old items in it
-        object.__setattr__(new, "__dict__", new)
-    else:
-        _renew_attributes(obj, new, [dict.get(obj, key) for key in keys], values)
-    return new
+        new[key] = value  # by its own __setitem__: HF ModelOutput keeps attributes next to the items
 
 
-def _renew_attributes(obj: Any, new: Any, before: list[Any], after: list[Any]) -> None:
-    """Parts may be attributes, too, by their names or others."""
-    renewed = {id(old): value for old, value in zip(before, after, strict=True) if not isinstance(old, _SCALARS)}  # one 8 is every 8
-    present = getattr(new, "__dict__", {})
-    present.update({name: renewed[id(old)] for name, old in getattr(obj, "__dict__", {}).items() if id(old) in renewed and present.get(name) is old})
+def _fill_attributes(new: Any, keys: list[Any], values: list[Any]) -> None:
+    # Not dataclasses.replace: __post_init__ has already worked on these values, and InitVars are gone.
+    for name, value in zip(keys, values, strict=True):
+        object.__setattr__(new, name, value)
 
 
-def _put_userdict(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    new = _shallow(obj)
-    new.data = dict(zip(keys, values, strict=True))
-    _renew_attributes(obj, new, [obj.data.get(key) for key in keys], values)
-    return new
+def _refilled(fill: Callable[[Any, list[Any], list[Any]], None]) -> Callable[[Any, list[Any], list[Any]], Any]:
+    """The put of a container that is copied, with its attributes, and filled with other values."""
+
+    def put(obj: Any, keys: list[Any], values: list[Any]) -> Any:
+        try:
+            new = copy.copy(obj)
+        except TypeError as error:
+            raise _not_rebuilt(obj, error) from error
+        attributes = getattr(new, "__dict__", {})
+        for name in _cached_properties(type(obj)):
+            attributes.pop(name, None)  # computed from the values that are replaced
+        fill(new, keys, values)
+        if getattr(obj, "__dict__", None) is obj:  # `self.__dict__ = self`: the copy has a dict of its own, with the old items in it
+            object.__setattr__(new, "__dict__", new)
+        elif attributes and len(old := kind_of(type(obj)).take(obj)[1]) == len(values):  # else a list of other items
+            # Parts can be attributes too, by their names or others; numbers and texts are the same in all pieces.
+            renewed = {id(part): value for part, value in zip(old, values, strict=True) if not isinstance(part, _SCALARS)}
+            own = vars(obj).items()
+            attributes.update({name: renewed[id(part)] for name, part in own if id(part) in renewed and attributes.get(name) is part})
+        return new
+
+    return put
+
+
+def _cached_properties(cls: type) -> list[str]:
+    return [name for base in cls.__mro__ for name, value in vars(base).items() if isinstance(value, functools.cached_property)]
 
 
 def _put_mapping(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    data = dict(zip(keys, values, strict=True))
-    # A shallow copy shares the inner dict, so assigning items would change the original: replace the dict itself, which keeps other attributes.
-    for name, inner in getattr(obj, "__dict__", {}).items():
-        if isinstance(inner, dict) and inner.keys() == data.keys():
-            new = _shallow(obj)
-            object.__setattr__(new, name, kind_of(type(inner)).put(inner, keys, values))
-            if all(new[key] is value for key, value in data.items()):
-                _renew_attributes(obj, new, [inner[key] for key in keys], values)
+    items = dict(zip(keys, values, strict=True))
+    renewed = {name: items.pop(name) for name in _PER_SAMPLE if name in items and name not in obj}
+    # A shallow copy shares the dict that holds the items, so that dict is replaced where there is one, which keeps other attributes.
+    for name, store in getattr(obj, "__dict__", {}).items():
+        if isinstance(store, dict) and store.keys() == items.keys():
+            renewed[name] = kind_of(type(store)).put(store, list(items), list(items.values()))
+            new = _refilled(lambda copied, _, __: vars(copied).update(renewed))(obj, keys, values)
+            if all(new[key] is value for key, value in items.items()):
                 return new
-    try:
-        built = type(obj)(data)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise _not_copied(obj, error) from error
-    if list(built) != keys or any(built[key] is not value for key, value in data.items()):
-        raise _not_copied(obj, "its constructor does not keep a dict's items")
-    return built
+            del renewed[name]
+    return _constructed(obj, items, keys, values)
 
 
 def _put_tuple(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    return tuple(values)
+    return obj._make(values) if hasattr(obj, "_make") else _constructed(obj, values, keys, values)  # torch.return_types and the like
 
 
-def _put_namedtuple(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    return type(obj)._make(values)
-
-
-def _put_tuple_subclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
+def _constructed(obj: Any, content: Any, keys: list[Any], values: list[Any]) -> Any:
     try:
-        built = type(obj)(values)  # torch.return_types and the like
-    except (TypeError, ValueError) as error:
-        raise _not_copied(obj, error) from error
-    if len(built) != len(values) or any(new is not value for new, value in zip(built, values, strict=True)):
-        raise _not_copied(obj, "its constructor does not keep a sequence's items")
+        built = type(obj)(content)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise _not_rebuilt(obj, error) from error
+    names, parts = kind_of(type(built)).take(built)
+    if names != keys or any(new is not value for new, value in zip(parts, values, strict=True)):
+        raise _not_rebuilt(obj, "its constructor does not keep its items")
     return built
 
 
-def _put_list(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    return list(values)
+def _not_rebuilt(obj: Any, why: object) -> BatchError:
+    return BatchError(f"{type_name(type(obj))} cannot be rebuilt with other values: {why}\n  say how it is cut: {to_register(type(obj))}")
 
 
-def _put_list_subclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    new = _shallow(obj)
-    new[:] = values
-    return new
+def to_register(cls: type) -> str:
+    """The call to paste for a type that is not known."""
+    return f"register_splitter({cls.__qualname__}, length=..., slice=...)"
 
 
-def _put_dataclass(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    # Not dataclasses.replace: __post_init__ has already done its work on these values, and InitVars are gone.
-    new = _shallow(obj)
-    _renew_attributes(obj, new, [getattr(obj, name) for name in keys], values)
-    for name, value in zip(keys, values, strict=True):
-        object.__setattr__(new, name, value)
-    return new
-
-
-def _take_none(obj: Any) -> tuple[list[Any], list[Any]]:
-    return [], []
-
-
-def _put_same(obj: Any, keys: list[Any], values: list[Any]) -> Any:
-    return obj
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kind:
-    """How values of one type are handled.
-
-    Attributes:
-        role: what they can be in a batch.
-        take: container → (keys, values).
-        put: (container, keys, values) → a new container of the same type; the given one is left as it is.
-        splitter: what was registered, for `Role.CUSTOM`.
-        why: why the type is refused and what to do, for `Role.REFUSED`.
-        computed: dataclass fields that the constructor does not take, with their defaults.
-        cached: names of cached properties.
-        beside: attributes beside the parts that are lists with one item per sample, where they are there.
-    """
-
-    role: Role
-    take: Callable[[Any], tuple[list[Any], list[Any]]] = _take_none
-    put: Callable[[Any, list[Any], list[Any]], Any] = _put_same
-    splitter: Splitter | None = None
-    why: str = ""
-    computed: Mapping[str, Any] = field(default_factory=dict)
-    cached: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-
-
-_SCALARS = (str, bytes, bytearray, numbers.Number, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PACKED = (
-    "its data interleaves the samples, so no range of it is a range of samples: pad the batch and pack inside loss_fn, "
-    "or put it in a class of yours and register_splitter(ThatClass, length=..., slice=...)"
-)
-_SET = "a set has no order, so no range of it is a range of samples: make it a list, or register_splitter({name}, length=..., slice=...)"
-_ITERATOR = "it can be read only once, and a replay reads it again: make it a list, or register_splitter({name}, length=..., slice=...)"
-
-
-def _kind(cls: type) -> Kind:
-    for base in cls.__mro__:
-        if base in _splitters:
-            return Kind(Role.CUSTOM, splitter=_splitters[base])
-    numpy = sys.modules.get("numpy")
-    if issubclass(cls, Tensor):
-        return Kind(Role.TENSOR)
-    if issubclass(cls, _SCALARS) or (numpy is not None and issubclass(cls, numpy.generic)):
-        return Kind(Role.SCALAR)
-    if issubclass(cls, PackedSequence):
-        return Kind(Role.REFUSED, why=_PACKED)
-    if issubclass(cls, Set):
-        return Kind(Role.REFUSED, why=_SET.format(name=cls.__qualname__))
-    if issubclass(cls, Iterator | AsyncIterator):
-        return Kind(Role.REFUSED, why=_ITERATOR.format(name=cls.__qualname__))
-    if numpy is not None and issubclass(cls, numpy.ndarray):
-        return Kind(Role.ARRAY)
-    return _container_kind(cls)
-
-
-def _container_kind(cls: type) -> Kind:
-    if hasattr(cls, "__torch_function__"):
-        return Kind(Role.UNKNOWN)  # tensor-like containers (TensorDict) carry a batch size of their own, which a rebuild would leave as it was
-    cached = tuple(name for base in cls.__mro__ for name, value in vars(base).items() if isinstance(value, functools.cached_property))
-    if issubclass(cls, dict):
-        return Kind(Role.FIELDS, _take_dict, _put_dict if cls is dict else _put_dict_subclass, cached=cached)
-    if issubclass(cls, UserDict):
-        return Kind(Role.FIELDS, _take_userdict, _put_userdict, cached=cached, beside=("_encodings",))  # HF BatchEncoding's, behind `word_ids(i)`
-    if issubclass(cls, Mapping):
-        return Kind(Role.FIELDS, _take_mapping, _put_mapping, cached=cached)
-    if issubclass(cls, tuple):
-        return Kind(Role.FIELDS, _take_sequence, _put_tuple if cls is tuple else _put_namedtuple if hasattr(cls, "_make") else _put_tuple_subclass)
-    if issubclass(cls, list):
-        return Kind(Role.LIST, _take_sequence, _put_list if cls is list else _put_list_subclass, cached=cached)
-    if dataclasses.is_dataclass(cls):
-        computed = {each.name: each.default for each in dataclasses.fields(cls) if not each.init}
-        return Kind(Role.FIELDS, _take_dataclass, _put_dataclass, computed=computed, cached=cached)
-    return Kind(Role.UNKNOWN)
-
-
-_cached_kind = functools.lru_cache(maxsize=1024)(_kind)
-kind_of: Callable[[type], Kind] = _cached_kind
-"""The kind of a type; what is registered comes first."""
-
+_BUILTINS: dict[Any, Kind] = {
+    tuple: Kind(Role.FIELDS, _take_sequence, lambda obj, keys, values: tuple(values)),
+    list: Kind(Role.LIST, _take_sequence, lambda obj, keys, values: list(values)),
+    dict: Kind(Role.FIELDS, _take_dict, lambda obj, keys, values: dict(zip(keys, values, strict=True))),
+}
+_SUBCLASSES: dict[Any, Kind] = {
+    Tensor: Kind(Role.TENSOR),
+    _SCALARS: Kind(Role.SCALAR),
+    tuple: Kind(Role.FIELDS, _take_sequence, _put_tuple),
+    list: Kind(Role.LIST, _take_sequence, _refilled(_fill_list)),
+    dict: Kind(Role.FIELDS, _take_dict, _refilled(_fill_dict)),
+    Mapping: Kind(Role.FIELDS, _take_mapping, _put_mapping),
+}
+cached_kind = functools.lru_cache(maxsize=1024)(_kind)
+kind_of: Callable[[type], Kind] = cached_kind  # registered types come first
 _WALKED = frozenset({Role.TENSOR, Role.LIST, Role.FIELDS, Role.CUSTOM})
 
 
@@ -311,14 +253,9 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(obj: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`obj` with `fn` applied to every tensor in it, in containers of the same types.
+    """`obj` with `fn` applied to every tensor in it, in new containers of the same types.
 
-    Args:
-        obj: any container that `BatchView` takes, nested at will, or a tensor. Other objects are returned untouched.
-        fn: tensor → tensor.
-
-    Returns:
-        A new container, or the same object where `fn` returned every tensor as it was (so that moving to the same device costs no rebuild).
+    Unknown objects are returned untouched, and so is what `fn` does not change: moving to the same device costs no rebuild.
     """
     kind = kind_of(type(obj))
     if kind.role is Role.TENSOR:
@@ -336,7 +273,30 @@ def fresh(obj: Any) -> Any:
     """`obj` with new containers around the same leaves, so that a `pop` from it does not reach the original."""
     kind = kind_of(type(obj))
     keys, values = kind.take(obj)
-    return kind.put(obj, keys, [fresh(value) for value in values]) if values else kind.put(obj, [], [])
+    return kind.put(obj, keys, [fresh(value) for value in values])
+
+
+def attributes_with_rows(obj: Any, parts: Sequence[Any]) -> list[str]:
+    """Attributes of a container that have rows and are none of its parts: each piece would get the whole batch's."""
+    attributes = getattr(obj, "__dict__", None)
+    if not attributes or attributes is obj:
+        return []
+    stores: set[str] = set()
+    if isinstance(obj, Mapping) and not isinstance(obj, dict):
+        stores = {name for name, value in attributes.items() if isinstance(value, Mapping) and set(value) == set(obj)}
+        if not stores:
+            return []  # its constructor makes the pieces, attributes and all
+    known = set(map(id, parts))
+    cached = _cached_properties(type(obj))
+    return [name for name, value in attributes.items() if name not in stores and name not in cached and id(value) not in known and _has_rows(value)]
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a tensor or array with a dimension is in it; only Python's own containers are looked into."""
+    kind = kind_of(type(value))
+    if kind.role in (Role.TENSOR, Role.ARRAY):
+        return bool(value.ndim)
+    return kind in _BUILTINS.values() and any(map(_has_rows, kind.take(value)[1]))
 
 
 def dotted(path: Path) -> str:
@@ -352,39 +312,31 @@ def suffixes(path: Path) -> Iterator[str]:
             yield dotted(path[i:])
 
 
-def walk(obj: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value below `obj` with its path, containers before their parts; lists of plain items are not opened."""
-    kind = kind_of(type(obj))
-    keys, values = kind.take(obj)
-    if kind.role is Role.LIST and not roles_in(values) & _WALKED:
-        return
-    for key, value in zip(keys, values, strict=True):
-        yield (*path, key), value
-        yield from walk(value, (*path, key))
-
-
-_MISSING = object()
-
-
-def _descend(obj: Any, name: str) -> Any:
-    for key, value in zip(*kind_of(type(obj)).take(obj), strict=True):
-        if str(key) == name:
-            return value
-        if name.startswith(f"{key}.") and (found := _descend(value, name[len(str(key)) + 1 :])) is not _MISSING:
-            return found
-    return _MISSING
+def walk(obj: Any) -> Iterator[tuple[Path, Any]]:
+    """Every value below `obj` with its path, the outermost first; lists of plain items are not opened."""
+    todo: deque[tuple[Path, Any]] = deque([((), obj)])
+    while todo:
+        path, value = todo.popleft()
+        if path:
+            yield path, value
+        kind = kind_of(type(value))
+        keys, parts = kind.take(value)
+        if kind.role is not Role.LIST or roles_in(parts) & _WALKED:
+            todo.extend(((*path, key), part) for key, part in zip(keys, parts, strict=True))
 
 
 def lookup(obj: Any, key: str | int) -> Any:
     """The value that a name, a dotted path or an index means.
 
     Raises:
-        LookupError: nothing or more than one value has that name; the text says which names there are.
+        LookupError: nothing or more than one value has that name; the text lists the names.
     """
-    name = str(key)
-    if (exact := _descend(obj, name)) is not _MISSING:
-        return exact
-    found = [(dotted(path), value) for path, value in walk(obj) if name in suffixes(path)]
+    name, found = str(key), []
+    for path, value in walk(obj):
+        if dotted(path) == name:
+            return value
+        if name in suffixes(path):
+            found.append((dotted(path), value))
     if len(found) == 1:
         return found[0][1]
     if found:

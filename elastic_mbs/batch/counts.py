@@ -29,33 +29,37 @@ CountFn = Callable[[Any], Any]
 @dataclass(frozen=True, slots=True)
 class _Integers:
     prefix: Sequence[int]  # prefix[i]: terms before sample i
+    total: int
 
-    def sum(self, start: int, stop: int) -> int:
-        return self.prefix[stop] - self.prefix[start]
+    def share(self, start: int, stop: int) -> float:
+        return (self.prefix[stop] - self.prefix[start]) / self.total
 
 
 @dataclass(frozen=True, slots=True)
 class _Floats:
     values: Sequence[float]
+    total: float
 
-    def sum(self, start: int, stop: int) -> float:
-        return math.fsum(self.values[start:stop])
+    def share(self, start: int, stop: int) -> float:
+        return math.fsum(self.values[start:stop]) / self.total
+
+
+_Column = _Integers | _Floats
 
 
 class Counts:
     """Loss terms per sample, read once before any split."""
 
-    def __init__(self, columns: Mapping[str | None, _Integers | _Floats], samples: int) -> None:
+    def __init__(self, columns: Mapping[str | None, _Column], samples: int) -> None:
         self.n = samples
         self._columns = columns  # by the name of the loss; a single loss goes by None
-        self._totals = {name: column.sum(0, samples) for name, column in columns.items()}
 
     @classmethod
     def samples(cls, n: int) -> Counts:
         """Each of `n` samples counts 1."""
         if n < 1:
             raise CountError(f"a batch of {n} samples has no loss terms: skip it before the call")
-        return cls({None: _Integers(range(n + 1))}, n)
+        return cls({None: _Integers(range(n + 1), n)}, n)
 
     @classmethod
     def read(cls, count: CountFn | Mapping[str, CountFn | None] | None, view: BatchView) -> Counts:
@@ -78,10 +82,8 @@ class Counts:
         for name in count:
             if not isinstance(name, str):
                 raise CountError(f"count has the key {name!r}: keys are the names of the losses that loss_fn returns")
-        per_sample = _Integers(range(view.length + 1))
-        columns: dict[str | None, _Integers | _Floats] = {
-            name: per_sample if fn is None else _column(fn, view, f"count[{name!r}]") for name, fn in count.items()
-        }
+        per_sample = _Integers(range(view.length + 1), view.length)
+        columns: dict[str | None, _Column] = {name: per_sample if fn is None else _column(fn, view, f"count[{name!r}]") for name, fn in count.items()}
         return cls(columns, view.length)
 
     @property
@@ -92,9 +94,9 @@ class Counts:
     @property
     def total(self) -> int | float | dict[str, int | float]:
         """Loss terms of the batch: a number, or a dict where the losses have names."""
-        if None in self._totals:
-            return self._totals[None]
-        return {str(name): total for name, total in self._totals.items()}
+        if None in self._columns:
+            return self._columns[None].total
+        return {str(name): column.total for name, column in self._columns.items()}
 
     def weights(self, start: int, stop: int, *, reduction: str = "mean") -> dict[str | None, float] | None:
         """The factor of each loss of samples `start` to `stop`, by name; None where they have no loss term at all.
@@ -104,15 +106,13 @@ class Counts:
         """
         if not 0 <= start <= stop <= self.n:
             raise CountError(f"there are no samples {start}:{stop} in a batch of {self.n}")
-        terms = {name: column.sum(start, stop) for name, column in self._columns.items()}
-        if not any(terms.values()):
+        shares = {name: column.share(start, stop) for name, column in self._columns.items()}
+        if not any(shares.values()):
             return None
-        if reduction == "sum":
-            return {name: float(bool(own)) for name, own in terms.items()}
-        return {name: own / self._totals[name] for name, own in terms.items()}
+        return shares if reduction == "mean" else {name: float(share > 0) for name, share in shares.items()}
 
 
-def _column(count: Any, view: BatchView, where: str) -> _Integers | _Floats:
+def _column(count: Any, view: BatchView, where: str) -> _Column:
     if not callable(count):
         raise CountError(
             f"{where} is {described(count)}: it must be None (samples), a function of the batch that gives one count per sample, "
@@ -131,8 +131,7 @@ def _column(count: Any, view: BatchView, where: str) -> _Integers | _Floats:
         if min(values) < 0 or (floating and not all(map(math.isfinite, values))):
             i = next(i for i, value in enumerate(values) if not 0 <= value < math.inf)
             raise CountError(f"{where} of sample {i} is {values[i]}: counts are {'not negative' if values[i] < 0 else 'finite'}")
-        column = _Floats(values) if floating else _Integers([0, *accumulate(values)])
-        total = column.sum(0, len(values))
+        total: Any = math.fsum(values) if floating else sum(values)
     except OverflowError:
         raise CountError(f"{where} adds up to more than a float can hold ({sys.float_info.max:.3g}): scale the counts down") from None
     if not total:
@@ -140,7 +139,7 @@ def _column(count: Any, view: BatchView, where: str) -> _Integers | _Floats:
             f"{where} is zero for all {len(values)} samples, so the loss is a mean over nothing (is every label ignored?)\n"
             "  skip such a batch before the call"
         )
-    return column
+    return _Floats(values, total) if floating else _Integers([0, *accumulate(values)], total)
 
 
 def _on_host(result: Any, where: str) -> list[Any]:

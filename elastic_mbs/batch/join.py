@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.beside import join_beside
 from elastic_mbs.batch.containers import Path, Role, kind_of, roles_in
 from elastic_mbs.errors import BatchError
 
@@ -95,12 +94,9 @@ def _join(values: list[Any], lengths: Sequence[int], path: Path, apart: set[Path
     by_key = [dict(zip(own, part, strict=True)) for own, part in parts]
     joined = [_join([each[key] for each in by_key], lengths, (*path, key), apart) for key in keys]
     try:
-        made = kind.put(first, keys, joined)
+        return kind.put(first, keys, joined)
     except BatchError:
         return PerPiece(values, lengths)  # a type that takes certain values only (torch.Size): the pieces' own are all there is
-    if kind.beside:
-        join_beside(made, values, lengths)
-    return made
 
 
 _MOST_APART = 256

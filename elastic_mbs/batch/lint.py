@@ -23,8 +23,6 @@ def first_look(
         beside: the arguments that follow the batch.
         named: those given by name.
     """
-    if view.doubt is not None:
-        yield "doubt", view.doubt
     label = looks_like_token_labels(view) if training and not counted else None
     if label is not None:
         yield (

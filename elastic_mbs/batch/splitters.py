@@ -1,4 +1,4 @@
-"""What a user tells us: what the shapes do not say of a batch (`dims`), and how a type of theirs is measured, cut and moved."""
+"""What shapes and types do not say of a batch: `dims`, and how a type of the user's is measured, cut and moved."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from elastic_mbs.errors import BatchError
 
 
-class Reading(Enum):
-    """How a list is read when its type does not say."""
+class ListLayout(Enum):
+    """How a list is read whose type does not say."""
 
-    ITEMS = auto()
-    FIELDS = auto()
+    ITEMS = auto()  # one item per sample
+    FIELDS = auto()  # each element holds all samples
 
 
-Dims = Mapping[Any, int | Reading | None]
-"""Name, dotted path or index → dimension of the samples, None (pass whole) or a `Reading`. The empty name is the batch itself."""
+Dims = Mapping[Any, int | ListLayout | None]
+"""Name, dotted path or index → dimension of the samples, None (pass whole) or a `ListLayout`. The empty name is the batch itself."""
 
 
 def whole(*names: str | int) -> dict[str, Any]:
@@ -30,12 +30,12 @@ def whole(*names: str | int) -> dict[str, Any]:
 
 def items(*names: str | int) -> dict[str, Any]:
     """`dims` for lists or tuples that hold one item per sample: `dims=items("images")`; without a name, the batch itself."""
-    return {str(name): Reading.ITEMS for name in names or ("",)}
+    return {str(name): ListLayout.ITEMS for name in names or ("",)}
 
 
 def fields(*names: str | int) -> dict[str, Any]:
     """`dims` for lists whose elements each hold all samples: `dims=fields("views")`; without a name, the batch itself."""
-    return {str(name): Reading.FIELDS for name in names or ("",)}
+    return {str(name): ListLayout.FIELDS for name in names or ("",)}
 
 
 def checked(dims: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def checked(dims: Any) -> dict[str, Any]:
     for key, value in dims.items():
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise BatchError(f"dims has the key {key!r}: a key is a name, a dotted path or an index")
-        if isinstance(value, bool) or not (value is None or isinstance(value, int | Reading)):
+        if isinstance(value, bool) or not (value is None or isinstance(value, int | ListLayout)):
             raise BatchError(f"dims says {value!r} of {key!r}: say a dimension (an int), whole({key!r}), items({key!r}) or fields({key!r})")
     return {str(key): value for key, value in dims.items()}
 
@@ -57,7 +57,7 @@ def type_name(cls: type) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """How a registered type is measured, cut and moved; the results of the user's functions are checked here."""
+    """The functions of a registered type, with their results checked."""
 
     cls: type
     length_of: Callable[[Any], int]
@@ -65,49 +65,55 @@ class Splitter:
     tensors_of: Callable[[Any], Iterable[Tensor]] | None
     move: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.cls, type):
+            raise BatchError(f"register_splitter needs a class, not {self.cls!r}")
+        if self.cls in (object, Tensor, dict, list, tuple, str, bytes, int, float, bool, type(None)):
+            raise BatchError(f"{type_name(self.cls)} is cut by elastic_mbs itself: register a class of your own (a subclass will do)")
+        needed = {"length": self.length_of, "slice": self.slice_of}
+        given = {name: function for name, function in (("tensors", self.tensors_of), ("move", self.move)) if function is not None}
+        for name, function in {**needed, **given}.items():
+            if not callable(function):
+                raise BatchError(f"register_splitter({self.cls.__name__}): {name} must be a function, not {function!r}")
+        if len(given) == 1:
+            raise BatchError(f"register_splitter({self.cls.__name__}): tensors= and move= need each other: tensors that are found must be movable")
+
+    def _error(self, function: str, problem: str) -> BatchError:
+        return BatchError(f"the {function} function registered for {type_name(self.cls)} {problem}")
+
     def length(self, value: Any) -> int:
-        """Samples in `value`."""
         size = self.length_of(value)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise BatchError(f"the length function registered for {type_name(self.cls)} returned {size!r}: it must return an int ≥ 0")
+            raise self._error("length", f"returned {size!r}: it must return an int ≥ 0")
         return size
 
     def cut(self, value: Any, start: int, stop: int) -> Any:
-        """Samples `start` to `stop` of `value`."""
         piece = self.slice_of(value, start, stop)
         # The piece may be of another type (a plain tensor, say), which the registered length function does not know.
         if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):
             got = "None" if piece is None else f"{self.length(piece)} samples"
-            raise BatchError(
-                f"the slice function registered for {type_name(self.cls)} returned {got} for samples {start}:{stop}: "
-                f"it must return the {stop - start} samples from start to stop"
-            )
+            raise self._error("slice", f"returned {got} for samples {start}:{stop}: it must return the {stop - start} samples from start to stop")
         return piece
 
     def tensors(self, value: Any) -> list[Tensor]:
-        """Every tensor inside `value`."""
-        if self.tensors_of is None:
-            return []
-        found = list(self.tensors_of(value))
+        found = [] if self.tensors_of is None else list(self.tensors_of(value))
         for each in found:
             if not isinstance(each, Tensor):
-                got = type_name(type(each))
-                raise BatchError(f"the tensors function registered for {type_name(self.cls)} gave something of type {got}: it must give tensors only")
+                raise self._error("tensors", f"gave something of type {type_name(type(each))}: it must give tensors only")
         return found
 
     def mapped(self, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         """`value` with `fn` applied to its tensors; the same object when `fn` changes none of them."""
         if self.move is None:
             return value
-        changed = False
+        changes: list[bool] = []
 
         def traced(tensor: Tensor) -> Tensor:
-            nonlocal changed
             new = fn(tensor)
-            changed = changed or new is not tensor
+            changes.append(new is not tensor)
             return new
 
         moved = self.move(value, traced)
         if moved is None:
-            raise BatchError(f"the move function registered for {type_name(self.cls)} returned None: it must return the rebuilt object")
-        return moved if changed else value
+            raise self._error("move", "returned None: it must return the rebuilt object")
+        return moved if any(changes) else value

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elastic_mbs.batch.view import map_tensors
+from elastic_mbs.batch.containers import map_tensors
 from elastic_mbs.errors import UsageError
 
 

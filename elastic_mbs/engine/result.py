@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_mbs.batch.containers import Path
-from elastic_mbs.batch.view import join
+from elastic_mbs.batch.join import join
 from elastic_mbs.engine.everywhere import map_everywhere
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.options import OutputPlace

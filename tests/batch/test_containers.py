@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from elastic_mbs.batch.containers import lookup
-from elastic_mbs.batch.view import BatchView, map_tensors
+from elastic_mbs.batch.containers import lookup, map_tensors
+from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 
 
@@ -291,9 +291,9 @@ class Uncopyable(dict[str, Any]):
     ("batch", "why"),
     [
         (Strict(x=X), "positional argument"),
-        (Doubling({"x": X}), "does not keep a dict's items"),
+        (Doubling({"x": X}), "does not keep its items"),
         (Three(X), "does not keep"),
-        (Reversed([X, Y]), "does not keep a sequence's items"),
+        (Reversed([X, Y]), "does not keep its items"),
         (Uncopyable(x=X), "not copied"),
     ],
     ids=lambda value: type(value).__name__,
@@ -332,7 +332,7 @@ def test_lookup_takes_names_paths_and_indexes_and_says_what_there_is() -> None:
     assert lookup(batch, "0.a.b") is Y
     assert lookup(batch, 2) == "text"
     assert lookup(batch, "1.0") is X
-    with pytest.raises(LookupError, match=r"no 'label': there is '0', '0\.ids'"):
+    with pytest.raises(LookupError, match=r"no 'label': there is '0', '1', '2', '0\.ids'"):
         lookup(batch, "label")
     with pytest.raises(LookupError, match=r"not unique: it could be '0\.m', '1\.m'"):
         lookup([{"m": X}, {"m": Y}], "m")
@@ -346,14 +346,17 @@ def test_lookup_takes_names_paths_and_indexes_and_says_what_there_is() -> None:
         lookup({"a": {"b": 1}}, "a.c")
 
 
-@pytest.mark.parametrize(("kept", "piece"), [(["a", "b", "c", "d"], ["c", "d"]), (["a"], ["a"]), (None, None), ("abcd", "abcd")])
+@pytest.mark.parametrize(("kept", "piece"), [(["a", "b", "c", "d"], ["c", "d"]), (None, None), ("abcd", "abcd")])
 def test_a_piece_of_a_tokenizers_batch_has_its_own_encodings(kept: Any, piece: Any) -> None:
-    """`piece.word_ids(0)` were those of the batch's first sample."""
+    # `piece.word_ids(0)` were those of the batch's first sample
     batch = Tokenized({"input_ids": torch.zeros(4, 3)}, kept)
     found = BatchView(batch).piece(2, 4)
     assert found._encodings == piece
-    assert found.names == ["a", "b", "c", "d"], "nobody has said that these belong to samples"
+    assert list(found) == ["input_ids"]
+    assert found.names == ["a", "b", "c", "d"], "nothing says that these belong to samples"
     assert batch._encodings == kept
+    with pytest.raises(BatchError, match='"_encodings": list of 1 items'):
+        BatchView(Tokenized({"input_ids": torch.zeros(4, 3)}, ["a"]))
 
 
 class Attributes(dict[str, Any]):

@@ -43,7 +43,7 @@ def test_the_weights_of_any_split_are_the_shares_of_its_terms_and_add_up_to_one(
     added = 0.0
     for (start, stop), terms in zip(ranges, exact, strict=True):
         weights, share = counts.weights(start, stop), float(Fraction(terms) / sum(exact))
-        if terms == 0:
+        if share == 0:
             assert weights is counts.weights(start, stop, reduction="sum") is None
             continue
         assert weights is not None

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from elastic_mbs.batch.view import BatchView, fields, items, whole
+from elastic_mbs.batch.splitters import fields, items, whole
+from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 
 
@@ -104,7 +105,7 @@ def test_both_readings_at_once_are_refused_with_both_ways_out() -> None:
     assert BatchView({"y": rows(1), "views": [{"a": rows(1)}]}).length == 1  # one sample: both readings give the same piece
 
 
-def test_a_reading_once_known_holds_for_pieces_and_later_batches() -> None:
+def test_lists_once_read_are_read_so_in_pieces_and_later_batches() -> None:
     as_fields = {"y": rows(6), "v": [{"a": rows(6), "b": [["s"] * 6]}, {"a": rows(6), "b": [["s"] * 6]}]}
     as_items = {"y": rows(6), "v": [{"a": rows(2)} for _ in range(6)]}
     for batch in (as_fields, as_items):
@@ -112,37 +113,64 @@ def test_a_reading_once_known_holds_for_pieces_and_later_batches() -> None:
         piece = view.piece(0, 2)
         with pytest.raises(BatchError, match="two ways"):
             BatchView(piece)
-        again = BatchView(piece, None, view.readings)
+        again = BatchView(piece, None, view.known_lists)
         assert again.length == 2
         assert str(again.piece(0, 1)) == str(view.piece(0, 1))
-        assert again.readings == view.readings
-    assert BatchView({"y": rows(1), "v": [{"a": rows(1)}]}).readings == {}  # one sample tells nothing
+        assert again.known_lists == view.known_lists
+    assert BatchView({"y": rows(1), "v": [{"a": rows(1)}]}).known_lists == {}  # one sample tells nothing
 
 
-def test_a_list_that_is_all_there_is_is_items_and_the_doubt_is_told() -> None:
-    view = BatchView([{"ids": rows(5)}, {"ids": rows(5)}])
-    assert view.length == 2
-    assert view.doubt is not None
-    assert "taken as 2 items" in view.doubt
-    assert "2 fields of 5 samples each: say dims=items() or dims=fields()" in view.doubt
-    nested = BatchView([[["a"], ["b"], ["c"]], [["d"], ["e"], ["f"]]])
-    assert nested.length == 2
-    assert nested.doubt is not None
-    for certain in ([{"ids": rows(5)}, {"ids": rows(4)}], [{"ids": rows(5)}], [{"id": 1}, {"id": 2}], [{"x": object()}, {"x": rows(2)}]):
-        assert BatchView(certain).doubt is None
-    assert BatchView({"y": rows(2), "t": [{"ids": rows(5)}, {"ids": rows(5)}]}).doubt is None
+@pytest.mark.parametrize(
+    ("batch", "fields_of"),
+    [
+        ([{"ids": rows(5)}, {"ids": rows(5)}], 5),
+        ([["a", "b", "c"], ["d", "e", "f"]], 3),
+        (default_collate([(f"question {i}", f"answer {i}") for i in range(4)]), 4),
+        ({"q": [{"ids": rows(5)}, {"ids": rows(5)}], "a": [{"ids": rows(5)}, {"ids": rows(5)}]}, 5),
+    ],
+    ids=["dicts", "lists", "texts", "two lists"],
+)
+def test_lists_that_are_all_there_is_and_can_be_both_are_asked_about(batch: Any, fields_of: int) -> None:
+    with pytest.raises(BatchError, match=f"as 2 items, one per sample, or as 2 fields of {fields_of} samples each"):
+        BatchView(batch)
+    names = tuple(batch) if isinstance(batch, dict) else ()
+    assert (BatchView(batch, items(*names)).length, BatchView(batch, fields(*names)).length) == (2, fields_of)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"),
+    [
+        ([{"ids": rows(5)}, {"ids": rows(4)}], 2),
+        ([{"ids": rows(5)}], 1),
+        ([{"id": 1}, {"id": 2}], 2),
+        ([{"x": object()}, {"x": rows(2)}], 2),
+        ({"y": rows(2), "t": [{"ids": rows(5)}, {"ids": rows(5)}]}, 2),
+    ],
+)
+def test_lists_that_can_only_be_items_are_not_asked_about(batch: Any, length: int) -> None:
+    assert BatchView(batch).length == length
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_many_alike_tensors_in_a_list_are_samples_or_fields_as_dims_say(kind: Any) -> None:
     samples = [torch.zeros(5) for _ in range(8)]
-    with pytest.raises(BatchError, match="8 fields of 5 samples each, or 8 samples") as caught:
+    with pytest.raises(BatchError, match=r"8 fields of 5 samples, or 8 samples\?\n.*dims=items\(\)\n.*dims=fields\(\)"):
         BatchView(kind(samples))
-    assert "dims=items()" in str(caught.value)
-    assert "dims=fields()" in str(caught.value)
     assert (BatchView(kind(samples), items()).length, BatchView(kind(samples), fields()).length) == (8, 5)
     for other in (samples[:7], [*samples, torch.zeros(5, 2)], dict(enumerate(samples))):
         assert BatchView(other).length == 5
+
+
+@pytest.mark.parametrize("parts", [["0", "1"], ["x", "y"]])
+def test_lists_of_one_length_that_could_be_the_samples_are_asked_about(parts: list[str]) -> None:
+    # what zip(*samples) makes of pairs: taken as fields it would be cut along the samples' own rows
+    lists = [torch.zeros(5)] * 3, [torch.ones(5)] * 3
+    batch: Any = lists if parts[0] == "0" else dict(zip(parts, lists, strict=True))
+    with pytest.raises(BatchError, match="3 fields of 5 samples, or 3 samples") as caught:
+        BatchView(batch)
+    assert f'dims=items("{parts[0]}", "{parts[1]}")' in str(caught.value)
+    assert (BatchView(batch, items(*parts)).length, BatchView(batch, fields(*parts)).length) == (3, 5)
+    assert BatchView((torch.zeros(5), lists[0])).length == 5  # the first part leaves no doubt
 
 
 def generator() -> Iterator[int]:
@@ -278,50 +306,42 @@ def test_a_batch_without_samples_is_refused(batch: Any) -> None:
         BatchView(batch)
 
 
-def test_what_default_collate_makes_of_texts_beside_tensors_is_cut() -> None:
+def test_what_default_collate_makes_of_texts_next_to_tensors_is_cut() -> None:
     batch = default_collate([(torch.ones(2) * i, f"name {i}", {"words": ["a", "b", f"c{i}"]}) for i in range(4)])
     assert batch[1] == ("name 0", "name 1", "name 2", "name 3")
     assert batch[2]["words"][2] == ("c0", "c1", "c2", "c3")
     piece = BatchView(batch).piece(1, 3)
     assert piece[1] == ("name 1", "name 2")
     assert piece[2]["words"] == [("a", "a"), ("b", "b"), ("c1", "c2")]
-    square = default_collate([{"x": torch.ones(2), "words": ["a", "b"]} for _ in range(2)])
+    with pytest.raises(BatchError, match='"names": tuple of 3 items'):
+        BatchView({"x": rows(2), "names": ("a", "b", "c")})
     with pytest.raises(BatchError, match="can be read in two ways"):
-        BatchView(square)
+        BatchView(default_collate([{"x": torch.ones(2), "words": ["a", "b"]} for _ in range(2)]))
     pairs = default_collate([(f"question {i}", f"answer {i}") for i in range(4)])
-    assert "2 fields of 4 samples" in str(BatchView(pairs).doubt)
     assert BatchView(pairs, fields()).piece(1, 2) == [("question 1",), ("answer 1",)]
 
 
 @pytest.mark.parametrize("labels", [(3, 1, 2), tuple(torch.arange(3.0)), ({"label": 1}, {"label": 2}, {"label": 3}), ((1, 2), (3, 4), (5, 6))])
-def test_a_tuple_without_rows_that_is_as_long_as_the_batch_is_asked_about(labels: Any) -> None:
-    batch = {"x": rows(3), "y": labels}
-    with pytest.raises(BatchError, match='"y" is a tuple of 3') as caught:
+@pytest.mark.parametrize("samples", [3, 5])
+def test_a_tuple_without_rows_is_asked_about_whatever_its_length(labels: Any, samples: int) -> None:
+    # a batch that meets its length by chance must not be read otherwise than the others
+    batch = {"x": rows(samples), "y": labels}
+    with pytest.raises(BatchError, match='"y" is a tuple of 3 with nothing in it that has rows') as caught:
         BatchView(batch)
     assert 'dims=items("y")' in str(caught.value)
     assert 'dims=whole("y")' in str(caught.value)
+    assert BatchView(batch, whole("y")).piece(1, 3)["y"] == labels
+    batch = {"x": rows(3), "y": labels}
     assert BatchView(batch, items("y")).piece(1, 3)["y"] == labels[1:3]
     if not isinstance(labels[0], Tensor):  # of which it is said, too, and one has no dim 0
         assert BatchView(batch, {"y": 0}).piece(1, 3)["y"] == labels[1:3]
-    assert BatchView(batch, whole("y")).piece(1, 3)["y"] == labels
-    assert BatchView({"x": rows(1), "y": (3,)}).piece(0, 1)["y"] == (3,)
-    assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
 
 
-def test_of_tuples_in_a_tuple_the_outer_one_is_asked_about() -> None:
+def test_of_nested_tuples_the_outer_one_is_asked_about_unless_dims_say_something_of_its_parts() -> None:
     with pytest.raises(BatchError, match='"y" is a tuple of 2'):
         BatchView({"x": rows(2), "y": ((1, 2), (3, 4))})
+    assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
     assert BatchView({"x": rows(2), "y": {"size": (3, 4)}}, {"x": 0, "y": 0}).piece(0, 1)["y"]["size"] == (3, 4), "said of the dict, not of the size"
-
-
-def test_a_tuple_of_another_length_is_whole_and_stays_so_in_a_batch_that_meets_it_by_chance() -> None:
-    first = BatchView({"x": rows(5), "size": (224, 224), "names": ("a",) * 5})
-    assert first.piece(0, 2)["size"] == (224, 224)
-    last = BatchView({"x": rows(2), "size": (224, 224), "names": ("a", "b")}, readings=first.readings)
-    assert last.piece(1, 2)["size"] == (224, 224)
-    assert last.piece(1, 2)["names"] == ("b",)
-    with pytest.raises(BatchError, match='"names": tuple of 3 items'):
-        BatchView({"x": rows(2), "size": (224, 224), "names": ("a", "b", "c")}, readings=first.readings)
     said = {"x": rows(2), "pair": (rows(3), {"mask": rows(4)})}
     assert BatchView(said, whole("pair.0", "mask")).piece(0, 1)["pair"][0].shape == (3,)
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, MemoryOptions, Warned
 from elastic_mbs.batch.lint import first_look
-from elastic_mbs.batch.view import BatchView, items
+from elastic_mbs.batch.view import BatchView
 
 
 def kinds(batch: Any, *, training: bool = True, counted: bool = False, **beside: Any) -> list[str]:
@@ -66,12 +66,3 @@ def test_it_is_said_once_a_function_and_before_anything_fails() -> None:
             with pytest.raises(ValueError, match="batch_size"):
                 mbs.backward(loss_fn, torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     assert [(event.topic, "backward(loss_fn, (x, y))" in event.message) for event in events if isinstance(event, Warned)] == [("beside", True)]
-
-
-def test_samples_that_zip_transposed_are_told_of_where_their_rows_agree_by_chance() -> None:
-    batch = tuple(zip(*[(torch.zeros(5), 1), (torch.zeros(5), 2), (torch.zeros(5), 3)], strict=True))
-    assert BatchView(batch).length == 5
-    assert kinds(batch) == ["doubt"]
-    assert 'dims=items("0", "1")' in str(BatchView(batch).doubt)
-    assert BatchView(batch, items("0", "1")).piece(1, 2) == (batch[0][1:2], (2,))
-    assert kinds({"views": batch[0], "others": [torch.zeros(5)] * 2}) == kinds((batch[0], torch.zeros(5))) == []

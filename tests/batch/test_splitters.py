@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import _cached_kind, _splitters
-from elastic_mbs.batch.view import BatchView, map_tensors, register_splitter
+from elastic_mbs.batch.containers import cached_kind, map_tensors, register_splitter, splitters
+from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 
 
 @pytest.fixture
-def splitters() -> Iterator[None]:
-    before = dict(_splitters)
+def unregistered() -> Iterator[None]:
+    before = dict(splitters)
     yield
-    _splitters.clear()
-    _splitters.update(before)
-    _cached_kind.cache_clear()
+    splitters.clear()
+    splitters.update(before)
+    cached_kind.cache_clear()
 
 
 class Ragged:
@@ -47,7 +47,7 @@ def register(**changes: Any) -> None:
     register_splitter(Ragged, **{"length": lambda r: len(r.ends), "slice": cut, "tensors": lambda r: [r.values], "move": moved, **changes})
 
 
-@pytest.mark.usefixtures("splitters")
+@pytest.mark.usefixtures("unregistered")
 @pytest.mark.parametrize("cls", [Ragged, RaggedChild])
 def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged]) -> None:
     batch = {"r": cls(torch.arange(7.0), [1, 3, 7]), "y": torch.arange(3)}
@@ -75,7 +75,7 @@ def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged
         BatchView(batch, {"r": 1})
 
 
-@pytest.mark.usefixtures("splitters")
+@pytest.mark.usefixtures("unregistered")
 def test_a_registered_type_may_be_cut_into_another_type_and_hold_no_tensors() -> None:
     register_splitter(Ragged, length=lambda r: len(r.ends), slice=lambda r, start, stop: r.ends[start:stop])
     batch = Ragged(torch.ones(2), [1, 2])
@@ -85,7 +85,7 @@ def test_a_registered_type_may_be_cut_into_another_type_and_hold_no_tensors() ->
     assert map_tensors(batch, torch.clone) is batch
 
 
-@pytest.mark.usefixtures("splitters")
+@pytest.mark.usefixtures("unregistered")
 @pytest.mark.parametrize(
     ("changes", "act", "message"),
     [
@@ -104,7 +104,7 @@ def test_results_of_registered_functions_are_checked(changes: dict[str, Any], ac
         act(Ragged(torch.arange(7.0), [1, 3, 7]))
 
 
-@pytest.mark.usefixtures("splitters")
+@pytest.mark.usefixtures("unregistered")
 @pytest.mark.parametrize(
     ("cls", "changes", "message"),
     [
@@ -114,8 +114,8 @@ def test_results_of_registered_functions_are_checked(changes: dict[str, Any], ac
         (Ragged, {"length": None}, "length must be a function, not None"),
         (Ragged, {"slice": 3}, "slice must be a function, not 3"),
         (Ragged, {"tensors": 3, "move": moved}, "tensors must be a function, not 3"),
-        (Ragged, {"tensors": list}, "tensors= needs move="),
-        (Ragged, {"move": moved}, "move= needs tensors="),
+        (Ragged, {"tensors": list}, "tensors= and move= need each other"),
+        (Ragged, {"move": moved}, "tensors= and move= need each other"),
     ],
 )
 def test_a_bad_registration_is_refused(cls: Any, changes: dict[str, Any], message: str) -> None:

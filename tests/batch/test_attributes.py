@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.view import BatchView, items, whole
+from elastic_mbs.batch.splitters import items, whole
+from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 
 X = torch.arange(8.0).reshape(4, 2)
@@ -75,7 +76,7 @@ def test_an_attribute_with_rows_that_is_no_part_is_asked_about(make: Callable[[]
     batch = make()
     BatchView(batch)
     batch.mask = mask
-    with pytest.raises(BatchError, match=r'"mask" is an attribute beside the parts of') as caught:
+    with pytest.raises(BatchError, match=r'"mask" is an attribute next to the parts of') as caught:
         BatchView(batch)
     assert 'dims=whole("mask")' in str(caught.value)
     with pytest.raises(BatchError, match=r'"b.mask" is an attribute'):
