@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from elastic_mbs.cli.doctor import machine
-from elastic_mbs.cli.doctor.facts import Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown
+from elastic_mbs.cli.doctor.facts import Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown
 from elastic_mbs.cli.doctor.machine import collect, in_one_line, limits, nvml_facts, softly, torch_facts, versions
 from elastic_mbs.memory import Holder
 from tests.helpers.fake_nvml import GIB, FakeCuda, FakeNvml
@@ -124,17 +124,14 @@ def test_a_driver_that_does_not_answer_says_why(driver: FakeDriver, fail: dict[s
     assert nvml_facts() == expected
 
 
-def test_without_the_binding_nvml_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_binding_nvml_is_absent_and_one_that_fails_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     found = nvml_facts()
     assert isinstance(found, Unknown)
     assert found.absent
     assert "pynvml" in found.why
-
-
-def test_a_binding_that_cannot_be_imported_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text("raise FutureWarning('The pynvml package is deprecated')")
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.delitem(sys.modules, "pynvml")
     monkeypatch.syspath_prepend(tmp_path)
     assert nvml_facts() == Unknown("the module pynvml cannot be imported: FutureWarning: The pynvml package is deprecated")
 
@@ -189,6 +186,9 @@ process MIG-x compute 4000000 N/A
 
 # ---------------------------------------------------------------------- torch
 
+READ = Nvml("580", "13.0", (Gpu(0, "GPU-abc", free=1, total=2),))
+NOT_READ = Unknown("no NVML")
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
@@ -201,39 +201,34 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_torchs_devices_are_listed(cuda: FakeCuda) -> None:
-    assert torch_facts({"abc"}) == Torch("13.0", None, (TorchDevice(0, "card", "abc", 9 * GIB),), "native")
+def device(nvml: Nvml | Unknown = READ, *, allocate: bool = False) -> TorchDevice:
+    found = torch_facts(nvml, allocate=allocate).devices
+    assert isinstance(found, tuple)
+    return found[0]
 
 
-def test_the_runtime_is_asked_for_free_memory_only_where_nvml_does_not_tell(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    [device] = devices(torch_facts())
-    assert device.free == 5 * GIB
+def test_the_runtime_is_asked_for_free_memory_only_where_nvml_has_none(cuda: FakeCuda) -> None:
+    assert torch_facts(READ) == Torch("13.0", None, (TorchDevice(0, "card", "abc", 9 * GIB),), "native")
+    assert device(NOT_READ).free == 5 * GIB
     cuda.info = RuntimeError("CUDA error: lost\nmore of it")
-    [device] = devices(torch_facts())
-    assert device.free == Unknown("RuntimeError: CUDA error: lost")
-    [told] = devices(torch_facts({"abc"}))
+    assert device(NOT_READ).free == Unknown("RuntimeError: CUDA error: lost")
+    assert device(READ).free is None
     cuda.properties.is_integrated = True
-    [integrated] = devices(torch_facts())
-    assert (told.free, integrated.free, integrated.integrated) == (None, None, True)
+    assert (device(NOT_READ).free, device(NOT_READ).integrated) == (None, True)
 
 
-def devices(found: Torch) -> tuple[TorchDevice, ...]:
-    assert isinstance(found.devices, tuple)
-    return found.devices
-
-
-def test_an_older_torch_tells_less(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_has_fewer_facts(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda.fraction = 0.5
-    assert devices(torch_facts({"abc"}))[0].fraction == 0.5
+    assert device().fraction == 0.5
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", raiser(RuntimeError("not yet")))
-    assert devices(torch_facts({"abc"}))[0].fraction == 1.0
+    assert device().fraction == 1.0
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
     del cuda.properties.uuid, cuda.properties.is_integrated
-    [device] = devices(torch_facts({"abc"}))
-    assert (device.fraction, device.uuid, device.integrated, device.free) == (1.0, None, False, 5 * GIB)
+    found = device()
+    assert (found.fraction, found.uuid, found.integrated, found.free) == (1.0, None, False, 5 * GIB)
 
 
-def test_a_device_is_tried_only_when_asked(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_is_tried_only_when_asked_for(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     real = torch.ones
 
@@ -244,30 +239,30 @@ def test_a_device_is_tried_only_when_asked(cuda: FakeCuda, monkeypatch: pytest.M
         return real(size)
 
     monkeypatch.setattr(torch, "ones", ones)
-    assert devices(torch_facts({"abc"}))[0].allocation is None
+    assert device().allocation is None
     assert not tried
-    assert devices(torch_facts({"abc"}, allocate=True))[0].allocation == "worked"
-    assert devices(torch_facts({"abc"}, allocate=True))[0].allocation == "OutOfMemoryError: CUDA out of memory."
+    assert device(allocate=True).allocation == "worked"
+    assert device(allocate=True).allocation == "OutOfMemoryError: CUDA out of memory."
     assert tried == ["cuda:0", "cuda:0"]
 
 
-def test_a_torch_that_sees_no_device_says_why_with_what_it_warned_of(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_sees_no_device_says_why_with_its_warning(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         warnings.warn("CUDA initialization: the driver is too old (found version 11040).\nPlease update.", UserWarning, stacklevel=1)
         raise RuntimeError("No CUDA GPUs are available")
 
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", raiser(RuntimeError("no")))
     monkeypatch.setattr(torch.cuda, "init", raiser(RuntimeError("No CUDA GPUs are available")))
-    assert torch_facts() == Torch("13.0", None, Unknown("RuntimeError: No CUDA GPUs are available"), None)
+    assert torch_facts(READ) == Torch("13.0", None, Unknown("RuntimeError: No CUDA GPUs are available"), None)
     monkeypatch.setattr(torch.cuda, "init", init)
     why = "CUDA initialization: the driver is too old (found version 11040). (RuntimeError: No CUDA GPUs are available)"
-    assert torch_facts().devices == Unknown(why)
+    assert torch_facts(READ).devices == Unknown(why)
 
 
 def test_a_build_without_cuda_is_not_asked_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "init", raiser(AssertionError("asked")))
-    assert torch_facts() == Torch()
+    assert torch_facts(READ) == Torch()
 
 
 # ---------------------------------------------------------------------- the rest
@@ -275,20 +270,16 @@ def test_a_build_without_cuda_is_not_asked_for_devices(monkeypatch: pytest.Monke
 
 def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = versions()
-    assert seen.torch == torch.__version__
-    assert seen.psutil == psutil.__version__
-    assert seen.python == platform.python_version()
+    assert (seen.torch, seen.psutil, seen.python) == (torch.__version__, psutil.__version__, platform.python_version())
     assert seen.nvidia_ml_py is not None
     monkeypatch.setattr(importlib.metadata, "version", raiser(importlib.metadata.PackageNotFoundError("x")))
     assert versions().nvidia_ml_py is None
 
 
-def test_limits_that_are_set_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_to = {1: 100, 2: -1, 3: 300}
-    fake = types.SimpleNamespace(RLIM_INFINITY=-1, RLIMIT_AS=1, RLIMIT_DATA=2, RLIMIT_RSS=3, getrlimit=lambda n: (set_to[n], -1))
+def test_limits_that_are_set_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to = {1: 100, 2: -1}
+    fake = types.SimpleNamespace(RLIM_INFINITY=-1, RLIMIT_AS=1, RLIMIT_DATA=2, getrlimit=lambda n: (set_to[n], -1))
     monkeypatch.setattr(machine, "resource", fake)
-    assert limits() == (Limit("RLIMIT_AS", 100), Limit("RLIMIT_RSS", 300))
-    del fake.RLIMIT_RSS  # not every system has each of them
     assert limits() == (Limit("RLIMIT_AS", 100),)
     monkeypatch.setattr(machine, "resource", None)
     assert limits() == ()
@@ -297,26 +288,24 @@ def test_limits_that_are_set_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "line"), [(ValueError(), "ValueError"), (ValueError("a\nb"), "ValueError: a"), (KeyError("x"), "KeyError: 'x'")], ids=range(3)
 )
-def test_an_error_is_told_in_one_line(error: Exception, line: str) -> None:
+def test_a_failed_question_is_one_line_and_ctrl_c_ends_all(error: Exception, line: str) -> None:
     assert in_one_line(error) == line
     assert softly(raiser(error)) == Unknown(line)
-
-
-def test_ctrl_c_is_no_answer() -> None:
     with pytest.raises(KeyboardInterrupt):
         softly(raiser(KeyboardInterrupt()))
 
 
-def test_this_machine_is_collected_whatever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("release", "wsl"), [("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-generic", False)])
+def test_this_machine_is_collected_whatever_it_is(release: str, wsl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     facts = collect(root=tmp_path)
-    assert isinstance(facts, Facts)
-    assert ("PYTORCH_ALLOC_CONF", "expandable_segments:True") in facts.environment
-    assert "CUDA_DEVICE_ORDER" not in dict(facts.environment)
+    assert facts.variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "CUDA_DEVICE_ORDER" not in facts.variables
     assert isinstance(facts.host, Host)
-    assert facts.cgroup is None
-    assert facts.platform == sys.platform
+    assert (facts.cgroup, facts.platform, facts.wsl) == (None, "linux", wsl)
 
 
 def test_nothing_that_fails_ends_the_collection(driver: FakeDriver, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,18 +317,3 @@ def test_nothing_that_fails_ends_the_collection(driver: FakeDriver, cuda: FakeCu
     facts = collect()
     for found in (facts.host, facts.cgroup, facts.limits, facts.torch.devices, facts.nvml):
         assert isinstance(found, Unknown)
-
-
-def test_the_runtime_is_left_alone_for_devices_that_nvml_tells_of(driver: FakeDriver, cuda: FakeCuda) -> None:
-    cuda.properties.uuid = "a"
-    cuda.info = AssertionError("asked")
-    assert devices(collect().torch)[0].free is None
-    driver.fail = {"v1": "GpuIsLost"}
-    assert devices(collect().torch)[0].free == Unknown("AssertionError: asked")
-
-
-@pytest.mark.parametrize(("release", "wsl"), [("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-generic", False)])
-def test_wsl_is_told_by_its_kernel(monkeypatch: pytest.MonkeyPatch, release: str, wsl: bool) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(platform, "release", lambda: release)
-    assert collect().wsl == wsl

@@ -11,20 +11,20 @@ import io
 import json
 import shutil
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastic_mbs.cli.doctor.console import render
 from elastic_mbs.cli.doctor.facts import Facts
-from elastic_mbs.cli.doctor.judgement import Finding, Level, judge
 from elastic_mbs.cli.doctor.machine import collect
+from elastic_mbs.cli.doctor.rules import Finding, Level, judge
 
-__all__ = ["Facts", "Finding", "Level", "add_arguments", "collect", "document", "judge", "main"]
+__all__ = ["Facts", "Finding", "Level", "add_arguments", "collect", "document", "judge", "main", "render"]
 
 SCHEMA = "elastic-mbs-doctor"
-VERSION = 1
-"""Of the JSON document: rises when a field goes or changes its meaning, not when one is added."""
+VERSION = 1  # of the JSON document: rises when a field goes or changes its meaning, not when one is added
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Looks at the machine and tells what was found.
-
-    Args:
-        arguments: as parsed by what `add_arguments` was given.
+    """Looks at the machine and prints what was found.
 
     Returns:
         The exit code: 1 when there is a problem that will hurt training, else 0.
@@ -50,10 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     findings = judge(facts)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without arrows gets question marks, not a crash
-    if arguments.json:
-        print(json.dumps(document(facts, findings), indent=2))
-    else:
-        print(render(findings, shutil.get_terminal_size().columns))
+    print(json.dumps(document(facts, findings), indent=2) if arguments.json else render(findings, shutil.get_terminal_size().columns))
     return int(_ill(findings))
 
 
@@ -69,9 +63,32 @@ def document(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
         "version": VERSION,
         "healthy": not _ill(findings),
         "findings": [asdict(finding) for finding in findings],
-        "facts": asdict(facts) | {"environment": dict(facts.environment)},
+        "facts": asdict(facts) | {"environment": facts.variables},
     }
 
 
 def _ill(findings: Sequence[Finding]) -> bool:
     return any(finding.level is Level.PROBLEM for finding in findings)
+
+
+def render(findings: Sequence[Finding], width: int = 80) -> str:
+    """All findings as aligned text, and how many there are of each level; between 60 and 110 columns are used."""
+    width = min(max(width, 60), 110)
+    topic = max((len(finding.topic) for finding in findings), default=0)
+    lines: list[str] = []
+    for finding in findings:
+        head = f"{finding.level:<{max(map(len, Level))}}  {finding.topic:<{topic}}  "
+        indent = " " * len(head)
+        for text, first, rest in ((finding.found, head, indent), (finding.means, indent, indent), (finding.do, f"{indent}→ ", f"{indent}  ")):
+            # a line is longer than the width where a word is: commands and UUIDs stay in one piece, to be copied
+            lines += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, "", summary(findings)])
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """`1 problem, 2 warnings, 3 notes`."""
+    count = Counter(finding.level for finding in findings)
+    if not count[Level.PROBLEM] and not count[Level.WARNING]:
+        return "no problems"
+    levels = [level for level in (Level.PROBLEM, Level.WARNING, Level.NOTE) if count[level]]
+    return ", ".join(f"{count[level]} {level}{'' if count[level] == 1 else 's'}" for level in levels)

@@ -1,0 +1,243 @@
+"""What the facts mean for training: the conditions and the figures of the table in `rules.toml`. The same facts always give the same findings."""
+
+from __future__ import annotations
+
+import string
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib import resources
+from types import SimpleNamespace
+from typing import Any
+
+from elastic_mbs.cli.doctor import allocator
+from elastic_mbs.cli.doctor.facts import Facts, Gpu, Nvml, TorchDevice, Unknown
+from elastic_mbs.events import format_bytes
+from elastic_mbs.memory import CgroupMemory
+from elastic_mbs.memory.processes import describe
+
+LITTLE = 0.1  # a smaller share of free memory is little
+
+
+class Level(StrEnum):
+    """How bad it is. Only a problem changes the exit code."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found."""
+
+    level: Level
+    topic: str  # one word
+    found: str
+    means: str = ""  # for training; may be empty where all is well
+    do: str = ""  # empty where there is nothing to do
+
+
+class Words(string.Formatter):
+    """Fills a template; the format `B` writes bytes."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return format_bytes(value) if format_spec == "B" else str(super().format_field(value, format_spec))
+
+
+# `s` is the subject of a rule: see `subjects`
+CONDITIONS: dict[str, Callable[[Any], object]] = {
+    "always": lambda s: True,
+    "torch is too old": lambda s: release(s.f.versions.torch) < (2, 8),
+    "the deprecated pynvml is installed": lambda s: s.f.versions.pynvml is not None,
+    # driver
+    "NVML answers": lambda s: isinstance(s.f.nvml, Nvml),
+    "NVML is broken": lambda s: isinstance(s.f.nvml, Unknown) and not s.f.nvml.absent,
+    "there is no NVML": lambda s: s.f.nvml_absent,
+    "torch has no CUDA": lambda s: s.f.torch.cuda is None and s.f.torch.hip is None,
+    "torch has no CUDA, and there is a GPU": lambda s: holds("torch has no CUDA", s) and s.f.gpus,
+    "torch has no CUDA, and NVML is broken": lambda s: holds("torch has no CUDA", s) and holds("NVML is broken", s),
+    "torch is built for ROCm": lambda s: s.f.torch.hip is not None,
+    "torch sees no device": lambda s: not s.f.devices,
+    "torch sees no device, and there is no NVML": lambda s: not s.f.devices and s.f.nvml_absent,
+    "no NVML, and every device shares the host's memory": lambda s: s.f.nvml_absent and s.f.integrated,
+    # devices
+    "an allocation failed": lambda s: s.d.allocation not in (None, "worked"),
+    "the device shares the host's memory": lambda s: s.d.integrated,
+    "NVML does not list the device": lambda s: s.g is None and holds("NVML answers", s),
+    "NVML has no figures for the device": lambda s: s.g is not None and isinstance(s.g.free, Unknown),
+    "the device is a MIG instance": lambda s: s.g is not None and s.g.parent is not None,
+    "a memory fraction is set": lambda s: s.d.fraction < 1,
+    "torch numbers devices in another order": lambda s: s.moved,
+    "the GPU is prohibited": lambda s: s.g.compute_mode == "prohibited",
+    "the GPU is exclusive": lambda s: s.g.compute_mode.startswith("exclusive"),
+    "the GPU does not answer": lambda s: isinstance(s.g.free, Unknown) and not s.g.uuid,
+    # co-tenants
+    "there are co-tenants": lambda s: s.ours and s.holders,
+    "little of the GPU is free": lambda s: s.ours and isinstance(s.g.free, int) and s.g.free < LITTLE * s.g.total and not s.g.mig,
+    # allocator
+    "allocator settings conflict": lambda s: allocator.conflict(s.environment),
+    "allocator settings cannot be read": lambda s: s.errors,
+    "the cache is off": lambda s: s.environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") != "0",
+    "the backend is cudaMallocAsync": lambda s: s.f.devices and "cudaMallocAsync" in (s.f.torch.allocator, s.settings.get("backend")),
+    "segments are expandable": lambda s: s.f.devices and s.settings.get("expandable_segments", "").lower() == "true",
+    "segments are expandable on Windows": lambda s: holds("segments are expandable", s) and s.windows,
+    "segments could be expandable": lambda s: s.f.devices and s.f.platform != "win32",
+    "the settings have a memory fraction": lambda s: s.f.devices and "per_process_memory_fraction" in s.settings,
+    # host, limits, platform
+    "the host's memory is unknown": lambda s: isinstance(s.f.host, Unknown),
+    "little of the host's memory is left": lambda s: s.f.host.available < LITTLE * s.f.host.total,
+    "the cgroup is unknown": lambda s: isinstance(s.f.cgroup, Unknown),
+    "there is a cgroup": lambda s: s.f.cgroup is not None,
+    "little of the cgroup's limit is left": lambda s: isinstance(s.f.cgroup, CgroupMemory) and s.f.cgroup.available < LITTLE * s.f.cgroup.limit,
+    "resource limits are unknown": lambda s: isinstance(s.f.limits, Unknown),
+    "addresses are limited, and CUDA reserves them": lambda s: s.l.name == "RLIMIT_AS" and s.f.devices,
+    "the driver can spill into the host's memory": lambda s: s.windows and s.f.devices,
+}
+
+
+def holds(condition: str, subject: Any) -> bool:
+    return bool(CONDITIONS[condition](subject))
+
+
+@cache
+def table() -> dict[str, dict[str, list[dict[str, str]]]]:
+    """The rules by topic and group, in order."""
+    return tomllib.loads(resources.files(__package__).joinpath("rules.toml").read_text(encoding="utf-8"))
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """All findings, by topic."""
+    scopes = subjects(facts)
+    return [
+        finding
+        for topic, groups in table().items()
+        for group, rules in groups.items()
+        for subject in scopes[group.partition("-")[0]]
+        for finding in _first(topic, rules, subject)
+    ]
+
+
+def _first(topic: str, rules: list[dict[str, str]], subject: SimpleNamespace) -> list[Finding]:
+    """The finding of the first rule that applies."""
+    for rule in rules:
+        level = next(level for level in Level if level in rule)
+        if holds(rule[level], subject):
+            return [Finding(level, topic, *(Words().vformat(rule.get(name, ""), (), vars(subject)) for name in ("found", "means", "do")))]
+    return []
+
+
+def subjects(facts: Facts) -> dict[str, list[SimpleNamespace]]:
+    """What groups of rules are applied to, by its name: the machine, each device of torch, each GPU of NVML, each resource limit."""
+    machine = _machine(facts)
+    gpus = {gpu.uuid.partition("-")[2]: gpu for gpu in facts.gpus}
+    limits = facts.limits if isinstance(facts.limits, tuple) else ()
+    return {
+        "machine": [SimpleNamespace(**machine)],
+        "device": [SimpleNamespace(**machine, **_device(facts, device, gpus.get(device.uuid or ""))) for device in facts.devices],
+        "gpu": [SimpleNamespace(**machine, **_gpu(facts, gpu)) for gpu in facts.gpus],
+        "limit": [SimpleNamespace(**machine, l=limit, flag="-v" if limit.name == "RLIMIT_AS" else "-d") for limit in limits],
+    }
+
+
+def _machine(facts: Facts) -> dict[str, Any]:
+    v, environment = facts.versions, facts.variables
+    if facts.torch.hip is None:
+        environment.pop("PYTORCH_HIP_ALLOC_CONF", None)  # ROCm's own name means nothing to CUDA
+    conf = allocator.settings(environment)
+    others = "".join(f"{name}:{value}," for name, value in conf.items() if name != "expandable_segments")
+    variable = "PYTORCH_ALLOC_CONF" if release(v.torch) >= (2, 9) else "PYTORCH_CUDA_ALLOC_CONF"
+    doubt = ", if this board can: not all of its kind do" if facts.integrated else ""
+    return {
+        "f": facts,
+        "versions": f"elastic_mbs {v.elastic_mbs}, torch {v.torch}, Python {v.python}, psutil {v.psutil or 'unknown'}, on {v.system}",
+        "gpus": sum(gpu.parent is None for gpu in facts.gpus),
+        "no_device": facts.torch.devices.why if isinstance(facts.torch.devices, Unknown) else "torch sees no device",
+        "nvml_remedy": _nvml_remedy(facts),
+        "device_remedy": _device_remedy(facts),
+        "moved": _moved(facts),
+        "environment": environment,
+        "settings": conf,
+        "errors": allocator.errors(environment),
+        "export": f"{variable}={others}expandable_segments:True{doubt}",
+        "windows": facts.wsl or facts.platform == "win32",
+        "system": "WSL" if facts.wsl else "Windows",
+    }
+
+
+def _device(facts: Facts, device: TorchDevice, gpu: Gpu | None) -> dict[str, Any]:
+    free = gpu.free if gpu is not None and isinstance(gpu.free, int) else device.free
+    amount = f", {format_bytes(free)} free" if isinstance(free, int) else ""
+    unread = "NVML does not know it" if isinstance(facts.nvml, Nvml) else "NVML was not asked"
+    where = unread if gpu is None else f"{_place(gpu)}, {gpu.uuid}"
+    place = f"cuda:{device.index} is {device.name}, {format_bytes(device.total)}{amount}"
+    return {"d": device, "g": gpu, "place": place, "where": where, "fraction": device.fraction * device.total}
+
+
+def _gpu(facts: Facts, gpu: Gpu) -> dict[str, Any]:
+    holders = gpu.holders if isinstance(gpu.holders, tuple) else ()
+    seen = {device.uuid for device in facts.devices if device.uuid is not None}
+    unnamed = ""
+    if not facts.own_pids:
+        unnamed = " The driver's PIDs are not the ones in here, so they cannot be named, and this process may be among them."
+    elif all(holder.bytes is None for holder in holders):
+        unnamed = " This driver does not tell how much each one holds."
+    return {
+        "g": gpu,
+        "place": _place(gpu),
+        "count": "1 process" if len(holders) == 1 else f"{len(holders)} processes",
+        "holders": describe(holders),
+        "unnamed": unnamed,
+        "ours": not seen or gpu.uuid.partition("-")[2] in seen,  # the other GPUs are of no concern
+    }
+
+
+def _place(gpu: Gpu) -> str:
+    return f"nvidia-smi's GPU {gpu.index}" if gpu.parent is None else f"MIG instance {gpu.index} of nvidia-smi's GPU {gpu.parent}"
+
+
+def _moved(facts: Facts) -> str:
+    """Devices with different numbers for torch and nvidia-smi, and why; empty where there is none."""
+    index = {gpu.uuid.partition("-")[2]: gpu.index for gpu in facts.gpus if gpu.parent is None}
+    moved = [(device.index, index[device.uuid]) for device in facts.devices if device.uuid in index and index[device.uuid] != device.index]
+    if not moved:
+        return ""
+    visible = facts.variables.get("CUDA_VISIBLE_DEVICES")
+    because = "CUDA puts the fastest first" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
+    return ", ".join(f"cuda:{ours} is nvidia-smi's {theirs}" for ours, theirs in moved) + f" ({because})"
+
+
+def _device_remedy(facts: Facts) -> str:
+    visible, nvml = facts.variables.get("CUDA_VISIBLE_DEVICES"), facts.nvml
+    if visible is not None and visible.strip() in ("", "-1", "none", "None", "NoDevFiles"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device: unset it."
+    if isinstance(nvml, Nvml):
+        if facts.torch.cuda is not None and release(nvml.cuda)[:1] < release(facts.torch.cuda)[:1]:
+            return f"The driver serves CUDA up to {nvml.cuda}: update it, or install a torch that is built for an older CUDA."
+        if any(gpu.mig for gpu in nvml.gpus) and not any(gpu.parent is not None for gpu in nvml.gpus):
+            return "MIG mode is on and there is no instance: create one (nvidia-smi mig -cgi … -C), or switch MIG off."
+        if visible is not None:
+            return f"CUDA_VISIBLE_DEVICES={visible!r} may name no device that is there: nvidia-smi -L lists them."
+    return _nvml_remedy(facts)
+
+
+def _nvml_remedy(facts: Facts) -> str:
+    if facts.nvml_absent and facts.versions.nvidia_ml_py is None:
+        return "pip install nvidia-ml-py"
+    if facts.nvml_absent:
+        now = facts.variables.get("NVIDIA_DRIVER_CAPABILITIES")
+        return (
+            f"In a container, ask for the driver's utilities: NVIDIA_DRIVER_CAPABILITIES=compute,utility{'' if now is None else f' (now {now!r})'}."
+        )
+    if not facts.own_pids:
+        return "Start the container again: it may have lost its rights to the device, as after 'systemctl daemon-reload' on the host."
+    return "See what nvidia-smi says; after an update of the driver, load its module again or reboot."
+
+
+def release(version: str) -> tuple[int, ...]:
+    """`"2.13.0+cu130"` → (2, 13); empty for what is no version."""
+    parts = version.partition("+")[0].split(".")[:2]
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
