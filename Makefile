@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := -m pip --quiet --quiet --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test test-injected lint format stress montecarlo wheel wheel-test clean
+.PHONY: demo test test-injected lint format stress montecarlo docs wheel wheel-test clean
 
 demo: .venv/installed
 	@$(BIN)/python -m elastic_mbs demo
@@ -37,6 +37,10 @@ lint: .venv/installed
 	@$(BIN)/mypy --no-error-summary
 	@found=$$($(BIN)/lint-imports --no-logo) || { echo "$$found"; exit 1; }
 
+# Into site/. Strict: a dead link or an unknown name fails.
+docs: .venv/installed
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 format: .venv/installed
 	@$(BIN)/ruff check --quiet --fix . tools/gpu_check
 	@$(BIN)/ruff format --quiet . tools/gpu_check
@@ -56,11 +60,11 @@ wheel-test: wheel
 	"$$here/venv/bin/elastic-mbs" --help > help.txt
 
 clean:
-	@rm -rf .venv build dist .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 .venv/installed: pyproject.toml
 	@echo "making .venv (about a minute)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python $(PIP) install "$(TORCH)"
-	@$(BIN)/python $(PIP) install --editable ".[dev]"
+	@$(BIN)/python $(PIP) install --editable ".[dev,docs]"
 	@touch $@
