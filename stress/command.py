@@ -17,8 +17,8 @@ __all__ = ["add_arguments"]
 COMMANDS = {
     "montecarlo": (".montecarlo.command", "random models, batches, limits and faults, each step checked"),
     "exhaustive": (".exhaustive.command", "make memory run out at every operation of a step, one after the other"),
-    "hammer": (".hammer.command", "make real allocations fail by the thousand at random places, each step checked"),
-    "soak": (".soak.command", "train for a long time while memory comes and goes: does anything rise?"),
+    "hammer": (".endurance.hammer", "make real allocations fail by the thousand at random places, each step checked"),
+    "soak": (".endurance.soak", "train for a long time while memory comes and goes: does anything rise?"),
 }
 """Beside the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, which gives
 the exit code."""

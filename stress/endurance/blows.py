@@ -24,32 +24,20 @@ Room = float | str | None
 
 @dataclass(frozen=True)
 class Blow:
-    """One move of memory.
+    """One move of memory."""
 
-    Attributes:
-        at: before which operation of the step, from 1; 0 is before the step.
-        room: what is left.
-    """
-
-    at: int
-    room: Room
+    at: int  # before which operation of the step, from 1; 0 is before the step
+    room: Room  # what is left
 
 
 @dataclass(frozen=True)
 class Range:
-    """What rooms are in bytes.
+    """What rooms are in bytes."""
 
-    Attributes:
-        least: what the smallest piece takes beyond what is held between two steps.
-        whole: what the whole batch takes likewise.
-        slack: bytes that stay beside `NOTHING_MORE`, where the interpreter's own memory counts, too.
-        blocks: whether the world knows `BLOCKS`.
-    """
-
-    least: int
-    whole: int
-    slack: int = 0
-    blocks: bool = False
+    least: int  # what the smallest piece takes beyond what is held between two steps
+    whole: int  # what the whole batch takes likewise
+    slack: int = 0  # what stays beside `NOTHING_MORE`, where the interpreter's own memory counts, too
+    blocks: bool = False  # whether the memory limit knows `BLOCKS`
 
     def of(self, share: float) -> int:
         """Bytes beyond what is held."""
@@ -80,17 +68,17 @@ class Blows(TorchDispatchMode):
     """A block in which memory moves as drawn, and after which there is as much as is wanted.
 
     Args:
-        world: whose memory.
+        limit: whose memory.
         range_: what rooms are in bytes.
         blows: in their order.
     """
 
-    def __init__(self, world: MemoryLimit, range_: Range, blows: Sequence[Blow]) -> None:
+    def __init__(self, limit: MemoryLimit, range_: Range, blows: Sequence[Blow]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._world = world
+        self._limit = limit
         self._range = range_
         self._blows = list(reversed(blows))
-        self._held = world.live()
+        self._held = limit.live()
         self._count = 0
 
     def __enter__(self) -> Any:
@@ -102,9 +90,9 @@ class Blows(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """Lifts every limit."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._world.resize(None)
+        self._limit.resize(None)
         if self._range.blocks:
-            self._world.fragment(None)
+            self._limit.fragment(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Moves memory where it is this operation's turn, and runs it."""
@@ -117,14 +105,14 @@ class Blows(TorchDispatchMode):
         while self._blows and self._blows[-1].at <= self._count:
             room = self._blows.pop().room
             if room == BLOCKS:
-                self._world.resize(None)
-                self._world.fragment(max(1, self._range.whole // 16))
+                self._limit.resize(None)
+                self._limit.fragment(max(1, self._range.whole // 16))
                 continue
             if self._range.blocks:
-                self._world.fragment(None)
+                self._limit.fragment(None)
             if room is None:
-                self._world.resize(None)
+                self._limit.resize(None)
             elif isinstance(room, str):
-                self._world.resize(self._world.live() + self._range.slack)
+                self._limit.resize(self._limit.live() + self._range.slack)
             else:
-                self._world.resize(self._held + self._range.of(room))
+                self._limit.resize(self._held + self._range.of(room))

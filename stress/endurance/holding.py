@@ -13,22 +13,22 @@ BOOKKEEPING = 16384
 """Bytes of losses, states of random generators and the like that a call may hold."""
 
 
-def held_beside_gradients(world: MemoryLimit, model: nn.Module) -> int:
-    """Bytes that this process holds, as the world counts them, without the gradients of a model."""
-    least = world.fence.minimum if isinstance(world, ShimLimit) else 1
+def held_beside_gradients(limit: MemoryLimit, model: nn.Module) -> int:
+    """Bytes that this process holds, as the limit counts them, without the gradients of a model."""
+    least = limit.fence.minimum if isinstance(limit, ShimLimit) else 1
     storages = {}
     for leaf in model.parameters():
         if leaf.grad is not None:
             grad = leaf.grad._values() if leaf.grad.is_sparse else leaf.grad
             storages[grad.untyped_storage().data_ptr()] = grad.untyped_storage().nbytes()
-    return world.live() - sum(size for size in storages.values() if size >= least)
+    return limit.live() - sum(size for size in storages.values() if size >= least)
 
 
 class Holding:
     """Looks at each failure that is told of, which is when all of it should be gone. A sink for events.
 
     Args:
-        world: that counts.
+        limit: that counts.
         model: in training.
 
     Attributes:
@@ -36,20 +36,20 @@ class Holding:
         phase: of the attempt that had failed then.
     """
 
-    def __init__(self, world: MemoryLimit, model: nn.Module) -> None:
-        self._world = world
+    def __init__(self, limit: MemoryLimit, model: nn.Module) -> None:
+        self._limit = limit
         self._model = model
         self.begin()
 
     def begin(self) -> None:
         """A call begins."""
-        self._before = held_beside_gradients(self._world, self._model)
+        self._before = held_beside_gradients(self._limit, self._model)
         self.most = 0
         self.phase = ""
 
     def look(self, when: str) -> None:
         """Looks now."""
-        more = held_beside_gradients(self._world, self._model) - self._before
+        more = held_beside_gradients(self._limit, self._model) - self._before
         if more > self.most:
             self.most, self.phase = more, when
 
@@ -63,7 +63,7 @@ class Holding:
         Raises:
             WrongOutcomeError: more than that and the runtime's own bookkeeping was held.
         """
-        if self.most > kept + BOOKKEEPING and self._world.kind != "rlimit":  # which counts what the interpreter has, too
+        if self.most > kept + BOOKKEEPING and self._limit.kind != "rlimit":  # which counts what the interpreter has, too
             raise WrongOutcomeError(f"{where}: {self.most} bytes of it were still held after the {self.phase}, beside gradients")
 
     def __call__(self, event: Event) -> None:

@@ -1,11 +1,15 @@
-"""Whether what was measured over a long run is flat: pure functions of the samples."""
+"""What is measured over a long run, and whether it is flat."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from statistics import median
+
+import psutil
+from torch import nn
 
 LEAST = 8
 """Samples of the second half that a trend needs."""
@@ -13,29 +17,28 @@ LEAST = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """What was measured at one moment, every runtime closed and every gradient gone.
+    """What was measured at one moment, every runtime closed and every gradient gone."""
 
-    Attributes:
-        at: seconds since the start.
-        live: bytes of tensors, as the world counts them.
-        resident: bytes of the process that are in memory.
-        data: bytes of its data segments; 0 where the system does not tell.
-        threads: of the process.
-        files: descriptors that are open.
-        objects: that Python's garbage collector follows.
-        hooks: on the modules and leaves of the model.
-        ratio: time of a step without an event, beside a loop written by hand with the same pieces.
-    """
-
-    at: float
-    live: int
-    resident: int
-    data: int
+    at: float  # seconds since the start
+    live: int  # bytes of tensors, as the memory limit counts them
+    resident: int  # bytes of the process that are in memory
+    data: int  # bytes of its data segments; 0 where the system does not tell
     threads: int
-    files: int
-    objects: int
-    hooks: int
-    ratio: float
+    files: int  # descriptors that are open
+    objects: int  # that Python's garbage collector follows
+    hooks: int  # on the modules and leaves of the model
+    ratio: float  # time of a step without an event, beside a loop written by hand with the same pieces
+
+
+def measured(at: float, live: int, model: nn.Module, ratio: float) -> Sample:
+    """The process now."""
+    gc.collect()
+    process = psutil.Process()
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    hooks += sum(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in model.parameters())
+    files = process.num_fds() if hasattr(process, "num_fds") else 0
+    memory = process.memory_info()
+    return Sample(at, live, memory.rss, getattr(memory, "data", 0), process.num_threads(), files, len(gc.get_objects()), hooks, ratio)
 
 
 MIB = 1 << 20

@@ -7,6 +7,7 @@ import random
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +24,9 @@ from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.endurance.blows import BLOCKS, NOTHING_MORE, Blow, Blows, Range, draw
-from stress.hammer.counts import Counts
-from stress.hammer.job import _Round, hammer
+from stress.endurance.hammer import hammer
+from stress.endurance.training import Counts, Training
 from stress.limits import BudgetLimit, Crashed, Failed, Hung, available
-from stress.models.factory import make
 from stress.reference.by_hand import accumulate, view_of
 from stress.reference.state import Streams, WrongOutcomeError
 from tests.helpers import small_models
@@ -156,28 +156,28 @@ class Result(float):
 
 
 @pytest.fixture
-def at_rest() -> Iterator[_Round]:
+def at_rest() -> Iterator[Training]:
     """A round of the branched model before its first step, with the twin as the model is."""
     threads, streams = torch.get_num_threads(), torch.get_rng_state()
     with BudgetLimit() as world:
-        found = _Round(lambda message: None, world, make(BRANCHED, 0), make(BRANCHED, 0), random.Random(0))
-        found._calibrate()
-        found._follow()
+        found = Training(world, BRANCHED, 0)
+        found.prepare()
+        found.follow()
         yield found
     torch.set_num_threads(threads)
     torch.set_rng_state(streams)
 
 
-def _draw(running: _Round) -> None:
+def _draw(running: Training) -> None:
     torch.rand(1)
 
 
-def _move_buffer(running: _Round) -> None:
-    running._real.model.get_buffer("mean").add_(1.0)
+def _move_buffer(running: Training) -> None:
+    running.real.model.get_buffer("mean").add_(1.0)
 
 
-def _leave_gradient(running: _Round) -> None:
-    leaf = next(running._real.model.parameters())
+def _leave_gradient(running: Training) -> None:
+    leaf = next(running.real.model.parameters())
     leaf.grad = torch.zeros_like(leaf)
 
 
@@ -186,12 +186,12 @@ def _leave_gradient(running: _Round) -> None:
     [(_leave_gradient, "a gradient that was empty is not empty"), (_move_buffer, "buffers are not as before"), (_draw, "random streams are not as")],
     ids=["gradient", "buffer", "stream"],
 )
-def test_a_refused_call_that_has_changed_anything_is_told(at_rest: _Round, change: Callable[[_Round], None], told: str) -> None:
+def test_a_refused_call_that_has_changed_anything_is_told(at_rest: Training, change: Callable[[Training], None], told: str) -> None:
     start = Streams.now()
-    at_rest._check_refused(start, "step 0")
+    at_rest.check_refused(start, "step 0")
     change(at_rest)
     with pytest.raises(WrongOutcomeError, match=told):
-        at_rest._check_refused(start, "step 0")
+        at_rest.check_refused(start, "step 0")
 
 
 @pytest.mark.parametrize(
@@ -199,23 +199,23 @@ def test_a_refused_call_that_has_changed_anything_is_told(at_rest: _Round, chang
     [(None, 1.0, "the loss is"), (_move_buffer, 0.0, "buffers differ from a run without failures"), (_draw, 0.0, "random streams are not where")],
     ids=["loss", "buffer", "stream"],
 )
-def test_a_call_that_has_left_anything_wrong_is_told(at_rest: _Round, change: Callable[[_Round], None] | None, off: float, told: str) -> None:
-    start, real = Streams.now(), at_rest._real
+def test_a_call_that_has_left_anything_wrong_is_told(at_rest: Training, change: Callable[[Training], None] | None, off: float, told: str) -> None:
+    start, real = Streams.now(), at_rest.real
     loss = accumulate(real, view_of(real, real.batch(0)), Result.partition)
     if change is not None:
         change(at_rest)
     with pytest.raises(WrongOutcomeError, match=told):
-        at_rest._check(0, cast("StepResult", Result(loss + off)), start, "step 0")
+        at_rest.check(0, cast("StepResult", Result(loss + off)), start, "step 0")
 
 
-def test_a_refused_optimizer_step_that_has_changed_its_state_is_told(at_rest: _Round) -> None:
+def test_a_refused_optimizer_step_that_has_changed_its_state_is_told(at_rest: Training) -> None:
     class Half:
         def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             optimizer.param_groups[0]["lr"] = 5.0
             raise OptimizerStepError("half made")
 
     with pytest.raises(WrongOutcomeError, match="optimizer's state is not as before after OptimizerStepError"):
-        at_rest._optimize(cast("ElasticMBS", Half()), "step 0")
+        at_rest.optimize(cast("ElasticMBS", Half()), nullcontext, "step 0")
 
 
 # ---------------------------------------------------------------------- as a command
@@ -264,8 +264,8 @@ def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_th
         if len(rounds) == 2:
             raise error
 
-    monkeypatch.setattr("stress.hammer.command.run_child", child)
-    monkeypatch.setattr("stress.hammer.command.available", lambda kind: None)
+    monkeypatch.setattr("stress.endurance.hammer.run_child", child)
+    monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: None)
     assert run("--failures", "40", "--model", "mlp", "--model", "gpt", "--seed", "7") == code
     out = capsys.readouterr().out
     assert told in out
@@ -286,13 +286,13 @@ def test_rounds_that_all_end_badly_end_the_run(monkeypatch: pytest.MonkeyPatch, 
         raise Crashed("ended by SIGSEGV", "a stack", "SIGSEGV")
         yield
 
-    monkeypatch.setattr("stress.hammer.command.run_child", child)
-    monkeypatch.setattr("stress.hammer.command.available", lambda kind: None)
+    monkeypatch.setattr("stress.endurance.hammer.run_child", child)
+    monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: None)
     assert run("--failures", "40", "--model", "mlp") == 4
     assert "not allowed: crash by SIGSEGV 5" in capsys.readouterr().out
 
 
 def test_a_kind_that_cannot_be_had_here_is_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("stress.hammer.command.available", lambda kind: "there is no compiler")
+    monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: "there is no compiler")
     assert run("--kind", "shim") == 2
     assert "there is no compiler" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.engine import recovery
+from stress.endurance.soak import Soak, soak
+from stress.endurance.training import Training
 from stress.endurance.trend import LIMITS, Sample, complaints, rise, slope
 from stress.flat_options import grouped
 from stress.limits import BudgetLimit, Crashed, Failed, Hung
 from stress.reference.state import WrongOutcomeError
 from stress.scenarios.catalogue import EAGER
-from stress.soak.job import _Soak, soak
 from tests.helpers import small_models
 
 FLAT = Sample(at=0.0, live=1000, resident=500 << 20, data=400 << 20, threads=3, files=7, objects=20_000, hooks=0, ratio=1.0)
@@ -153,10 +153,10 @@ def test_a_short_run_is_exact_and_flat_and_writes_what_it_measured(
 def test_the_allocator_itself_may_be_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sample = {name: getattr(FLAT, name) for name in vars(FLAT)}
     messages = [
-        {"sample": {**sample, "at": float(i)}, "steps": i, "ooms": 0, "refused": 0, "checked": 1, "worst": 0.0, "failures": i} for i in range(20)
+        {"sample": {**sample, "at": float(i)}, "steps": i, "ooms": 0, "refused": {}, "checked": 1, "worst": 0.0, "failures": i} for i in range(20)
     ]
-    monkeypatch.setattr("stress.soak.command.run_child", lambda *args, **kwargs: iter(messages))
-    monkeypatch.setattr("stress.soak.command.available", lambda kind: None)
+    monkeypatch.setattr("stress.endurance.soak.run_child", lambda *args, **kwargs: iter(messages))
+    monkeypatch.setattr("stress.endurance.soak.available", lambda kind: None)
     assert run("--minutes", "0.1", "--kind", "shim") == 0
     assert "passed: flat and exact" in capsys.readouterr().out
 
@@ -177,8 +177,8 @@ def test_how_a_child_ends_is_told_by_the_exit_code(
         raise error
         yield
 
-    monkeypatch.setattr("stress.soak.command.run_child", child)
-    monkeypatch.setattr("stress.soak.command.available", lambda kind: None)
+    monkeypatch.setattr("stress.endurance.soak.run_child", child)
+    monkeypatch.setattr("stress.endurance.soak.available", lambda kind: None)
     assert run("--minutes", "0.1", "--kind", "shim") == code
     assert "failed" in capsys.readouterr().out
 
@@ -204,8 +204,8 @@ def test_a_graph_that_stays_after_a_failed_backward_ends_the_run(monkeypatch: py
 
 
 def test_a_size_that_does_not_come_back_with_the_memory_ends_the_run(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Controller, "_try_to_grow", lambda self, track, capacity, now: None)
-    monkeypatch.setattr("stress.soak.job.BACK_SECONDS", 0.0)
+    monkeypatch.setattr(Controller, "_end_clean", lambda self, track, elements, epoch, capacity: None)
+    monkeypatch.setattr("stress.endurance.soak.BACK_SECONDS", 0.0)
     with pytest.raises(WrongOutcomeError, match="memory for the whole batch again, but after 40 calls"):
         soak(lambda message: None, kind="budget", seconds=20.0, seed=0, model=tiny, samples=4)
 
@@ -214,15 +214,17 @@ def test_a_size_that_does_not_come_back_with_the_memory_ends_the_run(tiny: str, 
     ("options", "calls"), [({"grow": False, "micro_batch_size": 2}, range(1)), ({"max_micro_batch_size": 5}, range(1, 41)), ({}, range(1, 41))]
 )
 def test_a_size_comes_back_as_far_as_its_options_let_it(options: dict[str, Any], calls: range) -> None:
-    given = small_models.plain()
-    subject = replace(given, options={**given.options, **options})
-    with BudgetLimit() as world, ElasticMBS(subject.model, **grouped({**subject.options, "sensor": world.sensor, "policy": EAGER})) as mbs:
-        running = _Soak(lambda message: None, world, subject, random.Random(0), time.monotonic)
-        running._come_back(mbs)
-    assert running._slowest in calls
+    with BudgetLimit() as limit:
+        training = Training(limit, f"{small_models.__file__}:plain", 0)
+        training.real = subject = replace(training.real, options={**training.real.options, **options})
+        training.largest = options.get("max_micro_batch_size", training.length)
+        running = Soak(training)
+        with ElasticMBS(subject.model, **grouped({**subject.options, "sensor": limit.sensor, "policy": EAGER})) as mbs:
+            running.come_back(mbs)
+    assert running.slowest in calls
 
 
 def test_a_kind_that_cannot_be_had_here_is_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("stress.soak.command.available", lambda kind: "there is no compiler")
+    monkeypatch.setattr("stress.endurance.soak.available", lambda kind: "there is no compiler")
     assert run("--kind", "shim") == 2
     assert "there is no compiler" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""Makes real allocations fail by the thousand, at random places of training, and holds every step against a loop by hand.
+
+Memory moves between steps and between two operations of a step: in forward, in backward, while an optimizer steps, while what failed is run again.
+Under `shim` torch's own allocator fails, and counts it; under `rlimit` the kernel refuses memory to the whole process; `budget` counts tensors, on
+any system. Training runs in rounds of some 50 failures, each in a process of its own: one that crashes or hangs ends a round, not the run, and is
+told with the command that repeats it. Compared are gradient, loss, buffers, random streams and the optimizer's step; a call that is refused has to
+leave everything as it was, and none may leave memory behind.
+Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 a crash or an unexpected error, 5 a hang; the highest of them where there are several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_mbs import Policy
+from elastic_mbs.errors import UsageError
+
+from .. import exit_codes
+from ..limits import ChildError, Crashed, Emit, Failed, Hung, available, open_limit, run_child
+from ..models.factory import find
+from ..options import duration, whole
+from ..options import seed as a_seed
+from ..output import check_writable
+from ..progress import Progress
+from ..reference.state import WrongOutcomeError
+from ..repeat import TOOL, case_seed
+from ..sums import listed
+from .blows import Blows, draw
+from .training import Counts, Training
+
+KINDS = ("shim", "rlimit", "budget")
+MODELS = ("gpt", "mlp", "cnn", "heads")
+PER_ROUND = 50
+"""Failures after which a round ends."""
+STEPS = 400
+"""Steps after which it ends all the same."""
+MOST_BAD = 5
+"""Rounds that end badly, after which there is enough to look at."""
+TURNS = 6
+"""Steps that one runtime makes: from the second on it works on what the first has learned."""
+
+
+def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps: int) -> None:
+    """One round: trains until so many allocations have failed, or so many steps are made, and emits `{"counts": …}` after each step.
+
+    Args:
+        emit: gets the counts so far.
+        kind: of the memory limit.
+        model: as `stress.models.factory.find` takes it.
+        seed: of model, batches, and where memory moves.
+        failures: at which it ends.
+        steps: after which it ends all the same.
+
+    Raises:
+        WrongOutcomeError: a step's gradient, buffers, random streams or parameters are not what they have to be.
+        UsageError: the model's memory does not depend on its micro-batch, so that nothing can be shown on it.
+    """
+    with open_limit(kind) as limit:
+        training = Training(limit, model, seed)
+        training.prepare()
+        rng, counts = training.rng, training.counts
+
+        def moving() -> Blows:
+            return Blows(limit, training.range, draw(rng, training.operations, blocks=training.range.blocks))
+
+        while counts.steps < steps and counts.failures < failures:
+            options = {
+                "micro_batch_size": training.largest if rng.random() < 0.5 else "auto",
+                "policy": Policy(patience=1, min_gain=0.0, cooldown=0.0),
+                "monitor_interval": 0.0,
+                "seed": rng.getrandbits(31),
+            }
+            with training.runtimes(options) as (mbs, doors):
+                door = rng.choice(doors)
+                for _ in range(TURNS):
+                    if counts.steps < steps and counts.failures < failures:
+                        training.step(mbs, door, moving)
+                        emit({"counts": counts.as_json()})
+
+
+# ---------------------------------------------------------------------- as a command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--failures", type=whole(1), default=1000, metavar="N", help="allocations to make fail (default 1000)")
+    parser.add_argument("--kind", choices=KINDS, default="shim", help="what refuses memory (default shim)")
+    models = f"built-in by name, or your own as path.py:factory; may be given again (default: {', '.join(MODELS)} by turns)"
+    parser.add_argument("--model", action="append", metavar="NAME", help=models)
+    parser.add_argument("--seed", type=a_seed, default=0, help="of models, batches, and where memory moves (default 0)")
+    parser.add_argument("--only", type=a_seed, metavar="ROUND_SEED", help="one round of one --model, by the seed that was printed for it")
+    parser.add_argument("--deadline", type=duration("seconds"), default=300.0, metavar="SECONDS", help="a longer round hangs (default 300)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the rounds; returns the exit code."""
+    models = _checked(options)
+    what = f"{options.failures} failures, limit {options.kind}, models {', '.join(models)}, seed {options.seed}, torch {torch.__version__}"
+    print(f"hammer, {what}", flush=True)
+    run, began = _Run(options, models), time.monotonic()
+    run.rounds()
+    wide = max(len(Path(model).name) for model in models)
+    for model, counts in run.counts.items():
+        print(f"{Path(model).name:{wide}} {counts.line()}")
+    print(f"{run.all.line()}, {run.made} rounds, not allowed: {listed(run.bad)}")
+    print("passed" if run.code == exit_codes.PASSED else "failed", flush=True)
+    if options.json is not None:
+        figures = {
+            "schema": "elastic-mbs/hammer/1",
+            "torch": torch.__version__,
+            "kind": options.kind,
+            "seed": options.seed,
+            "exit_code": run.code,
+            "seconds": round(time.monotonic() - began, 1),
+            "rounds": run.made,
+            "bad": dict(run.bad),
+            **run.all.as_json(),
+            "models": {Path(model).name: counts.as_json() for model, counts in run.counts.items()},
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return run.code
+
+
+def _checked(options: argparse.Namespace) -> list[str]:
+    models = list(dict.fromkeys(options.model or MODELS))
+    if options.only is not None and len(models) > 1:
+        raise UsageError(f"--only {options.only} is a round of one model: give one --model, as it was printed")
+    for model in models:
+        find(model)
+    check_writable(options.json, "--json")
+    problem = available(options.kind)
+    if problem is not None:
+        raise UsageError(f"--kind {options.kind} cannot be had here: {problem}")
+    return models
+
+
+class _Run:
+    """All rounds, and what they came to."""
+
+    def __init__(self, options: argparse.Namespace, models: list[str]) -> None:
+        self._options = options
+        self._progress = Progress()
+        self.counts = {model: Counts() for model in models}
+        self.bad: Counter[str] = Counter()  # rounds that ended badly, by how
+        self.code = exit_codes.PASSED  # the highest of a round
+        self.made = 0
+
+    @property
+    def all(self) -> Counts:
+        """Over all models."""
+        total = Counts()
+        for each in self.counts.values():
+            total.merge(each.as_json())
+        return total
+
+    def rounds(self) -> None:
+        only, wanted = self._options.only, self._options.failures
+        each = min(PER_ROUND, -(-wanted // len(self.counts)))  # every model has its turn
+        for model, seed in self._seeds():
+            self.made += 1
+            self._round(model, seed, PER_ROUND if only is not None else min(each, wanted - self.all.failures))
+            if only is not None or self.all.failures >= wanted:
+                break
+            if sum(self.bad.values()) >= MOST_BAD:
+                print(f"ended after {MOST_BAD} bad rounds")
+                break
+        self._progress.clear()
+
+    def _seeds(self) -> Iterator[tuple[str, int]]:
+        models = list(self.counts)
+        if self._options.only is not None:
+            yield models[0], self._options.only
+            return
+        for number in count():
+            yield models[number % len(models)], case_seed(self._options.seed, number) % 2**31  # numpy takes no more
+
+    def _round(self, model: str, seed: int, failures: int) -> None:
+        """One round in a process of its own; what it counted until it ended badly counts."""
+        last: dict[str, Any] = {}
+        kind, before = self._options.kind, self.all
+        arguments = {"kind": kind, "model": model, "seed": seed, "failures": failures, "steps": STEPS}
+        try:
+            for message in run_child(kind, hammer, arguments, deadline=self._options.deadline):
+                last = message["counts"]
+                failed, made = before.failures + last["failures"], before.steps + last["steps"]
+                self._progress.tell(f"{Path(model).name}: {failed} failures, {made} steps, {sum(self.bad.values())} bad rounds")
+        except ChildError as error:
+            how, code = verdict(error)
+            self.bad[how] += 1
+            self.code = max(self.code, code)
+            self._progress.clear()
+            print(f"{how.upper()}: {error}")
+            if code != exit_codes.WRONG:
+                print("\n".join(f"  {line}" for line in error.last_words.strip().splitlines()[-12:]))
+            print(f"  repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only {seed}", flush=True)
+        self.counts[model].merge(last)
+
+
+def verdict(error: ChildError) -> tuple[str, int]:
+    """How a process has ended, in words and as an exit code."""
+    if isinstance(error, Hung):
+        return "hang", exit_codes.HANG
+    if isinstance(error, Crashed):
+        return f"crash by {error.signal}", exit_codes.UNEXPECTED
+    name = error.error if isinstance(error, Failed) else None
+    return ("wrong outcome", exit_codes.WRONG) if name == WrongOutcomeError.__name__ else (name or "unexpected exit", exit_codes.UNEXPECTED)

@@ -1,0 +1,270 @@
+"""Trains for a long time while memory comes and goes, and looks whether memory, threads, files and the time of a step stay flat.
+
+Every door, evaluations, guarded optimizer steps and checkpoints take part, runtimes are made and closed, and gradients are checked now and then. Of a
+failed attempt nothing may be held when it is told of, and whenever all memory has returned the micro-batch has to grow back to the whole batch.
+Exit codes: 0 flat and exact, 2 bad input, 3 something rises, stays small, is held, or is wrong, 4 an unexpected error, 5 a hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from elastic_mbs import ElasticMBS, Policy
+from elastic_mbs.controller.partition import partition
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import format_bytes
+
+from ..exit_codes import PASSED, UNEXPECTED, WRONG
+from ..flat_options import grouped
+from ..limits import ChildError, available, in_child, open_limit, run_child
+from ..options import duration, seed, whole
+from ..output import check_writable
+from ..progress import Progress
+from ..reference.by_hand import accumulate, view_of
+from ..reference.state import WrongOutcomeError
+from ..scenarios.facts import check
+from ..watchdog import Watchdog
+from .hammer import verdict
+from .training import Training
+from .trend import LEAST, Sample, allowed, complaints, measured, rise
+
+STUCK = 600.0
+"""Seconds beyond its time after which a run hangs."""
+
+SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
+"""Of what the whole batch needs beyond the smallest piece: what the memory is, by turns."""
+
+CHECKED_EVERY = 20
+"""Steps between two checks of a gradient, on average: drawn, or they could fall on one door alone."""
+
+TURNS = 4
+"""Steps that each runtime makes with each door at least: from the second call on it works on what the first has learned."""
+
+AMPLE = 4
+"""So many times what the whole batch takes is there between two steps: less than when all has come back, or a reading made then would not change."""
+
+BACK_WITHIN = 40
+"""Calls within which the micro-batch has to be as large as the batch again, once there is memory for it: five doublings, each with its patience."""
+
+BACK_SECONDS = 30.0
+"""Seconds that it may take in any case: readings of memory come by the clock."""
+
+KEPT_RATIOS = 9
+"""Of so many the median is the sample's."""
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, samples: int, clock: Callable[[], float] = time.monotonic) -> None:
+    """Trains for so long, and emits a sample about `samples` times.
+
+    Args:
+        emit: gets a message for each sample, with the counts so far.
+        kind: of the memory limit.
+        seconds: how long.
+        seed: of model, batches, and the comings and goings of memory.
+        model: as `stress.models.factory.find` takes it.
+        samples: how many, about.
+        clock: gives the time in seconds.
+
+    Raises:
+        WrongOutcomeError: a gradient is not exact, a failed attempt is still held, or the micro-batch does not come back with the memory.
+    """
+    with open_limit(kind) as limit:
+        running = Soak(Training(limit, model, seed), clock)
+        running.training.prepare()
+        began, made = clock(), 0
+        while (now := clock() - began) < seconds or made < 2 * LEAST:
+            made += 1
+            running.train(began + now + seconds / samples)
+            sample = measured(clock() - began, limit.live(), running.training.real.model, median(running.ratios))
+            emit({"sample": asdict(sample), **running.training.counts.as_json(), "back_within": running.slowest})
+
+
+class Soak:
+    """A training whose memory comes and goes."""
+
+    def __init__(self, training: Training, clock: Callable[[], float] = time.monotonic) -> None:
+        self.training = training
+        self.ratios: deque[float] = deque(maxlen=KEPT_RATIOS)  # of times of a step, beside one by hand
+        self.slowest = 0  # most calls until the micro-batch was back
+        self._clock = clock
+        self._learned: dict[str, object] = {}
+        self._check_at = 0
+        self._share = 1.0
+
+    def train(self, until: float) -> None:
+        """Trains with runtimes of its own until a moment, at least a few steps with each door; then all memory comes back."""
+        training, rng = self.training, self.training.rng
+        policy = Policy(patience=2, min_gain=0.0, cooldown=0.0, max_cooldown=0.0)
+        quiet = {"policy": policy, "monitor_interval": 0.0}
+        hopeful = {**quiet, "micro_batch_size": training.largest}  # begins with the whole batch, whatever there is
+        with training.runtimes({**quiet, "monitor_interval": rng.choice((0.0, 0.05))}, quiet, hopeful) as (mbs, doors):
+            if self._learned:
+                mbs.load_state_dict(self._learned)
+            turn = 0
+            while turn < TURNS * len(doors) or self._clock() < until:
+                self._step(mbs, doors[turn % len(doors)])
+                if turn % 5 == 4:
+                    training.short(lambda: mbs.eval(self._losses, training.real.batch(training.counts.steps)), self._moving)
+                turn += 1
+            training.limit.resize(None)
+            self.come_back(mbs)
+            self._learned = mbs.state_dict()
+        self._time_a_step()
+        gc.collect()
+
+    def _step(self, mbs: ElasticMBS, door: Callable[[Any], Any]) -> None:
+        """One training step; every few of them the memory changes, and the step is checked."""
+        training, number = self.training, self.training.counts.steps
+        if number % training.rng.choice((1, 2, 5)) == 0:
+            self._share = training.rng.choice(SHARES)
+        checked = number >= self._check_at
+        if checked:
+            self._check_at = number + training.rng.randint(1, 2 * CHECKED_EVERY - 1)
+        training.step(mbs, door, self._moving, checked=checked, guarded=number % 2 == 1)
+
+    def _losses(self, piece: Any) -> list[Any]:
+        return [self.training.real.loss_fn(piece)]
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        limit, range_ = self.training.limit, self.training.range
+        held = limit.live()
+        limit.resize(held + range_.of(self._share) + range_.slack)
+        try:
+            yield
+        finally:
+            limit.resize(held + AMPLE * range_.whole)
+
+    def come_back(self, mbs: ElasticMBS) -> None:
+        """All memory has returned; the micro-batch has to, within bounds."""
+        training, subject = self.training, self.training.real
+        if subject.options.get("grow") is False:
+            return
+        fewest = -(-training.length // training.largest)
+        began, calls, pieces = self._clock(), 0, training.length + 1
+        while pieces > fewest:
+            if calls >= BACK_WITHIN and self._clock() - began > BACK_SECONDS:
+                back = f"after {calls} calls it still runs in {pieces} pieces"
+                raise WrongOutcomeError(f"after step {training.counts.steps}: there is memory for the whole batch again, but {back}")
+            pieces, calls = len(mbs.backward(subject.loss_fn, subject.batch(0)).partition), calls + 1
+            subject.model.zero_grad()
+        self.slowest = max(self.slowest, calls)
+
+    def _time_a_step(self) -> None:
+        """A step of the runtime beside the same by hand, each in turn the first, so that the machine's own moods cancel."""
+        subject, length = self.training.real, self.training.length
+        batch, size = subject.batch(0), max(1, length // 4)
+        pieces = partition(0, length, size)
+        with ElasticMBS(subject.model, **grouped({**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0})) as mbs:
+            ways: dict[str, Callable[[], object]] = {
+                "ours": lambda: mbs.backward(subject.loss_fn, batch),
+                "hand": lambda: accumulate(subject, view_of(subject, batch), pieces),
+            }
+            took: dict[str, list[float]] = {name: [] for name in ways}
+            for turn in range(5):
+                for name in sorted(ways, reverse=turn % 2 == 0):
+                    start = time.process_time()
+                    ways[name]()
+                    took[name].append(time.process_time() - start)
+                    subject.model.zero_grad()
+            self.ratios.append(min(took["ours"][2:]) / max(1e-9, min(took["hand"][2:])))
+
+
+# ---------------------------------------------------------------------- as a command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--minutes", type=duration("minutes"), default=30.0, help="how long (default 30)")
+    parser.add_argument("--kind", choices=("budget", "shim"), default="budget", help="what fails: counted tensors, or the allocator itself")
+    parser.add_argument("--model", default="heads", help="built-in by name, or your own as path.py:factory (default heads)")
+    parser.add_argument("--samples", type=whole(2 * LEAST, why="for a trend"), default=120, help="how often to measure, at most (default 120)")
+    parser.add_argument("--seed", type=seed, default=0, help="of model, batches, and the comings and goings of memory (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples and the verdict to this file")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs it; returns the exit code."""
+    check_writable(options.json, "--json")
+    problem = available(options.kind)
+    if problem is not None:
+        raise UsageError(f"--kind {options.kind} cannot be had here: {problem}")
+    check(options.model, options.seed, "cpu")
+    arguments = {name: getattr(options, name) for name in ("kind", "seed", "model", "samples")} | {"seconds": options.minutes * 60}
+    what = f"limit {options.kind}, model {options.model}, seed {options.seed}, torch {torch.__version__}"
+    print(f"soak for {options.minutes:g} min, {what}", flush=True)
+    samples: list[Sample] = []
+    last: dict[str, Any] = {}
+    progress = Progress(piped=60.0, live=60.0)
+
+    def take(message: dict[str, Any]) -> None:
+        samples.append(Sample(**message.pop("sample")))
+        last.update(message)
+        progress.tell(_line(samples[-1], last))
+
+    found, code = _run(take, options.kind, arguments)
+    if code == PASSED:
+        print(_line(samples[-1], last))
+        found = complaints(samples)
+        code = WRONG if found else PASSED
+        print(_table(samples))
+    for each in found:
+        print(f"NOT FLAT: {each}" if code == WRONG else each)
+    print("passed: flat and exact" if code == PASSED else "failed", flush=True)
+    if options.json is not None:
+        document = {"schema": "elastic-mbs/soak/1", **arguments, "torch": torch.__version__, "exit_code": code, "complaints": found, **last}
+        options.json.write_text(json.dumps({**document, "measured": [asdict(sample) for sample in samples]}, indent=1) + "\n")
+    return code
+
+
+def _run(take: Emit, kind: str, arguments: dict[str, Any]) -> tuple[list[str], int]:
+    """Runs the job, in this process where that is possible; returns what ended it early, and the exit code."""
+    deadline = arguments["seconds"] + STUCK
+    try:
+        if in_child(kind):
+            for message in run_child(kind, soak, arguments, deadline=deadline):
+                take(message)
+        else:
+            with Watchdog(deadline, lambda: f"HANG: the run has not ended {STUCK:g} s after its time"):
+                soak(take, **arguments)
+    except WrongOutcomeError as error:
+        return [str(error)], WRONG
+    except ChildError as error:
+        return [f"{error}\n{error.last_words}"], verdict(error)[1]
+    except UsageError:
+        raise
+    except Exception as error:
+        return ["".join(traceback.format_exception(error)).rstrip()], UNEXPECTED
+    return [], PASSED
+
+
+def _line(sample: Sample, counts: dict[str, Any]) -> str:
+    return (
+        f"{sample.at / 60:5.1f} min  {counts['steps']} steps  {counts['ooms']} ooms  {sum(counts['refused'].values())} refused  "
+        f"live {format_bytes(sample.live)}  resident {format_bytes(sample.resident)}  threads {sample.threads}  files {sample.files}  "
+        f"objects {sample.objects}  step ×{sample.ratio:.3f}  worst error {counts['worst']:.1e} of {counts['checked']} checked"
+    )
+
+
+def _table(samples: list[Sample]) -> str:
+    lines = [f"{'over the second half':24} {'first':>14} {'last':>14} {'trend':>12} {'allowed':>12}"]
+    for each in fields(Sample):
+        if each.name != "at":
+            first, last = getattr(samples[len(samples) // 2], each.name), getattr(samples[-1], each.name)
+            lines.append(f"{each.name:24} {first:14.6g} {last:14.6g} {rise(samples, each.name):12.4g} {allowed(samples, each.name):12.4g}")
+    return "\n".join(lines)
