@@ -1,8 +1,9 @@
+"""What a MemoryBudget counts, and what it tells."""
+
 from __future__ import annotations
 
 import gc
 import re
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,6 @@ MIB = 1024**2
 
 def block(kib: int = 1) -> Tensor:
     return torch.empty(kib * KIB, dtype=torch.uint8)
-
-
-def net(width: int = 64, depth: int = 3) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
 
 
 # sizes
@@ -229,8 +226,8 @@ def test_track_refuses_what_it_does_not_know() -> None:
 
 
 def test_track_keeps_no_reference() -> None:
-    model = net()
-    budget = MemoryBudget(MIB, track=model)
+    model = nn.Linear(4, 4)
+    budget = MemoryBudget(MIB, track=[model])
     gone = weakref.ref(model)
     assert budget.live > 0
     del model
@@ -239,134 +236,7 @@ def test_track_keeps_no_reference() -> None:
     assert budget.live == 0
 
 
-# running out
-
-
-def test_the_operation_that_passes_the_limit_raises_and_leaves_nothing() -> None:
-    with MemoryBudget("10MiB") as budget:
-        kept = torch.empty(9 * MIB, dtype=torch.uint8)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            torch.empty(2 * MIB, dtype=torch.uint8)
-        assert str(caught.value) == "virtual device out of memory. Tried to allocate 2.00 MiB. Budget 10.00 MiB, of which 9.00 MiB is in use."
-        assert budget.live == budget.peak == 9 * MIB
-        assert budget.ooms == 1
-        assert torch.empty(MIB, dtype=torch.uint8).numel() == MIB  # exactly full is not over
-        del kept
-
-
-@pytest.mark.parametrize(("size", "words"), [(100, "100 bytes"), (1536, "1.50 KiB"), (3 * 1024**3, "3.00 GiB")])
-def test_the_message_has_a_unit_that_fits(size: int, words: str) -> None:
-    text = re.escape(f"allocate {words}. Budget 10 bytes, of which 0 bytes is in use")
-    with MemoryBudget(10, device="meta"), pytest.raises(torch.OutOfMemoryError, match=text):
-        torch.empty(size, dtype=torch.uint8, device="meta")
-
-
-def test_code_that_catches_out_of_memory_errors_works() -> None:
-    sizes = []
-
-    def step(count: int) -> None:
-        try:
-            sizes.append(block(count).numel())
-        except torch.OutOfMemoryError:
-            step(count // 2)
-
-    with MemoryBudget("5KiB"):
-        step(16)
-    assert sizes == [4 * KIB]
-    with MemoryBudget(10), pytest.raises(torch.cuda.OutOfMemoryError):
-        block()
-
-
-def test_the_error_keeps_no_tensor_of_the_operation() -> None:
-    def fail() -> BaseException:
-        x = torch.empty(KIB)
-        gone.append(weakref.ref(x))
-        try:
-            (x * 2).unsqueeze(0)
-        except torch.OutOfMemoryError as error:
-            return error
-        raise AssertionError("nothing failed")
-
-    gone: list[weakref.ref[Tensor]] = []
-    with MemoryBudget("6KiB") as budget:
-        error = fail()
-        trace, seen = error.__traceback__, 0
-        while trace is not None:
-            if trace.tb_frame.f_code.co_name == "__torch_dispatch__":
-                seen += 1
-                assert not {name for name, value in trace.tb_frame.f_locals.items() if isinstance(value, Tensor | tuple | list)} - {"types"}
-            trace = trace.tb_next
-        assert seen == 1
-        error.__traceback__ = None
-        assert gone[0]() is None
-        assert budget.live == 0
-
-
-def test_outputs_in_lists_are_dropped_too() -> None:
-    x = torch.empty(2, KIB)
-    with MemoryBudget("12KiB", track=x) as budget:
-        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 8\.00 KiB"):
-            torch._foreach_mul([x[0], x[1]], 2.0)
-        assert budget.live == 8 * KIB
-
-
-def test_operations_in_place_never_raise() -> None:
-    x = block(8)
-    with MemoryBudget(1, track=x) as budget:
-        x.add_(1).zero_().fill_(2)
-        x[:4].copy_(x[4:8])
-        torch._foreach_add_([x], 1)
-        torch.add(x, 1, out=x)
-        assert x[0].t().view(1).shape == (1,)  # views bring no bytes either
-    assert budget.ooms == 0
-    assert int(x[0]) == 4
-
-
-def test_a_storage_resized_without_an_operation_does_not_fail_the_write_into_it() -> None:
-    x = block(1)
-    with MemoryBudget("4KiB", track=x) as budget:
-        x.untyped_storage().resize_(8 * KIB)  # as FSDP does before it gathers
-        x.zero_()
-        assert (budget.live, budget.ooms) == (8 * KIB, 0)
-        with pytest.raises(torch.OutOfMemoryError):
-            block()
-
-
-def test_a_failed_resize_stays_counted() -> None:
-    with MemoryBudget("4KiB") as budget:
-        x = block(1)
-        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 7\.00 KiB.*1\.00 KiB is in use"):
-            x.resize_(8 * KIB)
-        assert budget.live == x.untyped_storage().nbytes() == 8 * KIB
-
-
-def test_the_limit_moves_while_training_runs() -> None:
-    with MemoryBudget("4KiB") as budget:
-        x = block(3)
-        budget.limit = "2KiB"
-        assert budget.limit == 2 * KIB
-        x.add_(1)
-        with pytest.raises(torch.OutOfMemoryError):
-            block()
-        budget.limit = 8 * KIB
-        assert block(5).numel() == 5 * KIB
-        with pytest.raises(UsageError, match="-5 bytes"):
-            budget.limit = -5
-        assert budget.limit == 8 * KIB
-
-
-def test_the_limit_moves_from_another_thread() -> None:
-    failed = threading.Event()
-    with MemoryBudget("1GiB") as budget:
-        mover = threading.Timer(0.02, lambda: setattr(budget, "limit", 100))
-        mover.start()
-        while not failed.is_set():
-            try:
-                block()
-            except torch.OutOfMemoryError:
-                failed.set()
-        mover.join()
-    assert budget.ooms == 1
+# peaks and readings
 
 
 def test_peak_is_the_most_that_was_live() -> None:

@@ -225,8 +225,7 @@ class Allocator:
         if new > 0 and self.live + new > self.limit:
             self.ooms += 1
             return False
-        if new > 0:  # an operation that brings nothing is not looked at, though a storage may have grown where another failed
-            self.peak = max(self.peak, self.live + new)
+        self.peak = max(self.peak, self.live + max(0, new))
         return True
 
     def new(self, slot: int, size: int) -> bool:
@@ -237,8 +236,8 @@ class Allocator:
 
     def resize(self, slot: int, size: int) -> bool:
         key = self.looks[slot]
-        fits = self.fits(size - self.sizes[key])
-        self.sizes[key] = max(size, self.sizes[key])  # torch never shrinks a storage in resize_, and a failed one stays
+        if fits := self.fits(size - self.sizes[key]):
+            self.sizes[key] = max(size, self.sizes[key])  # torch never shrinks a storage in resize_
         return fits
 
 
