@@ -2,7 +2,8 @@
 
     mbs = ElasticMBS(model, on_event=[PrometheusTextfile("/var/lib/node_exporter/train.prom"), TensorBoard(SummaryWriter())])
 
-What goes wrong in them is said once in the Python log and never raised into a step. Sinks of your own raise what they raise.
+`PrometheusTextfile` needs `pip install elastic-mbs[prometheus]`. Errors in them are logged once in the Python log and never raised into a step; those in
+sinks of your own pass through.
 """
 
 from elastic_mbs.sinks.prometheus import PrometheusTextfile

@@ -1,4 +1,4 @@
-"""A sink whose own errors are said once in the Python log and never raised into a step."""
+"""A sink whose own errors are logged once and never raised into a step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable
 
-from elastic_mbs.events import (
-    ClosingSink,
-    Event,
-    logger,
-)
+from elastic_mbs.events import ClosingSink, Event, logger
 
 
 class GuardedSink(ClosingSink):
-    """A sink whose failures are said once in the Python log. A forked child does nothing."""
+    """A sink whose failures are logged once in the Python log. A forked child does nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the monitor's thread has events, too
@@ -31,20 +27,18 @@ class GuardedSink(ClosingSink):
         self._guarded(self._end)
 
     @abstractmethod
-    def _take(self, event: Event) -> None:
-        """Takes an event."""
+    def _take(self, event: Event) -> None: ...
 
     @abstractmethod
-    def _end(self) -> None:
-        """Writes out what is waiting."""
+    def _end(self) -> None: ...
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], object]) -> None:
         if self._pid != os.getpid():
             return
         with self._lock:
             try:
                 work()
-            except Exception as error:  # whatever it is, a step does not end for it
+            except Exception as error:  # of whatever kind: a step does not end for it
                 if not self._warned:
                     self._warned = True
                     logger.warning("%s misses events, and training goes on: %s: %s", self, type(error).__name__, error)

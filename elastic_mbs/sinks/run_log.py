@@ -1,7 +1,6 @@
 """The run log: one line of JSON per event, for people with `jq`, for `elastic-mbs report` and for `elastic-mbs watch`.
 
-Schema 1. Every line is an object, and fields that a reader does not know are to be left alone. A header opens each run, when its first
-call begins:
+Schema 1. Every line is an object; a reader ignores fields that it does not know. A header opens each run, when its first call begins:
 
     kind        "run"
     run         id of the run, 12 hexadecimal digits; each line of the run has it, so that runs may share a file, even at the same time
@@ -25,10 +24,8 @@ It is written again whenever the file is opened again; the first one of a run co
     level       "DEBUG", "INFO" or "WARNING"
     …           the event's own fields, see `elastic_mbs.events`
 
-Numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity"; what is not known is null.
-
-A line goes to the system in one write, so that a process that is killed leaves at most one torn line, its last. Whoever adds to the file later begins
-a new line, and readers pass over the torn one.
+Numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity"; unknown values are null. A line goes to the system in one write, so
+that a killed process leaves at most one torn line, its last; the next run begins a new line, and readers pass over the torn one.
 """
 
 from __future__ import annotations
@@ -38,36 +35,31 @@ import logging
 import math
 import os
 import platform
-import stat
-import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from io import FileIO
 from pathlib import Path
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import CallDone, ClosingSink, Event, logger
+from elastic_mbs.events import CallDone, Event
+from elastic_mbs.sinks.guarded import GuardedSink
 
 SCHEMA = 1
 
 
-class RunLog(ClosingSink):
-    """A sink that adds each event to a file as one line of JSON.
-
-    Nothing that goes wrong with the file is raised: it is said once in the Python log, and each later event tries again. A forked child writes
-    nothing: the run is its parent's.
+class RunLog(GuardedSink):
+    """A sink that adds each event to a file as one line of JSON. After an error each later event tries again.
 
     Args:
         path: the file; it is made when the first call begins, and added to when it exists.
-        describe: gives the header's own fields; asked once, when the first header is written.
+        describe: gives the header's own fields; called once, when the first header is written.
         clock: monotonic seconds, the clock of `CallDone.ended`.
         wall: unix seconds.
-
-    Raises:
-        UsageError: there is no folder to put the file in, or the path is no file's.
     """
+
+    _file: FileIO | None = None
 
     def __init__(
         self,
@@ -77,112 +69,59 @@ class RunLog(ClosingSink):
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        super().__init__()
         self.path = checked_path(path)
         self.run = uuid.uuid4().hex[:12]  # from the system's randomness: the user's streams stay where they are
         self._describe = describe
         self._clock, self._wall = clock, wall
         self._began: tuple[float, float] | None = None  # both clocks, at the first header
         self._header = b""
-        self._file: _File | None = None
-        self._lock = threading.RLock()  # the monitor's thread has events, too
-        self._warned = False
-        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"the run log {self.path}"
+
+    def __del__(self) -> None:
+        self._end()
 
     def begin(self) -> None:
-        """Opens the file and writes the header, where that has not been done."""
-        if self._file is None:
-            self._guarded(self._open)
+        self._guarded(self._open)
 
-    def __call__(self, event: Event) -> None:
-        """Writes one event."""
-        self._guarded(lambda: self._write(event))
+    def _take(self, event: Event) -> None:
+        began, began_wall = self._open()
+        at = (event.ended if isinstance(event, CallDone) else self._clock()) - began
+        self._write(event_line(event, self.run, at, began_wall + at))
 
-    def close(self) -> None:
-        """Closes the file; the next event opens it again, as the same run."""
-        if self._pid == os.getpid():
-            with self._lock:
-                self._close()
-
-    def _guarded(self, work: Callable[[], object]) -> None:
-        if self._pid != os.getpid():
-            return
-        with self._lock:
-            try:
-                work()
-            except Exception as error:  # whatever it is, a step does not end for its log
-                self._complain(f"{type(error).__name__}: {error}")
-                self._close()
-
-    def _open(self) -> tuple[_File, tuple[float, float]]:
-        if self._began is None:
-            began = self._clock(), self._wall()
-            self._header = header_line(self.run, *began, self._describe())
-            self._began = began
-        if self._file is not None and self._file.vanished():
-            self._complain("the file was deleted and is made anew, without what was in it")
-            self._close()
-        if self._file is None:
-            self._file = _File(self.path)
-            self._file.add(self._header)
-        return self._file, self._began
-
-    def _close(self) -> None:
+    def _end(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
-    def _write(self, event: Event) -> None:
-        file, (began, began_wall) = self._open()
-        at = (event.ended if isinstance(event, CallDone) else self._clock()) - began
-        file.add(event_line(event, self.run, at, began_wall + at))
+    def _open(self) -> tuple[float, float]:
+        if self._began is None:
+            began = self._clock(), self._wall()
+            self._header = header_line(self.run, *began, self._describe())
+            self._began = began
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
+            self._end()  # deleted: lines would go nowhere
+        if self._file is None:
+            self._file = FileIO(self.path, "a+")
+            if os.fstat(self._file.fileno()).st_size:
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":
+                    self._write(b"\n")  # a killed process has left half a line
+            self._write(self._header)
+        return self._began
 
-    def _complain(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("the run log %s misses events, and training goes on: %s", self.path, what)
-
-
-class _File:
-    """A file that lines are added to, each in one write.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        torn = _is_torn(path)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
-        self.close = weakref.finalize(self, os.close, self._fd)
-        if torn:
-            self.add(b"\n")
-
-    def add(self, line: bytes) -> None:
-        """Writes a line.
-
-        Raises:
-            OSError: it could not be written, or not the whole of it.
-        """
-        written = os.write(self._fd, line)
-        if written < len(line):
-            raise OSError(f"{written} of {len(line)} bytes were written")
-
-    def vanished(self) -> bool:
-        """Whether the file has no name any more."""
-        return os.fstat(self._fd).st_nlink == 0
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the file ends within a line."""
-    try:
-        if path.stat().st_size == 0:
-            return False
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True  # it cannot be looked into; an empty line does no harm
+    def _write(self, line: bytes) -> None:
+        """Writes a line at once; where that fails, the next event opens the file again and begins a line of its own."""
+        assert self._file is not None
+        try:
+            written = self._file.write(line)
+            if written < len(line):
+                raise OSError(f"{written} of {len(line)} bytes were written")
+        except OSError:
+            self._end()
+            raise
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
@@ -196,7 +135,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     found = Path(path)
     if not found.parent.is_dir():
         raise UsageError(f"log={os.fspath(path)!r}: there is no folder {str(found.parent)!r}; make it first")
-    if found.exists() and not (stat.S_ISREG(mode := found.stat().st_mode) or stat.S_ISCHR(mode)):
+    if found.exists() and not found.is_file() and not found.is_char_device():
         raise UsageError(f"log={os.fspath(path)!r} is {'a folder' if found.is_dir() else 'no ordinary file'}; name a file, such as 'run.jsonl'")
     return found.absolute()
 
@@ -215,11 +154,5 @@ def event_line(event: Event, run: str, at: float, wall: float) -> bytes:
 
 
 def _line(record: Mapping[str, object]) -> bytes:
-    record = {key: _in_json(value) if isinstance(value, float) else value for key, value in record.items()}
-    return json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
-
-
-def _in_json(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    finite = {key: str(json.dumps(value)) if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+    return json.dumps(finite, separators=(",", ":"), default=str).encode() + b"\n"

@@ -1,9 +1,8 @@
-"""Reading a run log: its lines, put together to runs. See `elastic_mbs.sinks.run_log` for the schema."""
+"""Reads a run log: its lines, put together to runs. See `elastic_mbs.sinks.run_log` for the schema."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,69 +14,41 @@ from elastic_mbs.events import Event
 from elastic_mbs.sinks.run_log import SCHEMA
 
 _BEGINNINGS = (b'{"kind":"run"', b'{"event":"')
-_NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _EVENTS = {kind.__name__: kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "str": (str,),
-}
 EMPTY = "there is no line of a run log in it: it was made by ElasticMBS(..., log=...), or it is empty so far"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One event of a run log.
+    """One event of a run log."""
 
-    Attributes:
-        event: the event, or None where this version of the package does not know it, or does not know it so.
-        t: seconds since its run began.
-        record: the line as it stands in the file.
-    """
-
-    event: Event | None
-    t: float
-    record: Mapping[str, Any]
+    event: Event | None  # None where this version of the package does not know it, or knows it with other fields
+    t: float  # seconds since its run began
+    record: Mapping[str, Any]  # the line's object
 
 
 @dataclass
 class Run:
-    """One run of a run log.
-
-    Attributes:
-        id: as each of its lines has it.
-        header: its first header; empty where the file has none for it.
-        entries: its events, in the file's order.
-    """
+    """One run of a run log."""
 
     id: str
-    header: Mapping[str, Any] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    header: Mapping[str, Any] = field(default_factory=dict)  # its first one; empty where the file has none for it
+    entries: list[Entry] = field(default_factory=list)  # in the file's order
 
 
 class Reader:
-    """Puts the lines of a run log together to runs; lines may come one by one, as the file grows.
-
-    Attributes:
-        runs: by id, in the order in which they began.
-        torn: lines that a killed process or a full disk has left unfinished; they are passed over.
-    """
+    """Puts the lines of a run log together to runs; lines may come one by one, as the file grows."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, Run] = {}
-        self.torn = 0
+        self.runs: dict[str, Run] = {}  # by id, in the order in which they began
+        self.torn = 0  # unfinished lines of a killed process or a full disk; they are passed over
         self._number = 0
 
     def feed(self, line: bytes) -> Run | None:
-        """Takes one line.
-
-        Returns:
-            The run that it belongs to, or None for an empty or a torn one.
+        """Takes one line; returns the run that it belongs to, or None for an empty or a torn one.
 
         Raises:
-            UsageError: the line is none of a run log's, or of a schema that this version does not know.
+            UsageError: the line is not of a run log, or of a schema that this version does not know.
         """
         self._number += 1
         line = line.strip()
@@ -102,13 +73,10 @@ class Reader:
 
 
 def read_runs(lines: Iterable[bytes]) -> list[Run]:
-    """The runs of a log.
-
-    Args:
-        lines: of the file, such as the file itself, opened in binary mode.
+    """The runs of a log, of whose file these are the lines.
 
     Raises:
-        UsageError: a line is none of a run log's, or there is none at all.
+        UsageError: a line is not of a run log, or there is none at all.
     """
     reader = Reader()
     for line in lines:
@@ -118,56 +86,50 @@ def read_runs(lines: Iterable[bytes]) -> list[Run]:
     return list(reader.runs.values())
 
 
+def open_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The lines of a file; a UsageError of one line if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            yield from file
+    except OSError as error:
+        raise UsageError(f"{os.fspath(path)}: {error.strerror or error}") from error
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The line's object, or None where it is not whole or lacks what each line has."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("run"), str) or not _is_number(record.get("time")):
+    if not isinstance(record, dict) or not isinstance(record.get("run"), str):
         return None
-    if isinstance(record.get("event"), str):
-        return record if _is_number(record.get("t")) else None
-    return record if record.get("kind") == "run" and "event" not in record and "schema" in record else None
+    of_event = "event" in record
+    whole = isinstance(record["event"], str) if of_event else record.get("kind") == "run" and "schema" in record
+    times: list[Any] = [record.get("time"), record.get("t") if of_event else 0]
+    return record if whole and all(type(at) in {int, float} and abs(at) < 1e15 for at in times) else None
 
 
 def _decode(record: Mapping[str, Any]) -> Event | None:
+    """The event, or None where this version does not know it, or knows it with other fields."""
     kind = _EVENTS.get(record["event"])
     if kind is None:
         return None
-    values: dict[str, Any] = {}
-    for item in fields(kind):
-        if item.name not in record:
-            continue
-        value, allowed = record[item.name], _TYPES[str(item.type)]
-        if float in allowed and isinstance(value, str):
-            value = _NOT_IN_JSON.get(value, value)
-        if not isinstance(value, allowed) or isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 2**63):
-            return None
-        values[item.name] = value
     try:
-        return kind(**values)
-    except TypeError:  # a field without a default is missing
+        return kind(**{item.name: _checked(record[item.name], str(item.type)) for item in fields(kind) if item.name in record})
+    except TypeError:  # of another type, or a field without a default is missing
         return None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+def _checked(value: Any, declared: str) -> Any:
+    """A value of JSON as a field declared so ("int | None") holds it; a TypeError where it cannot."""
+    if "float" in declared and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    name = "None" if value is None else type(value).__name__
+    if name not in declared.replace("float", "float | int").split(" | ") or (name == "int" and abs(value) >= 2**63):
+        raise TypeError(f"{value!r} is not of type {declared}")
+    return value
 
 
 def _excerpt(line: bytes) -> str:
     text = line[:60].decode("utf-8", "replace")
     return repr(text) if len(line) <= 60 else f"{text!r} …"
-
-
-def open_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The lines of a file.
-
-    Raises:
-        UsageError: it cannot be read; the message is one line.
-    """
-    try:
-        with open(path, "rb") as file:
-            yield from file
-    except OSError as error:
-        raise UsageError(f"{os.fspath(path)}: {error.strerror or error}") from error

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import (
-    CallDone,
-    Event,
-)
+from elastic_mbs.events import CallDone, Event
 from elastic_mbs.sinks.guarded import GuardedSink
 
 
 class TensorBoard(GuardedSink):
-    """Writes scalars and texts to a TensorBoard writer.
-
-    The step is the number of training calls of the event's runtime, as far as they have been told of.
+    """Writes scalars and texts to a TensorBoard writer. The step is the number of training calls of the event's runtime.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar` and `add_text`. It stays the caller's: it is not closed.
@@ -35,14 +30,12 @@ class TensorBoard(GuardedSink):
         return f"TensorBoard({type(self._writer).__name__})"
 
     def _take(self, event: Event) -> None:
-        name = event.name
+        name, step = event.name, self._steps.get(event.name, 0)
         if not isinstance(event, CallDone):
-            self._writer.add_text(f"{name}/events", event.line(), self._steps.get(name, 0))
+            self._writer.add_text(f"{name}/events", event.line(), step)
             return
-        step = self._steps.get(name, 0)
         if event.mode == "train":
             self._steps[name] = step + 1
-        part = "" if event.mode == "train" else f"{event.mode}/"
         scalars: dict[str, float | None] = {
             "loss": event.loss,
             "micro_batch_size": event.micro_batch_size,
@@ -55,11 +48,11 @@ class TensorBoard(GuardedSink):
             "memory/free": event.free,
             "memory/held_by_others": event.held_by_others,
         }
+        prefix = name if event.mode == "train" else f"{name}/{event.mode}"
         for tag, value in scalars.items():
             if value is not None:
-                self._writer.add_scalar(f"{name}/{part}{tag}", value, step)
+                self._writer.add_scalar(f"{prefix}/{tag}", value, step)
 
     def _end(self) -> None:
-        flush = getattr(self._writer, "flush", None)
-        if callable(flush):
+        if callable(flush := getattr(self._writer, "flush", None)):
             flush()
