@@ -4,8 +4,6 @@ import logging
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_mbs import events
 from elastic_mbs.events import (
@@ -23,39 +21,10 @@ from elastic_mbs.events import (
     format_bytes,
 )
 
-OOM = OutOfMemory(
-    name="run",
-    phase="backward",
-    start=16,
-    stop=48,
-    mode="piece",
-    size_before=32,
-    size_after=15,
-    committed=7,
-    kind="allocator",
-    message="CUDA out of memory. Tried to allocate 2.00 GiB.",
-)
+OOM = OutOfMemory("run", "backward", 16, 48, "piece", 32, 15, 7, "allocator", "CUDA out of memory. Tried to allocate 2.00 GiB.")
 DONE = CallDone(
-    name="run",
-    key="loss_fn/train/7",
-    mode="train",
-    samples=64,
-    pieces=3,
-    size_before=32,
-    micro_batch_size=24,
-    ooms=2,
-    replayed_samples=16,
-    seconds=1.25,
-    seconds_lost=0.25,
-    loss=0.5,
-    allocated=3 << 20,
-    reserved=4 << 20,
-    peak_allocated=5 << 20,
-    peak_reserved=6 << 20,
-    free=7 << 20,
-    held_by_others=None,
-    total=16 << 20,
-    ended=1234.5,
+    *("run", "loss_fn/train/7", "train", 64, 3, 32, 24, 2, 16, 1.25, 0.25, 0.5),
+    *(3 << 20, 4 << 20, 5 << 20, 6 << 20, 7 << 20, None, 16 << 20, 1234.5),
 )
 # each event, with what its line has to tell
 EVENTS: list[tuple[Event, list[str]]] = [
@@ -85,20 +54,14 @@ def test_every_kind_of_event_is_looked_at_here() -> None:
     assert kinds - {Event} == {type(event) for event, _ in EVENTS}
 
 
-def test_an_event_without_words_of_its_own_tells_its_fields() -> None:
-    assert Event("run").line() == "Event: "
-    assert Event.line(SensorBack("run", "nvml")) == "SensorBack: source=nvml"
-
-
 @pytest.mark.parametrize(("seconds", "rate"), [(1.25, 51.2), (None, None), (0.0, None)])
 def test_the_rate_is_samples_per_second_where_the_time_is_known(seconds: float | None, rate: float | None) -> None:
     assert replace(DONE, seconds=seconds).rate == rate
 
 
 @pytest.mark.parametrize(("mode", "told"), [("piece", "replaying the piece"), ("isolate", "replaying the piece"), ("step", "replaying the batch")])
-def test_the_line_tells_what_is_replayed(mode: str, told: str) -> None:
-    values = {field.name: getattr(OOM, field.name) for field in fields(OOM)} | {"mode": mode}
-    assert f"{told} (mode {mode}" in OutOfMemory(**values).line()
+def test_the_line_says_what_is_replayed(mode: str, told: str) -> None:
+    assert f"{told} (mode {mode}" in replace(OOM, mode=mode).line()
 
 
 @pytest.mark.parametrize(("event", "told"), EVENTS, ids=lambda value: type(value).__name__)
@@ -112,29 +75,10 @@ def test_an_event_is_frozen_and_holds_numbers_and_strings_only(event: Event, tol
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [
-        (None, "unknown"),
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (3 << 20, "3.0 MiB"),
-        (int(79.16 * (1 << 30)), "79.2 GiB"),
-        (5 << 40, "5.0 TiB"),
-        (1 << 60, "1048576.0 TiB"),
-        (-1536, "-1.5 KiB"),
-        (2.4, "2 B"),
-    ],
+    [(None, "unknown"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (int(79.16 * (1 << 30)), "79.2 GiB"), (1 << 60, "1048576.0 TiB")],
 )
-def test_bytes_are_written_as_a_person_does(count: float | None, text: str) -> None:
+def test_bytes_are_written_as_a_person_does(count: int | None, text: str) -> None:
     assert format_bytes(count) == text
-
-
-@given(st.integers(0, 1 << 50))
-def test_bytes_keep_their_size_to_the_digit_shown(count: int) -> None:
-    number, unit = format_bytes(count).split()
-    scale = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)
-    assert abs(float(number) * scale - count) <= 0.051 * scale
 
 
 def test_an_event_goes_to_the_log_once_and_to_every_sink_in_order(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,13 +92,6 @@ def test_an_event_goes_to_the_log_once_and_to_every_sink_in_order(caplog: pytest
         ("WARNING", f"[run] {OOM.line()}"),
         ("INFO", "[other] memory readings are back (from nvml)"),
     ]
-
-
-def test_a_sink_hears_what_the_log_level_hides(caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[Event] = []
-    with caplog.at_level(logging.ERROR, logger="elastic_mbs"):
-        EventLog([seen.append]).emit(OOM)
-    assert (seen, caplog.records) == ([OOM], [])
 
 
 def test_an_error_in_a_sink_passes_through() -> None:

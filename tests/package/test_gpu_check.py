@@ -34,7 +34,7 @@ def tool() -> Any:
 
 
 def part(tool: Any, code: str) -> Any:
-    return tool.Part("it", [sys.executable, "-c", code], 600.0, lambda text: {"printed": text.strip()})
+    return tool.Part("it", [sys.executable, "-c", code], 600.0, lambda text: {} if "torn" not in text else tool.read_object(text))
 
 
 @pytest.mark.parametrize("name", ["breakdown", "fragmented"])
@@ -51,15 +51,6 @@ def test_a_dry_run_leaves_one_json_with_figures(tool: Any, name: str, tmp_path: 
         assert outcome["figures"]["breakdown"]["tiny"]["per_piece"] != 0
     else:
         assert outcome["figures"]["fragmentation"]["ooms"] > 0
-
-
-def test_fragmentation_runs_with_both_kinds_of_segments(tool: Any, tmp_path: Path) -> None:
-    real = {each.name: each for each in tool.parts(tmp_path, dry=False)}
-    assert set(real["fragmented"].environment.values()) == {"expandable_segments:False"}
-    assert real["expandable"].environment == dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
-    assert real["tests"].environment == {}
-    code = "import os; print(os.environ['MINE'])"
-    assert tool.run(tool.Part("it", [sys.executable, "-c", code], 600.0, lambda text: {"it": text.strip()}, {"MINE": "1"})).figures == {"it": "1"}
 
 
 def test_the_stress_tools_record_becomes_figures_and_must_be_of_the_right_segments(tool: Any, tmp_path: Path) -> None:
@@ -85,7 +76,10 @@ def test_the_limits_of_all_parts_are_below_nine_minutes_and_in_the_help(tool: An
     real = tool.parts(tmp_path, dry=False)
     assert [each.name for each in real] == list(tool.NAMES)
     assert sum(each.limit + 2 * tool.GRACE for each in real) < 9 * 60
-    assert all("cuda" in each.command for each in real[1:] if each.name != "doctor")
+    assert {each.name: set(each.environment.values()) for each in real if each.environment} == {
+        "fragmented": {"expandable_segments:False"},
+        "expandable": {"expandable_segments:True"},
+    }
     lines = {line.split()[0]: line.split()[-1] for line in tool.__doc__.splitlines() if line.strip()}
     assert {each.name: str(each.limit) for each in real}.items() <= lines.items()
 
@@ -94,7 +88,6 @@ def test_every_file_with_a_test_for_a_gpu_is_run(tool: Any, tmp_path: Path) -> N
     command = tool.parts(tmp_path, dry=False)[0].command
     marked = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/test_*.py") if "mark." + "gpu" in path.read_text()}
     assert {argument for argument in command if argument.startswith("tests/")} == marked
-    assert "gpu" in command
 
 
 @pytest.fixture
@@ -142,31 +135,20 @@ def test_a_part_that_runs_over_still_reports_what_it_has_done(tool: Any, begun: 
     assert "test_b" in outcome.tail
 
 
-@pytest.mark.parametrize(("code", "passed"), [("print('fine')", True), ("raise SystemExit(3)", False)])
-def test_a_part_passes_by_its_exit_code_and_one_that_failed_fails_the_check(
+@pytest.mark.parametrize(
+    ("code", "passed"), [("import os, elastic_mbs; print(os.environ['PATH'])", True), ("raise SystemExit(3)", False), ("print('torn')", False)]
+)
+def test_one_part_that_failed_or_left_no_figures_fails_the_check(
     tool: Any, code: str, passed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tool, "parts", lambda folder, dry: [part(tool, "print(1)"), part(tool, code)])
+    monkeypatch.setenv("PATH", "")  # no git
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(tool, "parts", lambda folder, dry: [part(tool, code)])
     out = tmp_path / "check.json"
     assert tool.main(["--dry-run", "--out", str(out)]) == (0 if passed else 1)
     report = json.loads(out.read_text())
     assert report["passed"] is report["parts"]["it"]["passed"] is passed
-
-
-def test_a_part_whose_figures_cannot_be_read_has_not_passed(tool: Any, tmp_path: Path) -> None:
-    broken = tool.Part("it", [sys.executable, "-c", "print('fine')"], 600.0, lambda _: tool.read_json(tmp_path / "nothing.json"))
-    outcome = tool.run(broken)
-    assert not outcome.passed
-    assert "FileNotFoundError" in outcome.tail
-
-
-def test_it_works_without_git_and_without_an_installation(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    outcome = tool.run(part(tool, "import importlib.util; print(importlib.util.find_spec('elastic_mbs').origin)"))
-    assert outcome.figures == {"printed": str(ROOT / "elastic_mbs" / "__init__.py")}
-    monkeypatch.setenv("PATH", "")
-    about = tool.describe(dry=True)
-    assert (about["commit"], about["dirty"]) == (None, None)
+    assert report["commit"] is None
 
 
 def test_pytests_report_becomes_figures(tool: Any, tmp_path: Path) -> None:
