@@ -9,7 +9,7 @@ import pytest
 
 from elastic_mbs import MicroBatchFloorError, __version__
 from elastic_mbs.cli import demo
-from elastic_mbs.cli.command import NOBODY_READS, main
+from elastic_mbs.cli.command import NO_READER, main
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback(ar
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert process.returncode == NOBODY_READS
+    assert process.returncode == NO_READER

@@ -10,50 +10,37 @@ from elastic_mbs.errors import UsageError
 
 
 class Follower:
-    """Gives the lines that have been added since it was last asked.
-
-    A line counts once it has its end. A file that was cut, or replaced by another of the same name, is read from its start.
-
-    Args:
-        path: of a file that exists.
-
-    Attributes:
-        restarts: how often the file was cut or replaced.
-    """
+    """Reads the lines that have been added to a file; one that was cut, or replaced by another of the same name, is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
-        self._rest = b""
-        self.restarts = 0
+        self._file: BinaryIO | None = None  # kept open, or a new file could get the inode of one that was deleted
+        self._rest = b""  # a line without its end
+        self.restarts = 0  # how often the file was cut or replaced
 
     def lines(self) -> list[bytes]:
-        """The new lines, without waiting for any.
+        """The new lines that are whole, without waiting for any.
 
         Raises:
             UsageError: the file cannot be read, or is gone; the message is one line.
         """
         try:
-            file = self._opened()
-            *lines, self._rest = (self._rest + file.read()).split(b"\n")
+            if self._file is not None and self._is_another(self._file):
+                self.close()
+                self._rest = b""
+                self.restarts += 1
+            self._file = self._file or self._path.open("rb")
+            *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         except OSError as error:
             self.close()
             raise UsageError(f"{self._path}: {error.strerror or error}") from error
         return lines
 
+    def _is_another(self, file: BinaryIO) -> bool:
+        ours, now = os.fstat(file.fileno()), self._path.stat()
+        return (ours.st_ino, ours.st_dev) != (now.st_ino, now.st_dev) or now.st_size < file.tell()
+
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _opened(self) -> BinaryIO:
-        if self._file is not None:
-            here, there = os.fstat(self._file.fileno()), self._path.stat()
-            if (here.st_ino, here.st_dev) == (there.st_ino, there.st_dev) and there.st_size >= self._file.tell():
-                return self._file
-            self.close()
-            self._rest = b""
-            self.restarts += 1
-        self._file = self._path.open("rb")
-        return self._file

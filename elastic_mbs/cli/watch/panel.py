@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -21,23 +21,16 @@ _WIDTH = 36  # characters of bars and sparklines
 
 
 def panel(state: State, now: float) -> RenderableType:
-    """One frame.
-
-    Args:
-        state: of the run.
-        now: unix seconds, to tell how old the last line is.
-    """
+    """One frame; `now` is in unix seconds, and shows how old the last line is."""
     header = state.header
     title = " · ".join(str(part) for part in (header.get("name", "a run without a header"), header.get("device")) if part)
     place = " · ".join(f"{name} {header[name]}" for name in ("host", "pid", "run") if name in header)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
-    rows.add_column()
     for name, value in _rows(state, now):
         rows.add_row(name, value)
     events = Table.grid(padding=(0, 2))
     events.add_column(justify="right", style="dim", no_wrap=True)
-    events.add_column()
     for t, level, line in state.events:
         events.add_row(duration(t), Text(line, style="yellow" if level == "WARNING" else "", no_wrap=True, overflow="ellipsis"))
     happened = events if state.events else Text("none so far", style="dim")
@@ -47,57 +40,38 @@ def panel(state: State, now: float) -> RenderableType:
     )
 
 
-def _rows(state: State, now: float) -> list[tuple[str, Text]]:
-    last = state.last
-    rows = [
-        ("micro-batch" if i == 0 else "", Text(f"{size:<6,} {key}")) for i, (key, size) in enumerate(list(state.sizes.items())[: -_TRACKS - 1 : -1])
-    ]
-    rows.append(("memory", Text("unknown until a call has finished") if last is None else memory_line(last)))
+def _rows(state: State, now: float) -> Iterator[tuple[str, Text]]:
+    for i, (key, size) in enumerate(list(state.sizes.items())[: -_TRACKS - 1 : -1]):
+        yield "" if i else "micro-batch", Text(f"{size:<6,} {key}")
+    yield "memory", Text("unknown until a call has finished") if state.last is None else memory_line(state.last)
     if state.rates:
-        rows.append(("throughput", Text(f"{sparkline(state.rates)}  {number(round(state.rates[-1], 2))} samples/s")))
+        yield "throughput", Text(f"{sparkline(state.rates)}  {number(round(state.rates[-1], 2))} samples/s")
     if state.losses:
-        rows.append(("loss", Text(f"{sparkline(state.losses)}  {state.losses[-1]:.6g}")))
+        yield "loss", Text(f"{sparkline(state.losses)}  {state.losses[-1]:.6g}")
     share = f" ({state.replayed / state.samples:.1%})" if state.samples else ""
     lost = f" ({state.lost / state.seconds:.1%})" if state.seconds > 0 else ""
-    rows.append(
-        (
-            "survived",
-            Text(
-                f"{state.ooms:,} OOMs, {state.replayed:,} samples replayed{share}, {duration(state.lost)} lost{lost}",
-                style="yellow" if state.ooms else "green",
-            ),
-        )
-    )
+    survived = f"{state.ooms:,} OOMs, {state.replayed:,} samples replayed{share}, {duration(state.lost)} lost{lost}"
+    yield "survived", Text(survived, style="yellow" if state.ooms else "green")
     age = max(0.0, now - state.time) if state.time else 0.0
-    rows.append(
-        ("so far", Text(f"{state.calls:,} calls, {state.samples:,} samples in {duration(round(state.t, 1))}; last line {duration(round(age))} ago"))
-    )
-    return rows
+    so_far = f"{state.calls:,} calls, {state.samples:,} samples in {duration(round(state.t, 1))}; last line {duration(round(age))} ago"
+    yield "so far", Text(so_far)
 
 
 def memory_line(call: CallDone) -> Text:
     """Ours, free, and held by others, as a bar and in words."""
     ours = call.reserved if call.reserved is not None else call.allocated
-    words = [f"ours {format_bytes(ours)}"]
     peak = call.peak_reserved if call.peak_reserved is not None else call.peak_allocated
-    if peak is not None:
-        words.append(f"peak {format_bytes(peak)}")
+    words = [f"ours {format_bytes(ours)}", *([] if peak is None else [f"peak {format_bytes(peak)}"])]
     if call.total is None or call.held_by_others is None:
         return Text(", ".join([*words, "no reading of the device"]))
     free = call.total - call.held_by_others - (ours or 0)
     words += [f"free {format_bytes(max(0, free))}", f"others {format_bytes(call.held_by_others)}"]
-    bar = Text()
     total = max(1, call.total)
     highest, mine = (min(_WIDTH, max(0, round(_WIDTH * (value or 0) / total))) for value in (max(peak or 0, ours or 0), ours))
     others = min(_WIDTH - mine, max(0, round(_WIDTH * call.held_by_others / total)))
     reach = max(0, min(highest, _WIDTH - others) - mine)
-    for count, sign, style in (
-        (mine, "█", "blue"),
-        (reach, "▓", "cyan"),
-        (_WIDTH - mine - reach - others, "·", "dim"),
-        (others, "▒", "bright_black"),
-    ):
-        bar.append(sign * count, style)
+    parts = (("█", mine, "blue"), ("▓", reach, "cyan"), ("·", _WIDTH - mine - reach - others, "dim"), ("▒", others, "bright_black"))
+    bar = Text.assemble(*((sign * count, style) for sign, count, style in parts))
     return Text.assemble(bar, f"  {format_bytes(call.total)}\n", ", ".join(words))
 
 
