@@ -187,7 +187,7 @@ class Call:
     def prepare(self, piece: Range) -> MicroBatch | None:
         """Snapshots what the attempt may change and brings the piece to the device; None when that itself ran out of memory."""
         parts = self.parts
-        micro = MicroBatch(self, piece, self.stream_start)
+        micro = MicroBatch(self, piece, None)
         if parts.telemetry is not None:
             parts.telemetry.attempt()
         try:
@@ -196,8 +196,7 @@ class Call:
             else:
                 if parts.buffers.busy:
                     parts.buffers.begin_piece()  # before all else that can fail
-                if self.traits.draws or parts.streams.draws_on_host:  # else they stand where they stood, and recovery checks that
-                    micro._streams = parts.streams.read(slow=parts.streams.draws_on_host)
+                micro._streams = parts.streams.read()
             data = self.view.piece(piece.start, piece.stop)
             if self.traits.edits_batch:
                 data = map_tensors(data, torch.Tensor.clone)
@@ -210,7 +209,7 @@ class Call:
 
     def _snapshot_call(self, micro: MicroBatch) -> None:
         parts = self.parts
-        micro._streams = parts.streams.read(slow=True)
+        micro._streams = parts.streams.read(hosts=True)
         parts.buffers.begin_call(parts.inventory.modules, (self.key, self.identity))
         self.stream_start = micro._streams
 

@@ -9,7 +9,7 @@ import torch
 
 from elastic_mbs.controller.controller import Observation
 from elastic_mbs.engine.micro_batch import MicroBatch
-from elastic_mbs.engine.recovery import retrying, streams_moved
+from elastic_mbs.engine.recovery import streams_moved
 from elastic_mbs.events import Resized
 from elastic_mbs.rollback.graph import has_foreign_hook, walk
 
@@ -62,7 +62,6 @@ def learn(call: Call, micro: MicroBatch, committed: Sequence[torch.Tensor]) -> N
     marks = [id(leaf) for leaf in committed]
     traits.hidden = traits.hidden or len(set(marks)) < len(marks) or not reached.issuperset(marks)
     traits.draws = traits.draws or streams_moved(parts, call.stream_start)
-    parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(call.stream_start)
     traits.commits.add(len(marks))
     for leaf in committed:
         if has_foreign_hook(leaf):
@@ -81,16 +80,10 @@ def look_at_batch(call: Call) -> None:
 
 
 def look_at_streams(call: Call) -> None:
-    """Learns whether the step draws random numbers, at its 1st, 2nd, 4th, 8th, … call.
-
-    Where it begins to in between, recovery notices and replays the batch from its start. That needs gradients that were empty; where some were not,
-    every call looks.
-    """
-    parts, traits = call.parts, call.traits
-    traits.calls += 1
-    if not traits.draws and call.stream_start is not None and (call.filled or traits.calls & (traits.calls - 1) == 0):
-        start = call.stream_start
-        traits.draws = retrying(parts, "read the random streams", lambda: parts.streams.moved_on_devices(start))
+    """Learns whether the step draws random numbers, and whether it draws them on the host."""
+    streams, traits = call.parts.streams, call.traits
+    if call.stream_start is not None and not (traits.draws and streams.draws_on_host):
+        traits.draws = streams_moved(call.parts, call.stream_start) or traits.draws
 
 
 def held_beside(call: Call) -> int | None:

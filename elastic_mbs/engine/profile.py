@@ -12,7 +12,6 @@ class Traits:
     """Facts that decide how a failure can be replayed; each is found once, on the path without failures.
 
     Attributes:
-        calls: how many have finished.
         walked: the census was taken.
         guests: the census found leaves outside the model, so that each call has to look again.
         counted: whether the versions of the gradients have told the same commits as the hooks; None where they were not compared.
@@ -26,7 +25,6 @@ class Traits:
         apart: what of its outputs comes once per piece and not once per sample, by path.
     """
 
-    calls: int = 0
     walked: bool = False
     guests: bool = False
     counted: bool | None = None

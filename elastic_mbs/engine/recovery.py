@@ -53,7 +53,7 @@ class Failure:
         surprising: it has custom functions that have never been through a clean backward, or committed to leaves in ways the graph does not show.
         shared: only the gradients tell what committed, and some are in one piece of memory, or a hook of the user's may have written to them.
         edited: the attempt changed its piece of the batch in place.
-        streams: the random streams at its start.
+        streams: the random streams at its start; None where they were not read yet.
     """
 
     piece: Range
@@ -241,17 +241,12 @@ def _choose_mode(call: Call, failure: Failure) -> str:
 def _why_from_the_start(call: Call, failure: Failure) -> str | None:
     """Why replaying the piece alone would not be exact, or None."""
     parts, traits = call.parts, call.traits
-    if failure.streams is call.stream_start and call.stream_start is not None and len(call.committed) and streams_moved(parts, call.stream_start):
-        traits.draws = True
-        parts.streams.draws_on_host = parts.streams.draws_on_host or parts.streams.moved_on_host(call.stream_start)
-        return "random numbers were drawn for the first time in this batch, so the state of their streams at the piece's start was not kept"
     if (
         call.stream_start is not None
         and failure.streams is not None
-        and failure.streams.slow is None
-        and parts.streams.moved_on_host(call.stream_start)
+        and failure.streams.hosts is None
+        and parts.streams.hosts_moved(call.stream_start)
     ):
-        parts.streams.draws_on_host = True
         return "random numbers were drawn on the host, whose state at the piece's start was not kept"
     if failure.phase in ("load", "forward"):
         asynchronous = call.training and not failure.verdict.trustworthy and len(call.committed) and call.isolation is None
@@ -302,8 +297,8 @@ def _undo(call: Call, failure: Failure, mode: str) -> None:
     if call.stream_start is not None:
         to_start = mode == "step"
         streams = call.stream_start if to_start else failure.streams
-        assert streams is not None
-        parts.streams.restore(streams)
+        if streams is not None:  # else nothing of the piece has run
+            parts.streams.restore(streams)
         lost = parts.buffers.restore(to_call_start=to_start)
         if lost is not None:
             raise ReplayUnsafeError(

@@ -65,7 +65,7 @@ class _Probe:
         names: tuple[str, ...] | None,
     ) -> None:
         self._parts, self._view, self._fn, self._args, self._kwargs, self._names = parts, view, loss_fn, args, kwargs, names
-        self._streams = parts.streams.read(slow=True)
+        self._streams = parts.streams.read(hosts=True)
 
     def losses(self, start: int, stop: int) -> dict[str | None, float]:
         self._parts.streams.restore(self._streams)
@@ -93,7 +93,7 @@ def verify(
         raise UsageError(f"verify compares a whole with its parts, so it needs at least 2 samples, not {few.length}")
     modules = parts.inventory.modules
     modes = [module.training for module in modules]
-    streams = parts.streams.read(slow=True)
+    streams = parts.streams.read(hosts=True)
     parts.buffers.begin_call(modules, VerifyReport)
     try:
         for module in modules:

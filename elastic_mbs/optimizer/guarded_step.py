@@ -182,7 +182,7 @@ class _Step:
         self.optimizer = optimizer
         self.hooks = _DeferredHooks(optimizer)
         self.snapshot = OptimizerSnapshot.of(optimizer)
-        self._streams, self._stream_state = streams, streams.read(slow=True)  # some optimizers round at random
+        self._streams, self._stream_state = streams, streams.read(hosts=True)  # some optimizers round at random
 
     def restore(self) -> None:
         self.snapshot.restore()

@@ -1,7 +1,6 @@
-"""Random streams, which a failed attempt has drawn from, and putting them back.
+"""Random streams that an attempt draws from, and their rollback: torch's CPU and device generators, Python's, numpy's global one, and the user's.
 
-torch's CPU generator, the generator of every device in use, Python's `random`, numpy's global one, and generators the user names. A piece's start and
-the call's start are both kept, because a recovery goes back to either. Source: shared/reference/autograd.md, "State a failed attempt leaves behind".
+Source: shared/reference/autograd.md, "State a failed attempt leaves behind".
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import torch
 
 
 class StreamState(NamedTuple):
-    """States of all random streams at one moment; `slow` is None where the host's streams were not read."""
+    """The states of all random streams at one moment."""
 
-    generators: tuple[torch.Tensor, ...]
-    slow: tuple[Any, ...] | None
+    generators: tuple[torch.Tensor, ...]  # torch's, in the host's memory
+    hosts: tuple[Any, ...] | None  # Python's and numpy's; None where they were not read
 
 
 class RandomStreams:
-    """Reads and restores every random stream that a step may draw from.
+    """Reads and restores every random stream that a step can draw from.
 
-    torch's generators take 1.5 µs each; Python's and numpy's together 45 µs, so those are read at the call's start and, once they are known to be
-    drawn from, before each piece as well.
+    torch's generators take 1.5 µs each. Python's and numpy's take 45 µs together: they are read at the call's start, and before each piece once they
+    have moved in a call.
 
     Args:
         generators: the user's own `torch.Generator`, `random.Random` or `numpy.random.Generator`/`RandomState` objects.
-        devices: devices whose default generator may be drawn from.
+        devices: devices whose default generator can be drawn from.
     """
 
     def __init__(self, generators: Sequence[Any], devices: Iterable[torch.device]) -> None:
@@ -39,49 +38,45 @@ class RandomStreams:
             if device.type == "cuda":  # cuda-only
                 torch.cuda.init()
                 self._torch.append(torch.cuda.default_generators[device.index or 0])
+        self._torch += [generator for generator in generators if isinstance(generator, torch.Generator)]
         self._hosts: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
-        for generator in generators:
-            if isinstance(generator, torch.Generator):
-                self._torch.append(generator)
-            else:
-                self._hosts.append(_accessors(generator))
+        self._hosts += [_accessors(generator) for generator in generators if not isinstance(generator, torch.Generator)]
         self._knows_numpy = False
         self.draws_on_host = False
 
-    def _slow(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    def read(self, *, hosts: bool = False) -> StreamState:
+        """The present states. Those of Python and numpy are among them where they are known to be drawn from, or asked for with `hosts`."""
+        generators = tuple([generator.get_state() for generator in self._torch])
+        return StreamState(generators, self._read_hosts() if hosts or self.draws_on_host else None)
+
+    def _read_hosts(self) -> tuple[Any, ...]:
         if not self._knows_numpy and (numpy := sys.modules.get("numpy.random")) is not None:
             self._hosts.append((partial(numpy.get_state, legacy=False), numpy.set_state))
             self._knows_numpy = True
-        return self._hosts
-
-    def read(self, *, slow: bool) -> StreamState:
-        """The present states; `slow` asks for those of Python and numpy too."""
-        generators = tuple([generator.get_state() for generator in self._torch])
-        return StreamState(generators, tuple([get() for get, _ in self._slow()]) if slow else None)
+        return tuple([get() for get, _ in self._hosts])
 
     def restore(self, state: StreamState) -> None:
-        """Puts every stream that was read back to where it was."""
+        """Puts every stream that was read back to where it was. After an error it can be called again."""
         for generator, value in zip(self._torch, state.generators, strict=True):
             generator.set_state(value)
-        if state.slow is not None:
-            # numpy may have been imported since: its stream is then left alone, nothing was drawn from it before.
-            for (_, put), value in zip(self._slow(), state.slow, strict=False):
-                put(value)
+        # numpy can have been imported since: its stream is then left alone, nothing was drawn from it before.
+        for (_, put), value in zip(self._hosts, state.hosts or (), strict=False):
+            put(value)
 
     def moved(self, since: StreamState) -> bool:
-        """Whether any stream that was read moved since then."""
-        return self.moved_on_devices(since) or self.moved_on_host(since)
+        """Whether any stream that was read has moved. States are compared in the host's memory."""
+        hosts_moved = self.hosts_moved(since)  # always: it learns
+        now = [generator.get_state() for generator in self._torch]
+        return hosts_moved or not all(map(torch.equal, now, since.generators))
 
-    def moved_on_devices(self, since: StreamState) -> bool:
-        """Whether one of torch's generators moved since then."""
-        return any(not torch.equal(generator.get_state(), value) for generator, value in zip(self._torch, since.generators, strict=True))
-
-    def moved_on_host(self, since: StreamState) -> bool:
-        """Whether Python's, numpy's or the user's own host stream moved since then."""
-        if since.slow is None:
+    def hosts_moved(self, since: StreamState) -> bool:
+        """Whether Python's, numpy's or the user's own host stream has moved; if so they are read before each piece from now on."""
+        if since.hosts is None:
             return False
-        now = [get() for get, _ in self._slow()]
-        return len(now) > len(since.slow) or any(not _equal(a, b) for a, b in zip(now, since.slow, strict=False))
+        now = self._read_hosts()
+        moved = len(now) > len(since.hosts) or any(not _equal(a, b) for a, b in zip(now, since.hosts, strict=False))
+        self.draws_on_host = self.draws_on_host or moved
+        return moved
 
 
 def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -90,11 +85,7 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]
     if hasattr(generator, "get_state"):
         return generator.get_state, generator.set_state
     bits = generator.bit_generator
-
-    def put(state: Any) -> None:
-        bits.state = state
-
-    return lambda: bits.state, put
+    return partial(getattr, bits, "state"), partial(setattr, bits, "state")
 
 
 def check_generators(generators: Sequence[Any]) -> str | None:
@@ -110,10 +101,9 @@ def check_generators(generators: Sequence[Any]) -> str | None:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, tuple):
-        return isinstance(b, tuple) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "tobytes"):  # a numpy array
-        return bool(a.tobytes() == b.tobytes())
-    return bool(a == b)
+    try:
+        return bool(a == b)
+    except ValueError:  # there are arrays of numpy's in it
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return all(map(_equal, a, b)) if isinstance(a, tuple) else bool(a.tobytes() == b.tobytes())

@@ -39,7 +39,7 @@ class Checkpoint:
             "model": session.subject.model.state_dict(),
             "optimizer": session.optimizer.state_dict(),
             "elastic_mbs": session.mbs.state_dict(),
-            "streams": generators_of(session.subject).read(slow=True),
+            "streams": generators_of(session.subject).read(hosts=True),
             "steps": [step.to_json() for step in all_of_it.steps],
             "marks": [mark.to_json() for mark in notes.marks],
             "norms": all_of_it.curve.norms,

@@ -64,7 +64,7 @@ def _run(subject: Subject, model: str, device: str) -> None:
     with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
         view = _first_batch(subject, device)
         streams, buffers = generators_of(subject), [buffer.clone() for buffer in subject.model.buffers()]
-        start = streams.read(slow=True)
+        start = streams.read(hosts=True)
         loss = accumulate(subject, view, [[0, view.length]])
         streams.restore(start)
         with torch.no_grad():
@@ -109,7 +109,7 @@ def separable(model: str, seed: int, device: str) -> bool:
         view = _first_batch(subject, device)
         begin_streams(seed)
         streams = generators_of(subject)
-        before, half = streams.read(slow=True), view.length // 2
+        before, half = streams.read(hosts=True), view.length // 2
         accumulate(subject, view, [[0, half], [half, view.length]] if parts == 2 and half else [[0, view.length]])
         if streams.moved(before):
             return False
