@@ -22,8 +22,9 @@ from ..flat_options import grouped
 from ..limits import MemoryLimit
 from ..models.factory import make
 from ..reference.by_hand import accumulate, by_loop, view_of
-from ..reference.state import Streams, WrongOutcomeError, error_of, same_state, tolerance_of
+from ..reference.state import WrongOutcomeError, error_of, same_state, tolerance_of
 from ..scenarios.needs import smallest
+from ..streams import Streams
 from ..sums import Sums, listed
 from .blows import Range
 from .holding import Holding

@@ -18,7 +18,8 @@ from elastic_mbs.batch.view import BatchView, map_tensors
 from ..flat_options import grouped
 from ..models.steps import Case
 from ..reference.by_hand import by_loop
-from ..reference.state import State, Streams, WrongOutcomeError, error_of, same_state
+from ..reference.state import State, WrongOutcomeError, error_of, same_state
+from ..streams import Streams
 from .target import Partition, Target, reference, whole_batch
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from elastic_mbs.errors import UsageError
 
-from ..reference.state import Streams, start_streams
+from ..streams import Streams, start_streams
 from .builtin import BUILTIN, ON_GPU
 from .subject import Subject, naming
 

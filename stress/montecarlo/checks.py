@@ -12,7 +12,8 @@ from torch import Tensor
 from elastic_mbs import StepResult
 from elastic_mbs.batch.view import map_tensors
 
-from ..reference.state import State, Streams, WrongOutcomeError, error_of
+from ..reference.state import State, WrongOutcomeError, error_of
+from ..streams import Streams
 from .batches import counts_by_hand
 from .plan import Plan
 from .reference import Wanted, accumulate

@@ -34,7 +34,8 @@ from elastic_mbs.testing import InjectOOM
 
 from ..flat_options import grouped
 from ..reference.by_hand import by_loop
-from ..reference.state import State, Streams, error_of, same_state
+from ..reference.state import State, error_of, same_state
+from ..streams import Streams
 from .batches import count_of, dims_of, make_batch
 from .checks import SCALE, check_nothing_left, check_partition, check_state, demand
 from .faults import AlienError, Faults, sensor_of

@@ -17,7 +17,7 @@ from elastic_mbs.rollback.random_streams import RandomStreams
 
 from ..models.subject import Subject
 from ..reference.by_hand import Partition, accumulate, view_of
-from ..reference.state import start_streams
+from ..streams import start_streams
 from .needs import batch_of
 
 SHAKEN = 30.0

@@ -28,7 +28,8 @@ from stress.endurance.hammer import hammer
 from stress.endurance.training import Counts, Training
 from stress.limits import BudgetLimit, Crashed, Failed, Hung, available
 from stress.reference.by_hand import accumulate, view_of
-from stress.reference.state import Streams, WrongOutcomeError
+from stress.reference.state import WrongOutcomeError
+from stress.streams import Streams
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.no_oom_injection

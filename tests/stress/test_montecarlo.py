@@ -33,7 +33,8 @@ from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, read
 from stress.montecarlo.processes import _command
 from stress.montecarlo.shrink import shrink, smaller
 from stress.montecarlo.totals import Totals
-from stress.reference.state import Streams, error_of
+from stress.reference.state import error_of
+from stress.streams import Streams
 from stress.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
