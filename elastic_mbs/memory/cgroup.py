@@ -6,10 +6,9 @@
    both              → a folder; its parents up to the mount point are the groups that we are nested in
 ```
 
-Every one of these groups limits the sum of what it contains, so the one with the least left counts. In a container the mount's root is
-often the container's own group; what lies above is then out of sight (version 1 still tells the tightest limit among them). Page cache is charged to
-the group too, but the kernel gives it up before it kills anybody: it counts as available, except for what is mapped.
-Source: shared/reference/cpu_memory.md, "RLIMIT fence".
+Every one of these groups limits the sum of what it contains, so the one with the least left counts. In a container the mount's root is often the
+container's own group; what lies above is then out of sight (version 1 still shows the tightest limit of all). Page cache is charged to the group too,
+but the kernel drops it before it kills a process: it counts as available, except for what is mapped (shared/reference/cpu_memory.md, "RLIMIT fence").
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-_NO_LIMIT = 1 << 60
-"""Version 1 writes "no limit" as the largest multiple of a page (9223372036854771712 with pages of 4 KiB): more than any machine has."""
-
+_NO_LIMIT = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page: more than any machine has
 _MOST = 1 << 14  # bytes of a file that are read; the longest, memory.stat, has about 4 KiB
 
 
@@ -36,10 +33,9 @@ class CgroupMemory:
     Attributes:
         version: of the hierarchy that the memory controller is in: 2, or 1.
         path: the group, counted from the root of the mount: "/" for a container's own group inside of it.
-        limit: bytes that the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and `memory.high`, where it slows a group
-            down until it stands still.
+        limit: bytes that the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and `memory.high`, where it throttles.
         current: bytes charged to the group now, page cache included.
-        reclaimable: bytes of `current` that are page cache and not mapped: the kernel gives them up by itself.
+        reclaimable: bytes of `current` that are page cache and not mapped, which the kernel drops when it must.
         available: bytes that could still be charged to the group: `limit - (current - reclaimable)`, between 0 and `limit`.
         source: the file that the limit is from.
     """
@@ -54,13 +50,10 @@ class CgroupMemory:
 
 
 def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
-    """The memory limit that binds this process now.
+    """The group with the least memory available; None where no limit is in force, the files cannot be read, or this is not Linux. Does not raise.
 
     Args:
-        root: what stands for `/` (a copy of another machine's files).
-
-    Returns:
-        The group with the least memory available, or None: no limit is in force, the files cannot be read, or this is not Linux. Does not raise.
+        root: the folder taken for `/` (a copy of another machine's files).
     """
     reader = CgroupReader(root)
     try:
@@ -70,12 +63,9 @@ def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
 
 
 class CgroupReader:
-    """Reads the limit again and again: the groups are looked up once and their files stay open, which leaves a few µs for each of them.
+    """Reads the limit repeatedly: the groups are looked up once and their files stay open, which leaves a few µs for each of them.
 
     Follows the process when it is moved to another group, and into a forked child. Threads may share it.
-
-    Args:
-        root: what stands for `/`.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -86,11 +76,10 @@ class CgroupReader:
         self._membership = b""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        # of the dict and not of self, which would never be collected
-        weakref.finalize(self, _close, self._files)
+        weakref.finalize(self, _close, self._files)  # of the dict: with self it would never be collected
 
     def read(self) -> CgroupMemory | None:
-        """The group with the least memory available, or None; see `cgroup_memory`."""
+        """See `cgroup_memory`."""
         if self._pid != os.getpid():
             # /proc/self is the process that opened it, so a child opens its own; a thread that is gone may have held the lock
             self._pid, self._lock = os.getpid(), threading.Lock()
@@ -114,7 +103,7 @@ class CgroupReader:
         limits = [(limit, source) for source in group.limits if (limit := self._number(group.folder + source)) is not None]
         stat: dict[str, int] = {}
         if group.version == 1 and group.top:
-            # the only trace of groups above the root of the mount; the mount's own groups are looked at one by one
+            # the only trace of groups above the root of the mount
             stat = self._stat(group)
             limits.append((stat.get("hierarchical_memory_limit", _NO_LIMIT), "memory.stat"))
         limit, source = min(limits, default=(_NO_LIMIT, ""))
@@ -128,7 +117,6 @@ class CgroupReader:
         return CgroupMemory(group.version, group.path, limit, current, reclaimable, available, source)
 
     def _number(self, path: str) -> int | None:
-        """The number in a file; None for "max", a missing file, or anything else."""
         return _as_number((self._content(path) or b"").strip())
 
     def _stat(self, group: Group) -> dict[str, int]:
@@ -144,7 +132,7 @@ class CgroupReader:
                 descriptor = self._files[path] = os.open(path, os.O_RDONLY)
             return os.pread(descriptor, _MOST, 0)
         except (OSError, ValueError):
-            # a group that has gone, or a controller that was switched off: look at it anew the next time
+            # a group that is gone, or a controller that was switched off: opened again the next time
             descriptor = self._files.pop(path, None)
             if descriptor is not None:
                 os.close(descriptor)
@@ -152,18 +140,12 @@ class CgroupReader:
 
 
 class Group:
-    """One group: where its files are and what they are called.
-
-    Args:
-        version: of the hierarchy.
-        top: the folder that the hierarchy is mounted at.
-        inside: the group's path from there.
-    """
+    """One group: where its files are and what they are called."""
 
     def __init__(self, version: Literal[1, 2], top: str, inside: PurePosixPath) -> None:
         self.version = version
         self.folder = os.path.join(top, inside, "")
-        self.path = str(PurePosixPath("/") / inside)
+        self.path = str(PurePosixPath("/") / inside)  # from the folder that the hierarchy is mounted at
         self.top = inside == PurePosixPath()
         self.limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
         self.usage = "memory.current" if version == 2 else "memory.usage_in_bytes"
@@ -201,7 +183,7 @@ def _upwards(version: Literal[1, 2], top: str, inside: PurePosixPath) -> Iterato
 
 
 def _flat(folder: str) -> bool:
-    """Whether a group of version 1 does not count what is in the groups inside of it (before Linux 5.11 this could be chosen)."""
+    """Whether a group of version 1 does not count the groups inside of it (before Linux 5.11 this could be chosen)."""
     try:
         return Path(folder, "memory.use_hierarchy").read_bytes().strip() == b"0"
     except OSError:
@@ -210,11 +192,11 @@ def _flat(folder: str) -> bool:
 
 @dataclass(frozen=True)
 class _Mount:
-    """A mounted hierarchy. `root`: the group that appears at `folder` (relative to the root of the file system)."""
+    """A mounted hierarchy."""
 
     version: Literal[1, 2]
-    root: str
-    folder: str
+    root: str  # the group that appears at `folder`
+    folder: str  # relative to the root of the file system
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:
@@ -235,10 +217,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _inside(path: str, top: str) -> PurePosixPath | None:
-    """A group's path from the root of a mount, or None where the mount does not show it.
-
-    Both paths are relative to the cgroup namespace that we read them in; what lies outside of it begins with "/..".
-    """
+    """A group's path from the root of a mount; None where the mount does not show it, or it lies outside of our cgroup namespace ("/..")."""
     try:
         inside = PurePosixPath(path).relative_to(PurePosixPath(top))
     except ValueError:
@@ -247,7 +226,7 @@ def _inside(path: str, top: str) -> PurePosixPath | None:
 
 
 def _unescaped(text: str) -> str:
-    """Spaces, tabs, newlines and backslashes are written in octal there."""
+    """Without the octal that stands for spaces, tabs, newlines and backslashes in mountinfo."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 

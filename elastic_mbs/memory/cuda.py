@@ -16,14 +16,10 @@ class CudaSensor:
     """Headroom of one CUDA device.
 
     capacity = min(free + reserved, fraction · total): what the device still has and what our allocator took already, below the cap that
-    `torch.cuda.set_per_process_memory_fraction` may have put on this process. `free` comes from NVML (by UUID), from `cudaMemGetInfo` where NVML is
-    not there, and on boards whose GPU shares the host's memory from the machine's available memory: only where torch says that the GPU is integrated,
-    because a card that fails also reports no memory of its own.
+    `torch.cuda.set_per_process_memory_fraction` may have put on this process. `free` comes from NVML (by UUID), from `cudaMemGetInfo` where NVML does
+    not answer (in doubt where it did before), and on a GPU that torch knows to share the host's memory from what the machine has available.
 
-    Where NVML is lost in the middle of a run, the figures come from `cudaMemGetInfo`, too, but in doubt (`Headroom.doubt`), until NVML answers again.
-
-    On Windows (WDDM) and WSL a request for more than is free may succeed all the same and spill into the host's memory: there the capacity is where
-    spilling begins, and no error tells that it has.
+    On Windows (WDDM) and WSL a request for more than is free can spill into the host's memory: there the capacity is where spilling begins.
 
     Args:
         device: the device; without an index, the one that is current now in this thread.
@@ -59,10 +55,10 @@ class CudaSensor:
         return Headroom(max(0, capacity - reserved), total, total - capacity, source, at, doubt, holders)
 
     def _free(self, uuid: object, total: int) -> tuple[int, int, str, str | None]:
-        """Free and total bytes, who said so, and what is doubtful about it."""
+        """Free and total bytes, their source, and what is doubtful about them."""
         if self._nvml is None and uuid is not None:
             self._nvml = NvmlDevice(str(uuid), clock=self._clock)
-        memory = NoAnswer("torch tells no UUID") if self._nvml is None else self._nvml.memory()
+        memory = NoAnswer("torch knows no UUID") if self._nvml is None else self._nvml.memory()
         if isinstance(memory, NoAnswer):
             return *torch.cuda.mem_get_info(self._device), "cuda", memory.reason if memory.lost else None
         # NVML's total has the driver's share in it, of which a process gets nothing and a fraction counts nothing: torch's is the one to use
@@ -70,9 +66,7 @@ class CudaSensor:
 
 
 class CudaMeter:
-    """What torch's caching allocator holds on one device, by its own statistics.
-
-    `allocated` is the allocator's *active* bytes: those of live tensors, and of dead ones that a stream may still be using.
+    """What torch's caching allocator holds on one device, by its own statistics; `allocated` is its *active* bytes.
 
     Args:
         device: as for `CudaSensor`.

@@ -23,7 +23,7 @@ class HostSensor:
 
     Args:
         clock: gives the time stamps, in seconds.
-        root: what stands for `/` when the cgroup is looked up.
+        root: the folder taken for `/` when the cgroup is looked up.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
@@ -31,10 +31,7 @@ class HostSensor:
         self._cgroup = CgroupReader(root)
 
     def read(self) -> Reading:
-        """What is available without swapping, the total, and what all others hold (the total without what is available and our resident set).
-
-        The source is "cgroup" where its limit leaves less than the machine has.
-        """
+        """What is available without swapping; all that is neither available nor our resident set is held by others."""
         at = self._clock()
         try:
             memory, ours = psutil.virtual_memory(), psutil.Process().memory_info().rss
@@ -52,9 +49,9 @@ class HostSensor:
 class HostMeter:
     """Resident memory of this process.
 
-    The kernel keeps one high-water mark for the life of the process and nobody can reset it. It tells the peak of an interval only if it rose in that
-    interval; where it did not, the peak lies somewhere below the mark and is not known, and `usage` says so with None instead of giving a bound that
-    belongs to another call. What a CPU's meter teaches is therefore the sizes that set a new record, which are the ones that matter for growth.
+    The kernel keeps one high-water mark for the life of the process, which cannot be reset. It is the peak of an interval only if it rose in that
+    interval; where it did not, the peak is not known, and `usage` is None. So peaks are known for sizes that set a new record, which are those that
+    matter for growth.
     """
 
     def __init__(self) -> None:

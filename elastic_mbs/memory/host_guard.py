@@ -6,12 +6,11 @@
                          page cache that is in use
 ```
 
-On a CPU nobody gets an out-of-memory error: Linux hands out addresses freely and kills when they are written to and the group (or the machine) has
-no page left. `RLIMIT_DATA` limits the addresses themselves: what would go above it is refused, torch's allocator raises, and the piece is replayed in
-halves.
+On a CPU there is no out-of-memory error: Linux hands out addresses freely, and kills when they are written to and the group (or the machine) has no
+page left. `RLIMIT_DATA` limits the addresses themselves: beyond it torch's allocator raises, and the piece is replayed in halves.
 
 The limit is absolute, what others leave us of the group, and not what is free now on top of what we have mapped: memory that the heap has handed back
-to the kernel is still mapped and can be touched again at any time, without asking. Source: shared/reference/cpu_memory.md, "RLIMIT fence".
+to the kernel is still mapped and can be written to again without a request. Source: shared/reference/cpu_memory.md, "RLIMIT fence".
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ _GRAIN = 1 << 15  # elements that torch gives to one thread at least
 class HostGuard:
     """Lowers the soft limit of RLIMIT_DATA around each piece, to what the cgroup (or the machine) leaves to this process.
 
-    `renew` before a piece, `lift` after it, so that recovery and everything between two pieces run under the user's own limit. Guards nest and the
-    lowest limit counts. The limit is the process's: other threads run under it, too, while a piece does, and so does a program started from within
-    one. A forked child goes back to the user's limit. Neither the hard limit nor the user's own soft limit is ever exceeded.
+    `renew` before a piece, `lift` after it, so that everything between two pieces runs under the user's own limit. Guards nest and the lowest limit
+    counts. While a piece runs, other threads and programs started from within it are under the limit, too; a forked child goes back to the user's.
+    Neither the hard limit nor the user's own soft limit is ever exceeded.
 
     What it cannot do:
 
@@ -62,18 +61,20 @@ class HostGuard:
       full. If others grow into what our heap has mapped already, nothing holds them.
     - What is made at first use and cannot bear a refusal should be made before: `torch.set_num_threads`, imports, `torch.compile`, libraries with
       threads of their own (a thread that cannot be made ends the process). torch's own thread pool is made before the first piece.
-    - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape. Run every size that fits once while there is room, and
-      set `max_micro_batch_size` to the largest; or set `torch.backends.mkldnn.enabled = False`, which is slower and fails cleanly. A model with
-      convolutions is warned.
+    - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape, and a model with convolutions is warned. Run every size
+      that fits once while there is room, and set `max_micro_batch_size`; or set `torch.backends.mkldnn.enabled = False`.
     - Only pieces are guarded: `optimizer.step()` and the data loader run without a limit.
 
     Args:
-        margin: bytes left to the others and to the kernel, as an int or a string such as `"64MiB"`: what others may take while one piece runs belongs
-            into it. None: 1/128 of the limit and at least 32 MiB.
+        margin: bytes left to the kernel and to what others may take while one piece runs, as an int or a string such as `"64MiB"`. None: 1/128 of the
+            limit and at least 32 MiB.
         modules: what is trained, to be looked through for convolutions.
-        warn: called with one sentence, once each, where the guard turns itself off, where others have taken what we had, and where there are
-            convolutions.
-        root: what stands for `/` (the folders of a test).
+        warn: called with one sentence, once each, where the guard turns itself off, where others hold what we had, and where there are convolutions.
+        root: the folder taken for `/` (in tests).
+
+    Attributes:
+        trouble: why the guard is off, or None.
+        limit: the limit set by the latest `renew`, in bytes of addresses.
 
     Raises:
         UsageError: the margin is no size, or this system does not hold a process to RLIMIT_DATA (macOS, Windows, gVisor).
@@ -88,9 +89,7 @@ class HostGuard:
         root: Path = Path("/"),
     ) -> None:
         self.trouble: str | None = None
-        """Why the guard is off, or None."""
         self.limit: int | None = None
-        """The limit set by the latest `renew`, in bytes of addresses."""
         self._margin = None if margin is None else parse_bytes(margin)
         self._warn = warn
         self._cgroup = CgroupReader(root)
@@ -150,13 +149,13 @@ class HostGuard:
             self._turn_off(error)
 
     def restore(self) -> None:
-        """Puts the user's limit back and closes the files; `renew` opens them again."""
+        """Puts the user's limit back and closes the files, which `renew` opens again."""
         self.lift()
         self._cgroup.close()
         self._own.close()
 
     def explains(self, message: str) -> bool:
-        """Whether an error of oneDNN, whose text does not tell, is out-of-memory: it is when little of the limit is left."""
+        """Whether an error of oneDNN, whose text leaves it open, is out-of-memory: it is when little of the limit is left."""
         if not ONEDNN.search(message):
             return False
         try:
@@ -182,8 +181,8 @@ class HostGuard:
             return
         with torch.inference_mode(False), torch.enable_grad(), contextlib.suppress(torch.OutOfMemoryError):  # of a MemoryBudget
             torch.zeros(_GRAIN * ready[1], dtype=torch.uint8).add_(1)
-            # autograd's, in a build that knows other devices; and what the first backward with a given gradient imports (sympy), as ours always are:
-            # refused memory in the middle of that, it would stay half imported for the rest of the process
+            # autograd's, in a build that knows other devices; and what the first backward with a given gradient imports (sympy), which would stay
+            # half imported for the rest of the process
             torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
         self._ready = ready
 
@@ -208,11 +207,10 @@ def margin_of(host_guard: bool | str) -> int | None:
 
 
 def refuse_devices(devices: Iterable[torch.device]) -> None:
-    """Refuses a model that does not train on the CPU.
+    """Checks that a model trains on the CPU: elsewhere it is the device's memory that runs out, and its allocator raises by itself.
 
     Raises:
-        UsageError: a part of it is on another device: there the memory that runs out is the device's, whose allocator raises by itself, and whose
-            driver maps host memory at moments when a refusal cannot be recovered from.
+        UsageError: a part of it is on another device, whose driver maps host memory at moments when a refusal cannot be recovered from.
     """
     for device in devices:
         if device.type != "cpu":
@@ -262,12 +260,7 @@ class _ProcessLimit:
         self._watches_forks = False
 
     def lower(self, guard: HostGuard, limit: int) -> int:
-        """Adds a guard, or renews its limit; returns the limit now in force.
-
-        Raises:
-            OSError: refused by the system; nothing has changed.
-            ValueError: likewise.
-        """
+        """Adds a guard, or renews its limit; returns the limit now in force. OSError or ValueError: refused by the system, nothing has changed."""
         with self._lock:
             current = resource.getrlimit(resource.RLIMIT_DATA)
             if not self._wanted or current[0] != self._ours:
@@ -281,7 +274,7 @@ class _ProcessLimit:
             return self._ours
 
     def release(self, guard: HostGuard) -> None:
-        """Takes a guard away; does nothing for one that is not up."""
+        """Removes a guard, if it is up."""
         if guard not in self._wanted:
             return
         with self._lock:

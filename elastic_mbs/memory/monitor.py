@@ -18,8 +18,7 @@ from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailab
 OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
-_forks = 0
-"""Forks between this process and the one that imported us. To ask for the process's id would be a system call in every step."""
+_forks = 0  # between this process and the one that imported us: to ask for the process's id would be a system call in every step
 
 
 def _count_fork() -> None:
@@ -34,17 +33,14 @@ if hasattr(os, "register_at_fork"):
 class Monitor:
     """Reads a sensor once per interval in a daemon thread and keeps the latest reading.
 
-    The thread holds the sensor and nothing else of the caller's: a monitor that is garbage-collected ends its thread. A forked child has no thread;
-    the first `latest` or `poll` there starts one again.
+    A monitor that is garbage-collected ends its thread. A forked child has none; the first `latest` or `poll` there starts one again.
 
     Args:
         sensor: what to read. One that raises, or returns something else than a reading, counts as unavailable.
-        interval: seconds between readings. 0 means no thread: every `latest` reads in the caller's thread, which is what tests and simulated
-            sensors want.
-        clock: gives the time stamps, in seconds. Every reading is stamped with the time just before the sensor was asked, whatever stamp it brought.
-        on_change: called with the reading when the sensor is lost (there is none, or it is in doubt), and when it is back; a sensor that answers
-            from the first reading on causes no call. Called in the thread that read; an error in it is logged in the monitor's thread and passes
-            through in the caller's. A bound method is held weakly.
+        interval: seconds between readings. 0 means no thread: every `latest` reads in the caller's thread, for tests and simulated sensors.
+        clock: gives the time stamps, in seconds. Every reading is stamped with the time just before the sensor was read, whatever stamp it brought.
+        on_change: called with the reading when the sensor is lost (there is none, or it is in doubt), and when it is back. Called in the thread that
+            read; an error in it is logged in the monitor's thread and passes through in the caller's. A bound method is held weakly.
 
     Raises:
         UsageError: the interval is negative or not a number.
@@ -70,7 +66,7 @@ class Monitor:
 
     @property
     def running(self) -> bool:
-        """Whether `start` has nothing to do: the thread was started, in this process or in the one that it was forked from, or none is wanted."""
+        """Whether the thread was started, in this process or in the one that it was forked from, or none is wanted."""
         return self._thread is not None or self._interval == 0
 
     def start(self) -> None:
@@ -99,10 +95,9 @@ class Monitor:
                 thread.join(_JOIN_SECONDS)
 
     def hurry(self) -> None:
-        """Has the thread read now and not at the end of its interval, without waiting for it: something has happened that a reading may explain."""
+        """Requests a reading now and not at the end of the interval, without waiting for it."""
         self._after_fork(restart=True)
-        alarm = self._alarm
-        if alarm is not None:
+        if (alarm := self._alarm) is not None:
             alarm.rung.set()
 
     def latest(self) -> Reading:
@@ -113,7 +108,7 @@ class Monitor:
         return self._latest.reading
 
     def last(self) -> Reading:
-        """The latest reading and never a new one, not even at interval 0: for whoever only tells of it."""
+        """The latest reading and never a new one, not even at interval 0."""
         return self._latest.reading
 
     def poll(self) -> Reading:
@@ -122,7 +117,7 @@ class Monitor:
         return self._latest.update()
 
     def _after_fork(self, *, restart: bool) -> None:
-        """In a forked child, forgets the parent's thread and the locks that it may have held; starts a new one if the parent's ran."""
+        """In a forked child, drops the parent's thread and the locks that it may have held; starts a new one if the parent's ran."""
         if self._forks == _forks:
             return
         ran = self._thread is not None
@@ -136,40 +131,38 @@ class Monitor:
 
 
 class _Alarm:
-    """What wakes the thread before its interval is over: to end, or to read."""
+    """Wakes the thread before its interval is over: to end, or to read."""
 
     def __init__(self) -> None:
         self.rung = threading.Event()
         self.ended = False
 
     def end(self) -> None:
-        """Ends the thread; one that is reading publishes nothing any more."""
         self.ended = True
         self.rung.set()
 
 
 class _Latest:
-    """The latest reading and how to get the next: all that the thread knows."""
+    """The latest reading and how to get the next: all that the thread holds, so that neither a monitor nor the user's model lives as long as it."""
 
     def __init__(self, sensor: MemorySensor, clock: Callable[[], float], on_change: OnChange | None) -> None:
         self.reading: Reading = Unavailable("no reading yet")
         self.lock = threading.Lock()
-        self._sensor = sensor
         self.clock = clock
-        # a bound method would keep its owner, and with it the user's model, alive for as long as the thread runs
+        self._sensor = sensor
         self._on_change: Callable[[], OnChange | None]
         self._on_change = weakref.WeakMethod(on_change) if isinstance(on_change, MethodType) else lambda: on_change
         self._available = True
 
     def update(self, alarm: _Alarm | None = None) -> Reading:
-        """Reads and publishes. A thread that was told to end while it read publishes nothing."""
+        """Reads and publishes, unless the thread was ended meanwhile."""
         reading = self._read()
         if alarm is None or not alarm.ended:
             self.publish(reading)
         return reading
 
     def publish(self, reading: Reading) -> None:
-        """Keeps the reading, and tells of a change."""
+        """Keeps the reading, and reports a change."""
         available = trouble_with(reading) is None
         with self.lock:
             changed = available != self._available
@@ -182,8 +175,7 @@ class _Latest:
         at = self.clock()
         try:
             reading = self._sensor.read()
-        except Exception as error:
-            # whatever a sensor does wrong stops growth, never training
+        except Exception as error:  # whatever a sensor does wrong stops growth, never training
             return Unavailable(f"{type(error).__name__}: {error}", at)
         if not isinstance(reading, Headroom | Unavailable):
             return Unavailable(f"{type(self._sensor).__name__}.read returned {type(reading).__name__}, not Headroom or Unavailable", at)
@@ -192,7 +184,7 @@ class _Latest:
 
 def _watch(latest: _Latest, interval: float, alarm: _Alarm) -> None:
     while not alarm.ended:
-        alarm.rung.clear()  # before the reading: what rings from here on wants another one
+        alarm.rung.clear()  # before the reading: what rings from here on asks for another one
         try:
             latest.update(alarm)
         except Exception:

@@ -1,8 +1,6 @@
-"""Free memory of one GPU by NVML, found by its UUID.
+"""Free memory of one GPU by NVML, co-tenants included, without a CUDA context.
 
-NVML sees the whole device, co-tenants included, without a CUDA context. Devices are found by UUID because CUDA and NVML number them differently
-(CUDA orders by speed, and CUDA_VISIBLE_DEVICES hides and reorders). Errors are told apart by class alone: instances of NVMLError cannot be
-compared or hashed.
+A device is found by UUID because CUDA and NVML number them differently (CUDA orders by speed, and CUDA_VISIBLE_DEVICES hides and reorders).
 
 ```
    absent ◄── no library, no driver, device unknown ── first try ──► answering ◄──────────────┐
@@ -11,8 +9,8 @@ compared or hashed.
                                                             lost: reference given back, tried again after 5, 10, 20 … 60 s
 ```
 
-A device that NVML never knew can be read by other means as well as ever. One that it *lost* is in doubt: the driver was unloaded under the job, the
-GPU fell off the bus, or the container lost its rights. Nobody knows then what the other figures are worth.
+A device that NVML never knew can be read by other means. One that it *lost* is in doubt, and so are the other figures: the driver was unloaded under
+the job, the GPU fell off the bus, or the container lost its rights.
 """
 
 from __future__ import annotations
@@ -27,19 +25,16 @@ from typing import Any
 
 from elastic_mbs.memory.processes import Holder, holders_on
 
-FIRST_RETRY = 5.0
-"""Seconds from a failure to the next try; doubles with each one that fails, too."""
-
-LAST_RETRY = 60.0
-"""Longest time between two tries, in seconds, and how long NVML has to answer before a new failure starts from `FIRST_RETRY` again."""
-
-HOLDERS_EVERY = 5.0
-"""Seconds for which a list of holders is good enough: it is for messages, and costs the driver more than the figures."""
+FIRST_RETRY = 5.0  # seconds from a failure to the next try; doubles with each one that fails, too
+LAST_RETRY = 60.0  # longest time between two tries, and how long NVML has to answer before a new failure starts from `FIRST_RETRY` again
+HOLDERS_EVERY = 5.0  # seconds for which a list of holders is good enough: it is for messages, and costs the driver more than the figures
+# At the first try these mean that NVML is not there or does not serve this device, which says nothing bad of the device itself.
+_ABSENT = "LibraryNotFound DriverNotLoaded FunctionNotFound LibRmVersionMismatch NotFound InvalidArgument NoPermission NotSupported"
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What NVML says of a device, in bytes."""
+    """A device's memory, in bytes."""
 
     free: int
     total: int
@@ -47,22 +42,17 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class NoAnswer:
-    """NVML says nothing of the device.
-
-    Attributes:
-        reason: why, in words.
-        lost: it did once, or it failed in a way that puts the device itself in doubt. False where NVML is not there, or does not know the device.
-    """
+    """NVML knows nothing of the device."""
 
     reason: str
-    lost: bool = False
+    lost: bool = False  # it did once, or failed in a way that puts the device itself in doubt
 
 
 class NvmlDevice:
     """One device, opened at the first reading and again, after a while, when it failed.
 
     Args:
-        uuid: the full UUID as torch gives it in `get_device_properties(device).uuid`, without prefix; of a GPU or of a MIG instance.
+        uuid: the full one, without prefix, of a GPU or of a MIG instance: `torch.cuda.get_device_properties(device).uuid`.
         clock: seconds, for the back-off and the age of the list of holders.
     """
 
@@ -91,7 +81,7 @@ class NvmlDevice:
             return self._read()
 
     def holders(self) -> tuple[Holder, ...]:
-        """Who else has memory on the device, the biggest first; read at most every `HOLDERS_EVERY` seconds. Does not raise: unknown is empty."""
+        """Which other processes have memory on the device, the biggest first. Does not raise: unknown is empty."""
         self._after_fork()
         with self._lock:
             if self._handle is None:
@@ -106,7 +96,7 @@ class NvmlDevice:
             return self._holders
 
     def _after_fork(self) -> None:
-        """After a fork the handle is not good any more, the reference is the parent's, and a thread that is gone may have held the lock."""
+        """In a forked child the handle is invalid, the reference is the parent's, and a thread that is gone may have held the lock."""
         if self._pid != os.getpid():
             self._pid, self._lock = os.getpid(), threading.Lock()
             self._handle, self._initialised, self._holders_at = None, False, None
@@ -123,7 +113,7 @@ class NvmlDevice:
                 self._initialised = True
                 self._handle = self._open(pynvml)
             info = self._info(pynvml)
-        except Exception as error:  # what is no NVMLError is a binding too old, or not NVIDIA's: that tells nothing bad of the device either
+        except Exception as error:  # what is no NVMLError is a binding too old, or not NVIDIA's: that says nothing bad of the device either
             absent = not isinstance(error, pynvml.NVMLError) or isinstance(error, _absent(pynvml))
             return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=absent)
         if not info.total:
@@ -134,11 +124,7 @@ class NvmlDevice:
         return DeviceMemory(int(info.free), int(info.total))
 
     def _fail(self, pynvml: Any, reason: str, *, absent: bool) -> NoAnswer:
-        """Latches a failure.
-
-        A reference that was taken is given back: the library looks for the driver anew only when nobody in the process holds one. Those of other
-        packages that use NVML are theirs to give back.
-        """
+        """Latches a failure, and gives our reference back: the library looks for the driver again only when the process holds none."""
         now = self._clock()
         if self._failure is None and now - self._back_at >= LAST_RETRY:
             self._delay = FIRST_RETRY
@@ -170,18 +156,5 @@ class NvmlDevice:
         return pynvml.nvmlDeviceGetMemoryInfo(self._handle)
 
 
-_ABSENT = (
-    "LibraryNotFound",
-    "DriverNotLoaded",
-    "FunctionNotFound",
-    "LibRmVersionMismatch",
-    "NotFound",
-    "InvalidArgument",
-    "NoPermission",
-    "NotSupported",
-)
-"""At the first try these say that NVML is not there or does not serve this device, which tells nothing bad of the device itself."""
-
-
 def _absent(pynvml: Any) -> tuple[type[BaseException], ...]:
-    return tuple(kind for name in _ABSENT if (kind := getattr(pynvml, f"NVMLError_{name}", None)) is not None)
+    return tuple(kind for name in _ABSENT.split() if (kind := getattr(pynvml, f"NVMLError_{name}", None)) is not None)

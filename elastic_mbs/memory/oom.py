@@ -1,7 +1,7 @@
-"""Is it out of memory? And letting go of what failed.
+"""Whether an error is out of memory, and releasing what a failed attempt holds.
 
-`classify` answers by type, then by error code, then by text, and looks behind wrappers. What it returns holds strings and numbers only: an
-exception that is kept keeps its traceback, the traceback its frames, and the frames every tensor of the failed attempt.
+A verdict holds strings and numbers only: an exception that is kept keeps its traceback, the traceback its frames, and the frames every tensor of the
+failed attempt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 
@@ -28,56 +28,25 @@ _OUT_OF_MEMORY_CODE = 2  # cudaErrorMemoryAllocation and hipErrorOutOfMemory
 _WINDOWS_CODES = frozenset({8, 14, 1455})  # not enough memory, out of memory, the paging file is too small
 
 # A mistake inside a handler is a mistake, not a wrapper of what was being handled.
-_MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    BufferError,
-    EOFError,
-    ImportError,
-    LookupError,
-    NameError,
-    NotImplementedError,
-    RecursionError,
-    ReferenceError,
-    StopAsyncIteration,
-    StopIteration,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    Warning,
-)
+_MISTAKES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, ImportError, LookupError)
+_MISTAKES += (NameError, NotImplementedError, RecursionError, ReferenceError, StopAsyncIteration, StopIteration)
+_MISTAKES += (SyntaxError, TypeError, ValueError, Warning)
 
 
 class Kind(enum.Enum):
     """What sort of error it was, and so what may be done about it (`reference/errors.md`, tables A to C)."""
 
-    ALLOCATOR = "allocator"
-    """A device's caching allocator refused a request, synchronously: shrink and replay."""
-    HOST = "host"
-    """The host's allocator did."""
-    HEAP = "heap"
-    """Python's or C++'s own heap did, for an object of any kind: whoever was about to note a commit may not have got to it."""
-    LIBRARY = "library"
-    """A library (cuBLAS, cuDNN, cuSOLVER, hipBLAS) could not allocate its workspace."""
-    RUNTIME = "runtime"
-    """The device's runtime or driver ran out. It may be reported late, by another call than the one that failed: `probe` the device first."""
-    USER = "user"
-    """The user's `is_oom` said so."""
-    MASKED = "masked"
-    """Often an out-of-memory in disguise, sometimes a bug: worth one shrink, with a warning, then it is raised."""
-    POISONED = "poisoned"
-    """Allocator, device or communicator cannot be trusted any more: never replay."""
+    ALLOCATOR = "allocator"  # a device's caching allocator refused a request, synchronously: shrink and replay
+    HOST = "host"  # the host's allocator did
+    HEAP = "heap"  # Python's or C++'s own heap did, for an object of any kind: a commit may not have been noted
+    LIBRARY = "library"  # a library (cuBLAS, cuDNN, cuSOLVER, hipBLAS) could not allocate its workspace
+    RUNTIME = "runtime"  # the device's runtime or driver ran out, perhaps in an earlier call: `probe` the device first
+    USER = "user"  # the user's `is_oom` said so
+    MASKED = "masked"  # often an out-of-memory in disguise, sometimes a bug: worth one shrink, with a warning, then it is raised
+    POISONED = "poisoned"  # allocator, device or communicator cannot be trusted any more: never replay
 
 
-_TEXTS = (
-    (Kind.ALLOCATOR, patterns.ALLOCATOR),
-    (Kind.HOST, patterns.HOST),
-    (Kind.HEAP, patterns.HEAP),
-    (Kind.LIBRARY, patterns.LIBRARY),
-    (Kind.RUNTIME, patterns.RUNTIME),
-    (Kind.MASKED, patterns.MASKED),
-)
+_BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.HEAP, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)  # each has a pattern of its name
 _TRUSTWORTHY = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.HEAP, Kind.LIBRARY})
 # Of several errors at once, the one that asks for the most caution decides.
 _CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.HEAP, Kind.LIBRARY, Kind.HOST, Kind.ALLOCATOR)
@@ -85,21 +54,15 @@ _CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.HEAP, Kind
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `classify` found; strings and numbers only.
-
-    Attributes:
-        kind: what sort of error it was.
-        message: first line of its text, at most 300 characters.
-        requested: bytes of the allocation that failed, where the text tells.
-    """
+    """What `classify` found; strings and numbers only."""
 
     kind: Kind
-    message: str
-    requested: int | None = None
+    message: str  # first line of its text, at most 300 characters
+    requested: int | None = None  # bytes of the allocation that failed, where the text has them
 
     @property
     def trustworthy(self) -> bool:
-        """Whether the error came from the operation that failed, so that the marks of what has committed before it hold."""
+        """Whether the error came from the operation that failed, so that what was noted before it holds."""
         return self.kind in _TRUSTWORTHY
 
 
@@ -129,35 +92,33 @@ def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None 
 
 
 def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
-    """Lets go of the memory of a failed attempt. To be called outside of any `except` block, after its references were dropped.
+    """Releases the memory of a failed attempt. To be called outside of any `except` block, after its references were dropped. Never raises.
 
     Args:
         devices: where the attempt ran.
         thorough: False on the first failure of a range: its memory went with the last reference, and the allocator has emptied its own cache
             before it raised (a second time would mostly hand our memory to a co-tenant). True on the second one, or at the floor: reference
-            cycles are collected, an out-of-memory that an interactive shell has pinned is cleared, and the caches are emptied. Never raises.
+            cycles are collected, an out-of-memory that an interactive shell has pinned is cleared, and the caches are emptied.
     """
-    if not thorough:
-        return
-    _unpin_shell()
-    gc.collect()
-    empty_caches(devices)
+    if thorough:
+        for name in ("last_exc", "last_value"):  # of an interactive shell; other errors are there to be looked at
+            pinned = getattr(sys, name, None)
+            if isinstance(pinned, BaseException) and classify(pinned) is not None:
+                forget(pinned)
+                traceback.clear_frames(getattr(sys, "last_traceback", None))
+        gc.collect()
+        empty_caches(devices)
 
 
 def empty_caches(devices: Iterable[torch.device]) -> None:
-    """Gives back to the devices what their allocators hold and nobody uses. Never raises."""
+    """Gives back to the devices what their allocators hold unused. Never raises."""
     for backend in sorted({device.type for device in devices}):
         try:
             empty_cache = getattr(torch.get_device_module(backend), "empty_cache", None)
             if empty_cache is not None:
                 empty_cache()
-        except Exception as error:  # it can itself run out of memory, or find its device lost; the replay will tell
+        except Exception as error:  # it can itself run out of memory, or find its device lost; the replay will show it
             logger.debug("empty_cache on %s: %s", backend, _first_line(error, _text(error)))
-
-
-def clear_frames(tb: TracebackType | None) -> None:
-    """Drops the local variables of all frames of a traceback that have ended; those still running keep theirs."""
-    traceback.clear_frames(tb)
 
 
 def forget(exc: BaseException) -> None:
@@ -165,7 +126,7 @@ def forget(exc: BaseException) -> None:
     pending, seen = [exc], {id(exc)}
     while pending:
         current = pending.pop()
-        clear_frames(current.__traceback__)
+        traceback.clear_frames(current.__traceback__)
         members = current.exceptions if isinstance(current, BaseExceptionGroup) else ()
         for link in (current.__cause__, current.__context__, *members):
             if link is not None and id(link) not in seen:
@@ -174,13 +135,10 @@ def forget(exc: BaseException) -> None:
 
 
 def probe(device: torch.device) -> str | None:
-    """Tells whether a device still works after an error that may have been asynchronous.
+    """Returns the first line of a device's error after one that may have been asynchronous: the device is poisoned; None if it is healthy.
 
     Synchronises it and runs one tiny addition, twice at most: the first synchronisation may report what was left over. A device that is merely full
     is healthy.
-
-    Returns:
-        None if it is healthy (always so for the CPU), else the first line of its error: the device is poisoned.
     """
     if device.type == "cpu":
         return None
@@ -188,6 +146,7 @@ def probe(device: torch.device) -> str | None:
     for _ in range(2):
         try:
             _exercise(device)
+            return None
         except Exception as error:  # whatever it is, it is the answer
             verdict = classify(error)
             if verdict is not None and verdict.trustworthy:
@@ -195,8 +154,6 @@ def probe(device: torch.device) -> str | None:
             message = _first_line(error, _text(error))
             if verdict is None or verdict.kind is not Kind.RUNTIME:
                 return message
-        else:
-            return None
     return message
 
 
@@ -208,15 +165,11 @@ def _exercise(device: torch.device) -> None:  # cuda-only
 
 
 def _classify(exc: Exception, seen: set[int]) -> Verdict | None:
-    """An exception with all that it stands for; `seen` holds the ids of those that lead to it."""
-    found = []
-    for link in _links(exc, seen):
-        verdict = _members(link, seen) if isinstance(link, ExceptionGroup) else _judge(link)
-        if verdict is not None:
-            found.append(verdict)
-    poisoned = [verdict for verdict in found if verdict.kind is Kind.POISONED]
-    certain = [verdict for verdict in found if verdict.kind is not Kind.MASKED]
-    return next(iter(poisoned or certain or found), None)
+    """An exception with all that it wraps; `seen` holds the ids of those that lead to it."""
+    judged = [_members(link, seen) if isinstance(link, ExceptionGroup) else _judge(link) for link in _links(exc, seen)]
+    found = [verdict for verdict in judged if verdict is not None]
+    # a poisoned one decides, and one that is certain comes before one that is masked
+    return min(found, key=lambda verdict: (verdict.kind is not Kind.POISONED, verdict.kind is Kind.MASKED), default=None)
 
 
 def _members(group: ExceptionGroup[Exception], seen: set[int]) -> Verdict | None:
@@ -231,7 +184,7 @@ def _members(group: ExceptionGroup[Exception], seen: set[int]) -> Verdict | None
 
 
 def _links(exc: Exception, seen: set[int]) -> Iterator[Exception]:
-    """The exception, and those that it stands for, from the outermost inwards."""
+    """The exception, and those that it wraps, from the outermost inwards."""
     current: BaseException | None = exc
     own = exc.__traceback__.tb_frame if exc.__traceback__ is not None else None
     while isinstance(current, Exception) and id(current) not in seen and len(seen) < _CHAIN_LENGTH:
@@ -263,7 +216,6 @@ def _replaced(exc: Exception, own: FrameType | None) -> BaseException | None:
 
 
 def _judge(exc: Exception) -> Verdict | None:
-    """One exception by itself."""
     kind = _kind(exc)
     return None if kind is None else _verdict(kind, exc)
 
@@ -288,7 +240,7 @@ def _kind(exc: Exception) -> Kind | None:
     code = getattr(exc, "error_code", None) if isinstance(exc, torch.AcceleratorError) else None
     if code is not None:
         return Kind.RUNTIME if code == _OUT_OF_MEMORY_CODE else None
-    return next((kind for kind, pattern in _TEXTS if pattern.search(text)), None)
+    return next((kind for kind in _BY_TEXT if getattr(patterns, kind.name).search(text)), None)
 
 
 def _text(exc: BaseException) -> str:
@@ -300,12 +252,3 @@ def _text(exc: BaseException) -> str:
 
 def _first_line(exc: BaseException, text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), type(exc).__name__)[:_MESSAGE_LENGTH]
-
-
-def _unpin_shell() -> None:
-    """Clears the last traceback that an interactive shell keeps, if it is that of an out-of-memory: others are there to be looked at."""
-    for name in ("last_exc", "last_value"):
-        pinned = getattr(sys, name, None)
-        if isinstance(pinned, BaseException) and classify(pinned) is not None:
-            forget(pinned)
-            clear_frames(getattr(sys, "last_traceback", None))

@@ -1,7 +1,7 @@
-"""Who else has memory on a GPU, as far as NVML tells. Advisory: for messages, never for a decision.
+"""Which other processes have memory on a GPU, as far as NVML knows. Advisory: for messages, never for a decision.
 
-Much can be missing. On Windows (WDDM) and WSL the bytes of a process are not told. In a container the list is empty or has the host's PIDs, which
-mean nothing in here: then no name is looked up (it would be another process's), and our own entry cannot be told from the others.
+On Windows (WDDM) and WSL the bytes of a process are not known. In a container the list is empty or has the host's PIDs, which mean nothing there: no
+name is looked up then (it would be another process's), and our own entry cannot be told from the others.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import psutil
 
 from elastic_mbs.events import format_bytes
 
-SHOWN = 3
-"""As many holders are named in a message, the biggest."""
-
-_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
-"""The kernel gives the host's own PID namespace this fixed number (PROC_PID_INIT_INO)."""
+SHOWN = 3  # holders that are named in a message, the biggest
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the kernel gives the host's own PID namespace this fixed number (PROC_PID_INIT_INO)
 
 
 @dataclass(frozen=True)
@@ -28,9 +25,9 @@ class Holder:
     """A process that has memory on the device.
 
     Attributes:
-        pid: its process id as the driver counts, which in a container is the host's.
-        name: the program's name; None where it cannot be read or the PID is not one of ours.
-        bytes: what it holds on the device; None where the driver does not tell.
+        pid: its process id for the driver, which in a container is the host's.
+        name: the program's name; None where it cannot be read, or the PID means nothing here.
+        bytes: what it holds on the device; None where the driver does not know.
     """
 
     pid: int
@@ -39,28 +36,16 @@ class Holder:
 
 
 def describe(holders: Iterable[Holder]) -> str:
-    """The biggest holders in words: `python (PID 4711) 3.2 GiB, PID 88, and 2 more`; empty where nobody is known."""
-    ordered = sorted(holders, key=_by_size)
-    words = [
-        (f"PID {holder.pid}" if holder.name is None else f"{holder.name} (PID {holder.pid})")
-        + ("" if holder.bytes is None else f" {format_bytes(holder.bytes)}")
-        for holder in ordered[:SHOWN]
-    ]
-    if len(ordered) > SHOWN:
-        words.append(f"and {len(ordered) - SHOWN} more")
-    return ", ".join(words)
+    """The biggest holders in words: `python (PID 4711) 3.2 GiB, PID 88, and 2 more`; empty where none is known."""
+    words = []
+    for holder in sorted(holders, key=_by_size):
+        name = f"PID {holder.pid}" if holder.name is None else f"{holder.name} (PID {holder.pid})"
+        words.append(name if holder.bytes is None else f"{name} {format_bytes(holder.bytes)}")
+    return ", ".join(words if len(words) <= SHOWN else [*words[:SHOWN], f"and {len(words) - SHOWN} more"])
 
 
 def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
-    """The processes on a device but for this one, the biggest first.
-
-    Args:
-        pynvml: the binding, which has been initialised.
-        handle: the device's handle, of a GPU or of a MIG instance.
-
-    Raises:
-        Exception: whatever the binding raises where the driver refuses.
-    """
+    """The processes on a device but for this one, the biggest first; raises whatever the binding raises where the driver refuses."""
     found: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics"):
         for process in _processes(pynvml, kind, handle):
@@ -74,7 +59,7 @@ def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
 
 
 def pids_are_ours() -> bool:
-    """Whether the driver's PIDs mean the same processes here: this process is not in a PID namespace of its own."""
+    """Whether the driver's PIDs are those of this process's namespace."""
     if sys.platform != "linux":
         return True
     try:
@@ -84,7 +69,7 @@ def pids_are_ours() -> bool:
 
 
 def name_of(pid: int) -> str | None:
-    """The name of a process, or None where there is none or it may not be read."""
+    """The name of a process, or None."""
     try:
         return psutil.Process(pid).name() or None
     except (psutil.Error, OSError, ValueError, OverflowError):

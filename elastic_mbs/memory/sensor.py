@@ -1,7 +1,6 @@
-"""What a memory reading is, and the two protocols behind it: the device's headroom, and this process's own use.
+"""What a memory reading is, and the two protocols behind it: a sensor reads a device from outside, a meter its allocator from inside.
 
-A sensor looks at the device from outside (how much could this process still get), a meter at the allocator from inside (how much do our tensors
-take). Both are cheap and neither synchronises the device.
+Both are cheap and neither synchronises the device.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ class Headroom:
     Attributes:
         free: bytes that this process could still get from the device. Memory that its own allocator keeps in reserve is not among them.
         total: bytes that the device has.
-        held_by_others: bytes that this process cannot get because somebody else has them: co-tenants, the driver, or a cap on this process.
-        source: who said so: "nvml", "cuda", "host", "cgroup", "budget".
+        held_by_others: bytes that this process cannot get: co-tenants or the driver have them, or a cap on this process keeps it from them.
+        source: "nvml", "cuda", "host", "cgroup" or "budget".
         at: time of the reading, in seconds of the reader's clock (monotonic unless another was injected).
-        doubt: why growth must not rely on this reading, in words; None where it may. The figures are still the best there are: good enough for a
-            message, and for waiting until others leave.
+        doubt: why growth must not rely on this reading; None where it may. The figures are good enough for a message, and for waiting.
         holders: processes that are known to hold memory here, the biggest first, without this one; advisory, and often incomplete.
     """
 
@@ -77,15 +75,15 @@ def trouble_with(reading: Reading) -> str | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the tensors of this process take, by its own allocator's account.
+    """What the tensors of this process take, in bytes by its own allocator's account.
 
     Attributes:
-        allocated: bytes in live tensors now.
-        reserved: bytes that the allocator holds from the device now.
-        peak_allocated: most bytes allocated since the last reset of the peaks.
-        peak_reserved: most bytes reserved since then.
+        allocated: in live tensors now.
+        reserved: that the allocator holds from the device now.
+        peak_allocated: most allocated since the last reset of the peaks.
+        peak_reserved: most reserved since then.
         retries: how often the allocator has had to empty its cache and try again, since the process began.
-        idle: bytes that its cache held when the peaks were last reset.
+        idle: what its cache held when the peaks were last reset.
     """
 
     allocated: int
@@ -98,12 +96,15 @@ class Usage:
     @property
     def fragmentation(self) -> float:
         """Peak reserved over peak allocated, at least 1: what a predicted peak of tensors must be multiplied by, at most."""
-        return max(1.0, self.peak_reserved / self.peak_allocated) if self.peak_allocated > 0 else 1.0
+        return self._over_allocated(self.peak_reserved)
 
     @property
     def least_fragmentation(self) -> float:
-        """The same without what was cached before: that may be of an attempt that has failed, say, and no more than half of it be of use now."""
-        return max(1.0, (self.peak_reserved - self.idle) / self.peak_allocated) if self.peak_allocated > 0 else 1.0
+        """The same without what was cached before, by an attempt that has failed, say: no more than half of it may be of use now."""
+        return self._over_allocated(self.peak_reserved - self.idle)
+
+    def _over_allocated(self, reserved: int) -> float:
+        return max(1.0, reserved / self.peak_allocated) if self.peak_allocated > 0 else 1.0
 
 
 @runtime_checkable
@@ -132,18 +133,18 @@ class UsageMeter(Protocol):
 
 
 class NoSensor:
-    """The sensor of a device that nobody here can read."""
+    """The sensor of a device that has none: always `Unavailable`, with the reason given."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
     def read(self) -> Reading:
-        """Always `Unavailable`, with the reason given."""
+        """No reading."""
         return Unavailable(self._reason)
 
 
 class NoMeter:
-    """The meter of a device whose allocator nobody here can read."""
+    """The meter of a device whose allocator cannot be read."""
 
     def __init__(self) -> None:
         self.resets = 0

@@ -13,13 +13,7 @@ _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes from an int or a string such as `"2GiB"`, `"1.5 MiB"`, `"500MB"`.
-
-    Args:
-        size: bytes as an int, or a number with a unit: KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000), B or none.
-
-    Returns:
-        Bytes, rounded down.
+    """Bytes, rounded down, of an int or a string such as `"2GiB"`, `"1.5 MiB"`, `"500MB"` (KiB to TiB: powers of 1024; KB to TB: powers of 1000).
 
     Raises:
         UsageError: the text is no size, the unit is unknown, or the number is negative.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import MemoryBudget
 from elastic_mbs.memory import oom
-from elastic_mbs.memory.oom import Kind, classify, clear_frames, forget, probe, release
+from elastic_mbs.memory.oom import Kind, classify, forget, probe, release
 from tests.helpers.oom_chains import Wrapper, caught, fail
 from tests.helpers.oom_tables import CUDA_ADVICE
 from tests.helpers.steps import elastic
@@ -87,17 +87,6 @@ def test_forgetting_an_exception_frees_its_tensors_although_it_is_kept() -> None
     direct.__cause__ = wrapped
     forget(wrapped)
     assert [ref() for ref in watch] == [None, None]
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_clearing_frames_leaves_the_running_ones_alone() -> None:
-    watch: list[weakref.ref[torch.Tensor]] = []
-    mine = torch.zeros(3)
-    error = caught(attempt, watch, False)
-    clear_frames(error.__traceback__)
-    clear_frames(None)
-    assert watch[0]() is None
-    assert mine.numel() == 3
 
 
 @pytest.mark.parametrize("alien", [False, True])
