@@ -141,8 +141,6 @@ class ElasticMBS:
             inventory=inventory,
             controller=Controller(
                 start=None if micro_batch_size == "auto" else micro_batch_size,
-                limits=settings.limits,
-                grow=settings.policy.grow,
                 policy=settings.policy,
                 clock=time.monotonic,
                 random=random.Random(time.time_ns() if seed is None else seed),

@@ -19,8 +19,8 @@ lifted when it leaves, and an older one, seen with all the memory, counts again.
 from __future__ import annotations
 
 import math
-import random as random_module
 from collections.abc import Callable
+from random import Random
 
 from elastic_mbs.controller.growth import double_fits, next_size
 from elastic_mbs.controller.messages import Capacity, Key, Move, Observation, Plan, shape_class
@@ -38,28 +38,12 @@ LONG_RUN = 4  # a growth that has run clean for so many times the patience, and 
 class Controller:
     """(state, observation) → size, for every kind of call that a runtime makes.
 
-    A call is `begin`, then any number of `piece_done` and `out_of_memory`, then `end` or `abandon`.
-
-    Args:
-        start: size to start with, in samples; None probes for it.
-        limits: what the user allows.
-        grow: whether sizes may rise once settled.
-        policy: how eager to be.
-        clock: seconds, never going back; the same clock as `Capacity.at`.
-        random: source of the jitter.
+    A call is `begin`, then any number of `piece_done` and `out_of_memory`, then `end` or `abandon`. Each takes the latest reading of the capacity, or
+    None. Sizes are in samples; `start` None probes for one; `clock` never goes back and is that of `Capacity.at`; `random` draws the jitter.
     """
 
-    def __init__(
-        self,
-        *,
-        start: int | None,
-        limits: Limits,
-        grow: bool,
-        policy: Policy | None = None,
-        clock: Callable[[], float],
-        random: random_module.Random,
-    ) -> None:
-        self._start, self._limits, self._grow, self._policy = start, limits, grow, policy or Policy()
+    def __init__(self, *, start: int | None, policy: Policy, clock: Callable[[], float], random: Random) -> None:
+        self._start, self._policy, self._limits = start, policy, policy.limits
         self._clock, self._random = clock, random
         self._tracks: dict[Key, Track] = {}
 
@@ -78,9 +62,9 @@ class Controller:
             length = self._limits.longest(samples, size)
         known = track.calls >= self._policy.patience and length * elements <= track.memory.largest_observed
         # Peak statistics are the process's: someone else who resets them would be disturbed for ever, so a few calls without a peak end the attempt.
-        learning = probing or (self._grow and not known and track.calls_without_peak < self._policy.patience)
+        learning = probing or (self._policy.grow and not known and track.calls_without_peak < self._policy.patience)
         size = min(size, samples)
-        track.call = Call(size, samples, elements, learning, probing, started=track.size)
+        track.call = Call(size, samples, elements, learning, probing)
         return Plan(size, track.epoch, probing, learning)
 
     def holds(self, key: Key, held: int | None) -> None:
@@ -115,13 +99,8 @@ class Controller:
     def out_of_memory(self, key: Key, attempted: int, capacity: Capacity | None) -> int | None:
         """A piece of `attempted` samples ran out of memory: halves it and remembers the failure.
 
-        Args:
-            key: the track.
-            attempted: length of the piece that failed, in samples.
-            capacity: the latest reading, or None. It may be from before the failure; the next one corrects it.
-
-        Returns:
-            The size to go on with in this call, or None when a piece of that length cannot be cut any further.
+        Returns the size to go on with in this call, or None when a piece of that length cannot be cut any further. The reading may be from before the
+        failure; the next one corrects it.
         """
         track, call = self._running(key)
         after = min(track.size, self._limits.clamp(attempted // 2))
@@ -139,14 +118,6 @@ class Controller:
         Growth needs all of: `patience` clean calls at this size; a reading newer than the last change of size; a predicted peak that, times the
         fragmentation and with the margin, fits (or, while no peak was ever measured, no ceiling); fewer pieces than now, and a time gain that is not
         known to be too small; no cooldown. It goes at most to the double, and no further than the recent batches need.
-
-        Args:
-            key: the track.
-            observation: what the call saw.
-            capacity: the latest reading, or None: then nothing grows.
-
-        Returns:
-            The change of size, if there was one.
         """
         track, call = self._running(key)
         if capacity is not None and track.ceilings:
@@ -156,7 +127,7 @@ class Controller:
         track.call = None
         length = call.longest if call.probing and call.longest else self._limits.longest(call.samples, observation.size)
         self._measure(track, call, observation, length)
-        if track.probing and call.started == track.size and call.samples == track.expected()[0]:
+        if track.probing and observation.epoch == track.epoch and call.samples == track.expected()[0]:
             track.state = Settled()  # a whole call at one size: there was nothing left to double
         if observation.retries:
             return self._end_thrashing(track, length, call.elements, capacity)
@@ -202,7 +173,7 @@ class Controller:
 
     def _restored(self, row: dict[str, object]) -> Track:
         track = Track.restored(row, self._clock())
-        if self._start is not None and not self._grow:
+        if self._start is not None and not self._policy.grow:
             track.size = min(track.size, self._start)
         track.size = self._limits.clamp(track.size)
         if self._start is not None and track.probing:
@@ -310,7 +281,7 @@ class Controller:
         now = self._clock()
         if track.grown and track.clean >= LONG_RUN * self._policy.patience and now - track.resized_at >= self._cooldown(track):
             track.grown, track.failed_growths = False, 0
-        if not self._grow or track.probing or track.clean < track.patience or now < track.cooldown_until:
+        if not self._policy.grow or track.probing or track.clean < track.patience or now < track.cooldown_until:
             return None
         if capacity is None or capacity.at <= track.decided_at:
             return None

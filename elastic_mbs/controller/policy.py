@@ -10,29 +10,11 @@ from elastic_mbs.errors import UsageError
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows, in samples.
+    """The sizes that are allowed, in samples."""
 
-    Attributes:
-        minimum: no micro-batch is smaller, unless the batch is.
-        maximum: none is larger; None for no limit but the batch.
-        align: sizes are multiples of it.
-
-    Raises:
-        UsageError: a value below 1, or no size between minimum and maximum.
-    """
-
-    minimum: int = 1
-    maximum: int | None = None
-    align: int = 1
-
-    def __post_init__(self) -> None:
-        if self.minimum < 1 or self.align < 1:
-            raise UsageError(f"min_micro_batch_size={self.minimum} and align={self.align} must be at least 1")
-        if self.maximum is not None and self.maximum < self.floor:
-            raise UsageError(
-                f"max_micro_batch_size={self.maximum} leaves no size: the smallest allowed one is {self.floor} "
-                f"(min_micro_batch_size={self.minimum}, align={self.align}); raise the maximum or lower the minimum"
-            )
+    minimum: int = 1  # no micro-batch is smaller, unless the batch is
+    maximum: int | None = None  # none is larger
+    align: int = 1  # sizes are multiples of it
 
     @property
     def floor(self) -> int:
@@ -95,20 +77,19 @@ class Policy:
     probe: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("min_micro_batch_size", "align"):
-            value = getattr(self, name)
-            if not (_is_count(value) and value >= 1) and not (value is None and name == "min_micro_batch_size"):
-                raise UsageError(f"{name}={value!r} is not a whole number of at least 1")
-        low, high = self.min_micro_batch_size or 1, self.max_micro_batch_size
-        if high is not None and not (_is_count(high) and high >= low):
-            raise UsageError(f"max_micro_batch_size={high!r} must be None or a whole number of at least min_micro_batch_size={low}")
-        _ = self.limits  # checks that a size is left
-        for name in ("patience", "thrash_calls", "probe"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "patience", "thrash_calls", "probe"):
+            value, optional = getattr(self, name), name.endswith("_micro_batch_size")
+            if not (type(value) is int and value >= 1) and not (value is None and optional):
+                raise UsageError(f"{name}={value!r} must be {'None or ' if optional else ''}a whole number of at least 1")
         for name in ("jitter", "margin", "min_gain", "cooldown", "changed"):
             if not getattr(self, name) >= 0:
                 raise UsageError(f"{name}={getattr(self, name)} must not be negative")
+        limits = self.limits
+        if limits.maximum is not None and limits.maximum < limits.floor:
+            raise UsageError(
+                f"max_micro_batch_size={limits.maximum} leaves no size: it must be at least min_micro_batch_size={limits.minimum}, rounded up to a "
+                f"multiple of align={limits.align}, which is {limits.floor}"
+            )
         if not self.margin < 1:
             raise UsageError(f"margin={self.margin} leaves no memory: it is a fraction of the capacity, below 1")
         if not self.max_cooldown >= self.cooldown:
@@ -118,7 +99,3 @@ class Policy:
     def limits(self) -> Limits:
         """The sizes that are allowed."""
         return Limits(self.min_micro_batch_size or 1, self.max_micro_batch_size, self.align)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

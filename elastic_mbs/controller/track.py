@@ -63,7 +63,6 @@ class Call:
     elements: int  # per sample
     learning: bool  # peaks are measured
     probing: bool  # it began while the track was probing
-    started: int  # the track's size at its start
     ooms: int = 0
     longest: int = 0  # piece finished so far, in samples
     fallback: int | None = None  # size to return to when the call ends, after a failed growth

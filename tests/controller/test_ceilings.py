@@ -1,6 +1,6 @@
 """A growth that failed goes back and leaves a ceiling; cooldown, changed evidence or a clean call above it lifts the ceiling."""
 
-from elastic_mbs.controller.controller import Capacity, Limits, Move, Policy
+from elastic_mbs.controller.controller import Capacity, Move
 from tests.helpers.controller_driver import KEY, Driver
 
 
@@ -19,7 +19,7 @@ def test_a_failed_growth_goes_back_and_is_not_tried_again_on_the_same_evidence()
 
 
 def test_batches_too_small_to_use_the_new_size_prove_nothing() -> None:
-    driver = Driver(12, limits=Limits(maximum=22))
+    driver = Driver(12, max_micro_batch_size=22)
     driver.until_move()
     for _ in range(10):
         driver.clean(11)
@@ -55,7 +55,7 @@ def test_changed_evidence_lifts_a_ceiling_after_the_cooldown() -> None:
 
 
 def test_each_failed_growth_doubles_the_cooldown_and_a_long_clean_run_resets_it() -> None:
-    driver = Driver(8, limits=Limits(maximum=16))
+    driver = Driver(8, max_micro_batch_size=16)
     waits = []
     driver.until_move()
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_each_failed_growth_doubles_the_cooldown_and_a_long_clean_run_resets_it(
 
 
 def test_the_cooldown_is_capped() -> None:
-    driver = Driver(8, policy=Policy(jitter=0.0, max_cooldown=20.0))
+    driver = Driver(8, max_cooldown=20.0)
     for _ in range(8):
         driver.until_move(100)
         driver.failing(16)
@@ -119,7 +119,7 @@ def test_ceilings_of_full_memory_count_again_when_the_co_tenant_has_left() -> No
 
 
 def test_a_clean_call_above_a_ceiling_disproves_it() -> None:
-    driver = Driver(16, limits=Limits(minimum=8))
+    driver = Driver(16, min_micro_batch_size=8)
     driver.failing(8, samples=8)
     assert driver.ceilings() == [[8, 7, 10_000]]
     driver.clean(8)

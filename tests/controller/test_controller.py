@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.controller import Key, Limits, Move, Plan, Policy, shape_class
+from elastic_mbs.controller.controller import Key, Move, Plan, Policy, shape_class
 from elastic_mbs.errors import UsageError
 from tests.helpers.controller_driver import KEY, Driver
 
@@ -24,8 +24,8 @@ def test_auto_doubles_from_piece_to_piece_until_the_batch_is_whole() -> None:
 
 
 def test_probing_starts_at_the_policys_size_aligned() -> None:
-    assert Driver(policy=Policy(probe=8), limits=Limits(align=3)).controller.begin(KEY, 64, 1).size == 6
-    assert Driver(limits=Limits(minimum=5, align=4)).controller.begin(KEY, 64, 1).size == 8
+    assert Driver(probe=8, align=3).controller.begin(KEY, 64, 1).size == 6
+    assert Driver(min_micro_batch_size=5, align=4).controller.begin(KEY, 64, 1).size == 8
 
 
 def test_probing_stops_where_the_double_is_predicted_not_to_fit() -> None:
@@ -52,7 +52,7 @@ def test_probing_goes_on_without_sensor_or_peaks_until_the_first_failure() -> No
 
 
 def test_probing_never_passes_the_maximum_and_ends_there() -> None:
-    driver = Driver(limits=Limits(maximum=10, align=4))
+    driver = Driver(max_micro_batch_size=10, align=4)
     assert driver.probe(64, [4, 8, 8]) == [8, 8, 8]
     driver.probe(64, [8, 8])
     assert not driver.controller.begin(KEY, 64, 1).probing
@@ -66,7 +66,7 @@ def test_a_small_batch_after_a_large_one_does_not_end_probing() -> None:
 
 
 def test_an_int_starts_there_and_does_not_probe() -> None:
-    driver = Driver(9, limits=Limits(align=2))
+    driver = Driver(9, align=2)
     assert driver.controller.begin(KEY, 64, 1) == Plan(size=8, epoch=0, probing=False, learning=True)
     assert driver.controller.piece_done(KEY, 8, 100, driver.reading()) == 8
 
@@ -89,20 +89,20 @@ def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 9))
 def test_a_failure_halves_what_was_attempted_aligned_and_above_the_minimum(attempted: int, minimum: int, align: int) -> None:
-    limits = Limits(minimum=minimum, align=align)
-    driver = Driver(max(500, minimum), limits=limits)
+    driver = Driver(max(500, minimum), min_micro_batch_size=minimum, align=align)
+    floor = driver.policy.limits.floor
     driver.controller.begin(KEY, 500, 1)
     size = driver.controller.out_of_memory(KEY, attempted, None)
-    assert driver.size() == max(limits.floor, max(1, attempted // 2 // align) * align)
+    assert driver.size() == max(floor, max(1, attempted // 2 // align) * align)
     if size is None:
-        assert attempted < 2 * limits.floor or attempted <= align
+        assert attempted < 2 * floor or attempted <= align
     else:
         assert size == driver.size()
         assert size < attempted
 
 
 def test_at_the_floor_a_failure_has_no_size_to_go_on_with() -> None:
-    driver = Driver(2, limits=Limits(minimum=2))
+    driver = Driver(2, min_micro_batch_size=2)
     assert driver.failing(2)[0] == [None]
     assert driver.failing(3)[0] == [None], "3 samples cannot be cut into pieces of at least 2"
     assert driver.failing(4)[0] == [2]
@@ -220,7 +220,7 @@ def test_an_open_call_is_abandoned_by_the_next_one() -> None:
 
 def test_the_same_clock_and_seed_give_the_same_decisions() -> None:
     def history(seed: int) -> list[object]:
-        driver = Driver(4, policy=Policy(jitter=0.5), seed=seed)
+        driver = Driver(4, jitter=0.5, seed=seed)
         out: list[object] = [driver.until_move() for _ in range(3)]
         out.append(driver.failing(32))
         driver.capacity = 20_000
@@ -234,11 +234,9 @@ def test_the_same_clock_and_seed_give_the_same_decisions() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Limits(minimum=0), "min_micro_batch_size=0"),
-        (lambda: Limits(align=0), "align=0"),
-        (lambda: Limits(minimum=5, maximum=4), "max_micro_batch_size=4"),
-        (lambda: Limits(maximum=3, align=4), "smallest allowed one is 4"),
+        (lambda: Policy(max_micro_batch_size=3, align=4), "align=4, which is 4"),
         (lambda: Policy(patience=0), "patience=0"),
+        (lambda: Policy(probe=2.0), "probe=2.0"),  # type: ignore[arg-type]  # the mistake
         (lambda: Policy(jitter=-0.1), "jitter=-0.1"),
         (lambda: Policy(cooldown=float("nan")), "cooldown=nan"),
         (lambda: Policy(margin=1.0), "margin=1.0"),

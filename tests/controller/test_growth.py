@@ -1,13 +1,13 @@
 """When a size grows and how far: not without evidence, not beyond what is predicted to fit, and not where no piece is saved."""
 
-from elastic_mbs.controller.controller import Capacity, Key, Limits, Move, Observation, Policy
+from elastic_mbs.controller.controller import Capacity, Key, Move, Observation
 from tests.helpers.controller_driver import KEY, Driver
 
 
 def test_growth_waits_for_patience_and_the_cooldown() -> None:
     driver = Driver(8)
     assert driver.until_move() == (4, Move(8, 16, "grow"))
-    slow = Driver(16, policy=Policy(jitter=0.0, cooldown=30.0))
+    slow = Driver(16, cooldown=30.0)
     slow.failing(16)
     slow.capacity = 20_000
     began = slow.now
@@ -50,7 +50,7 @@ def test_growth_counts_margin_and_fragmentation() -> None:
 
 
 def test_growth_stops_at_the_fewest_pieces_and_at_the_maximum() -> None:
-    whole, capped = Driver(40), Driver(4, limits=Limits(maximum=30, align=4))
+    whole, capped = Driver(40), Driver(4, max_micro_batch_size=30, align=4)
     assert whole.until_move()[1] == Move(40, 64, "grow")
     assert whole.until_move() == (40, None)
     while capped.until_move()[1]:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from elastic_mbs.controller.controller import Controller, Limits, Policy
+from elastic_mbs.controller.controller import Controller, Policy
 from tests.helpers.device_sim import Device, Job, Ran
 
 TOTAL = 10_000
@@ -41,7 +41,8 @@ class ControllerMachine(RuleBasedStateMachine):
         jitter: float,
         seed: int,
     ) -> None:
-        self.limits = Limits(minimum, maximum, align)
+        policy = Policy(minimum, maximum, align, grow, jitter=jitter)
+        self.limits = policy.limits
         if start is not None:
             start = self.limits.clamp(start)
         self.held = 0
@@ -50,9 +51,7 @@ class ControllerMachine(RuleBasedStateMachine):
             self.device,
             lambda x: max(base + slopes[0] * x, slopes[-1] * x),
             start=start,
-            limits=self.limits,
-            grow=grow,
-            policy=Policy(jitter=jitter),
+            policy=policy,
             seed=seed,
             measured=measured,
         )
@@ -73,7 +72,7 @@ class ControllerMachine(RuleBasedStateMachine):
         assert ran.ooms <= math.floor(math.log2(max(1, ran.size))) + math.floor(math.log2(samples)) + 1
         if ran.move:
             assert ran.move.after != ran.move.before
-            assert ran.move.reason != "grow" or self.job.grow
+            assert ran.move.reason != "grow" or self.job.policy.grow
             # The double of what really ran: where the minimum wins, a piece is longer than the size, but shorter than twice the minimum.
             assert ran.move.reason != "grow" or ran.move.after <= 2 * max(ran.move.before, 2 * self.limits.floor)
             assert ran.move.after % self.limits.align == 0
@@ -155,7 +154,7 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @invariant()
     def fixed_sizes_do_not_rise(self) -> None:
-        if hasattr(self, "job") and not self.job.grow and self.highest is not None:
+        if hasattr(self, "job") and not self.job.policy.grow and self.highest is not None:
             assert all(max(b - a for a, b in ran.pieces) <= max(self.highest, 2 * self.limits.floor) for ran in self.job.history if ran.pieces)
 
 

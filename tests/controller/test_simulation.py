@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.controller import Limits, Policy
+from elastic_mbs.controller.controller import Policy
 from tests.helpers.device_sim import Device, Job, Ran
 
 Need = Callable[[int], int]
@@ -65,7 +65,7 @@ def test_steady_memory_costs_at_most_one_failure_after_the_first_settled_size_th
     need = bent(lines)
     if need(min(batch, align)) > total:
         return
-    job = Job(Device(total), need, start=start, seed=seed, measured=measured, sensed=sensed, limits=Limits(align=align))
+    job = Job(Device(total), need, start=start, seed=seed, measured=measured, sensed=sensed, policy=Policy(align=align))
     for _ in range(160):
         job.call(batch)
     settled = next(i for i, ran in enumerate(job.history) if not ran.ooms and not ran.probing)

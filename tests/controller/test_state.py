@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from elastic_mbs.controller.controller import Key, Limits, Move, Policy
+from elastic_mbs.controller.controller import Key, Move
 from elastic_mbs.errors import UsageError
 from tests.helpers.controller_driver import KEY, Driver
 
@@ -46,7 +46,7 @@ MALFORMED = [
 
 
 def learned() -> Driver:
-    driver = Driver(8, policy=Policy(jitter=0.25))
+    driver = Driver(8, jitter=0.25)
     driver.seconds = lambda m: 0.1 + 0.01 * m
     driver.until_move()
     driver.until_move()
@@ -91,15 +91,14 @@ def test_present_limits_win_over_saved_sizes() -> None:
     driver = Driver(32)
     driver.clean()
     state = driver.controller.state_dict()
-    for limits, grow, start, expected in (
-        (Limits(maximum=10, align=4), True, None, 8),
-        (Limits(minimum=50), True, None, 50),
-        (Limits(), False, 6, 6),
-        (Limits(), True, 6, 32),
+    for other, expected in (
+        (Driver(max_micro_batch_size=10, align=4), 8),
+        (Driver(min_micro_batch_size=50), 50),
+        (Driver(6, grow=False), 6),
+        (Driver(6), 32),
     ):
-        other = Driver(start, limits=limits, grow=grow).controller
-        other.load_state_dict(state)
-        assert other.size(KEY) == expected
+        other.controller.load_state_dict(state)
+        assert other.size() == expected
 
 
 def changed(name: str, *value: object) -> dict[str, object]:

@@ -4,27 +4,26 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from elastic_mbs.controller.controller import Capacity, Controller, Key, Limits, Move, Observation, Plan, Policy
+from elastic_mbs.controller.controller import Capacity, Controller, Key, Move, Observation, Plan, Policy
 
 KEY = Key("loss", "train", 0)
-CALM = Policy(jitter=0.0)
 
 
 class Driver:
-    """Runs calls by hand: what a call sees is said by the test."""
+    """Runs calls by hand: the test says what a call sees. Without jitter, unless the policy's options have it."""
 
-    def __init__(self, start: int | None = None, *, limits: Limits | None = None, grow: bool = True, policy: Policy = CALM, seed: int = 0) -> None:
+    def __init__(self, start: int | None = None, *, seed: int = 0, **options: Any) -> None:
         self.now = 0.0
         self.capacity: int | None = 10_000
         self.need: Callable[[int], int] | None = lambda x: 100 + 10 * x
         self.fragmentation = 1.0
         self.seconds: Callable[[int], float] | None = None
-        self.arguments: dict[str, Any] = {"start": start, "limits": limits or Limits(), "grow": grow, "policy": policy}
+        self.start, self.policy = start, Policy(**{"jitter": 0.0, **options})
         self.seed = seed
         self.controller = self.make()
 
     def make(self) -> Controller:
-        return Controller(**self.arguments, clock=lambda: self.now, random=random.Random(self.seed))
+        return Controller(start=self.start, policy=self.policy, clock=lambda: self.now, random=random.Random(self.seed))
 
     def reading(self) -> Capacity | None:
         return None if self.capacity is None else Capacity(self.capacity, self.now)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic_mbs.controller.controller import Capacity, Controller, Key, Limits, Move, Observation, Policy, shape_class
+from elastic_mbs.controller.controller import Capacity, Controller, Key, Move, Observation, Policy, shape_class
 from elastic_mbs.controller.partition import partition
 
 
@@ -53,8 +53,6 @@ class Job:
     device: Device
     need: Callable[[int], int]
     start: int | None = None
-    limits: Limits = field(default_factory=Limits)
-    grow: bool = True
     policy: Policy = field(default_factory=Policy)
     seed: int = 0
     measured: bool = True
@@ -72,9 +70,7 @@ class Job:
         self.controller = self.fresh()
 
     def fresh(self) -> Controller:
-        return Controller(
-            start=self.start, limits=self.limits, grow=self.grow, policy=self.policy, clock=self.device.clock, random=random.Random(self.seed)
-        )
+        return Controller(start=self.start, policy=self.policy, clock=self.device.clock, random=random.Random(self.seed))
 
     def reading(self) -> Capacity | None:
         """The monitor's latest reading: at most a second old."""
@@ -90,7 +86,7 @@ class Job:
 
     def call(self, samples: int, elements: int = 1, *, retries: int = 0, name: str = "loss", stop_after: int | None = None) -> Ran:
         """Runs a batch as the engine does: pieces, and halves of what failed. `stop_after` pieces it ends by an exception."""
-        key, limits = Key(name, "train", shape_class(elements)), self.limits
+        key, limits = Key(name, "train", shape_class(elements)), self.policy.limits
         plan = self.controller.begin(key, samples, elements)
         size, at, peak, failures, began = plan.size, 0, 0, 0, self.device.clock.now
         waiting = list(self._cut(0, samples, size))
@@ -144,7 +140,7 @@ class Job:
         return self._ran(began, plan.size, done, failures, move, plan.probing, floor=False)
 
     def _cut(self, begin: int, end: int, size: int) -> tuple[tuple[int, int], ...]:
-        return partition(begin, end, size, minimum=self.limits.minimum, align=self.limits.align)
+        return partition(begin, end, size, minimum=self.policy.limits.minimum, align=self.policy.align)
 
     def _ran(self, at: float, size: int, done: list[tuple[int, int]], ooms: int, move: Move | None, probing: bool, *, floor: bool) -> Ran:
         self.history.append(Ran(at, size, tuple(done), ooms, move, probing, floor))
