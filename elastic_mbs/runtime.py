@@ -528,7 +528,7 @@ class ElasticMBS:
     def _look_at(self, view: BatchView, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         counted = self._count is not None or self.settings.reduction == "sum"
         found = retrying(
-            self._parts, "look at the labels", lambda: [*first_look(view, training=training, counted=counted, beside=args, named=kwargs)]
+            self._parts, "look at the labels", lambda: [*first_look(view, training=training, counted=counted, arguments=args, named=kwargs)]
         )
         for kind, sentence in found:
             self._parts.log.warn_once(self.settings.name, kind, sentence)

@@ -238,18 +238,15 @@ def roles_in(values: Iterable[Any]) -> set[Role]:
     return {kind_of(cls).role for cls in set(map(type, values))}
 
 
-def tensors_in(obj: Any) -> Iterator[Tensor]:
+def tensors_in(obj: Any) -> list[Tensor]:
     """Every tensor inside `obj`, in order; unknown objects are not looked into."""
     kind = kind_of(type(obj))
     if kind.role is Role.TENSOR:
-        yield obj
-    elif kind.splitter is not None:
-        yield from kind.splitter.tensors(obj)
-    else:
-        _, values = kind.take(obj)
-        if roles_in(values) & _WALKED:
-            for value in values:
-                yield from tensors_in(value)
+        return [obj]
+    if kind.splitter is not None:
+        return kind.splitter.tensors(obj)
+    _, parts = kind.take(obj)
+    return [tensor for part in parts for tensor in tensors_in(part)] if roles_in(parts) & _WALKED else []
 
 
 def map_tensors(obj: Any, fn: Callable[[Tensor], Tensor]) -> Any:

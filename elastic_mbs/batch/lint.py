@@ -1,4 +1,4 @@
-"""Mistakes that a loss function's first batch gives away: each is a sentence for one warning."""
+"""A linter for the first batch of a loss function: each mistake that it shows is one warning."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from elastic_mbs.batch.view import BatchView
 
 
 def first_look(
-    view: BatchView, *, training: bool, counted: bool, beside: Iterable[Any] = (), named: Mapping[str, Any] | None = None
+    view: BatchView, *, training: bool, counted: bool, arguments: Iterable[Any] = (), named: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """What is worth a warning, as (kind, sentence). It may read labels, so it is for the first batch only.
+    """(topic, sentence) of each warning. It may read labels, so it is for the first batch only.
 
     Args:
         view: the batch.
         training: whether a loss is to be computed.
-        counted: whether it is known what is counted: the user said so, or losses are sums.
-        beside: the arguments that follow the batch.
-        named: those given by name.
+        counted: the user gave a count, or losses are sums.
+        arguments: what follows the batch by position.
+        named: what follows it by name.
     """
     label = looks_like_token_labels(view) if training and not counted else None
     if label is not None:
@@ -31,7 +31,7 @@ def first_look(
             f"give count=count_tokens({label!r}), with shift=True for a causal language model that shifts its labels itself, "
             "and verify(loss_fn, batch) to check",
         )
-    others = [(f"argument {place} after the batch", value) for place, value in enumerate(beside, 1)]
+    others = [(f"argument {place} after the batch", value) for place, value in enumerate(arguments, 1)]
     others += [(f"{name}=", value) for name, value in (named or {}).items()]
     for what, value in others:
         if isinstance(value, Tensor) and value.ndim and len(value) == view.length > 1:

@@ -1,4 +1,4 @@
-"""What `loss_fn` returned: which of it is the loss, and which are outputs."""
+"""The loss and the outputs in what `loss_fn` returned, and the weighted sum of its terms."""
 
 from __future__ import annotations
 
@@ -21,18 +21,12 @@ NO_GRAPH = (
 
 
 def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
-    """Splits what `loss_fn` returned into loss terms and outputs.
+    """The loss terms in what `loss_fn` returned, and the outputs: None, or the mapping or object itself when the loss is a part of it.
 
     Args:
         value: a scalar tensor; `(loss, outputs…)`; a mapping with "loss"; an object with `.loss`; or, where counts have names, a mapping of losses
             with the same names, alone or in place of the loss in one of the above.
         names: the names of the counts, or None for a single loss.
-
-    Returns:
-        The terms, and the outputs (None when there are none; the mapping or object itself when the loss was a part of it).
-
-    Raises:
-        LossError: no loss is there, it is no scalar, or it has no graph.
     """
     if value is None:
         raise LossError(f"loss_fn returned None; is a `return` missing? {_WAYS}")
@@ -83,7 +77,7 @@ def _kind(value: Any) -> str:
 
 
 def is_plain(loss: object) -> TypeGuard[torch.Tensor]:
-    """Whether this is what nearly every `loss_fn` returns, so that nothing has to be read from it: a scalar with a graph, in full precision."""
+    """Whether it is a scalar with a graph, in full precision, as nearly every `loss_fn` returns: nothing has to be read from it."""
     return type(loss) is torch.Tensor and loss.dtype in _FULL and loss.ndim == 0 and not loss.is_leaf  # what has no graph is a leaf
 
 
@@ -93,7 +87,7 @@ _FULL = frozenset({torch.float32, torch.float64})
 def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:
     """Σ weight · term over the terms whose weight is not zero, as a scalar with a graph.
 
-    A term of weight zero is left out, not multiplied: a mean over no terms is NaN, and NaN · 0 is NaN. Half-precision losses are weighed in float32,
+    A term of weight zero is left out, not multiplied: a mean over no terms is NaN, and NaN · 0 is NaN. Half-precision losses are weighted in float32,
     because a small weight would cost them bits.
     """
     total: torch.Tensor | None = None

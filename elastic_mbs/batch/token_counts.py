@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import lookup
+from elastic_mbs.batch.containers import Role, kind_of, lookup
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import CountError
@@ -25,11 +24,7 @@ class TokenCount:
     shift: bool = False
 
     def __call__(self, batch: Any) -> Any:
-        """The counts: a tensor of shape (N,) on the labels' device, or a list where the labels are a list with one entry per sample.
-
-        Raises:
-            CountError: there are no such labels, or `shift` has no dimension to shift along.
-        """
+        """A tensor of shape (N,) on the labels' device, or a list where the labels are a list with one entry per sample."""
         return self._count(as_tensor(self._labels(batch)))
 
     def of(self, view: BatchView) -> Any:
@@ -108,9 +103,7 @@ def looks_like_token_labels(view: BatchView) -> str | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a numpy array; numpy is not imported for the question."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return kind_of(type(value)).role is Role.ARRAY
 
 
 def as_tensor(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Host → device: bringing a piece of the batch to where the model is."""
+"""Host → device: bringing a piece of the batch to the model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ from elastic_mbs.errors import UsageError
 
 
 class Streamer:
-    """Brings pieces to a device.
-
-    Args:
-        device: where pieces go, or None to leave them where they are.
-
-    The host does not wait for the copies. They run in the current stream's order, so a piece's memory follows the ordinary rules of the allocator and
-    no piece but the running one takes device memory.
-    """
+    """Brings pieces to a device, in the current stream's order: the host does not wait, and only the running piece takes device memory."""
 
     def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+        self._device = device  # None: pieces stay where they are
 
     def load(self, piece: Any) -> Any:
         """The piece with its tensors on the device; the piece itself when they are there already."""
@@ -32,11 +25,7 @@ class Streamer:
 
 
 def choose_device(wanted: torch.device | str | None, model: list[torch.device]) -> torch.device | None:
-    """Where pieces go: "auto" is the model's device when it has exactly one and that is no CPU.
-
-    Raises:
-        UsageError: `wanted` is no device.
-    """
+    """Where pieces go: "auto" is the model's device when it has exactly one and that is no CPU."""
     if wanted == "auto":
         return model[0] if len(model) == 1 and model[0].type != "cpu" else None
     if wanted is None:
@@ -45,6 +34,4 @@ def choose_device(wanted: torch.device | str | None, model: list[torch.device]) 
         device = torch.device(wanted)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device={wanted!r} is not a device: use 'auto', None (pieces stay where they are), or a torch.device") from error
-    if device.type == "cuda" and device.index is None:  # cuda-only
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

@@ -12,8 +12,8 @@ from elastic_mbs.batch.lint import first_look
 from elastic_mbs.batch.view import BatchView
 
 
-def kinds(batch: Any, *, training: bool = True, counted: bool = False, **beside: Any) -> list[str]:
-    return [kind for kind, _ in first_look(BatchView(batch), training=training, counted=counted, **beside)]
+def kinds(batch: Any, *, training: bool = True, counted: bool = False, **others: Any) -> list[str]:
+    return [kind for kind, _ in first_look(BatchView(batch), training=training, counted=counted, **others)]
 
 
 LABELS = {"x": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [1, 1]])}
@@ -46,13 +46,13 @@ def test_sums_need_no_count(reduction: Literal["mean", "sum"], told: list[str]) 
     ],
 )
 def test_what_has_as_many_rows_as_the_batch_but_is_not_cut_is_told_of(beside: tuple[Any, ...], named: dict[str, Any], told: str | None) -> None:
-    found = list(first_look(BatchView(torch.zeros(4, 2)), training=True, counted=False, beside=beside, named=named))
+    found = list(first_look(BatchView(torch.zeros(4, 2)), training=True, counted=False, arguments=beside, named=named))
     assert [kind for kind, _ in found] == ([] if told is None else ["beside"])
     assert told is None or found[0][1].startswith(told)
 
 
 def test_of_one_sample_nothing_can_be_told() -> None:
-    assert kinds(torch.zeros(1, 2), beside=(torch.zeros(1),)) == []
+    assert kinds(torch.zeros(1, 2), arguments=(torch.zeros(1),)) == []
 
 
 def test_it_is_said_once_a_function_and_before_anything_fails() -> None:
