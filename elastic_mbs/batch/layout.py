@@ -163,7 +163,7 @@ class Layout:
                 node.cut = Cut.WHOLE
             if type(value) is tuple and says in (0, -1) and self.said(path) == says:
                 return self._items(value, path, kind, says)
-            if type(value) is tuple and says is _UNSAID and any(end.value is not None for end in node.ends()):
+            if type(value) is tuple and says is _UNSAID and any(end.value is not None for child in node.children for end in child.ends()):
                 self.unclear.append(node)
         return node
 
