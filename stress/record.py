@@ -1,7 +1,7 @@
-"""What a run under stress was like: one record for each process of a scenario, as plain data that JSON can hold.
+"""What a run under stress was like: one record for each process of a scenario.
 
 ```
-Document ── versions, seed
+document ── versions, seed
    └─ Run ── one per scenario, kind of limit, and process
         ├─ Needs         what the model takes, measured without a limit
         ├─ Step …        one per optimizer step: memory, sizes, failures, loss
@@ -10,7 +10,7 @@ Document ── versions, seed
         └─ End           what was left behind
 ```
 
-Times are in seconds since the run began, memory in bytes. Numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity".
+Times are in seconds since the run began, memory in bytes.
 """
 
 from __future__ import annotations
@@ -19,52 +19,31 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+
+import torch
+
+import elastic_mbs
+
+from .tally import from_plain, to_plain
 
 SCHEMA = "elastic-mbs/stress/1"
 
 
-class _Plain:
-    """To and from what JSON holds."""
-
-    def to_json(self) -> dict[str, Any]:
-        """This, as dicts, lists, numbers and strings."""
-        plain: dict[str, Any] = _spell(asdict(self))  # type: ignore[call-overload]  # every subclass is a dataclass
-        return plain
-
-    @classmethod
-    def from_json(cls, plain: dict[str, Any]) -> Self:
-        """What `to_json` gave. Fields that are not known are left alone, so that a reader may be older than the file."""
-        names = {each.name for each in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
-        return cls(**{name: _unspell(value) for name, value in plain.items() if name in names})
-
-
 @dataclass(frozen=True)
-class Needs(_Plain):
-    """Bytes that training takes at its peak, the model's own included, measured in the world of the run before there is a limit.
+class Needs:
+    """Bytes that training takes at its peak, the model's own included, measured under the kind of limit of the run before there is one."""
 
-    Attributes:
-        samples: of the batch.
-        rest: held between two steps: parameters, buffers and the optimizer's state.
-        sizes: micro-batch sizes that were measured, in samples, rising; the last is the whole batch.
-        peaks: for each of them the peak of a step that adds to gradients which are there.
-        optimizer: peak of the optimizer's first step, which creates its state.
-        held: what is held after that step, with the gradients still there.
-        seconds: a step of the whole batch.
-        floor: peak of what goes on beside the pieces, which no smaller one would help: making a batch, and the copies of the optimizer step, where
-            both are on the device. No peak is below it.
-    """
-
-    samples: int
-    rest: int
-    sizes: list[int]
-    peaks: list[int]
-    optimizer: int = 0
-    held: int = 0
-    seconds: float = 0.0
-    floor: int = 0
+    samples: int  # of the batch
+    rest: int  # held between two steps: parameters, buffers and the optimizer's state
+    sizes: list[int]  # micro-batch sizes that were measured, in samples, rising; the last is the whole batch
+    peaks: list[int]  # for each of them the peak of a step that adds to gradients which are there
+    optimizer: int = 0  # peak of the optimizer's first step, which creates its state
+    held: int = 0  # after that step, with the gradients still there
+    seconds: float = 0.0  # a step of the whole batch
+    floor: int = 0  # peak of what is done besides the pieces: making a batch, the copies of the optimizer step. No peak is below it
 
     @property
     def one(self) -> int:
@@ -79,19 +58,17 @@ class Needs(_Plain):
     def at(self, size: float) -> int:
         """Bytes that a micro-batch of `size` samples takes: between two measured sizes a line, which is an upper bound, because peaks are convex.
 
-        Above the whole batch the last line goes on. Below the smallest size, down to none at 0 samples, what is beside `rest` falls in proportion.
+        Above the whole batch the last line goes on. Below the smallest size, down to none at 0 samples, what is above `rest` falls in proportion.
         """
-        if size <= self.sizes[0]:
-            return round(self.rest + (self.peaks[0] - self.rest) * max(0.0, size) / self.sizes[0])
-        pairs = list(zip(self.sizes, self.peaks, strict=True))
-        if len(pairs) == 1:
-            return round(self.rest + (self.peaks[0] - self.rest) * size / self.sizes[0])
-        above = next((i for i, (known, _) in enumerate(pairs) if known >= size), len(pairs) - 1)
-        (low, below), (high, peak) = pairs[above - 1], pairs[above]
-        return round(below + (peak - below) * (size - low) / (high - low))
+        sizes, peaks = self.sizes, self.peaks
+        if size <= sizes[0] or len(sizes) == 1:
+            return round(self.rest + (peaks[0] - self.rest) * max(0.0, size) / sizes[0])
+        above = next((i for i, known in enumerate(sizes) if known >= size), len(sizes) - 1)
+        slope = (peaks[above] - peaks[above - 1]) / (sizes[above] - sizes[above - 1])
+        return round(peaks[above - 1] + slope * (size - sizes[above - 1]))
 
     def foreseen(self) -> Needs:
-        """The same where a larger size takes less than smaller ones tell, by another algorithm for large batches: nobody can know that before."""
+        """The same where a larger size takes less than smaller ones suggest, by another algorithm for large batches, which cannot be predicted."""
         peaks = self.peaks[:2]
         for i in range(2, len(self.peaks)):
             slope = (peaks[-1] - peaks[-2]) / (self.sizes[i - 1] - self.sizes[i - 2])
@@ -104,48 +81,27 @@ class Needs(_Plain):
 
 
 @dataclass(frozen=True)
-class Step(_Plain):
-    """One optimizer step.
+class Step:
+    """One optimizer step."""
 
-    Attributes:
-        step: counted from 0.
-        at: when it began.
-        seconds: how long it took, the optimizer's step included.
-        capacity: bytes that there were for all when it ended; None without a limit.
-        others: bytes that the script had the co-tenant hold then.
-        live: bytes held by us after it, with gradients and batch let go of.
-        peak: most bytes held by us in it.
-        samples: of its batch.
-        elements: numbers in one sample, which tells long inputs from short ones.
-        size: micro-batch size in force when its call ended, in samples.
-        partition: the committed pieces, as pairs (start, stop).
-        ooms: out-of-memory errors survived in it, those of the optimizer included.
-        replayed: samples that were run again.
-        loss: of the whole batch.
-        norm: of the gradient, over all parameters.
-        time_lost: seconds in attempts that failed.
-        lowest: bytes that capacity less others fell to in it, where that moved in its middle; None where it did not.
-        skipped: ranges that were left out because nothing in them counts, as pairs (start, stop).
-    """
-
-    step: int
+    step: int  # counted from 0
     at: float
-    seconds: float
-    capacity: int | None
-    others: int
-    live: int
-    peak: int
+    seconds: float  # the optimizer's step included
+    capacity: int | None  # bytes that there were for all when it ended; None without a limit
+    others: int  # bytes that the script had the co-tenant hold then
+    live: int  # bytes held by us after it, with gradients and batch freed
+    peak: int  # most bytes held by us in it
     samples: int
-    elements: int
-    size: int
-    partition: list[list[int]]
-    ooms: int
-    replayed: int
+    elements: int  # numbers in one sample, which tells long inputs from short ones
+    size: int  # micro-batch size in force when its call ended, in samples
+    partition: list[list[int]]  # the committed pieces, as pairs (start, stop)
+    ooms: int  # survived in it, those of the optimizer included
+    replayed: int  # samples that were run again
     loss: float
-    norm: float
-    time_lost: float
-    lowest: int | None = None
-    skipped: list[list[int]] = field(default_factory=list)
+    norm: float  # of the gradient, over all parameters
+    time_lost: float  # seconds in attempts that failed
+    lowest: int | None = None  # what capacity less others fell to where that moved in its middle
+    skipped: list[list[int]] = field(default_factory=list)  # ranges that were left out because nothing in them counts
 
     @property
     def pieces(self) -> int:
@@ -157,117 +113,79 @@ class Step(_Plain):
         """Bytes that were left to us at its end."""
         return math.inf if self.capacity is None else self.capacity - self.others
 
+    @property
+    def longest(self) -> int:
+        """Samples of its largest piece."""
+        return max((stop - start for start, stop in self.partition), default=0)
+
 
 @dataclass(frozen=True)
-class Mark(_Plain):
-    """Something that happened.
-
-    Attributes:
-        at: when.
-        step: in which step.
-        what: "oom", "optimizer", "grow", "shrink", "move" (of the limit or the co-tenant), "sensor_lost", "sensor_back", "waiting", "eval",
-            "checkpoint", "killed", "resumed", "error".
-        text: the same in words.
-        before: micro-batch size before, where it changed.
-        after: micro-batch size after.
-    """
+class Mark:
+    """Something that happened."""
 
     at: float
     step: int
+    # "oom", "optimizer", "grow", "shrink", "move" (of the limit or the co-tenant), "sensor_lost", "sensor_back", "waiting", "warned", "eval",
+    # "checkpoint", "killed", "resumed", "error"
     what: str
     text: str
-    before: int | None = None
+    before: int | None = None  # micro-batch size, where it changed
     after: int | None = None
 
 
 @dataclass(frozen=True)
-class Differences(_Plain):
-    """Largest relative differences, from hand-written accumulation over the same pieces and, for a separable model, from whole batches.
+class Differences:
+    """Largest relative differences, from hand-written accumulation over the same pieces and, for a separable model, from whole batches."""
 
-    Attributes:
-        loss: of a step's loss.
-        norm: of a step's gradient norm.
-        weight: of a parameter or buffer at the end, relative to the largest entry of its tensor.
-        outputs: of what evaluation gave; None where nothing was evaluated.
-        whole_loss: of a step's loss, from the whole batch's; None for a model that is not separable.
-        whole_weight: of a parameter, from training on whole batches; None likewise.
-        tolerance_loss: what counts as rounding in a loss, a norm or an output.
-        tolerance_weight: what counts as rounding in a weight.
-    """
-
-    loss: float
-    norm: float
-    weight: float
-    tolerance_loss: float
+    loss: float  # of a step
+    norm: float  # of a step's gradient
+    weight: float  # of a parameter or buffer at the end, relative to the largest entry of its tensor
+    tolerance_loss: float  # what counts as rounding in a loss, a norm or an output
     tolerance_weight: float
-    outputs: float | None = None
-    whole_loss: float | None = None
-    whole_weight: float | None = None
+    outputs: float | None = None  # of an evaluation
+    whole_loss: float | None = None  # from the whole batch's
+    whole_weight: float | None = None  # from training on whole batches
 
     @property
     def largest(self) -> float:
-        """The largest of all; not a number where one of them is none, which `max` would pass over."""
+        """The largest of all; NaN where one of them is, which `max` would pass over."""
         found = [value for value in (self.loss, self.norm, self.weight, self.outputs, self.whole_loss, self.whole_weight) if value is not None]
         return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 @dataclass(frozen=True)
-class End(_Plain):
-    """How a run ended.
+class End:
+    """How a run ended."""
 
-    Attributes:
-        held: bytes still held when model, optimizer and runtime were at rest, with gradients emptied.
-        expected: bytes that they should hold then.
-        failures: allocations that the world has refused, in all; None where nobody counts them.
-        error: class and first line of the error that ended training; None where all steps were made.
-        restored: after an error: whether parameters, buffers, gradients and random streams were as at the start of the call; None without one.
-        seconds: from that call's start to the error.
-    """
-
-    held: int
-    expected: int
-    failures: int | None
-    error: str | None = None
-    restored: bool | None = None
-    seconds: float = 0.0
+    held: int  # bytes still held when model, optimizer and runtime were at rest, with gradients emptied
+    expected: int  # bytes that they should hold then
+    failures: int | None  # allocations that were refused; None where they are not counted
+    error: str | None = None  # class and first line of the error that ended training
+    restored: bool | None = None  # after an error: whether parameters, buffers, gradients and random streams were as at the start of the call
+    seconds: float = 0.0  # from that call's start to the error
 
 
 @dataclass
-class Run(_Plain):
-    """One process of a scenario.
-
-    Attributes:
-        scenario: its name.
-        kind: "budget", "shim", "rlimit" or "cuda".
-        model: name of what was trained.
-        dtype: of its parameters.
-        seed: of model, batches, script and controller.
-        process: 0, or 1 for the second of two.
-        began: time of the host's monotonic clock at which it began, in seconds: the same clock for all processes.
-        seconds: how long it took, calibration and reference runs included.
-        passed: whether nothing was wrong.
-        complaints: what was wrong, in words with numbers.
-        unshown: why nothing could be shown on this model, although nothing was wrong; empty where something was.
-        expandable: whether the allocator's segments were expandable, on CUDA: memory does not stay fragmented then.
-    """
+class Run:
+    """One process of a scenario."""
 
     scenario: str
     kind: str
     model: str
-    dtype: str
-    seed: int
+    dtype: str  # of its parameters
+    seed: int  # of model, batches, script and controller
     needs: Needs
     steps: list[Step] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     end: End | None = None
     differences: Differences | None = None
-    process: int = 0
-    began: float = 0.0
-    seconds: float = 0.0
+    process: int = 0  # 1 for the second of two
+    began: float = 0.0  # by the host's monotonic clock, the same for all processes
+    seconds: float = 0.0  # calibration and reference runs included
     passed: bool = False
-    complaints: list[str] = field(default_factory=list)
-    unshown: str = ""
-    expandable: bool = False
+    complaints: list[str] = field(default_factory=list)  # what was wrong, in words with numbers
+    unshown: str = ""  # why nothing could be shown on this model, although nothing was wrong
+    expandable: bool = False  # whether the allocator's segments were, on CUDA: memory does not stay fragmented then
 
     @property
     def title(self) -> str:
@@ -312,78 +230,29 @@ class Run(_Plain):
             "seconds": self.seconds,
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """This with its totals, as dicts, lists, numbers and strings."""
-        return super().to_json() | {"totals": _spell(self.totals())}
-
-    @classmethod
-    def from_json(cls, plain: dict[str, Any]) -> Self:
-        """What `to_json` gave."""
-        run = super().from_json(plain)
-        run.needs = Needs.from_json(plain["needs"])
-        run.steps = [Step.from_json(step) for step in plain["steps"]]
-        run.marks = [Mark.from_json(mark) for mark in plain["marks"]]
-        run.end = None if plain["end"] is None else End.from_json(plain["end"])
-        run.differences = None if plain["differences"] is None else Differences.from_json(plain["differences"])
-        return run
-
 
 def count(runs: Sequence[Run]) -> str:
     """How many passed, in words. Those that showed nothing are not among them: nothing was wrong, and nothing was proved."""
     failed, unshown = sum(not run.passed for run in runs), sum(run.passed and not run.shown for run in runs)
-    said = f"{sum(run.shown for run in runs)} of {len(runs)} passed"
-    return said + (f", {unshown} showed nothing" if unshown else "") + (f", {failed} FAILED" if failed else "")
+    words = f"{sum(run.shown for run in runs)} of {len(runs)} passed"
+    return words + (f", {unshown} showed nothing" if unshown else "") + (f", {failed} FAILED" if failed else "")
 
 
-def document(runs: Sequence[Run], seed: int) -> dict[str, Any]:
-    """All runs of one command, as JSON holds them."""
-    import torch
-
-    import elastic_mbs
-
-    return {
+def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
+    """Writes all runs of one command. OSError where the file cannot be written."""
+    document = {
         "schema": SCHEMA,
         "versions": {"elastic_mbs": elastic_mbs.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "seed": seed,
         "passed": all(run.passed for run in runs),
-        "runs": [run.to_json() for run in runs],
+        "runs": [to_plain(run) | {"totals": to_plain(run.totals())} for run in runs],
     }
-
-
-def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
-    """Writes the document.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.write_text(json.dumps(document(runs, seed), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> list[Run]:
-    """The runs of a document.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is no document of this schema.
-    """
-    plain = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
+    """The runs of a document; ValueError where it is none."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"{path} is no record of the stress tool ({SCHEMA})")
-    return [Run.from_json(run) for run in plain["runs"]]
-
-
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def _spell(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _spell(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spell(item) for item in value]
-    return value
-
-
-def _unspell(value: Any) -> Any:
-    return _WORDS.get(value, value) if isinstance(value, str) else value
+    return [from_plain(Run, run) for run in document["runs"]]

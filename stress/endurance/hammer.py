@@ -33,7 +33,7 @@ from ..output import check_writable
 from ..progress import Progress
 from ..reference.state import WrongOutcomeError
 from ..repeat import TOOL, case_seed
-from ..sums import listed
+from ..tally import listed
 from .blows import Blows, draw
 from .training import Counts, Training
 

@@ -35,7 +35,7 @@ from ..output import check_writable
 from ..progress import Progress
 from ..reference.by_hand import accumulate, view_of
 from ..reference.state import WrongOutcomeError
-from ..scenarios.facts import check
+from ..scenarios.model_check import check
 from ..watchdog import Watchdog
 from .hammer import verdict
 from .training import Training

@@ -23,9 +23,9 @@ from ..limits import MemoryLimit
 from ..models.factory import make
 from ..reference.by_hand import accumulate, by_loop, view_of
 from ..reference.state import WrongOutcomeError, error_of, same_state, tolerance_of
-from ..scenarios.needs import smallest
+from ..scenarios.measure import smallest
 from ..streams import Streams
-from ..sums import Sums, listed
+from ..tally import Tally, listed
 from .blows import Range
 from .holding import Holding
 
@@ -38,7 +38,7 @@ Moving = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass
-class Counts(Sums):
+class Counts(Tally):
     """Sums over steps."""
 
     steps: int = 0

@@ -24,7 +24,7 @@ from ..exit_codes import PASSED, UNEXPECTED
 from ..exit_codes import WRONG as EXIT_WRONG
 from ..options import seed, whole
 from ..output import check_writable
-from ..sums import Sums, listed
+from ..tally import Tally, listed
 from .calls import CALLS
 from .run import DAMAGED, RAW, WRONG, Outcome
 from .sweep import Sweep
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Summary(Sums):
+class Summary(Tally):
     """What the points of one case came to."""
 
     case: str

@@ -20,7 +20,7 @@ from ..models.factory import make
 from ..models.steps import CASES, Case, build
 from ..models.subject import naming
 from ..reference.state import State, error_of, tolerance_of
-from ..scenarios.facts import check
+from ..scenarios.model_check import check
 
 Partition = tuple[tuple[int, int], ...]
 

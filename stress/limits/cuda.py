@@ -136,6 +136,10 @@ class CudaLimit(MemoryLimit):
     def live(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
+    def reserved(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
     def peak(self) -> int:
         """Most bytes in live tensors since `reset_peak`, as far as no runtime has reset the allocator's own peak meanwhile."""
         return torch.cuda.max_memory_allocated(self.device)
@@ -167,12 +171,12 @@ class Confined:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._undo.close()
 
-    def leave(self, size: int | None) -> None:
-        """Leaves so many bytes of what is free now; None for all."""
+    def leave(self, size: int | None, *, held: int = 0) -> None:
+        """Leaves so many bytes, with those that the others hold already; None for all that is free."""
         self._neighbour.hold(0)
         if size is not None:
             free = torch.cuda.mem_get_info(self._device)[0]
-            self._neighbour.hold(max(0, free - size) // GRAIN * GRAIN)
+            self._neighbour.hold(max(0, free + held - size) // GRAIN * GRAIN)
 
 
 def _with_index(device: torch.device | str) -> torch.device:

@@ -99,6 +99,10 @@ class Fence:
     def budget(self, size: int) -> None:
         self._words[_BUDGET] = min(size, UNLIMITED)
 
+    def leave(self, size: int | None, *, held: int = 0) -> None:
+        """Sets the budget, in which `held` counts already; None lifts it."""
+        self.budget = UNLIMITED if size is None else size
+
     @property
     def largest(self) -> int:
         """Bytes of the largest single block there is room for, however much is free; may be set at any time."""

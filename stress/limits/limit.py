@@ -61,6 +61,10 @@ class MemoryLimit(ABC):
     def live(self) -> int:
         """Bytes this process holds now."""
 
+    def reserved(self) -> int:
+        """Bytes that are gone of the device for this process, by its allocator's account."""
+        return self.live()
+
     @abstractmethod
     def peak(self) -> int:
         """Most bytes it held since `reset_peak`."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..sums import Sums, listed
+from ..tally import Tally, listed
 
 
 @dataclass
-class Outcome(Sums):
+class Outcome(Tally):
     """What one case came to.
 
     Attributes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from elastic_mbs.events import format_bytes
 
 from ..record import Run, Step
-from .weather import margin_of
+from .scripts import margin_of
 
 Check = Callable[[Run], list[str]]
 
@@ -134,13 +134,9 @@ def allowed_ooms(run: Run) -> int:
                 halved = max(halved, math.ceil(math.log2(top / fits)) + 1)
             if step.available > before:  # the fall is over
                 allowed, halved, top = allowed + halved + 1, 0, 0
-            before, top = step.available, max(top, _longest(step))
+            before, top = step.available, max(top, step.longest)
         allowed += halved
     return allowed if run.kind in COUNTED else 2 * allowed + 3
-
-
-def _longest(step: Step) -> int:
-    return max((stop - start for start, stop in step.partition), default=0)
 
 
 def classes(steps: Iterable[Step]) -> list[list[Step]]:
@@ -159,7 +155,7 @@ def grown_back(run: Run) -> list[str]:
     needs = run.needs.foreseen()
     # What steps took beyond what was measured by hand (an allocator's cache, say): the runtime sees it and has to leave room for it.
     quiet = [step for step in run.steps if step.partition and not step.ooms]
-    beyond = max([0, *(step.peak - needs.at(_longest(step)) for step in quiet)])
+    beyond = max([0, *(step.peak - needs.at(step.longest) for step in quiet)])
     fits = needs.fits(last.available * (1 - margin_of(run.kind)) + 1 - beyond) if math.isfinite(last.available) else last.samples
     if fits < 1 or last.pieces <= math.ceil(last.samples / fits):
         return []
@@ -170,11 +166,7 @@ def grown_back(run: Run) -> list[str]:
 
 
 def ended_at_the_floor(within: float) -> Check:
-    """Training ended by the floor error, soon, and left everything as it was.
-
-    Args:
-        within: seconds from the start of the call.
-    """
+    """Training ended by the floor error, `within` seconds from the start of the call, and left everything as it was."""
 
     def check(run: Run) -> list[str]:
         end = run.end
@@ -209,11 +201,7 @@ def froze_while_blind(dead: Callable[[int, int], bool]) -> Check:
 
 
 def calm(cooldown: float) -> Check:
-    """Failures stay rare where memory comes back again and again: each failed growth doubles the cooldown.
-
-    Args:
-        cooldown: seconds, of the policy.
-    """
+    """Failures stay rare where memory comes back again and again: each failed growth doubles the policy's cooldown."""
 
     def check(run: Run) -> list[str]:
         if not run.steps:
@@ -278,7 +266,7 @@ def fair(runs: Sequence[Run]) -> list[str]:
             complaints.append(f"process {run.process + 1} never ran beside the other")
             continue
         late = together[-max(3, len(together) // 4) :]
-        size = sum(max(stop - start for start, stop in step.partition) for step in late) / len(late)
+        size = sum(step.longest for step in late) / len(late)
         share = run.needs.fits((late[-1].capacity or 0) / len(runs))
         if size < share / 3:
             complaints.append(f"process {run.process + 1} ends at micro-batches of {size:.1f}, below a third of its share of {share}")

@@ -7,7 +7,6 @@ under `rlimit` the kernel refuses memory to the whole process; `cuda` is a real 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,11 +21,11 @@ from ..models.subject import words
 from ..options import memory, seed, whole
 from ..output import check_writable
 from ..record import Run, write_json
-from .catalogue import SCENARIOS, Scenario
+from ..report import write_html
+from .catalogue import DEADLINE, SCENARIOS, Order, Scenario
 from .console import Progress, summary, table
-from .facts import check
-from .order import DEADLINE, Order
-from .perform import failed, perform
+from .model_check import check
+from .processes import failed, perform
 
 QUICK = {
     "shim": ("too_big", "cliff", "fragmentation", "two_elastic"),
@@ -36,7 +35,7 @@ QUICK = {
 """What the bounded set runs of each real kind, beside everything on the budget."""
 
 SLOWER = 20.0
-"""By so much may a step of a scenario take longer than making the model and looking at it: for a process's deadline."""
+"""A step of a scenario can take so many times longer than making the model and checking it: for a process's deadline."""
 
 FEWEST = 6
 """Steps below which the scripts have no room for what they do."""
@@ -59,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="the bounded set: few steps, and a few scenarios of each real kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of them there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -74,13 +72,10 @@ def main(options: argparse.Namespace) -> int:
     if options.list:
         print(listing())
         return 0
-    outputs = {name: path for name in ("json", "html", "png") if (path := getattr(options, name)) is not None}
-    for name, path in outputs.items():
-        check_writable(path, f"--{name}")
-        if list(outputs.values()).count(path) > 1:
-            raise UsageError(f"--{name} {path}: another of --json, --html and --png goes to the same file; name a file for each")
-    if options.png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--png needs matplotlib, which is not installed: pip install 'elastic-mbs[plot]'")
+    for name in ("json", "html"):
+        check_writable(getattr(options, name), f"--{name}")
+    if options.json is not None and options.json == options.html:
+        raise UsageError(f"--json {options.json}: --html goes to the same file; name a file for each")
     orders, missing = plan(options)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # pieces this small gain nothing from more
@@ -104,79 +99,52 @@ def main(options: argparse.Namespace) -> int:
 
 def listing() -> str:
     """Name, kinds and one line of each scenario."""
-    wide = max(map(len, SCENARIOS))
-    kinds = max(len(" ".join(scenario.kinds)) for scenario in SCENARIOS.values())
-    return "\n".join(f"{name:<{wide}}  {' '.join(scenario.kinds):<{kinds}}  {scenario.line}" for name, scenario in SCENARIOS.items())
+    rows = [(name, " ".join(scenario.kinds), scenario.line) for name, scenario in SCENARIOS.items()]
+    names, kinds = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{name:<{names}}  {kind:<{kinds}}  {line}" for name, kind, line in rows)
 
 
 def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
-    """What to run, kind by kind, and lines that say what cannot be run here.
-
-    Raises:
-        UsageError: an option makes no sense, or nothing is left to run.
-    """
+    """What to run, kind by kind, and lines that say what cannot be run here. UsageError where nothing is left, or an option makes no sense."""
     for name in options.scenario or ():
         if name not in SCENARIOS:
             raise UsageError(f"--scenario {name}: no such scenario; one of {', '.join(SCENARIOS)}")
-    for kind in options.kind or ():
-        if kind not in KINDS:
-            raise UsageError(f"--kind {kind}: no such kind of limit; one of {', '.join(KINDS)}")
     kinds, missing = _kinds(options)
-    orders = [
-        Order(
-            scenario.name,
-            kind,
-            scenario.model if options.model is None else options.model,
-            options.seed,
-            steps_of(scenario, options),
-            _device(kind),
-            options.budget,
-        )
-        for kind in kinds
-        for scenario in chosen(options, kind)
-    ]
+    orders = [_order(scenario, kind, options) for kind in kinds for scenario in _chosen(options, kind)]
     if not orders:
         raise UsageError(f"none of the scenarios {', '.join(options.scenario or ())} runs on {', '.join(kinds)}; see --list")
     return orders, missing
 
 
 def _kinds(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    for kind in options.kind or ():
+        if kind not in KINDS:
+            raise UsageError(f"--kind {kind}: no such kind of limit; one of {', '.join(KINDS)}")
     on_gpu = {"auto": {True, False}, "cpu": {False}, "cuda": {True}}[options.device]
     wanted = [kind for kind in KINDS if (options.kind is None or kind in options.kind) and (kind == "cuda") in on_gpu]
     if not wanted:
         raise UsageError(f"--device {options.device} leaves none of --kind {' '.join(options.kind)}")
     troubles = {kind: trouble for kind in wanted if (trouble := available(kind)) is not None}
-    by_name = set(options.kind or ()) | ({"cuda"} if options.device == "cuda" else set())
-    for kind, trouble in troubles.items():
-        if kind in by_name:
-            raise UsageError(f"--kind {kind}: {trouble}")
+    for kind in {*(options.kind or ()), *({"cuda"} if options.device == "cuda" else ())} & troubles.keys():
+        raise UsageError(f"--kind {kind}: {troubles[kind]}")
     return [kind for kind in wanted if kind not in troubles], [f"not run: {trouble}" for trouble in troubles.values()]
 
 
-def chosen(options: argparse.Namespace, kind: str) -> list[Scenario]:
-    """The scenarios to run under a kind of limit."""
+def _chosen(options: argparse.Namespace, kind: str) -> list[Scenario]:
     names: Sequence[str] = options.scenario or list(SCENARIOS)
     if options.quick and not options.scenario and kind in QUICK:
         names = QUICK[kind]
     return [SCENARIOS[name] for name in dict.fromkeys(names) if kind in SCENARIOS[name].kinds]
 
 
-def steps_of(scenario: Scenario, options: argparse.Namespace) -> int:
-    """How many steps."""
-    given: int | None = options.steps
-    return given if given is not None else scenario.quick if options.quick else scenario.steps
-
-
-def _device(kind: str) -> str:
-    return "cuda" if kind == "cuda" else "cpu"
+def _order(scenario: Scenario, kind: str, options: argparse.Namespace) -> Order:
+    steps = options.steps or (scenario.quick if options.quick else scenario.steps)
+    device = "cuda" if kind == "cuda" else "cpu"
+    return Order(scenario.name, kind, options.model or scenario.model, options.seed, steps, device, options.budget)
 
 
 def check_models(orders: Sequence[Order]) -> list[Order]:
-    """Looks at each model before anything is run. Returns the orders with deadlines that suit how long that took.
-
-    Raises:
-        UsageError: there is none of that name, it cannot be trained, or it is not the same each time.
-    """
+    """Checks each model before anything is run. Returns the orders with deadlines that suit how long that took."""
     took: dict[tuple[str, int, str], float] = {}
     for each in dict.fromkeys((order.model, order.seed, order.device) for order in orders):
         began = time.monotonic()
@@ -186,11 +154,7 @@ def check_models(orders: Sequence[Order]) -> list[Order]:
 
 
 def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
-    """Runs one after the other, tells of each, and gives its records. Bad input that is found after the first of them is a failed record, too.
-
-    Raises:
-        UsageError: bad input, before there is a record.
-    """
+    """Runs one after the other and yields their records. Bad input that is found after the first of them is a failed record, too."""
     progress = Progress(orders)
     for number, order in enumerate(orders):
         progress.begin(order)
@@ -205,31 +169,12 @@ def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
 
 
 def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
-    """Writes what was asked for.
-
-    Raises:
-        UsageError: the system refuses.
-    """
-    refused: list[UsageError] = []
-    for name in ("json", "html", "png"):
-        path = getattr(options, name)
-        try:
-            if path is not None:
-                _write(name, runs, options.seed, path)
-        except OSError as error:
-            refused.append(UsageError(f"--{name} {path}: it cannot be written: {error.strerror}"))
-    if refused:
-        raise refused[0]
-
-
-def _write(name: str, runs: Sequence[Run], seed: int, path: Path) -> None:
-    if name == "json":
-        write_json(runs, seed, path)
-    elif name == "html":
-        from ..report import write_html
-
-        write_html(runs, path)
-    else:
-        from ..report import write_png
-
-        write_png(runs, path)
+    """Writes what was asked for; an error in one file does not cost the other."""
+    try:
+        if options.json is not None:
+            write_json(runs, options.seed, options.json)
+    except OSError as error:
+        raise UsageError(f"--json {options.json}: it cannot be written: {error.strerror}") from error
+    finally:
+        if options.html is not None:
+            write_html(runs, options.html)

@@ -8,44 +8,34 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from ..record import Run, Step, count
-from .order import Order
+from .catalogue import Order
 
 
 class Progress:
-    """One line per scenario. On a terminal it is rewritten in place while training runs.
-
-    Args:
-        orders: what will be run.
-        out: where to.
-    """
+    """One line per scenario. On a terminal it is rewritten in place while training runs."""
 
     def __init__(self, orders: Sequence[Order], out: TextIO | None = None) -> None:
         self._out = sys.stdout if out is None else out
         self._live = self._out.isatty()
         self._count = len(orders)
         self._wide = max((len(order.scenario) for order in orders), default=0) + 4
-        self._done = 0
-        self._ooms = 0
+        self._done = self._ooms = 0
 
     def begin(self, order: Order) -> None:
-        """A scenario begins."""
         self._order, self._ooms = order, 0
         self._done += 1
         self._rewrite(f"{self._head(order.scenario)} measuring")
 
     def step(self, step: Step) -> None:
-        """A step of it is done."""
         self._ooms += step.ooms
         where = f"step {step.step + 1}/{self._order.steps}"
         self._rewrite(f"{self._head(self._order.scenario)} {where}, micro-batch {step.size}, loss {step.loss:.4g}, {_ooms(self._ooms)}")
 
     def end(self, runs: Sequence[Run]) -> None:
-        """It is over."""
         for run in runs:
             sizes = f"micro-batch {run.sizes[0]}–{run.sizes[-1]}" if run.sizes else "no step"
-            self._rewrite(
-                f"{self._head(run.title)} {verdict(run):<6} {len(run.steps)} steps, {sizes}, {_ooms(run.ooms)}, {run.seconds:.1f} s", last=True
-            )
+            figures = f"{len(run.steps)} steps, {sizes}, {_ooms(run.ooms)}, {run.seconds:.1f} s"
+            self._rewrite(f"{self._head(run.title)} {verdict(run):<6} {figures}", last=True)
 
     def _head(self, title: str) -> str:
         return f"[{self._done:>{len(str(self._count))}}/{self._count}] {title:<{self._wide}} {self._order.kind:<6}"
@@ -60,7 +50,6 @@ class Progress:
 
 
 def verdict(run: Run) -> str:
-    """One word."""
     return "FAILED" if not run.passed else "not shown" if run.unshown else "ok"
 
 
@@ -68,39 +57,20 @@ def _ooms(count: int) -> str:
     return f"{count} OOM{'' if count == 1 else 's'}"
 
 
-_HEADINGS = ("scenario", "kind", "model", "steps", "OOMs", "replayed", "sizes", "difference", "seconds", "verdict")
-
-
 def table(runs: Sequence[Run]) -> str:
     """A row per record."""
-    rows = [_HEADINGS, *map(_row, runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    left = {0, 1, 2, 6, 9}
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{width}}" if column in left else f"{cell:>{width}}" for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    rows = [("scenario", "kind", "model", "steps", "OOMs", "replayed", "sizes", "difference", "seconds", "verdict"), *map(_row, runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = "<<<>>><>><"  # of each column
+    return "\n".join("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip() for row in rows)
 
 
 def _row(run: Run) -> tuple[str, ...]:
     difference = "–" if run.differences is None else f"{run.differences.largest:.1e}"
     sizes = [str(size) for size in run.sizes]
-    if len(sizes) > 6:
-        sizes = [*sizes[:3], "…", *sizes[-2:]]
-    return (
-        run.title,
-        run.kind,
-        run.model,
-        str(len(run.steps)),
-        str(run.ooms),
-        f"{run.replayed:.1%}",
-        " ".join(sizes),
-        difference,
-        f"{run.seconds:.1f}",
-        verdict(run),
-    )
+    short = " ".join(sizes if len(sizes) <= 6 else [*sizes[:3], "…", *sizes[-2:]])
+    figures = str(len(run.steps)), str(run.ooms), f"{run.replayed:.1%}", short, difference, f"{run.seconds:.1f}"
+    return (run.title, run.kind, run.model, *figures, verdict(run))
 
 
 def summary(runs: Sequence[Run]) -> str:

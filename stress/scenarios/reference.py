@@ -1,4 +1,4 @@
-"""What training must come to: hand-written accumulation, without the engine and without a limit."""
+"""What training must come to: hand-written accumulation, without the engine and without a limit; and how far a run is from it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from elastic_mbs.rollback.random_streams import RandomStreams
 from ..models.subject import Subject
 from ..reference.by_hand import Partition, accumulate, view_of
 from ..streams import start_streams
-from .needs import batch_of
-
-SHAKEN = 30.0
-"""Roundings that a run makes on its way count as so many of the weights at its start."""
+from .measure import batch_of
 
 HALF = Rounding(loss=2e-2, weight=5e-2)
 """Of types with eight or eleven bits: sums in another order differ in the last of them."""
@@ -36,19 +33,12 @@ def rounding_of(model: nn.Module) -> tuple[str, Rounding]:
 
 @dataclass
 class Curve:
-    """What is compared of a training run.
+    """What is compared of a training run."""
 
-    Attributes:
-        losses: of each step.
-        norms: of each step's gradient.
-        outputs: of each evaluation: figures per sample.
-        final: parameters and buffers at the end, by name.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    outputs: list[list[float]] = field(default_factory=list)
-    final: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # of each step
+    norms: list[float] = field(default_factory=list)  # of each step's gradient
+    outputs: list[list[float]] = field(default_factory=list)  # of each evaluation: figures per sample
+    final: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers at the end
 
 
 def begin_streams(seed: int) -> None:
@@ -62,34 +52,34 @@ def generators_of(subject: Subject) -> RandomStreams:
 
 
 def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed: int, evaluated: Mapping[int, Partition] | None = None) -> Curve:
-    """Trains a subject over given partitions.
+    """Trains a subject over given partitions; None for the batch whole.
 
-    Args:
-        subject: is changed.
-        partitions: for each step its pieces; None for the batch whole.
-        seed: of the random streams.
-        evaluated: steps after which it is evaluated on the next step's batch, and the pieces of that: where the loss draws random numbers, they
-            depend on the pieces.
+    After the steps in `evaluated` it is evaluated on the next step's batch over the pieces given there: a loss that draws random numbers depends on
+    them.
     """
     model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
     device = next(model.parameters()).device
     curve, probe = Curve(), Probe(model)
     begin_streams(seed)
     for step, partition in enumerate(partitions):
-        batch = map_tensors(batch_of(subject, step), lambda tensor: tensor.to(device))
-        view = view_of(subject, batch)
+        view = view_of(subject, on_device(subject, step, device))
         loss = accumulate(subject, view, [[0, view.length]] if partition is None else partition)
         curve.losses.append(loss)
         curve.norms.append(norm_of(model))
         optimizer.step()
         optimizer.zero_grad()
         if evaluated and step in evaluated:
-            following = view_of(subject, map_tensors(batch_of(subject, step + 1), lambda tensor: tensor.to(device)))
+            following = view_of(subject, on_device(subject, step + 1, device))
             with probe, torch.no_grad():
                 figures = [probe.run(subject.loss_fn, following.piece(start, stop), stop - start)[0] for start, stop in evaluated[step]]
             curve.outputs.append([] if any(each is None for each in figures) else [number for each in figures for number in flat(each)])
     curve.final = state_of(model)
     return curve
+
+
+def on_device(subject: Subject, step: int, device: torch.device | str) -> Any:
+    """The step's batch, copied to a device."""
+    return map_tensors(batch_of(subject, step), lambda tensor: tensor.to(device))
 
 
 def norm_of(model: nn.Module) -> float:
@@ -109,10 +99,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Probe:
-    """Evaluates a model for which only a loss function is known: what the model gives, per sample, comes from a hook.
-
-    Inside the block the model is in eval mode. Two figures are kept of each sample's output, so that nothing of its size has to be.
-    """
+    """Evaluates a model for which only a loss function is known: a hook keeps two figures of each sample's output. Puts the model in eval mode."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -153,23 +140,14 @@ def flat(figures: object) -> list[float]:
     return figures.double().flatten().tolist() if isinstance(figures, Tensor) else []
 
 
-def shake(model: nn.Module) -> None:
-    """Changes every weight by one rounding, up or down: how far that drives training apart is what rounding explains."""
-    stream = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                signs = torch.randint(0, 2, parameter.shape, generator=stream).to(parameter.device) * 2 - 1
-                parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+SHAKEN = 30.0
+"""Roundings that a run makes on its way count as so many of the weights at its start."""
 
 
 def relative(mine: Sequence[float], other: Sequence[float], shaken: Sequence[float] | None = None) -> float:
-    """Largest difference of two curves, each relative to the other's value; infinite where they are not of one length or not numbers.
+    """Largest difference of two curves, relative to the other's values; infinite where lengths differ or one is no number.
 
-    Args:
-        mine: one curve.
-        other: what it is held against.
-        shaken: the other after one rounding of the weights at its start: what that has driven apart by then is no difference.
+    `shaken` is the other after one rounding of the weights at its start: what that has driven apart by then is no difference.
     """
     if len(mine) != len(other):
         return math.inf

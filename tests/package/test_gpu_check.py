@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from stress.record import write_json
+from tests.helpers.records import record
 from tests.helpers.room import ROOT
-from tests.stress.test_scenarios import record
 
 LIMIT = 1.25  # told apart from the other waits of a process
 

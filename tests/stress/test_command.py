@@ -4,130 +4,109 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_mbs.cli.command import main
 from stress.limits import KINDS, available
-from stress.record import read_json
-from stress.scenarios.catalogue import SCENARIOS
-from stress.scenarios.command import QUICK
+from stress.output import check_writable
+from stress.record import Run, read_json
+from stress.scenarios import command as scenarios
+from stress.scenarios.catalogue import SCENARIOS, Order
 from stress.scenarios.console import Progress, summary, table
-from stress.scenarios.order import Order
-from stress.scenarios.perform import failed
-from tests.stress.test_scenarios import record, step
+from stress.scenarios.processes import failed
+from tests.helpers.records import record, step
 
-SMALL = """
-import torch
-from torch import nn
-
-def good():
-    model = nn.Linear(8, 4096)
-    batches = [torch.randn(8, 8) for _ in range(3)]
-    return model, lambda x: model(x).tanh().square().mean(), batches
-
-state = [0]
-
-def restless():
-    state[0] += 1
-    model = nn.Linear(8, 8)
-    with torch.no_grad():
-        model.weight.fill_(state[0])
-    return model, lambda x: model(x).square().mean(), [torch.ones(4, 8)]
-
-def restless_batches():
-    state[0] += 1
-    model = nn.Linear(8, 8)
-    return model, lambda x: model(x).square().mean(), [torch.full((4, 8), float(state[0]))]
-
-def one_sample():
-    model = nn.Linear(8, 8)
-    return model, lambda x: model(x).square().mean(), [torch.ones(1, 8)]
-
-def fails():
-    model = nn.Linear(8, 8)
-    return model, lambda x: model(x[:, :3]).mean(), [torch.ones(4, 8)]
-
-def flat():
-    model = nn.Linear(8, 8)
-    return model, lambda x: (model(x) * 0).mean(), [torch.ones(4, 8)]
-"""
+STEADY = ["stress", "--kind", "budget", "--scenario", "steady"]
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
-    path = tmp_path / "small_models_of_a_user.py"
-    path.write_text(SMALL)
-    return path
-
-
-def test_the_list_has_every_scenario_with_its_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_scenario_with_kinds_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stress", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(SCENARIOS)
     assert all(scenario.line in line and " ".join(scenario.kinds) in line for scenario, line in zip(SCENARIOS.values(), lines, strict=True))
-
-
-def test_kinds_and_the_bounded_set_name_what_there_is() -> None:
     assert all(set(scenario.kinds) <= set(KINDS) for scenario in SCENARIOS.values())
-    assert all(kind in SCENARIOS[name].kinds for kind, names in QUICK.items() for name in names)
+    assert all(kind in SCENARIOS[name].kinds for kind, names in scenarios.QUICK.items() for name in names)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("line", "said"),
     [
-        (["--scenario", "nonsense"], "no such scenario; one of steady"),
-        (["--kind", "nonsense"], "no such kind of limit; one of budget"),
-        (["--steps", "2"], "--steps: 2 is too few"),
-        (["--seed", "-1"], "--seed: -1 is below 0"),
-        (["--model", "nonsense"], "no such model; one of wide"),
-        (["--model", "nowhere.py:factory"], "there is no file nowhere.py"),
-        (["--budget", "lots"], "lots"),
-        (["--budget", "100000", "--kind", "budget", "--scenario", "steady"], "are below the model"),
-        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
-        (["--html", "/"], "this is a folder"),
-        (["--device", "cpu", "--kind", "cuda"], "leaves none of --kind cuda"),
-        (["--scenario", "kill", "--kind", "rlimit"], "none of the scenarios kill runs on rlimit"),
+        ("--budget abc", "--budget: 'abc' is no amount of memory: give a number of bytes above 0"),
+        ("--budget 0.2B", "--budget: '0.2B' is no amount"),
+        ("--budget 100000 --kind budget --scenario steady", "are below the model"),
+        ("--steps 0", "--steps: 0 is too few for a script: give a whole number of at least 6"),
+        ("--steps 7.5", "--steps: '7.5' is no whole number"),
+        ("--seed 4294967296", "--seed: 4294967296 is above 4294967295"),
+        ("--json {folder}", "--json {folder}: this is a folder; name a file"),
+        ("--html {folder}/none/x.html", "there is no folder {folder}/none; make it first"),
+        ("--scenario steady --json {folder}/{long}.json", "it cannot be written"),
+        ("--json {folder}/x --html {folder}/x", "goes to the same file"),
+        ("--scenario nonsense", "--scenario nonsense: no such scenario; one of steady"),
+        ("--kind nonsense", "--kind nonsense: no such kind of limit; one of budget"),
+        ("--device cpu --kind cuda", "leaves none of --kind cuda"),
+        ("--scenario kill --kind shim", "none of the scenarios kill runs on shim"),
+        ("--model nonsense", "--model nonsense: no such model; one of wide"),
+        ("--model mine.py", "no such model; one of wide, mlp, cnn, heads, gpt, gpt_bursts, adam, name its factory, as in mine.py:make"),
+        ("--model mine.py:make", "--model mine.py:make: there is no file mine.py"),
+        ("--model {file}:make", "{file} is no Python file, whose name ends in .py"),
+        ("nonsense", "invalid choice: 'nonsense'"),
+        ("--steps 9 montecarlo --runs 1", "--steps stands before the command montecarlo, which does not see it there: put it behind montecarlo"),
+        ("montecarlo --runs 0", "--runs: 0 is below 1: give a whole number of at least 1"),
+        ("montecarlo --minutes inf", "--minutes: 'inf' is no length of time that can be used: give a number of minutes above 0"),
+        ("montecarlo --shrink -1", "--shrink: '-1' is no length of time that can be used: give a number of seconds from 0 on"),
+        ("montecarlo --only 1 --case {{}}", "it is one or the other"),
+        ("montecarlo --case x", "--case x: this is no case"),
+        ('montecarlo --case {{"faults":["x"]}}', "this is no case"),
+        ("montecarlo --json {folder}", "--json {folder}: this is a folder"),
+        ("exhaustive nonsense", "unknown case 'nonsense'; one of mlp"),
+        ("exhaustive --model wide mlp", "it is one or the other"),
+        ("exhaustive mlp --samples 4", "--samples 4 is for --model; the built-in cases have their own"),
+        ("exhaustive --json {folder}/none/x", "there is no folder {folder}/none"),
+        ("soak --samples 3", "--samples: 3 is too few for a trend: give a whole number of at least 16"),
+        ("soak --model nonsense", "--model nonsense: no such model"),
+        ("soak --json {folder}", "--json {folder}: this is a folder"),
+        ("hammer --failures 0", "--failures: 0 is below 1"),
+        ("hammer --only 5 --model mlp --model gpt", "--only 5 is a round of one model"),
+        ("hammer --json {folder}", "--json {folder}: this is a folder"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "rlimit" in arguments and available("rlimit") is not None:
-        pytest.skip("no rlimit here")
-    assert main(["stress", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+def test_bad_input_is_one_line_with_the_way_out(line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "shim" in line and available("shim") is not None:
+        pytest.skip(str(available("shim")))
+    file = tmp_path / "notes.txt"
+    file.write_text("no model")
+    names = {"folder": tmp_path, "file": file, "long": "x" * 300}
+    assert main(["stress", *(word.format(**names) for word in line.split())]) == 2
+    told = capsys.readouterr()
+    assert said.format(**names) in told.err
+    assert told.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [file], "nothing is left behind"
 
 
-@pytest.mark.parametrize(
-    ("factory", "said"),
-    [
-        ("restless", "two models made from seed 0 differ"),
-        ("restless_batches", "two first batches made from seed 0 differ"),
-        ("fails", "its step fails on its first batch: RuntimeError"),
-        ("flat", "the gradient of its first batch is zero"),
-        ("nothing", "has no function 'nothing'"),
-    ],
-)
-def test_a_model_that_cannot_be_used_is_one_line(factory: str, said: str, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", "--kind", "budget", "--scenario", "steady", "--model", f"{models}:{factory}"]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+def test_a_kind_that_cannot_be_had_is_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(scenarios, "available", lambda kind: f"no {kind} here")
+    assert main(["stress", "--kind", "shim"]) == 2
+    assert "--kind shim: no shim here" in capsys.readouterr().err
 
 
-def test_a_kind_that_cannot_be_had_is_refused_where_it_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    missing = next((kind for kind in KINDS if available(kind) is not None), None)
-    if missing is None:
-        pytest.skip("all kinds can be had here")
-    assert main(["stress", "--kind", missing]) == 2
-    assert f"--kind {missing}:" in capsys.readouterr().err
+def test_a_place_is_checked_by_opening_it_and_its_content_stays(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("old")
+    for path in (kept, tmp_path / "fresh.json", None):
+        check_writable(path, "--json")
+    assert kept.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [kept]
 
 
-def test_a_users_model_in_float32_is_run_and_its_record_written(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_float32_prints_its_tolerances_and_writes_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "small_model_of_a_user.py"
+    body = "m = torch.nn.Linear(8, 4096)\n    return m, lambda x: m(x).tanh().square().mean(), [torch.randn(8, 8) for _ in range(3)]"
+    model.write_text(f"import torch\ndef make():\n    {body}\n")
     out = tmp_path / "found.json"
-    assert main(["stress", "--kind", "budget", "--scenario", "sawtooth", "--steps", "12", "--model", f"{models}:good", "--json", str(out)]) == 0
+    arguments = ["--kind", "budget", "--scenario", "sawtooth", "--steps", "12", "--model", f"{model}:make", "--json", str(out)]
+    assert main(["stress", *arguments]) == 0
     told = capsys.readouterr().out
     assert "1e-05 of a loss, 1e-03 of a weight in float32" in told
     assert "1 of 1 passed" in told
@@ -135,23 +114,15 @@ def test_a_users_model_in_float32_is_run_and_its_record_written(models: Path, tm
     assert (run.scenario, run.dtype, len(run.steps)) == ("sawtooth", "float32", 12)
 
 
-def test_the_table_tells_verdicts_and_complaints_in_words() -> None:
+def test_the_table_names_verdicts_and_complaints_in_words() -> None:
     good, bad = record(passed=True), record(kind="shim", complaints=["3 out-of-memory errors, where 2 are explained"])
-    order = Order("kill", "budget", "wide", 0, 6)
-    rows = table([good, bad, failed(order, "the process ended")]).splitlines()
+    nothing = record(passed=True, unshown="memory never ran out, so nothing was shown")
+    rows = table([good, bad, failed(Order("kill", "budget", "wide", 0, 6), "the process ended")]).splitlines()
     assert [row.split()[-1] for row in rows] == ["verdict", "ok", "FAILED", "FAILED"]
-    said = summary([good, bad])
+    assert "1 2 3 … 8 9" in table([record(steps=[step(i, size=i + 1) for i in range(9)])])
+    said = summary([good, bad, nothing])
     assert "made_up on shim: 3 out-of-memory errors, where 2 are explained" in said
-    assert "1 of 2 passed" in said
-    many = record(steps=[step(i, size=i + 1) for i in range(9)])
-    assert "1 2 3 … 8 9" in table([many])
-
-
-def test_a_run_that_shows_nothing_is_not_counted_as_passed() -> None:
-    """Of a user's conv net 7 of 26 runs had shown nothing, one of them ended by an error, and the last line said `26 of 26 passed`."""
-    good, nothing = record(passed=True), record(passed=True, unshown="memory never ran out, so nothing was shown")
-    assert summary([good, nothing]).splitlines()[-1] == "1 of 2 passed, 1 showed nothing; 0 out-of-memory errors survived"
-    assert summary([nothing, record()]).splitlines()[-1] == "0 of 2 passed, 1 showed nothing, 1 FAILED; 0 out-of-memory errors survived"
+    assert said.splitlines()[-1] == "1 of 3 passed, 1 showed nothing, 1 FAILED; 0 out-of-memory errors survived"
 
 
 class Terminal(io.StringIO):
@@ -170,3 +141,50 @@ def test_a_line_is_rewritten_on_a_terminal_and_written_once_elsewhere() -> None:
         assert ("\r" in out.getvalue()) is live
         assert out.getvalue().count("\n") == 2
         assert ("step 1/6" in out.getvalue()) is live
+
+
+# ---------------------------------------------------------------------- what goes wrong on the way
+
+
+def test_bad_input_that_is_found_late_is_a_failed_record(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    arguments = [*STEADY, "--steps", "6", "--budget", "4MiB", "--json", str(out)]
+    assert main([*arguments, "--scenario", "optimizer_first_step"]) == 1
+    found = {each.scenario: each for each in read_json(out)}
+    assert found["optimizer_first_step"].complaints[0].startswith("--budget: 4.0 MiB are below the model")
+    assert found["steady"].steps
+
+
+def test_an_interrupt_leaves_the_records_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def play(order: Order, tell: Any) -> list[Run]:
+        if order.scenario == "too_big":
+            raise KeyboardInterrupt
+        return [failed(order, "made up")]
+
+    monkeypatch.setattr(scenarios, "perform", play)
+    out = tmp_path / "found.json"
+    assert main([*STEADY, "--scenario", "too_big", "--json", str(out)]) == 130
+    assert [each.scenario for each in read_json(out)] == ["steady"]
+    assert "interrupted: 1 records of 2" in capsys.readouterr().out
+
+
+def test_one_file_that_cannot_be_written_does_not_cost_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(scenarios, "perform", lambda order, tell: [failed(order, "made up")])
+    monkeypatch.setattr(scenarios, "write_json", full)
+    json_file, page = tmp_path / "found.json", tmp_path / "found.html"
+    assert main([*STEADY, "--json", str(json_file), "--html", str(page)]) == 2
+    assert f"--json {json_file}: it cannot be written: No space left on device" in capsys.readouterr().err
+    assert page.is_file()
+
+
+def test_a_slow_model_gets_a_later_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr(scenarios, "check", lambda *args: None)
+    monkeypatch.setattr("stress.scenarios.command.time.monotonic", lambda: next(clock))
+    order = Order("steady", "shim", "mine.py:make", 0, 30)
+    assert scenarios.check_models([order])[0].deadline == order.deadline + 20 * 30 * 2

@@ -1,9 +1,8 @@
-"""What is known of a subject before it is trained: whether it is made the same each time, and what training on whole batches comes to."""
+"""Whether a model can be trained under stress: it is made the same each time, its step runs, and there is something to compare."""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,28 +16,12 @@ from ..flat_options import grouped
 from ..models.factory import make
 from ..models.subject import Subject, naming
 from ..reference.by_hand import accumulate, view_of
-from .needs import batch_of
-from .reference import (
-    Curve,
-    begin_streams,
-    generators_of,
-    norm_of,
-    relative,
-    rounding_of,
-    state_of,
-    train_by_hand,
-    weight_difference,
-)
-
-KEPT = 8
+from .measure import batch_of
+from .reference import generators_of, norm_of, relative, rounding_of, state_of, weight_difference
 
 
 def check(model: str, seed: int, device: str) -> Subject:
-    """Makes a subject twice, compares, and runs one step of one of them; returns the other.
-
-    Raises:
-        UsageError: two of one seed differ, its step does not run, or what it gives cannot be compared.
-    """
+    """Makes a subject twice, compares, and runs one step of one of them; returns the other. UsageError where it cannot be used."""
     first, second = make(model, seed, device), make(model, seed, device)
     if weight_difference(state_of(first.model), state_of(second.model)) > 0:
         raise UsageError(
@@ -98,28 +81,3 @@ def _first_batch(subject: Subject, device: str) -> BatchView:
 def _same(first: Subject, second: Subject) -> bool:
     mine, other = ([leaf for leaf in tree_leaves(batch_of(subject, 0)) if isinstance(leaf, Tensor)] for subject in (first, second))
     return len(mine) == len(other) and all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-
-
-@lru_cache(maxsize=KEPT)
-def separable(model: str, seed: int, device: str) -> bool:
-    """Whether the gradient of a batch is the same whole and in two halves, and draws no random numbers, which other pieces would draw otherwise."""
-    found = []
-    for parts in (1, 2):
-        subject = make(model, seed, device)
-        view = _first_batch(subject, device)
-        begin_streams(seed)
-        streams = generators_of(subject)
-        before, half = streams.read(hosts=True), view.length // 2
-        accumulate(subject, view, [[0, half], [half, view.length]] if parts == 2 and half else [[0, view.length]])
-        if streams.moved(before):
-            return False
-        with torch.no_grad():
-            gradients = {name: p.grad.detach() for name, p in subject.model.named_parameters() if p.grad is not None}
-        found.append(gradients | {name: buffer for name, buffer in subject.model.named_buffers() if buffer.is_floating_point()})
-    return weight_difference(found[0], found[1]) <= rounding_of(subject.model)[1].weight
-
-
-@lru_cache(maxsize=KEPT)
-def whole(model: str, seed: int, device: str, steps: int) -> Curve:
-    """Training on whole batches."""
-    return train_by_hand(make(model, seed, device), [None] * steps, seed)

@@ -1,0 +1,172 @@
+"""What training takes: measured once, by plain steps under the kind of limit of the run, before there is a limit."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.loss_terms import read_losses
+from elastic_mbs.batch.view import BatchView, map_tensors
+from elastic_mbs.controller.partition import longest
+from elastic_mbs.engine.model import Inventory
+from elastic_mbs.memory.budget import on_host
+from elastic_mbs.memory.oom import classify
+
+from ..limits import MemoryLimit
+from ..models.subject import Subject
+from ..record import Needs
+from ..reference.by_hand import view_of
+
+TRIALS = 9
+"""Halvings until a capacity is known to a few hundredths of what a piece takes."""
+
+ON_HOST = frozenset({"shim", "rlimit"})
+"""Kinds in which the host's memory is the device's: batches and the copies of the guarded optimizer step are in it, too."""
+
+LOOKED_AT = 64
+"""Batches among which the one with the longest samples is looked for."""
+
+
+def batch_of(subject: Subject, step: int) -> Any:
+    """A copy of the step's batch, not counted by a budget."""
+    with on_host():
+        return map_tensors(subject.batch(step), torch.clone)
+
+
+def smallest(subject: Subject) -> int:
+    """The smallest micro-batch that the runtime would use: one sample, or two where a layer normalises over the batch."""
+    given = subject.options.get("min_micro_batch_size")
+    if given is not None:
+        return int(given)
+    return 2 if Inventory((subject.model,)).normalises_batch() else 1
+
+
+def least(subject: Subject, steps: int) -> int:
+    """Samples of the largest piece that the smallest micro-batch can come to: an odd batch in twos has a piece of three."""
+    size, align = smallest(subject), subject.options.get("align", 1)
+    lengths = {view_of(subject, batch_of(subject, step)).length for step in range(min(steps, LOOKED_AT))}
+    return max(longest(length, size, minimum=size, align=align) for length in lengths)
+
+
+def longest_batch(subject: Subject, steps: int) -> BatchView:
+    """The batch with the most numbers among those of the first steps."""
+    best = view_of(subject, batch_of(subject, 0))
+    for step in range(1, min(steps, LOOKED_AT)):
+        view = view_of(subject, batch_of(subject, step))
+        if view.elements * view.length > best.elements * best.length:
+            best = view
+    return best
+
+
+def measure(memory: MemoryLimit, make: Callable[[], Subject], steps: int) -> Needs:
+    """Runs steps of several sizes, without a limit.
+
+    Args:
+        memory: open, without a limit yet.
+        make: makes the subject, the same each time.
+        steps: of the run to come.
+    """
+    needs = _measure(memory, make(), steps)
+    if memory.kind != "rlimit":
+        return needs
+    # the kernel keeps no peak of what is mapped, and a size that runs for the first time under pressure can crash
+    pieces = _Pieces(memory, make(), steps)
+    memory.warm(pieces.run_alone, range(min(smallest(pieces.subject), needs.samples), needs.samples + 1))
+    del pieces
+    return _measure_by_trial(memory, make(), needs, steps)
+
+
+class _Pieces:
+    """Pieces of the longest batch, run forward and backward."""
+
+    def __init__(self, memory: MemoryLimit, subject: Subject, steps: int) -> None:
+        self._memory, self.subject = memory, subject
+        self.view = longest_batch(subject, steps)
+        self._names = Counts.read(subject.options.get("count"), self.view).names
+
+    def run(self, size: int) -> None:
+        piece = map_tensors(self.view.piece(0, size), lambda tensor: tensor.to(self._memory.device))
+        terms, _ = read_losses(self.subject.loss_fn(piece), self._names)
+        torch.stack([term.double() for term in terms.values()]).sum().backward()
+
+    def run_alone(self, size: int) -> None:
+        self.run(size)
+        self.subject.model.zero_grad()
+
+    def fits(self, size: int) -> bool:
+        try:
+            self.run(size)
+        except RuntimeError as error:
+            if classify(error) is None:
+                raise
+            return False
+        return True
+
+
+def _measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
+    model, optimizer, pieces = subject.model, subject.optimizer(subject.model.parameters()), _Pieces(memory, subject, steps)
+    samples, smallest_piece = pieces.view.length, least(subject, steps)
+    sizes = sorted({min(samples, max(smallest_piece, size)) for size in (smallest_piece, samples // 4, samples // 2, samples)})
+    for _ in range(2):  # what libraries keep for good is there the second time, and there are gradients to add to
+        pieces.run(sizes[0])
+    memory.reset_peak()
+    optimizer.step()
+    first, held = memory.peak(), memory.live()
+    optimizer.zero_grad()
+    pieces.run(sizes[0])
+    peaks, seconds = [], 0.0
+    for size in sizes:
+        memory.reset_peak()
+        began = time.perf_counter()
+        pieces.run(size)
+        seconds = time.perf_counter() - began
+        peaks.append(memory.peak())
+    memory.reset_peak()
+    optimizer.step()
+    peaks = [max(peak, memory.peak()) for peak in peaks]
+    copies = _bytes_of(optimizer) if memory.kind in ON_HOST else 0
+    optimizer.zero_grad()
+    model.zero_grad()
+    del pieces
+    gc.collect()
+    rest = memory.live()
+    memory.reset_peak()
+    for step in range(min(steps, LOOKED_AT)):  # batches are made outside the runtime, and on the device where that is the host
+        batch_of(subject, step)
+    floor = max(held + copies, memory.peak())
+    return Needs(samples, rest, sizes, [max(floor, peak) for peak in _rising(peaks)], first, held, seconds, floor)
+
+
+def _measure_by_trial(memory: MemoryLimit, subject: Subject, needs: Needs, steps: int) -> Needs:
+    """For each size the smallest capacity under which a piece comes through; the measured peaks are upper bounds."""
+    optimizer, pieces = subject.optimizer(subject.model.parameters()), _Pieces(memory, subject, steps)
+    pieces.run(needs.sizes[0])
+    optimizer.step()
+    peaks = []
+    for size, most in zip(needs.sizes, needs.peaks, strict=True):
+        low, high = memory.live(), most
+        for _ in range(TRIALS):
+            middle = (low + high) // 2
+            memory.resize(middle)
+            low, high = (low, middle) if pieces.fits(size) else (middle, high)
+        memory.resize(None)
+        peaks.append(high)
+    return replace(needs, peaks=[max(needs.floor, peak) for peak in _rising(peaks)])
+
+
+def _bytes_of(optimizer: torch.optim.Optimizer) -> int:
+    """What the guarded step copies: parameters and state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(leaf.nbytes for leaf in tree_leaves([parameters, list(optimizer.state.values())]) if isinstance(leaf, torch.Tensor))
+
+
+def _rising(peaks: Sequence[int]) -> list[int]:
+    """A larger size takes at least what a smaller one took."""
+    return [max(peaks[: i + 1]) for i in range(len(peaks))]

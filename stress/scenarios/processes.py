@@ -1,0 +1,200 @@
+"""Carries scenarios out, in this process or in others, and judges their records."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from elastic_mbs.errors import UsageError
+
+from ..limits import Child, ChildError, Confined, Crashed, Fence, Line, MemoryLimit, in_child, open_limit, run_child, run_children
+from ..models.subject import words
+from ..record import Mark, Needs, Run, Step
+from . import checks
+from .catalogue import Order, Play
+from .run import Tell, run, unexpected
+from .scripts import Room, margin_of
+
+FLAT = 0.1
+"""Part of what the whole batch takes that must depend on the micro-batch, or smaller ones do not help."""
+
+
+def perform(order: Order, tell: Tell) -> list[Run]:
+    """Carries an order out and judges it.
+
+    Args:
+        order: what to run; fields of single processes are set here.
+        tell: called with each step of the (first) process.
+
+    Returns:
+        The record; two where the scenario has two processes.
+
+    Raises:
+        UsageError: the model cannot be trained like this, or the budget is below it.
+    """
+    play: dict[Play, Callable[[Order, Tell], list[Run]]] = {Play.TRAIN: _train, Play.KILL: _kill, Play.TWO: _two}
+    try:
+        return judge(play[order.entry.play](order, tell), order)
+    except UsageError:
+        raise
+    except ChildError as error:
+        return [failed(order, words(error))]
+    except (Exception, SystemExit) as error:  # of the user's factory, loss or batches: the other scenarios have nothing to do with it
+        return [failed(order, unexpected(error))]
+
+
+def failed(order: Order, complaint: str) -> Run:
+    """The record of a run that has left none."""
+    return Run(order.scenario, order.kind, order.model, "", order.seed, Needs(0, 0, [1], [0]), process=order.process, complaints=[complaint])
+
+
+# ---------------------------------------------------------------------- in which processes
+
+
+def _open(order: Order) -> MemoryLimit:
+    """Of two processes on one device, neither moves its limit."""
+    return open_limit(order.kind, **({"shared": True} if order.together and order.kind in {"shim", "cuda"} else {}))
+
+
+def carry_out(line: Line, order: Order) -> None:
+    """What a child does: emits a `Step` after each step, the `Run` at the end, and in between the moments at which it waits for another process."""
+    torch.set_num_threads(1)
+
+    def meet(moment: str, known: Any) -> None:
+        if order.together:
+            line((moment, known))
+            line.receive()
+
+    def tell(step: Step) -> None:
+        line(step)
+        if step.step == 0:  # a process that is through before the other has begun would show nothing
+            meet("trains", None)
+
+    line(run(order, _open(order), tell, meet))
+
+
+def _train(order: Order, tell: Tell) -> list[Run]:
+    return [_in_child(order, tell)] if in_child(order.kind) else [run(order, _open(order), tell)]
+
+
+def _in_child(order: Order, tell: Tell) -> Run:
+    for message in run_child(order.kind, carry_out, {"order": order}, deadline=order.deadline):
+        if isinstance(message, Run):
+            return message
+        tell(message)
+    return failed(order, "the process ended without a record")
+
+
+def _kill(order: Order, tell: Tell) -> list[Run]:
+    """Two processes, one after the other: the first kills itself in the middle of a backward, the second goes on from the checkpoint."""
+    dies = order.steps * 5 // 8
+    with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder:
+        try:
+            _in_child(replace(order, folder=folder, dies=dies), tell)
+            return [failed(order, f"it was to be killed in step {dies}, but went on to its end")]
+        except Crashed as error:
+            if error.signal != "SIGKILL":
+                raise
+        record = _in_child(replace(order, folder=folder), tell)
+    resumed = next((i for i, mark in enumerate(record.marks) if mark.what == "resumed"), None)
+    if resumed is not None:
+        record.marks.insert(resumed, Mark(record.marks[resumed].at, dies, "killed", f"SIGKILL in a backward of step {dies}"))
+    return [record]
+
+
+def _two(order: Order, tell: Tell) -> list[Run]:
+    """Two processes at the same time on one device, which is made as large as both together may need."""
+    return two_on(Confined() if order.kind == "cuda" else Fence.create(), order, tell)
+
+
+def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
+    """The device gets its size when both models are there, and loses it for the references, which are not made for it."""
+    fence = device if isinstance(device, Fence) else None
+    orders = [replace(order, process=process, together=True) for process in (0, 1)]
+    children = [Child(order.kind, carry_out, {"order": each}, deadline=order.deadline, fence=fence) for each in orders]
+    records: dict[int, Run] = {}
+    waiting: dict[int, Any] = {}
+    with device:
+        for index, message in run_children(children):
+            if isinstance(message, Run):
+                records[index] = message
+            elif isinstance(message, Step):
+                if index == 0:
+                    tell(message)
+            else:
+                moment, waiting[index] = message
+                if len(waiting) < len(children):
+                    continue
+                if moment == "made":
+                    needs = waiting[0][0]
+                    room = Room(needs, needs.samples, copies=2, margin=margin_of(order.kind))
+                    device.leave(room.capacity(order.entry.script(0, order.steps, order.seed)), held=sum(held for _, held in waiting.values()))
+                elif moment == "trained":
+                    device.leave(None)
+                waiting.clear()
+                for child in children:
+                    child.send("go on")
+    return [records[each.process] if each.process in records else failed(each, "the process ended without a record") for each in orders]
+
+
+# ---------------------------------------------------------------------- verdicts
+
+
+def judge(runs: list[Run], order: Order) -> list[Run]:
+    """Makes every check of the scenario, and notes what is wrong on the records."""
+    for each in runs:
+        if each.end is not None:
+            each.complaints += [complaint for check in order.entry.all_checks(order.steps) for complaint in check(each)]
+    if len(runs) > 1 and all(each.end is not None for each in runs):
+        runs[0].complaints += checks.fair(runs)
+    for each in runs:
+        if order.own and each.needs.samples:
+            _set_apart(each, *_excused(each))
+        if order.steps < order.entry.quick and each.end is not None and each.end.error is None:
+            late = {complaint for check in order.entry.checks for complaint in check(each)} - _grave(each)
+            light = [complaint for complaint in each.complaints if complaint in late]
+            _set_apart(each, light, f"{order.steps} steps are too few for it ({order.entry.quick} are enough): {(*light, '')[0]}")
+        each.passed = not each.complaints
+    return runs
+
+
+def _grave(each: Run) -> set[str]:
+    """Complaints that nothing excuses."""
+    return {*checks.exact(each), *checks.covers_every_sample(each), *checks.nothing_held(each)}
+
+
+def _set_apart(each: Run, light: list[str], why: str) -> None:
+    """Light complaints are said, but not held against the training: nothing is shown."""
+    if light:
+        each.complaints = [complaint for complaint in each.complaints if complaint not in light]
+        each.unshown = why
+
+
+def _excused(each: Run) -> tuple[list[str], str]:
+    """The complaints that are no fault of the training, because the scenario was not written for the user's model; and why nothing is shown."""
+    needs, least = each.needs, each.needs.sizes[0]
+    depends = (needs.whole - needs.one) / max(1, needs.whole)
+    grave, differences = _grave(each), checks.exact(each)
+    if all("whole batches" in complaint for complaint in differences):
+        grave -= {*differences}  # the same pieces give the same curve: what is left is rounding, which some training makes larger with each step
+    excuses = ["so nothing was shown", "was not measured", "whole batches"]
+    if each.end is not None and (each.end.error or "").startswith("MicroBatchFloorError"):
+        excuses.append("MicroBatchFloorError")
+
+    def is_light(complaint: str) -> bool:
+        if complaint in grave:
+            return False
+        if complaint.startswith("unexpected error"):  # the room of that scenario is right for its own model's state only
+            return each.scenario == "optimizer_first_step" and "OptimizerStepError" in complaint
+        return depends < FLAT or any(word in complaint for word in excuses)
+
+    light = [complaint for complaint in each.complaints if is_light(complaint)]
+    if depends >= FLAT:
+        return light, (*light, "")[0]
+    if needs.samples >= 2 * least:
+        return light, f"its whole batch takes only {depends:.1%} more than its smallest micro-batch"
+    return light, "its batch is a single sample" if needs.samples == 1 else f"its batch of {needs.samples} cannot be cut into pieces of {least}"

@@ -1,0 +1,144 @@
+"""Runs an order in this process: measures, trains under the script, and compares with a run without limits."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import format_bytes
+
+from ..limits import CudaLimit, MemoryLimit, in_child, switch_onednn_off
+from ..models.factory import make
+from ..models.subject import one_line
+from ..record import Needs, Run, Step
+from .catalogue import Order, Play
+from .compare import compare, within_rounding
+from .measure import ON_HOST, longest_batch, measure
+from .reference import rounding_of
+from .scripts import Room, margin_of
+from .train import NoRoomForBatchError, Session, Trained
+
+Tell = Callable[[Step], object]
+Meet = Callable[[str, Any], object]
+"""Called with the name of a moment and what is known then; returns when all processes of the scenario have reached it."""
+
+
+def run(order: Order, memory: MemoryLimit, tell: Tell = lambda step: None, meet: Meet = lambda moment, known: None) -> Run:
+    """Carries an order out.
+
+    Args:
+        order: what to run.
+        memory: a limit of its kind, not open yet.
+        tell: called with each step.
+        meet: called when what is trained has been made ("made"), and between training and comparison ("trained").
+
+    Raises:
+        UsageError: the model cannot be trained like this, or the budget is below it.
+    """
+    began = time.perf_counter()
+    with memory:
+        needs = needs_of(order, memory)
+        room, largest = room_of(order, needs), largest_block(order, needs)
+        dtype = rounding_of(make(order.model, order.seed, memory.device).model)[0]
+        gc.collect()  # what was measured with is gone
+        session = Session(order, memory, room)
+        record = Run(order.scenario, order.kind, session.subject.name, dtype, order.seed, needs, process=order.process)
+        meet("made", (needs, memory.reserved()))
+        if largest is not None:
+            memory.fragment(largest)
+        trained = _train(session, record, tell)
+        del session
+        record.expandable = isinstance(memory, CudaLimit) and memory.expandable()
+    meet("trained", None)
+    if trained is not None:
+        with contextlib.ExitStack() as undo:
+            if in_child(order.kind):
+                undo.callback(switch_onednn_off())  # as while it trained: other kernels round otherwise, and in float32 that adds up
+            _compare(order, trained, record)
+    record.seconds = time.perf_counter() - began
+    return record
+
+
+_known: dict[tuple[object, ...], Needs] = {}
+
+
+def needs_of(order: Order, memory: MemoryLimit) -> Needs:
+    """What the model takes under this limit; measured once in a process."""
+    key = (order.kind, order.model, order.seed, order.device, order.steps)
+    if key not in _known:
+        _known[key] = measure(memory, partial(make, order.model, order.seed, memory.device), order.steps)
+    return _known[key]
+
+
+def room_of(order: Order, needs: Needs) -> Room:
+    """What a share is in bytes. UsageError where the budget is below what the smallest micro-batch takes."""
+    unit, margin = float(needs.samples), margin_of(order.kind)
+    if order.budget is not None:
+        unit = float(needs.fits(order.budget * (1 - margin)))
+        if unit < needs.sizes[0]:
+            raise UsageError(
+                f"--budget: {format_bytes(order.budget)} are below the model: its smallest micro-batch ({needs.sizes[0]}) takes "
+                f"{format_bytes(needs.one)}, and {margin:.0%} stay free; give at least {round(needs.one / (1 - margin)) + 1}"
+            )
+    return Room(needs, unit, copies=2 if order.entry.play is Play.TWO else 1, margin=margin)
+
+
+def largest_block(order: Order, needs: Needs) -> int | None:
+    """Bytes of the largest block that can be had where memory is fragmented: a share of the activations, but no parameter is larger.
+
+    Nor is a part of a batch, where batches are on the device.
+    """
+    if order.entry.largest is None:
+        return None
+    subject = make(order.model, order.seed, order.device, there="cpu")
+    whole = [tensor.nbytes for tensor in subject.model.parameters()]
+    if order.kind in ON_HOST:
+        whole += [leaf.nbytes for leaf in tree_leaves(longest_batch(subject, order.steps).batch) if isinstance(leaf, torch.Tensor)]
+    return max(*whole, round(order.entry.largest * (needs.whole - needs.rest)))
+
+
+def _train(session: Session, record: Run, tell: Tell) -> Trained | None:
+    """Trains. An error that training does not promise is noted on the record."""
+    record.marks = session.journal.marks
+    try:
+        trained = session.train(tell)
+    except NoRoomForBatchError as error:
+        record.complaints.append(str(error))
+        return None
+    except (Exception, SystemExit) as error:
+        record.complaints.append(unexpected(error))
+        return None
+    finally:
+        record.began = session.journal.began
+    record.steps, record.end = trained.steps, trained.end
+    return trained
+
+
+def unexpected(error: BaseException) -> str:
+    """A complaint about an error that is not promised, with the place where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"unexpected error: {one_line(error)} ({Path(where.filename).name}:{where.lineno})"
+
+
+def _compare(order: Order, trained: Trained, record: Run) -> None:
+    """Notes the differences on the record, and the user's way out where there are some without a reason in the random numbers."""
+    try:
+        record.differences = found = compare(order, trained)
+    except (Exception, SystemExit) as error:
+        record.complaints.append(f"the run without limits, which it is compared with, has failed: {one_line(error)}")
+        return
+    if not within_rounding(found) and found.whole_loss is None and "replay" not in make(order.model, order.seed, order.device).options:
+        record.complaints.append(
+            "its gradient depends on how a batch is split: if that is not for random numbers or BatchNorm, its samples depend on each other inside a "
+            'piece, which takes the option {"replay": "isolate"} (a dict as the factory\'s last entry)'
+        )

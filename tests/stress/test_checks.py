@@ -1,0 +1,200 @@
+"""Each assertion of a scenario accepts a good record and rejects one that breaks it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stress.record import End, Run, Step
+from stress.scenarios import checks
+from stress.scenarios.catalogue import Order
+from stress.scenarios.processes import failed, judge
+from tests.helpers.records import NEEDS, SAME, grow, halves, mark, oom, record, small, step
+
+DIFFERENCES = ("loss", "norm", "weight", "outputs", "whole_loss", "whole_weight")
+blind = checks.froze_while_blind(lambda at, steps: 2 <= at < 5)
+floor = checks.ended_at_the_floor(10.0)
+FLOOR = "MicroBatchFloorError: no"
+LOST, BACK = mark("sensor_lost", 2), mark("sensor_back", 5)
+KILLED, RESUMED = mark("killed", 5), replace(mark("resumed", 4), at=0.5)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [checks.went_on_to(8), checks.exact, checks.covers_every_sample, checks.nothing_held, checks.nothing_happened, checks.bounded, checks.grown_back],
+)
+def test_a_good_record_has_no_complaints(check: checks.Check) -> None:
+    assert check(record()) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "run", "said"),
+    [
+        (checks.went_on_to(8), record(end=None), "no end was recorded"),
+        (checks.went_on_to(8), record(end=End(1000, 1000, 0, "ValueError: no")), "by an error: ValueError: no"),
+        (checks.went_on_to(8), record([step(0)]), "1 steps of 8"),
+        (checks.went_on_to(8), record([step(i) for i in (0, 1, 2, 3, 4, 5, 7, 6)]), "8 steps of 8"),
+        (checks.exact, record(differences=None), "not compared"),
+        (checks.covers_every_sample, record([step(0, partition=[[0, 16], [8, 32]])]), "32 samples once"),
+        (checks.covers_every_sample, record([step(0, partition=[[0, 33]])]), "32 samples once"),
+        (checks.covers_every_sample, record([step(0, partition=[[0, 8], [16, 32]])]), "32 samples once"),
+        (checks.covers_every_sample, record([step(0, partition=[[8, 32]])]), "32 samples once"),
+        (checks.covers_every_sample, record([step(0, partition=[[0, 24]])]), "32 samples once"),
+        (checks.covers_every_sample, record([step(0, partition=[])]), "32 samples once"),
+        (checks.covers_every_sample, record([step(0, partition=[[0, 16], [16, 16], [16, 31]])]), "32 samples once"),
+        (checks.covers_every_sample, record([step(0, partition=halves(16), skipped=[[8, 16]])]), "and [[8, 16]] left out"),
+        (checks.nothing_held, record(end=End(1256, 1000, 0)), "256 B more are held"),
+        (checks.nothing_happened, record(marks=[grow(0), oom(3)]), "step 3: oom"),
+        (checks.nothing_happened, record([small(0)]), "in 2 pieces at the end"),
+        (checks.something_happened, record(), "nothing was shown"),
+        (checks.broken_up, record(), "nothing was shown"),
+        (checks.cut_up, record([small(0), step(1)]), "the whole batch went through at once in step 1, so nothing was shown"),
+        (checks.bounded, record(marks=[oom(0), oom(4), oom(5)]), "3 out-of-memory errors, where the moves of memory explain 2"),
+        (checks.grown_back, record([small(0)]), "2 pieces of up to 16 instead of 1"),
+        (checks.grown_back, record([small(0, ooms=1), small(1)]), "2 pieces"),
+        (floor, record(end=None), "no error was raised"),
+        (floor, record(end=End(1000, 1000, 0)), "no error was raised"),
+        (floor, record(end=End(1000, 1000, 0, "RuntimeError: no", True, 1.0)), "ended by RuntimeError"),
+        (floor, record(end=End(1000, 1000, 0, FLOOR, False, 1.0)), "not as at the start of the call"),
+        (floor, record(end=End(1000, 1000, 0, FLOOR, True, 99.0)), "after 99.0 s"),
+        (blind, record(marks=[LOST, grow(3), BACK, grow(6)]), "step 3: it grew without a sensor"),
+        (blind, record(marks=[LOST, BACK]), "nothing grew after the sensor was back"),
+        (blind, record(marks=[LOST, grow(6)]), "what was said is ['sensor_lost']"),
+        (checks.calm(1.0), record(marks=[oom(i) for i in range(8)]), "8 out-of-memory errors"),
+        (checks.optimizer_struck, record(), "never ran out of memory"),
+        (checks.optimizer_struck, record([]), "was not measured"),
+        (checks.evaluated, record(), "nothing was evaluated"),
+        (checks.evaluated, record(marks=[mark("eval", 1)]), "has no row for each sample"),
+        (checks.resumed, record(), "killed and resumed never happened"),
+        (checks.resumed, record(marks=[KILLED, mark("resumed", 0)]), "0 steps before the checkpoint"),
+        (
+            checks.resumed,
+            record([*map(step, range(4)), *(replace(small(i, 2), size=32) for i in range(4, 8))], marks=[KILLED, RESUMED]),
+            "learn its size",
+        ),
+        (checks.resumed, record([replace(small(i, 8), size=8 if i < 4 else 4) for i in range(8)], marks=[KILLED, RESUMED]), "learn its size"),
+        (checks.resumed, record(marks=[KILLED, RESUMED, oom(6)]), "ran out after it was resumed"),
+    ],
+)
+def test_a_record_that_breaks_a_check_is_one_complaint(check: checks.Check, run: Run, said: str) -> None:
+    (complaint,) = check(run)
+    assert said in complaint
+
+
+@pytest.mark.parametrize(
+    ("check", "run"),
+    [
+        (checks.covers_every_sample, record([step(0, partition=[[0, 8], [16, 32]], skipped=[[8, 16]])])),
+        (checks.nothing_held, record(end=End(1256, 1000, 0), kind="rlimit")),  # a process limit counts the interpreter's memory
+        (checks.nothing_held, record(end=None)),
+        (checks.something_happened, record([step(0, ooms=1)])),
+        (checks.broken_up, record(expandable=True)),  # expandable segments need not fail
+        (checks.broken_up, record([step(0, ooms=1)])),
+        (checks.cut_up, record([small(0)])),
+        (checks.bounded, record(marks=[oom(0), oom(4)])),
+        (checks.bounded, record([])),
+        (checks.grown_back, record([small(0, capacity=2900)])),
+        (checks.grown_back, record([step(0, capacity=None)])),
+        (checks.grown_back, record([])),
+        # large batches took another algorithm, which needs less; and steps took a little more than their pieces by hand
+        (checks.grown_back, record([small(0, capacity=4000)], needs=replace(NEEDS, peaks=[1100, 1800, 2600, 2600]))),
+        (checks.grown_back, record([small(0, peak=3600)])),
+        (floor, record(end=End(1000, 1000, 3, FLOOR, True, 1.0))),
+        (blind, record(marks=[LOST, BACK, grow(6)])),
+        (checks.calm(1.0), record(marks=[oom(i) for i in range(4)])),
+        (checks.calm(1.0), record([])),
+        (checks.optimizer_struck, record(marks=[mark("optimizer", 0)])),
+        (checks.evaluated, record(marks=[mark("eval", 1)], differences=replace(SAME, outputs=0.0))),
+        (checks.resumed, record(marks=[KILLED, RESUMED])),
+    ],
+)
+def test_what_a_check_allows_is_no_complaint(check: checks.Check, run: Run) -> None:
+    assert check(run) == []
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+@pytest.mark.parametrize("value", [1e-6, math.inf, math.nan])
+def test_a_difference_is_a_complaint(field: str, value: float) -> None:
+    differences = replace(SAME, **{field: value})
+    (complaint,) = checks.exact(record(differences=differences))
+    assert "differs by" in complaint
+    assert "float64" in complaint
+    assert math.isnan(differences.largest) == math.isnan(value), "max() passes over a NaN that is not its first value"
+
+
+def test_a_fall_of_memory_explains_its_halvings_and_one_more() -> None:
+    # from 32 to the 8 that fit into 1,800 bytes: two halvings, one size in between; two at the start, one for the return
+    assert checks.allowed_ooms(record([step(i, others=3200 if 2 <= i < 5 else 0) for i in range(8)])) == 2 + 3 + 1
+    assert checks.allowed_ooms(record([small(i, 32 // 2**i, others=400 * i) for i in range(4)])) == 2 + 2, "one long fall, not many"
+    assert checks.allowed_ooms(record([step(0), step(1, lowest=1800)])) == 2 + 3
+    assert checks.allowed_ooms(record([step(0), step(1, elements=64)])) == 4, "each shape class learns for itself"
+    assert checks.allowed_ooms(record(kind="cuda")) == 2 * 2 + 3
+
+
+def test_a_process_that_is_pushed_out_by_the_other_is_a_complaint() -> None:
+    two = [record(kind="shim"), record(kind="shim", process=1)]
+    assert checks.fair(two) == []
+    assert "below a third" in checks.fair([two[0], replace(two[1], steps=[small(i, 2) for i in range(8)])])[0]
+    assert "never ran beside" in checks.fair([two[0], replace(two[1], began=100.0)])[0]
+
+
+# ---------------------------------------------------------------------- verdicts
+
+
+def judged(scenario: str, run: Run, steps: int = 18, model: str = "mine.py:make") -> Run:
+    (found,) = judge([replace(run, scenario=scenario, model=model)], Order(scenario, "budget", model, 0, steps))
+    return found
+
+
+FLAT: dict[str, Any] = {"needs": replace(NEEDS, sizes=[1, 2], peaks=[1100, 1105], samples=2), "end": None}
+STEEP: dict[str, Any] = {"needs": replace(NEEDS, sizes=[1, 2], peaks=[1100, 2200], samples=2), "end": None}
+FEW_PIECES = "there is room for the batch, but it still runs in 8 pieces at the end"
+
+
+@pytest.mark.parametrize(
+    ("complaint", "needs", "unshown"),
+    [
+        ("memory never ran out, so nothing was shown", STEEP, "memory never ran out"),
+        (FEW_PIECES, FLAT, "takes only 0.5% more"),
+        (FEW_PIECES, STEEP, None),
+        (FEW_PIECES, {"needs": replace(NEEDS, samples=1, sizes=[1], peaks=[200]), "end": None}, "its batch is a single sample"),
+        (FEW_PIECES, {"needs": replace(NEEDS, samples=3, sizes=[2], peaks=[200]), "end": None}, "its batch of 3 cannot be cut into pieces of 2"),
+        ("unexpected error: TypeError: mine", FLAT, None),
+        ("unexpected error: OptimizerStepError: it does not fit", FLAT, None),
+    ],
+)
+def test_what_a_scenario_cannot_show_on_the_users_model_is_said_and_not_held_against_it(
+    complaint: str, needs: dict[str, Any], unshown: str | None
+) -> None:
+    found = judged("cliff", record(complaints=[complaint], **needs))
+    assert found.passed is (unshown is not None)
+    assert found.complaints == ([] if unshown else [complaint])
+    assert (unshown or "") in found.unshown
+    assert not found.shown
+
+
+def test_a_process_that_dies_is_a_failed_record_also_of_the_users_model() -> None:
+    order = Order("cliff", "shim", "mine.py:make", 0, 6)
+    (found,) = judge([failed(order, "the job was ended by SIGSEGV")], order)
+    assert (found.passed, found.complaints) == (False, ["the job was ended by SIGSEGV"])
+
+
+def test_a_batch_that_went_through_whole_is_no_proof_for_one_that_never_fitted() -> None:
+    # under the process limit a user's small model ran its whole batch at once, without a failure, and `too_big` said ok
+    found = judged("too_big", record([small(0), step(1)]))
+    assert "the whole batch went through at once in step 1, so nothing was shown" in (found.unshown, *found.complaints)
+    assert not found.shown
+
+
+def test_in_few_steps_a_growth_that_comes_too_late_is_not_held_against_the_training() -> None:
+    def late(count: int) -> list[Step]:
+        return [small(i, peak=4200) for i in range(count)]
+
+    found = judged("sensor_dies", record(late(8)), 8, "wide")
+    assert found.passed
+    assert found.unshown.startswith("8 steps are too few for it (18 are enough): ")
+    assert not judged("sensor_dies", record(late(8), differences=replace(SAME, loss=0.5)), 8, "wide").passed, "a gradient is right from the start"
+    assert not judged("sensor_dies", record(late(18)), 18, "wide").passed
