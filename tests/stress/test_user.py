@@ -281,7 +281,7 @@ def test_a_batch_of_one_sample_goes_through_or_ends_in_the_floor_error(write: Wr
     model = write(returning(batches=DATA.replace("16", "1")))
     assert run("--scenario", "steady", "--scenario", "cliff", "--scenario", "one_sample_too_big", model=model) == 0
     assert "on budget shows nothing: its batch is a single sample" in capsys.readouterr().out
-    assert main(["stress", "exhaustive", "--model", model, "--max-points", "40"]) == 0
+    assert main(["stress", "exhaustive", "--model", model, "--max-points", "40", "--call", "backward", "--dimension", "operations"]) == 0
     told = capsys.readouterr().out
     assert "MicroBatchFloorError" in told
     assert "0 wrong" in told
