@@ -13,11 +13,11 @@ from torch import Tensor
 
 from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.containers import tensors_in
-from elastic_mbs.batch.view import BatchView, map_tensors
+from elastic_mbs.batch.view import map_tensors
 
 from ..flat_options import grouped
-from ..models.steps import Case
-from ..reference.by_hand import by_loop
+from ..models.subject import Subject
+from ..reference.by_hand import by_loop, view_of
 from ..reference.state import State, WrongOutcomeError, error_of, same_state
 from ..streams import Streams
 from .target import Partition, Target, reference, whole_batch
@@ -34,9 +34,13 @@ class Call:
     """One way to use a runtime, on one case."""
 
     target: Target
-    case: Case
+    case: Subject
     mbs: ElasticMBS
     strikes: Strikes | None = None
+
+    @property
+    def batch(self) -> Any:
+        return self.case.batch(0)
 
     gradients = True  # whether it may leave gradients behind when it fails, and says so
 
@@ -78,12 +82,12 @@ class Call:
         """A function that puts everything back to where it is now."""
         leaves = self.case.leaves()
         start, objects = State.of(leaves, self.case.model), [leaf.grad for leaf in leaves]
-        batch = map_tensors(self.case.batch, lambda t: t.detach().clone())
+        batch = map_tensors(self.batch, lambda t: t.detach().clone())
 
         def put_back() -> None:
             start.put_back(leaves, self.case.model, objects)
             with torch.no_grad():
-                for tensor, value in zip(tensors_in(self.case.batch), tensors_in(batch), strict=True):
+                for tensor, value in zip(tensors_in(self.batch), tensors_in(batch), strict=True):
                     if not torch.equal(tensor, value):
                         tensor.copy_(value)
 
@@ -100,7 +104,7 @@ class Loop(Call):
     """The third door, the loop written out."""
 
     def perform(self) -> Any:
-        return by_loop(self.mbs, self._loss, self.case.batch)
+        return by_loop(self.mbs, self._loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
         covered = 0
@@ -134,10 +138,10 @@ class Backward(Loop):
         self._loss = self.noting(with_outputs)
 
     def perform(self) -> Any:
-        return self.mbs.backward(self._loss, self.case.batch)
+        return self.mbs.backward(self._loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        wanted = next(iter(tensors_in(self.case.batch)))
+        wanted = next(iter(tensors_in(self.batch)))
         if product.outputs is not None and not product.skipped and self.target.name != "edited_batch" and not torch.equal(product.outputs, wanted):
             raise WrongOutcomeError(f"outputs are not those of the batch with {product.partition}")
         return super().judge(product, start, end)
@@ -150,7 +154,7 @@ class Reading(Call):
 
     def prepare(self) -> None:
         super().prepare()
-        self._result = self.mbs.backward(self._loss, self.case.batch)
+        self._result = self.mbs.backward(self._loss, self.batch)
 
     def warm_up(self) -> None:
         """Each result is read for the first time."""
@@ -184,7 +188,7 @@ class Evaluation(Call):
     def perform(self) -> Any:
         self._runs.clear()
         n = whole_batch(self.target)[-1][1]
-        return self.mbs.eval(self._fn, {"samples": self.case.batch, "index": torch.arange(n), "first": list(range(n))})
+        return self.mbs.eval(self._fn, {"samples": self.batch, "index": torch.arange(n), "first": list(range(n))})
 
     def judge(self, product: Any, start: State, end: State) -> float:
         if product["index"].tolist() != list(range(whole_batch(self.target)[-1][1])):
@@ -210,7 +214,7 @@ class Evaluation(Call):
 def evaluated(target: Target, pieces: Partition) -> tuple[dict[str, Tensor], State]:
     """The losses of these pieces without a graph, by name, and the state after them."""
     case = target.plain()
-    view = BatchView(case.batch, case.options.get("dims"))
+    view = view_of(case, case.batch(0))
     losses: dict[str, list[Tensor]] = {}
     with torch.no_grad():
         for start, stop in pieces:
@@ -226,7 +230,7 @@ class Verification(Call):
     gradients = False
 
     def perform(self) -> Any:
-        return self.mbs.verify(self._loss, self.case.batch)
+        return self.mbs.verify(self._loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
         wanted = verified(self.target)
@@ -241,7 +245,7 @@ class Verification(Call):
 def verified(target: Target) -> str:
     case = target.build()
     with ElasticMBS(case.model, **grouped(case.options)) as mbs:
-        return str(mbs.verify(case.loss_fn, case.batch))
+        return str(mbs.verify(case.loss_fn, case.batch(0)))
 
 
 class OptimizerStep(Call):

@@ -136,9 +136,9 @@ def main(options: argparse.Namespace) -> int:
     check_writable(options.json, "--json")
     torch.set_num_threads(1)
     if options.model is None:
-        from ..models.steps import CASES
+        from ..models.steps import STEPS
 
-        targets = [builtin(name) for name in options.cases or CASES]
+        targets = [builtin(name) for name in options.cases or STEPS]
     else:
         target = of_subject(options.model, samples=options.samples or SAMPLES, seed=options.seed or 0)
         targets = [target]

@@ -14,7 +14,7 @@ from elastic_mbs import ElasticMBS, ElasticMBSError, OutOfMemory, RecoveryError
 from elastic_mbs.memory import NoSensor
 
 from ..flat_options import grouped
-from ..models.steps import Case
+from ..models.subject import Subject
 from ..reference.state import State, WrongOutcomeError, error_of
 from .calls import CALLS, Call
 from .strike import INJECTED, Lines, Operations
@@ -41,7 +41,7 @@ class Outcome:
         return f"{self.name}, faults {self.hits}, replays {self.modes}: {what}"
 
 
-def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", warm: bool, case: Case | None = None) -> Outcome:
+def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", warm: bool, case: Subject | None = None) -> Outcome:
     """Runs one call of a case under injection and judges its outcome.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from elastic_mbs import ElasticMBSError
 
-from ..models.steps import Case
+from ..models.subject import Subject
 from ..reference.state import State
 from .calls import CALLS
 from .run import Outcome, run
@@ -94,14 +94,14 @@ class Sweep:
             for line in self._some(known[way, part, distances is None][:: self.stride]):
                 yield run(self.target, Lines(Operations(first, distances), line, exception), call=name, warm=warm)
 
-    def _run(self, strikes: Operations, name: str, warm: bool, case: tuple[Case, State] | None) -> Outcome:
+    def _run(self, strikes: Operations, name: str, warm: bool, case: tuple[Subject, State] | None) -> Outcome:
         if case is not None:
             for leaf in case[0].leaves():
                 leaf.grad = None
             case[1].streams.restore()
         return run(self.target, strikes, call=name, warm=warm, case=None if case is None else case[0])
 
-    def _case_to_keep(self) -> tuple[Case, State] | None:
+    def _case_to_keep(self) -> tuple[Subject, State] | None:
         """A compiled case is not built for every point."""
         case = self.target.build()
         return None if case.backend is None else (case, State.of(case.leaves(), case.model))

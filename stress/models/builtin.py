@@ -29,9 +29,40 @@ def _adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def _stream(step: int) -> torch.Generator:
+def _momentum(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _subject(
+    name: str,
+    model: nn.Module,
+    draw: Callable[[torch.Generator, int], Any],
+    loss: Callable[[nn.Module, Any], Any],
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _adamw,
+    count: Any = None,
+) -> Subject:
     """Batches come from their number, not from the order in which they are asked for: a resumed run sees the same ones."""
-    return torch.Generator().manual_seed(1_000_003 * (step + 1))
+    model.double()
+
+    def batch(step: int) -> Any:
+        return draw(torch.Generator().manual_seed(1_000_003 * (step + 1)), step)
+
+    return Subject(model, lambda piece: loss(model, piece), batch, optimizer, {} if count is None else {"count": count}, name)
+
+
+def _labelled(classes: int, *shape: int, rows: int = 0) -> Callable[[torch.Generator, int], tuple[Tensor, Tensor]]:
+    """Draws pairs of inputs of a shape and labels, one for a sample or one for each of its rows."""
+
+    def draw(stream: torch.Generator, step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(SAMPLES, *shape, generator=stream, dtype=torch.float64)
+        return x, torch.randint(0, classes, (SAMPLES, rows) if rows else (SAMPLES,), generator=stream)
+
+    return draw
+
+
+def _cross_entropy(model: nn.Module, piece: tuple[Tensor, Tensor]) -> Tensor:
+    scores, labels = model(piece[0]), piece[1]
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten()) if labels.dim() > 1 else F.cross_entropy(scores, labels)
 
 
 class Wide(nn.Module):
@@ -54,48 +85,22 @@ class Wide(nn.Module):
 
 def wide(*, big: bool = False) -> Subject:
     """Two small layers and large activations between them: the quick case."""
-    rows = 256 if big else 1
-    model = Wide(8192).double()
-
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        stream = _stream(step)
-        return torch.randn(SAMPLES, rows, 8, generator=stream, dtype=torch.float64), torch.randint(0, 4, (SAMPLES,), generator=stream)
-
-    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(piece[0]), piece[1])
-
-    return Subject(model, loss_fn, batch, name="wide")
+    return _subject("wide", Wide(8192), _labelled(4, 256 if big else 1, 8), _cross_entropy, _momentum)
 
 
 def adam(*, big: bool = False) -> Subject:
     """The opposite: more weights than activations, under AdamW, whose state is twice the weights and whose step takes as much again."""
     width = 2048 if big else 192
     layers = [layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())]
-    model = nn.Sequential(*layers, nn.Linear(width, 8)).double()
-
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        stream = _stream(step)
-        return torch.randn(SAMPLES, width, generator=stream, dtype=torch.float64), torch.randint(0, 8, (SAMPLES,), generator=stream)
-
-    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(piece[0]), piece[1])
-
-    return Subject(model, loss_fn, batch, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True), name="adam")
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
+    return _subject("adam", nn.Sequential(*layers, nn.Linear(width, 8)), _labelled(8, width), _cross_entropy, optimizer)
 
 
 def mlp(*, big: bool = False) -> Subject:
     """Linear layers on long rows: the plain case."""
     rows, width = (1024, 2048) if big else (32, 512)
-    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)).double()
-
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        stream = _stream(step)
-        return torch.randn(SAMPLES, rows, 64, generator=stream, dtype=torch.float64), torch.randint(0, 10, (SAMPLES, rows), generator=stream)
-
-    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(piece[0]).flatten(0, 1), piece[1].flatten())
-
-    return Subject(model, loss_fn, batch, _adamw, name="mlp")
+    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
+    return _subject("mlp", model, _labelled(10, rows, 64, rows=rows), _cross_entropy)
 
 
 def cnn(*, big: bool = False) -> Subject:
@@ -108,16 +113,8 @@ def cnn(*, big: bool = False) -> Subject:
     for width in (3, channels, channels):
         layers += [nn.Conv2d(width, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
         layers += [nn.Dropout(0.1)] if width == 3 else []
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(channels, 10)).double()
-
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        stream = _stream(step)
-        return torch.randn(SAMPLES, 3, side, side, generator=stream, dtype=torch.float64), torch.randint(0, 10, (SAMPLES,), generator=stream)
-
-    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(piece[0]), piece[1])
-
-    return Subject(model, loss_fn, batch, name="cnn")
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(channels, 10))
+    return _subject("cnn", model, _labelled(10, 3, side, side), _cross_entropy, _momentum)
 
 
 class Heads(nn.Module):
@@ -142,57 +139,49 @@ class Heads(nn.Module):
 def heads(*, big: bool = False) -> Subject:
     """Two losses with counts of their own, over two branches: words are counted in one and samples in the other."""
     rows, width = (512, 1024) if big else (16, 128)
-    model = Heads(width).double()
 
-    def batch(step: int) -> dict[str, Tensor]:
-        stream = _stream(step)
+    def draw(stream: torch.Generator, step: int) -> dict[str, Tensor]:
         labels = torch.randint(0, 10, (SAMPLES, rows), generator=stream)
         labels[torch.arange(rows) >= torch.randint(1, rows + 1, (SAMPLES, 1), generator=stream)] = _IGNORED
         x = torch.randn(SAMPLES, rows, 16, generator=stream, dtype=torch.float64)
         return {"x": x, "labels": labels, "figures": torch.randn(SAMPLES, generator=stream, dtype=torch.float64)}
 
-    def loss_fn(piece: dict[str, Tensor]) -> dict[str, Tensor]:
+    def loss(model: nn.Module, piece: dict[str, Tensor]) -> dict[str, Tensor]:
         words, figures = model(piece["x"])
-        return {
-            "words": F.cross_entropy(words.flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED),
-            "figures": F.mse_loss(figures, piece["figures"]),
-        }
+        said = F.cross_entropy(words.flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED)
+        return {"words": said, "figures": F.mse_loss(figures, piece["figures"])}
 
-    return Subject(model, loss_fn, batch, _adamw, {"count": {"words": count_tokens("labels"), "figures": None}}, "heads")
+    return _subject("heads", Heads(width), draw, loss, count={"words": count_tokens("labels"), "figures": None})
 
 
-def _language(name: str, length: Callable[[int], int], *, big: bool) -> Subject:
+def gpt(*, big: bool = False, name: str = "gpt", length: Callable[[int], int] | None = None) -> Subject:
+    """The demo's GPT, made small, counted in tokens."""
     width, heads, longer = (512, 4, 4) if big else (32, 2, 1)
-    model = GPT(GPTConfig(vocabulary=64, context=256 * longer, width=width, heads=heads, layers=2)).double()
 
-    def batch(step: int) -> dict[str, Tensor]:
-        stream, tokens = _stream(step), longer * length(step)
+    def draw(stream: torch.Generator, step: int) -> dict[str, Tensor]:
+        tokens = longer * (length(step) if length is not None else 128 if big else 64)
         rows = torch.randint(0, 64, (SAMPLES, tokens), generator=stream)
         labels = rows.roll(-1, 1)
         ends = torch.randint(1, tokens, (SAMPLES, 1), generator=stream)  # samples of different length, padded
         labels[torch.arange(tokens) >= ends] = _IGNORED
         return {"tokens": rows, "labels": labels}
 
-    def loss_fn(piece: dict[str, Tensor]) -> Tensor:
+    def loss(model: nn.Module, piece: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(piece["tokens"]).flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED)
 
-    return Subject(model, loss_fn, batch, _adamw, {"count": count_tokens("labels")}, name)
-
-
-def gpt(*, big: bool = False) -> Subject:
-    """The demo's GPT, made small, counted in tokens."""
-    return _language("gpt", lambda _: 64 if not big else 128, big=big)
+    model = GPT(GPTConfig(vocabulary=64, context=256 * longer, width=width, heads=heads, layers=2))
+    return _subject(name, model, draw, loss, count=count_tokens("labels"))
 
 
 def gpt_bursts(*, big: bool = False) -> Subject:
     """The same, with bursts of inputs four times as long."""
-    return _language("gpt_bursts", lambda step: 256 if step % 10 in (6, 7) else 64, big=big)
+    return gpt(big=big, name="gpt_bursts", length=lambda step: 256 if step % 10 in (6, 7) else 64)
 
 
-_ALL: tuple[Callable[..., Any], ...] = (wide, mlp, cnn, heads, gpt, gpt_bursts, adam)
+_ALL: tuple[Callable[..., Subject], ...] = (wide, mlp, cnn, heads, gpt, gpt_bursts, adam)
 
-BUILTIN: dict[str, Callable[[], Any]] = {make.__name__: make for make in _ALL}
+BUILTIN: dict[str, Callable[[], Subject]] = {make.__name__: make for make in _ALL}
 """Models by name."""
 
-ON_GPU: dict[str, Callable[[], Any]] = {make.__name__: partial(make, big=True) for make in _ALL}
+ON_GPU: dict[str, Callable[[], Subject]] = {make.__name__: partial(make, big=True) for make in _ALL}
 """The same in the size of a GPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,36 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from .networks import Recompute
-
 VOCABULARY = 11
 CLASSES = 3
 
 
+class Recompute(torch.autograd.Function):
+    """Recomputes its module in backward and calls backward by itself, as offloaded checkpointing and reversible blocks do."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
+        """Runs the module without a graph."""
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            out: Tensor = module(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        """Runs it again, and its backward."""
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.module(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
 class _Norm(nn.Module):
+    """A norm over the features of each position."""
+
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
@@ -28,14 +52,12 @@ class _Norm(nn.Module):
         return out
 
 
-class _Convolution(nn.Module):
+class _Convolution(nn.Conv1d):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        super().__init__(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = F.relu(self.conv(x.transpose(1, 2))).transpose(1, 2)
-        return out
+        return F.relu(super().forward(x.transpose(1, 2))).transpose(1, 2)
 
 
 class _Attention(nn.Module):
@@ -49,13 +71,11 @@ class _Attention(nn.Module):
         return out
 
 
-class _Recurrent(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
+class _First(nn.Sequential):
+    """What a recurrent layer gives beside its state."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)[0]
+        out: Tensor = self[0](x)[0]
         return out
 
 
@@ -125,37 +145,25 @@ class _Running(nn.Module):
         return (x - self.mean) * self.scale
 
 
-class _HostMask(nn.Module):
+class _HostMask(nn.Linear):
     """Draws from Python's stream."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
+        out = super().forward(x)
         return out * (random.random() + 0.5) if self.training else out
 
 
-class _Contrast(nn.Module):
+class _Contrast(nn.Linear):
     """Samples compared with each other in a way that no graph shows."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
+        out = super().forward(x)
         return out - 0.5 * out.mean(0, keepdim=True) if self.training else out
 
 
-class _Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
+class _Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.inner(x)
+        out: Tensor = x + super().forward(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return out
 
 
@@ -172,51 +180,42 @@ class _Shift(nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """A kind of layer.
+    """A kind of layer."""
 
-    Attributes:
-        make: from the width.
-        separable: what a sample gives does not depend on the others in its piece, nor on chance.
-        half: runs in bfloat16.
-        hidden_mixing: samples depend on each other in a way that torch does not show, which asks for replay="isolate".
-    """
-
-    make: Callable[[int], nn.Module]
-    separable: bool = True
-    half: bool = False
-    hidden_mixing: bool = False
-
-
-def _frozen(width: int) -> nn.Module:
-    return nn.Linear(width, width).requires_grad_(False)
+    make: Callable[[int], nn.Module]  # from the width
+    separable: bool = True  # what a sample gives does not depend on the others in its piece, nor on chance
+    half: bool = False  # runs in bfloat16
+    hidden_mixing: bool = False  # samples depend on each other in a way that torch does not show, which asks for replay="isolate"
+    shared: bool = False  # all of one network are one and the same
 
 
 LAYERS: dict[str, Layer] = {
     "linear": Layer(lambda d: nn.Sequential(nn.Linear(d, d), nn.Tanh()), half=True),
     "wide": Layer(lambda d: nn.Sequential(nn.Linear(d, 8 * d), nn.GELU(), nn.Linear(8 * d, d, bias=False)), half=True),
-    "residual": Layer(lambda d: _Residual(nn.Sequential(nn.LayerNorm(d), nn.Linear(d, d))), half=True),
+    "residual": Layer(lambda d: _Residual(nn.LayerNorm(d), nn.Linear(d, d)), half=True),
     "layernorm": Layer(nn.LayerNorm, half=True),
     "groupnorm": Layer(lambda d: _Norm(nn.GroupNorm(1, d))),
     "batchnorm": Layer(lambda d: _Norm(nn.BatchNorm1d(d)), separable=False),
     "dropout": Layer(lambda _: nn.Dropout(0.3), separable=False, half=True),
     "conv": Layer(_Convolution),
     "attention": Layer(_Attention, half=True),
-    "gru": Layer(lambda d: _Recurrent(nn.GRU(d, d, batch_first=True))),
-    "lstm": Layer(lambda d: _Recurrent(nn.LSTM(d, d, batch_first=True))),
+    "gru": Layer(lambda d: _First(nn.GRU(d, d, batch_first=True))),
+    "lstm": Layer(lambda d: _First(nn.LSTM(d, d, batch_first=True))),
     "experts": Layer(_Experts),
-    "tied": Layer(lambda _: nn.Identity(), half=True),
-    "frozen": Layer(_frozen),
+    "tied": Layer(lambda d: nn.Linear(d, d), half=True, shared=True),
+    "frozen": Layer(lambda d: nn.Linear(d, d).requires_grad_(False)),
     "shift": Layer(_Shift, half=True),
     "checkpoint": Layer(lambda d: _Block(d, reentrant=False, dropout=0.0)),
     "checkpoint dropout": Layer(lambda d: _Block(d, reentrant=False, dropout=0.3), separable=False),
     "checkpoint reentrant": Layer(lambda d: _Block(d, reentrant=True, dropout=0.0)),
+    "checkpoint tied": Layer(lambda d: _Block(d, reentrant=True, dropout=0.0), shared=True),
     "hidden": Layer(_Hidden),
     "spectral": Layer(lambda d: parametrizations.spectral_norm(nn.Linear(d, d)), separable=False),
     "running": Layer(_Running, separable=False),
-    "host mask": Layer(_HostMask, separable=False),
-    "contrast": Layer(_Contrast, separable=False, hidden_mixing=True),
+    "host mask": Layer(lambda d: _HostMask(d, d), separable=False),
+    "contrast": Layer(lambda d: _Contrast(d, d), separable=False, hidden_mixing=True),
 }
-"""Kinds of layers by name. All "tied" ones of a network are one and the same."""
+"""Kinds of layers by name."""
 
 
 class Network(nn.Module):
@@ -227,20 +226,23 @@ class Network(nn.Module):
         width: of them.
         features: of a position; 0 where the input is indices.
         sparse: whether the embedding's gradient is sparse.
+        tie: whether the head has the embedding's weight.
         branches: further heads beside the layers. All of their backwards are ready when the head's is, so that an error leaves some leaves with the
             piece's gradient and others without.
     """
 
-    def __init__(self, layers: tuple[str, ...], width: int, *, features: int, sparse: bool = False, branches: int = 0) -> None:
+    def __init__(self, layers: tuple[str, ...], width: int, *, features: int, sparse: bool = False, tie: bool = False, branches: int = 0) -> None:
         super().__init__()
         self.stem = nn.Linear(features, width) if features else nn.Embedding(VOCABULARY, width, sparse=sparse)
-        shared = nn.Linear(width, width) if "tied" in layers else None
-        self.layers = nn.ModuleList(shared if shared is not None and name == "tied" else LAYERS[name].make(width) for name in layers)
-        self.head = nn.Linear(width, CLASSES)
+        shared = {name: LAYERS[name].make(width) for name in dict.fromkeys(layers) if LAYERS[name].shared}
+        self.layers = nn.ModuleList(shared.get(name) or LAYERS[name].make(width) for name in layers)
+        self.head = nn.Linear(width, VOCABULARY if tie else CLASSES, bias=not tie)
+        if tie:
+            self.head.weight = self.stem.weight
         self.branches = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES)) for _ in range(branches))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of shape (samples, positions, CLASSES)."""
+        """Scores of shape (samples, positions, classes)."""
         x = shared = self.stem(x)
         for layer in self.layers:
             x = layer(x)

@@ -6,281 +6,190 @@ import random
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 
 from elastic_mbs import count_tokens
 
 from .interpreted import InterpretedBackend
-from .networks import GPT, EncoderDecoder, Experts, Hidden, HostMasks, Recurrent, Residual, SparseBag
+from .layers import CLASSES, VOCABULARY, Network
+from .subject import Subject
 
-LossFn = Callable[[Any], Any]
+SAMPLES, LENGTH, FEATURES, WIDTH = 8, 3, 4, 6
+LABELLED = (3, 1, 0, 2, 2, 3, 3, 1)
+"""Labels of each sample that count; one has none."""
 
-
-@dataclass
-class Case:
-    """One training step.
-
-    Attributes:
-        model: its module.
-        loss_fn: the loss of a piece.
-        batch: the whole batch.
-        separable: the batch's gradient does not depend on how it is split.
-        guests: leaves outside the model.
-        options: for ElasticMBS.
-        tolerance: largest difference from the reference, relative to its largest entry.
-        backend: where operations are counted when they run inside a compiled graph.
-    """
-
-    model: nn.Module
-    loss_fn: LossFn
-    batch: Any
-    separable: bool = True
-    guests: list[Tensor] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
-    tolerance: float = 1e-12
-    backend: InterpretedBackend | None = None
-
-    def leaves(self) -> list[Tensor]:
-        """Every trainable leaf."""
-        return [*self.model.parameters(), *self.guests]
+Batch = dict[str, Tensor]
 
 
-BATCH = 8
+def scored(model: nn.Module) -> Callable[[Batch], Tensor]:
+    """The loss of a piece, over the labels that count."""
+    return lambda batch: F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
 
 
-def _data(width: int = 6, classes: int = 4) -> tuple[Tensor, Tensor]:
-    return torch.randn(BATCH, width), torch.randint(0, classes, (BATCH,))
+def step(*layers: str, tokens: bool = False, ignored: bool = False, separable: bool = True, sparse: bool = False, tie: bool = False) -> Subject:
+    """A network of these layers, on features or on tokens, some of whose labels are ignored where it is counted in them."""
+    model = Network(layers, WIDTH, features=0 if tokens else FEATURES, sparse=sparse, tie=tie)
+    x = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH)) if tokens else torch.randn(SAMPLES, LENGTH, FEATURES)
+    labels = torch.randint(0, CLASSES, (SAMPLES, LENGTH))
+    if ignored:
+        for row, kept in enumerate(LABELLED):
+            labels[row, kept:] = -100
+    options = {"count": count_tokens("labels")} if ignored else {}
+    return Subject(model, scored(model), [{"x": x, "labels": labels}], options=options, separable=separable)
 
 
-def _classify(model: nn.Module) -> LossFn:
-    return lambda batch: functional.cross_entropy(model(batch[0]), batch[1])
+class _Pair(nn.Module):
+    """Two inputs, one of which looks at the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.net = nn.Transformer(WIDTH, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = self.head(self.net(self.embed(source), self.embed(target)))
+        return out
 
 
-def mlp() -> Case:
-    """Linear layers: the plain case."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    return Case(model, _classify(model), _data())
-
-
-def conv_batchnorm() -> Case:
-    """A residual conv net with BatchNorm: gradients and buffers depend on the partition."""
-    model = Residual()
-    return Case(model, _classify(model), (torch.randn(BATCH, 2, 4, 4), torch.randint(0, 3, (BATCH,))), separable=False)
-
-
-def _tokens(ignore: bool = True) -> dict[str, Tensor]:
-    tokens = torch.randint(0, 12, (BATCH, 5))
-    labels = tokens.roll(-1, 1)
-    if ignore:
-        for row, keep in enumerate((5, 1, 0, 3, 2, 5, 4, 1)):  # a sample without labels among them
-            labels[row, keep:] = -100
-    return {"input_ids": tokens, "labels": labels}
-
-
-def _language(model: nn.Module) -> LossFn:
-    return lambda batch: functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-
-
-def gpt_tied() -> Case:
-    """A transformer with tied embeddings, weighted by tokens."""
-    model = GPT()
-    return Case(model, _language(model), _tokens(), options={"count": count_tokens("labels")})
-
-
-def gpt_dropout() -> Case:
-    """Dropout: masks are part of the result."""
-    model = GPT(dropout=0.3)
-    return Case(model, _language(model), _tokens(), separable=False, options={"count": count_tokens("labels")})
-
-
-def encoder_decoder() -> Case:
+def encoder_decoder() -> Subject:
     """An encoder–decoder whose batch is nested."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = EncoderDecoder()
-    batch = {"pair": (torch.randint(0, 12, (BATCH, 4)), torch.randint(0, 12, (BATCH, 3))), "y": torch.randint(0, 12, (BATCH, 3))}
-    return Case(model, lambda b: functional.cross_entropy(model(*b["pair"]).flatten(0, 1), b["y"].flatten()), batch)
+        model = _Pair()
+    source, target, labels = (torch.randint(0, VOCABULARY, (SAMPLES, length)) for length in (4, 3, 3))
+    return Subject(model, lambda b: F.cross_entropy(model(*b["pair"]).flatten(0, 1), b["y"].flatten()), [{"pair": (source, target), "y": labels}])
 
 
-def gru() -> Case:
-    """A GRU."""
-    model = Recurrent(nn.GRU)
-    return Case(model, _classify(model), (torch.randn(BATCH, 3, 4), torch.randint(0, 4, (BATCH,))))
-
-
-def lstm() -> Case:
-    """An LSTM."""
-    model = Recurrent(nn.LSTM)
-    return Case(model, _classify(model), (torch.randn(BATCH, 3, 4), torch.randint(0, 4, (BATCH,))))
-
-
-def routed_experts() -> Case:
-    """Routing: which parameters a piece uses depends on its samples, and one is never used."""
-    model = Experts()
-    return Case(model, _classify(model), _data())
-
-
-def checkpoint_nonreentrant() -> Case:
-    """Activation checkpointing, the recommended kind, with dropout inside."""
-    model = GPT(dropout=0.3, reentrant=False)
-    return Case(model, _language(model), _tokens(ignore=False), separable=False)
-
-
-def checkpoint_reentrant() -> Case:
-    """Reentrant checkpointing: a shared parameter commits several times in one backward."""
-    model = GPT(reentrant=True)
-    return Case(model, _language(model), _tokens(ignore=False))
-
-
-def hidden_backward() -> Case:
-    """A custom function that recomputes and calls backward itself: its leaves are not in the graph."""
-    model = Hidden()
-    return Case(model, _classify(model), _data())
-
-
-def sparse_embedding() -> Case:
-    """Sparse embedding gradients."""
-    model = SparseBag()
-    return Case(model, _classify(model), (torch.randint(0, 12, (BATCH, 5)), torch.randint(0, 4, (BATCH,))))
-
-
-def two_losses() -> Case:
+def two_losses() -> Subject:
     """Two losses with two counts: one per token, one per sample."""
-    model = GPT()
-    language = _language(model)
+    case = step("attention", tokens=True, ignored=True)
 
-    def loss_fn(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"tokens": language(batch), "norm": model(batch["input_ids"]).pow(2).mean()}
+    def loss_fn(batch: Batch) -> dict[str, Tensor]:
+        return {"tokens": scored(case.model)(batch), "norm": case.model(batch["x"]).pow(2).mean()}
 
-    return Case(model, loss_fn, _tokens(), options={"count": {"tokens": count_tokens("labels"), "norm": None}})
+    return replace(case, loss_fn=loss_fn, options={"count": {"tokens": count_tokens("labels"), "norm": None}})
 
 
-def guests() -> Case:
+def guests() -> Subject:
     """Leaves outside the model: a learned loss weight, a soft prompt, and a batch that requires grad."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    weight, prompt = torch.zeros((), requires_grad=True), torch.randn(6).requires_grad_()
-    x, y = _data()
-    x.requires_grad_()
-    return Case(model, lambda b: functional.cross_entropy(model(b[0] + prompt), b[1]) * weight.exp(), (x, y), guests=[weight, prompt, x])
+    case = step("linear")
+    weight, prompt = torch.zeros((), requires_grad=True), torch.randn(FEATURES).requires_grad_()
+    x = case.batch(0)["x"].requires_grad_()
+
+    def loss_fn(batch: Batch) -> Tensor:
+        return scored(case.model)({**batch, "x": batch["x"] + prompt}) * weight.exp()
+
+    return replace(case, loss_fn=loss_fn, extra=(weight, prompt, x))
 
 
-def flat_gradients() -> Case:
+def flat_gradients() -> Subject:
     """Gradients that are views of one flat buffer, as bucketing does; they are there at the start."""
-    case = mlp()
-    total = sum(p.numel() for p in case.model.parameters())
-    flat, offset = torch.zeros(total), 0
-    for parameter in case.model.parameters():
-        parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
-        offset += parameter.numel()
+    case = step("linear")
+    flat, offset = torch.zeros(sum(leaf.numel() for leaf in case.leaves())), 0
+    for leaf in case.leaves():
+        leaf.grad = flat[offset : offset + leaf.numel()].view_as(leaf)
+        offset += leaf.numel()
     return case
 
 
-def gradients_at_start() -> Case:
+def begun(case: Subject) -> Subject:
     """`.grad` from an earlier backward is kept and added to."""
-    case = mlp()
-    for parameter in case.model.parameters():
-        parameter.grad = torch.randn_like(parameter)
+    for leaf in case.leaves():
+        leaf.grad = torch.randn_like(leaf)
     return case
 
 
-def gradients_at_start_dropout() -> Case:
-    """`.grad` at the start and masks: neither the piece nor the batch could be replayed without setting gradients aside."""
-    case = gpt_dropout()
-    for parameter in case.model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    return case
+class _HostMasks(nn.Linear):
+    """Masks from Python's and numpy's streams."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        import numpy as np
+
+        mask = torch.from_numpy(np.random.rand(*x.shape))  # the legacy stream is what such models use
+        return super().forward(x) * mask * (random.random() + 0.5)
 
 
-def host_masks() -> Case:
+def host_masks() -> Subject:
     """Masks drawn with `random` and numpy."""
-    import numpy as np
-
-    np.random.seed(0)  # it may have been imported just now
-    model = HostMasks()
-    return Case(model, _classify(model), _data(), separable=False)
+    case = step("linear", separable=False)
+    case.model.layers.append(_HostMasks(WIDTH, WIDTH))  # type: ignore[operator, union-attr]  # it is a ModuleList
+    return case
 
 
-def spectral_norm() -> Case:
-    """Spectral norm: buffers change at every forward."""
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 4))
-    return Case(model, _classify(model), _data(), separable=False)
-
-
-def edited_batch() -> Case:
+def edited_batch() -> Subject:
     """A loss function that edits its batch in place."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    case = step("linear")
 
-    def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
-        batch[0].mul_(0.5)
-        return functional.cross_entropy(model(batch[0]), batch[1])
+    def loss_fn(batch: Batch) -> Tensor:
+        batch["x"].mul_(0.5)
+        return scored(case.model)(batch)
 
-    return Case(model, loss_fn, _data())
+    return replace(case, loss_fn=loss_fn)
 
 
-def scaled() -> Case:
+def of_type(dtype: torch.dtype, **options: Any) -> Subject:
+    """Parameters and features of another type."""
+    case = step("linear")
+    case.model.to(dtype)
+    batch = case.batch(0)
+    return replace(case, batches=[{**batch, "x": batch["x"].to(dtype)}], options=options)
+
+
+def scaled() -> Subject:
     """GradScaler and autocast; in bfloat16 two partitions differ by its rounding."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).float()
+    case = of_type(torch.float32, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
 
-    def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss_fn(batch: Batch) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return functional.cross_entropy(model(batch[0]), batch[1])
+            return scored(case.model)(batch)
 
-    x, y = _data()
-    return Case(model, loss_fn, (x.float(), y), options={"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}, tolerance=3e-2)
-
-
-def half_in_float32() -> Case:
-    """bfloat16 parameters whose gradients are summed in float32."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).bfloat16()
-    x, y = _data()
-    return Case(model, _classify(model), (x.bfloat16(), y), separable=False, options={"accumulate_dtype": torch.float32})
+    return replace(case, loss_fn=loss_fn, tolerance=3e-2)
 
 
-def compiled() -> Case:
+def compiled() -> Subject:
     """torch.compile with aot_eager's graphs: no parameter commits before the compiled backward ends."""
-    case, backend = mlp(), InterpretedBackend()
+    case, backend = step("linear"), InterpretedBackend()
     torch._dynamo.reset()  # the graphs of cases built before count against the limit on recompilations
     model = torch.compile(case.model, backend=backend, dynamic=True)
-    return Case(case.model, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]), case.batch, backend=backend)
+    return replace(case, loss_fn=scored(model), backend=backend)  # type: ignore[arg-type]  # it is a module, too
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    build.__name__: build
-    for build in (
-        mlp,
-        conv_batchnorm,
-        gpt_tied,
-        gpt_dropout,
-        encoder_decoder,
-        gru,
-        lstm,
-        routed_experts,
-        checkpoint_nonreentrant,
-        checkpoint_reentrant,
-        hidden_backward,
-        sparse_embedding,
-        two_losses,
-        guests,
-        flat_gradients,
-        gradients_at_start,
-        gradients_at_start_dropout,
-        host_masks,
-        spectral_norm,
-        edited_batch,
-        scaled,
-        half_in_float32,
-        compiled,
-    )
+STEPS: dict[str, Callable[[], Subject]] = {
+    "mlp": lambda: step("linear"),
+    "conv_batchnorm": lambda: step(
+        "conv", "batchnorm", "residual", "conv", "batchnorm", separable=False
+    ),  # gradients and buffers depend on the split
+    "gpt_tied": lambda: step("attention", "residual", tokens=True, ignored=True, tie=True),
+    "gpt_dropout": lambda: step("attention", "dropout", tokens=True, ignored=True, tie=True, separable=False),  # masks are part of the result
+    "encoder_decoder": encoder_decoder,
+    "gru": lambda: step("gru"),
+    "lstm": lambda: step("lstm"),
+    "routed_experts": lambda: step("experts"),  # which parameters a piece uses depends on its samples, and one is never used
+    "checkpoint_nonreentrant": lambda: step("attention", "checkpoint dropout", tokens=True, tie=True, separable=False),
+    "checkpoint_reentrant": lambda: step("checkpoint tied", "checkpoint tied", tokens=True, tie=True),  # one parameter commits several times
+    "hidden_backward": lambda: step("hidden"),  # leaves that are not in the graph
+    "sparse_embedding": lambda: step("linear", tokens=True, sparse=True),
+    "two_losses": two_losses,
+    "guests": guests,
+    "flat_gradients": flat_gradients,
+    "gradients_at_start": lambda: begun(step("linear")),
+    "gradients_at_start_dropout": lambda: begun(step("attention", "dropout", tokens=True, ignored=True, tie=True, separable=False)),
+    "host_masks": host_masks,
+    "spectral_norm": lambda: step("spectral", separable=False),  # buffers change at every forward
+    "edited_batch": edited_batch,
+    "scaled": scaled,
+    "half_in_float32": lambda: replace(of_type(torch.bfloat16, accumulate_dtype=torch.float32), separable=False),
+    "compiled": compiled,
 }
 
 
-def build(name: str, seed: int = 0) -> Case:
-    """The case, built in float64 from its seed; every random stream then stands at the same place."""
+def build(name: str, seed: int = 0) -> Subject:
+    """The step, built in float64 from its seed; every random stream then stands at the same place."""
     torch.manual_seed(seed)
     random.seed(seed)
     with suppress(ImportError):
@@ -290,6 +199,6 @@ def build(name: str, seed: int = 0) -> Case:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return CASES[name]()
+        return replace(STEPS[name](), name=name)
     finally:
         torch.set_default_dtype(default)

@@ -13,26 +13,27 @@ from torch import Tensor, nn
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory.oom import classify
 
+from .interpreted import InterpretedBackend
+
 
 @dataclass(frozen=True)
 class Subject:
-    """A training run to be.
-
-    Attributes:
-        model: its module.
-        loss_fn: the loss of a piece, as ElasticMBS takes it.
-        batches: batches by number: a sequence, taken again from its start after its last, or a function of the step's number.
-        optimizer: makes the optimizer from the parameters.
-        options: for `ElasticMBS`, such as `count=`.
-        name: what it is called in tables.
-    """
+    """A training run to be."""
 
     model: nn.Module
-    loss_fn: Callable[[Any], Any]
-    batches: Sequence[Any] | Callable[[int], Any]
+    loss_fn: Callable[[Any], Any]  # of a piece, as ElasticMBS takes it
+    batches: Sequence[Any] | Callable[[int], Any]  # a sequence, taken again from its start after its last, or a function of the step's number
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    options: dict[str, Any] = field(default_factory=dict)
-    name: str = "model"
+    options: dict[str, Any] = field(default_factory=dict)  # for `ElasticMBS`, such as `count=`
+    name: str = "model"  # in tables
+    extra: tuple[Tensor, ...] = ()  # leaves outside the model
+    separable: bool = True  # the batch's gradient does not depend on how it is split
+    tolerance: float = 1e-12  # largest difference from the reference, relative to its largest entry
+    backend: InterpretedBackend | None = None  # where operations are counted when they run inside a compiled graph
+
+    def leaves(self) -> list[Tensor]:
+        """Every trainable leaf."""
+        return [*self.model.parameters(), *self.extra]
 
     def batch(self, step: int) -> Any:
         """The batch of a step, from 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,11 +11,10 @@ from torch import Tensor
 
 from elastic_mbs.batch.view import BatchView
 
+from ..reference.by_hand import Partition, add_up
 from ..reference.state import WrongOutcomeError
 from .batches import counts_by_hand, dims_of
 from .setup import Setup
-
-Partition = Sequence[tuple[int, int]]
 
 
 @dataclass
@@ -42,33 +40,20 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition, scale: float = 1.0) 
         scale: what the loss is multiplied by.
     """
     plan = setup.plan
-    view = BatchView(batch, dims_of(plan))
-    counts = counts_by_hand(plan, batch)
-    loss, scores = 0.0, []
-    leaves = setup.leaves()
-    wide: dict[int, Tensor] = {id(leaf): leaf.grad.float() for leaf in leaves if plan.half and leaf.grad is not None}
-    for start, stop in pieces:
-        terms, found = setup.terms(view.piece(start, stop))
-        total: Tensor | None = None
-        for name, term in terms.items():
-            own, all_ = sum(counts[name][start:stop], Fraction(0)), sum(counts[name], Fraction(0))
-            if own == 0:
-                continue  # its mean is 0/0
-            weighed = (term.float() if plan.half else term) * (1.0 if plan.reduction == "sum" else float(own / all_))
-            total = weighed if total is None else total + weighed
-        if total is None:
+    view, counts, scores = BatchView(batch, dims_of(plan)), counts_by_hand(plan, batch), list[Tensor]()
+
+    def terms(start: int, stop: int) -> dict[str, Tensor]:
+        found, scored = setup.terms(view.piece(start, stop))
+        scores.append(scored.detach())
+        return found
+
+    def weigh(start: int, stop: int) -> dict[str, float]:
+        own = {name: sum(each[start:stop], Fraction(0)) for name, each in counts.items()}
+        if not any(own.values()):
             raise WrongOutcomeError(f"samples {start}:{stop} were run, and nothing in them counts")
-        if plan.half:
-            for leaf in leaves:
-                leaf.grad = None
-        (total * scale).backward()
-        if plan.half:
-            for leaf in leaves:
-                if leaf.grad is not None:
-                    wide[id(leaf)] = wide[id(leaf)] + leaf.grad if id(leaf) in wide else leaf.grad.float()
-        loss += float(total.detach())
-        scores.append(found.detach())
-    if plan.half:
-        for leaf in leaves:
-            leaf.grad = wide[id(leaf)].to(leaf.dtype) if id(leaf) in wide else None
+        # a mean over nothing is 0/0, and left out
+        return {name: float(bool(part) if plan.reduction == "sum" else part / sum(counts[name], Fraction(0))) for name, part in own.items()}
+
+    wide = torch.float32 if plan.half else None
+    loss = add_up(terms, pieces, weigh, setup.leaves(), wide=wide, scale=lambda loss: loss * scale)
     return Wanted(loss, torch.cat(scores))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from elastic_mbs import ElasticMBS, StepResult
 from elastic_mbs.batch.counts import Counts
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.loss_terms import read_losses
 from elastic_mbs.batch.view import BatchView
 
 from ..models.subject import Subject
 
 Partition = Sequence[Sequence[int]]
+HALF = (torch.float16, torch.bfloat16)
 
 
 def view_of(subject: Subject, batch: Any) -> BatchView:
@@ -20,18 +24,63 @@ def view_of(subject: Subject, batch: Any) -> BatchView:
     return BatchView(batch, subject.options.get("dims"))
 
 
-def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward: bool = True) -> float:
-    """Adds the gradient of a batch piece by piece, unless only the loss is wanted; returns that."""
-    counts = Counts.read(subject.options.get("count"), view)
+def add_up(
+    terms: Callable[[int, int], Mapping[Any, Tensor]],
+    pieces: Partition,
+    weigh: Callable[[int, int], Mapping[Any, float] | None],
+    leaves: Iterable[Tensor] = (),
+    *,
+    wide: torch.dtype | None = None,
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    backward: bool = True,
+) -> float:
+    """Adds the gradient of a batch piece by piece, unless only its loss is wanted; returns that.
+
+    Args:
+        terms: runs a piece and gives its losses by name.
+        pieces: ranges of samples.
+        weigh: the weight of each loss of a piece; None leaves the piece out.
+        leaves: whose gradients are summed in another type.
+        wide: that type.
+        scale: what a GradScaler does.
+        backward: whether gradients are wanted.
+    """
+    leaves = [] if wide is None else list(leaves)
+    sums = {leaf: leaf.grad.to(wide) for leaf in leaves if leaf.grad is not None}
     total = 0.0
     for start, stop in pieces:
-        weights = counts.weights(start, stop, reduction=subject.options.get("reduction", "mean"))
-        if weights is not None:
-            loss = weighted_sum(read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0], weights)
-            if backward:
-                loss.backward()
-            total += float(loss.detach())
+        weights = weigh(start, stop)
+        if weights is None:
+            continue
+        parts = [(term.float() if term.dtype in HALF else term) * weights[name] for name, term in terms(start, stop).items() if weights[name]]
+        loss = sum(parts[1:], parts[0])
+        total += float(loss.detach())
+        if not backward:
+            continue
+        for leaf in leaves:
+            leaf.grad = None
+        scale(loss).backward()
+        for leaf in leaves:
+            if leaf.grad is not None:
+                sums[leaf] = sums[leaf] + leaf.grad if leaf in sums else leaf.grad.to(wide)
+    for leaf in leaves:
+        leaf.grad = sums[leaf].to(leaf.dtype) if leaf in sums else None
     return total
+
+
+def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward: bool = True, scaler: torch.amp.GradScaler | None = None) -> float:
+    """Adds the gradient of a subject's batch piece by piece, unless only its loss is wanted; returns that."""
+    options = subject.options
+    counts = Counts.read(options.get("count"), view)
+    return add_up(
+        lambda start, stop: read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0],
+        pieces,
+        lambda start, stop: counts.weights(start, stop, reduction=options.get("reduction", "mean")),
+        subject.leaves(),
+        wide=options.get("accumulate_dtype"),
+        scale=(lambda loss: loss) if scaler is None else scaler.scale,
+        backward=backward,
+    )
 
 
 def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Any], batch: Any) -> StepResult:

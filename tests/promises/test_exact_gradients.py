@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from elastic_mbs import ReplayUnsafeError
 from elastic_mbs.testing import InjectOOM
-from stress.models.networks import Recompute
+from stress.models.layers import Recompute
 from tests.helpers.steps import Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, through, whole_gradient
 
 pytestmark = pytest.mark.injectable

@@ -24,14 +24,14 @@ from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.exhaustive import PATTERNS, Lines, Operations, Sweep, builtin, run
 from stress.exhaustive.calls import CALLS, Backward
 from stress.exhaustive.strike import EXCEPTIONS
-from stress.models.steps import CASES
+from stress.models.steps import STEPS
 
 GUARDED = ["--dimension", "operations", "--call", "backward"]
 POINTS = 40
 """Injections a case, about."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STEPS)
 def test_a_failure_anywhere_ends_exact_or_in_a_typed_error_with_everything_as_it_was(name: str) -> None:
     # Failures of operations that allocate on any device; those that do so on CUDA alone, such as torch.equal, wait for the engine (issue 11, 6).
     sweep = Sweep(builtin(name), most=POINTS, calls=("backward", "loop"), reads=False)
