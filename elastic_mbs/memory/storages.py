@@ -44,7 +44,7 @@ class Enlarged:
         if known is None:
             known = _written[func] = _writes_of(func)
         places, resizes = known
-        return cls(args, kwargs, places) if places and (resizes or args[0].layout is torch.sparse_coo) else None
+        return cls(args, kwargs, places) if places and (resizes or args[places[0]].layout is torch.sparse_coo) else None
 
     def put_back(self) -> list[Tensor]:
         """Makes the strided tensors what they were; returns them."""

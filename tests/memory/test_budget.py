@@ -202,6 +202,14 @@ def test_inputs_in_lists_and_keywords_are_seen() -> None:
         assert budget.live == 7 * KIB
 
 
+def test_an_operation_that_writes_a_list_and_one_tensor_runs() -> None:
+    # a GradScaler's unscale_: its first argument is a list, and what it writes beside that list comes second
+    grads, found, scale = [torch.ones(4)], torch.zeros(()), torch.full((), 0.5)
+    with MemoryBudget("1MiB"):
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
+    assert grads[0].sum() == 2
+
+
 def test_track_knows_modules_optimizers_gradients_and_containers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     sizes = 4 * (16 + 4 + 4 + 4) + 4 * (4 + 4) + 8
