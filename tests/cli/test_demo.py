@@ -149,15 +149,13 @@ def test_a_file_or_a_folder_with_all_below_it_is_read(tmp_path: Path, capsys: py
 
 
 def test_a_text_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="no files"):
-        text.find_files(tmp_path)
     path = tmp_path / "short.txt"
     path.write_text("too short")
     with pytest.raises(UsageError, match="no passage"):
         text.read_documents(tmp_path, count=1, longest=64, seed=0)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match="--text PATH"):
-        text.find_files(None)
+        text.read_documents(None, count=1, longest=64, seed=0)
 
     def refuse(self: Path) -> bytes:
         raise PermissionError(13, "Permission denied")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_mbs.cli import command, doctor
 from elastic_mbs.cli.doctor import render, summary
-from elastic_mbs.cli.doctor.allocator import conflict, errors, settings
+from elastic_mbs.cli.doctor.allocator import conflict, settings
 from elastic_mbs.cli.doctor.facts import Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown, Versions
 from elastic_mbs.cli.doctor.rules import CONDITIONS, Finding, Level, judge, table
 from elastic_mbs.memory import CgroupMemory, Holder
@@ -168,10 +168,6 @@ MACHINES: dict[str, tuple[Facts, list[str]]] = {
         with_variables(PYTORCH_ALLOC_CONF="expandable_segments:True", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"),
         ["warning allocator: they differ; one of them", "note allocator: PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True"],
     ),
-    "settings that cannot be read": (
-        with_variables(PYTORCH_ALLOC_CONF="expandable_segments"),
-        ["warning allocator: PYTORCH_ALLOC_CONF; 'expandable_segments' is not name:value"],
-    ),
     "a fraction among the settings": (
         with_variables(PYTORCH_ALLOC_CONF="per_process_memory_fraction:0.5,expandable_segments:true"),
         ["note allocator: per_process_memory_fraction is 0.5", "ok allocator: is on"],
@@ -221,7 +217,7 @@ def test_a_finding_says_what_it_means_and_a_bad_one_what_to_do_and_all_is_plain_
 
 def test_every_condition_of_the_code_is_in_the_table_and_the_other_way_round() -> None:
     rules = [rule for groups in table().values() for group in groups.values() for rule in group]
-    used = {rule[level] for rule in rules for level in Level if level in rule}
+    used = {condition for rule in rules for level in Level if level in rule for condition in rule[level].split(", ")}
     assert used == set(CONDITIONS)
     assert all(sum(level in rule for level in Level) == 1 for rule in rules)
 
@@ -249,18 +245,13 @@ def test_rocms_own_name_counts_on_rocm_only(name: str) -> None:
     ("text", "expected"),
     [
         ("", {}),
+        ("a,b:,:c,d:[1", {}),
         (" max_split_size_mb : 128 ,backend:native,", {"max_split_size_mb": "128", "backend": "native"}),
         ("roundup_power2_divisions:[256:1,512:2,>:8],a:b", {"roundup_power2_divisions": "[256:1,512:2,>:8]", "a": "b"}),
     ],
 )
 def test_settings_are_read_as_torch_writes_them(text: str, expected: dict[str, str]) -> None:
     assert settings({"PYTORCH_ALLOC_CONF": text}) == expected
-    assert not errors({"PYTORCH_ALLOC_CONF": text})
-
-
-@pytest.mark.parametrize("text", ["a", "a:", ":b", "a:[1,2", "a:b,c"])
-def test_settings_that_make_no_sense_say_so(text: str) -> None:
-    assert errors({"PYTORCH_ALLOC_CONF": text}).startswith("PYTORCH_ALLOC_CONF: ")
 
 
 @given(st.text())

@@ -115,8 +115,8 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
         st.builds(lambda a, b: (scale.linear(a, b), a, b), finite, finite),
         st.builds(lambda b: (scale.seconds(b), 0.0, b), st.floats(0, 1e12)),
         st.builds(lambda b: (scale.bytes_from_zero(b), 0.0, b), st.floats(0, 2**52)),
-        st.builds(lambda a, b: (scale.powers_of_two(min(a, b), max(a, b)), a, b), st.integers(1, 2**40), st.integers(1, 2**40)),
-        st.builds(lambda a, ratio: (scale.powers_of_ten(a, a * ratio), a, a * ratio), st.floats(1e-12, 1e12), st.floats(1, 1e12)),
+        st.builds(lambda a, b: (scale.powers(2.0, min(a, b), max(a, b)), a, b), st.integers(1, 2**40), st.integers(1, 2**40)),
+        st.builds(lambda a, ratio: (scale.powers(10.0, a, a * ratio), a, a * ratio), st.floats(1e-12, 1e12), st.floats(1, 1e12)),
     )
 )
 def test_every_axis_holds_its_values_and_has_a_few_ticks_with_labels(case: tuple[scale.Scale, float, float]) -> None:

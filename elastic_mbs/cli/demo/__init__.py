@@ -42,14 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the demo.
-
-    Returns:
-        The exit code: 0 when the runs are equal within rounding, 1 when they are not or when no out-of-memory error happened.
-
-    Raises:
-        UsageError: an argument makes no sense.
-    """
+    """Runs the demo; the exit code is 0 when the runs are equal within rounding, 1 when they are not or when no out-of-memory error happened."""
     options = _options(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without block characters gets question marks, not a crash

@@ -15,11 +15,7 @@ RETRY = 0.01  # seconds between two attempts to get what is missing
 
 
 class Ballast:
-    """The process, there inside the block; it ends with its parent, too.
-
-    Args:
-        device: the CUDA device, with its index.
-    """
+    """The process, there inside the block; it ends with its parent, too. The device has an index."""
 
     def __init__(self, device: torch.device) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -28,7 +24,6 @@ class Ballast:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -36,11 +31,7 @@ class Ballast:
         """Starts the process and waits until it has a CUDA context."""
         self._process.start()
         self._theirs.close()
-        try:
-            self._answer()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+        self._answer()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -48,11 +39,7 @@ class Ballast:
         self._process.join()
 
     def hold(self, size: int) -> int:
-        """Has it hold `size` bytes; returns what it got at once. It goes on trying to get the rest.
-
-        Raises:
-            RuntimeError: the process has ended.
-        """
+        """Has it hold `size` bytes; returns what it got at once. It goes on trying to get the rest."""
         with suppress(OSError):  # where it has ended, `_answer` says so
             self._pipe.send(size)
         return self._answer()
@@ -69,23 +56,19 @@ def serve(pipe: Connection, device: torch.device) -> None:
     """Runs in the process: holds what the parent asks for, until the parent closes the pipe."""
     blocks: list[torch.Tensor] = []
     torch.empty(1, device=device)  # the context's own memory is taken before anything is counted
-    pipe.send(0)
-    wanted = 0
-    while True:
-        missing = wanted - sum(block.numel() for block in blocks)
-        if pipe.poll(RETRY if missing >= GRAIN else None):
-            try:
-                wanted = pipe.recv()
-            except (EOFError, OSError):
-                return
-            adjust(blocks, wanted, device)
-            pipe.send(sum(block.numel() for block in blocks))
-        else:
-            adjust(blocks, wanted, device)
+    held = wanted = 0
+    pipe.send(held)
+    with suppress(EOFError, OSError):
+        while True:
+            asked = pipe.poll(RETRY if wanted - held >= GRAIN else None)
+            wanted = pipe.recv() if asked else wanted
+            held = adjust(blocks, wanted, device)
+            if asked:
+                pipe.send(held)
 
 
-def adjust(blocks: list[torch.Tensor], wanted: int, device: torch.device) -> None:
-    """Brings the bytes of `blocks` as close to `wanted` as the device allows, in the largest blocks that it gives."""
+def adjust(blocks: list[torch.Tensor], wanted: int, device: torch.device) -> int:
+    """Brings the bytes of `blocks` as close to `wanted` as the device allows, in the largest blocks that it gives; returns how many they are."""
     missing = wanted - sum(block.numel() for block in blocks)
     if missing < 0:
         blocks.clear()
@@ -100,3 +83,4 @@ def adjust(blocks: list[torch.Tensor], wanted: int, device: torch.device) -> Non
         else:
             missing -= size
             size = min(missing // GRAIN * GRAIN, size)
+    return wanted - missing

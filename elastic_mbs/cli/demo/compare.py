@@ -98,11 +98,7 @@ class Outcome:
 
 
 def prepare(options: Options) -> Setting:
-    """Reads the text, makes the model, and measures what it needs.
-
-    Raises:
-        UsageError: the text cannot be used, or the budget leaves no room for one document.
-    """
+    """Reads the text, makes the model, and measures what it needs."""
     config = CUDA_MODEL if options.device.type == "cuda" else CPU_MODEL
     documents = read_documents(options.text, count=options.steps * options.batch, longest=config.context + 1, seed=options.seed)
     loader = Loader(documents, options.batch, options.seed)
@@ -121,28 +117,22 @@ def measure(model: nn.Module, batch: Batch, device: torch.device) -> Needs:
     """What a step on `batch` needs, by the allocator's account on CUDA, and on a CPU by that of a budget which is never reached."""
     model = copy.deepcopy(model).to(device)
     optimizer_state = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    one = {key: tensor[:1] for key, tensor in batch.items()}
+    peaks = []
     with MemoryBudget("1000TiB", [model]) as budget:
         meter = CudaMeter(device) if device.type == "cuda" else budget
-        return Needs(*(_peak(model, piece, device, meter) + optimizer_state for piece in (one, batch)))
-
-
-def _peak(model: nn.Module, batch: Batch, device: torch.device, meter: CudaMeter | MemoryBudget) -> int:
-    for _ in range(2):  # the second time there are gradients to add to
-        torch.cuda.empty_cache()
-        meter.reset_peak()
-        token_loss(to_device(batch, device), model).backward()
-    usage = meter.usage()
-    assert usage is not None
-    return usage.peak_reserved
+        for size in (1, len(batch["tokens"])):
+            piece = {key: tensor[:size].to(device) for key, tensor in batch.items()}
+            token_loss(piece, model).backward()  # so that there are gradients to add to
+            torch.cuda.empty_cache()
+            meter.reset_peak()
+            token_loss(piece, model).backward()
+            usage = meter.usage()
+            peaks.append(usage.peak_reserved + optimizer_state if usage is not None else 0)
+    return Needs(*peaks)
 
 
 def run_both(setting: Setting, notes: Notes) -> Outcome:
-    """Both runs, one after the other, from the same weights and on the same batches.
-
-    Raises:
-        RecoveryError: the training could not go on: not even one document fits.
-    """
+    """Both runs, one after the other, from the same weights and on the same batches."""
     options = setting.options
     model = copy.deepcopy(setting.model).to(options.device)
     moves = write_script(options.steps, setting.budget, floor=round(1.25 * setting.needs.one))
@@ -160,12 +150,8 @@ def run_both(setting: Setting, notes: Notes) -> Outcome:
     between = time.perf_counter()
     twin = copy.deepcopy(setting.model).to(options.device)
     reference: list[float] = []
-    train_plainly(twin, (to_device(batch, options.device) for batch in setting.loader), reference.append)
+    train_plainly(twin, ({key: tensor.to(options.device) for key, tensor in batch.items()} for batch in setting.loader), reference.append)
     done = time.perf_counter()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     weight = max(float((mine - other).detach().abs().max() / other.detach().abs().max()) for mine, other in pairs)
     return Outcome(notes, reference, weight, between - began, done - between, ROUNDING[options.dtype])
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return {key: tensor.to(device) for key, tensor in batch.items()}

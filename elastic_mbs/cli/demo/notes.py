@@ -30,12 +30,7 @@ class Step:
 
 
 class Notes:
-    """Takes notes of a run and prints them.
-
-    Args:
-        steps: how many there will be.
-        budget: bytes there are for the training and its co-tenant.
-    """
+    """Takes notes of a run of so many steps, with `budget` bytes for the training and its co-tenant, and prints them."""
 
     def __init__(self, steps: int, budget: int) -> None:
         self.steps: list[Step] = []
@@ -75,11 +70,9 @@ class Notes:
             print(self._line(self.steps[-1]), flush=True)
 
     def result(self, result: StepResult) -> None:
-        """Takes what a call returned."""
         self._results.append(result)
 
     def event(self, event: Event) -> None:
-        """A sink for events."""
         self.events.append(event)
         if isinstance(event, CallDone):
             self.seconds_lost += event.seconds_lost

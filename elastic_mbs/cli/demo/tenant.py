@@ -21,9 +21,6 @@ from elastic_mbs.memory import MemoryBudget
 
 MOSTLY_FREE = 0.75  # share of a CUDA device that must be free: the ballast fills the rest, and other processes must not starve of it
 
-Leave = Callable[[int], None]
-"""Leaves so many bytes to the training."""
-
 
 @dataclass(frozen=True)
 class Move:
@@ -39,7 +36,7 @@ class Move:
 def write_script(steps: int, budget: int, floor: int) -> list[Move]:
     """A quarter of the steps alone, a quarter with a co-tenant that takes half, a tenth with one that takes more, and alone again.
 
-    `floor`: bytes below which the smallest micro-batch might not fit.
+    Below `floor` bytes the smallest micro-batch might not fit.
     """
     arrival, spike = steps // 4, steps // 2
     return [
@@ -72,12 +69,8 @@ class Script:
 
 
 @contextmanager
-def limited(budget: int, device: torch.device) -> Iterator[Leave]:
-    """Inside the block there are `budget` bytes for the training and its co-tenant together.
-
-    Raises:
-        UsageError: other processes use the CUDA device, or the budget is larger than what is free there.
-    """
+def limited(budget: int, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Inside the block there are `budget` bytes for the training and its co-tenant together; what it yields leaves so many of them to us."""
     if device.type != "cuda":
         with MemoryBudget(budget) as limit:
             yield lambda left: setattr(limit, "limit", left)

@@ -21,23 +21,6 @@ SHORTEST = 32  # bytes of the shortest document: what is shorter is a lone brack
 BUCKET = 3  # batches whose documents are sorted by length together: little padding, and batches that differ in length
 
 
-def find_files(path: Path | None) -> list[Path]:
-    """The files of `path` (a file or a folder) in a fixed order; without a path, the modules of the standard library."""
-    if path is None:
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        if not files:
-            raise UsageError("this Python has no source files of its standard library: name a text with --text PATH")
-        return files
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise UsageError(f"--text {path}: there is no such file or folder")
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts))
-    if not files:
-        raise UsageError(f"--text {path}: the folder has no files in it")
-    return files
-
-
 def passages(text: bytes, longest: int) -> Iterator[bytes]:
     """Cuts a text at its blank lines, and what is longer than `longest` bytes into pieces of that length."""
     for passage in re.split(rb"\r?\n[ \t]*\r?\n", text):
@@ -49,9 +32,18 @@ def passages(text: bytes, longest: int) -> Iterator[bytes]:
 
 
 def read_documents(path: Path | None, *, count: int, longest: int, seed: int) -> list[bytes]:
-    """A random choice of `count` passages of at most `longest` bytes; a text with fewer passages is repeated."""
+    """A random choice of `count` passages of at most `longest` bytes; a text with fewer passages is repeated.
+
+    `path` is a file, a folder with all below it, or None for the modules of Python's standard library.
+    """
     rng = random.Random(seed)
-    files = find_files(path)
+    if path is None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    elif path.is_dir():
+        shown = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        files = sorted(file for file in shown if file.is_file())
+    else:
+        files = [path]
     rng.shuffle(files)
     found: list[bytes] = []
     for file in files:
@@ -64,7 +56,7 @@ def read_documents(path: Path | None, *, count: int, longest: int, seed: int) ->
         if len(found) >= 4 * count:
             break
     if not found:
-        raise UsageError(f"--text {path}: no passage of at least {SHORTEST} bytes in {len(files)} file(s)")
+        raise UsageError(f"--text {path}: no passage of at least {SHORTEST} bytes in {len(files)} file(s); name a text with --text PATH")
     rng.shuffle(found)
     return [found[i % len(found)] for i in range(count)]
 

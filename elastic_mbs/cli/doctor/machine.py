@@ -43,9 +43,7 @@ _MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive pr
 def collect(*, allocate: bool = False, root: Path = Path("/")) -> Facts:
     """All facts of this machine and process.
 
-    Args:
-        allocate: also allocate a little on each CUDA device, which makes a CUDA context there (a few hundred MiB) for as long as this process lives.
-        root: the folder in place of `/` where files are read.
+    `allocate`: a little on each CUDA device, too, where a CUDA context (a few hundred MiB) then stays. Files are read below `root`.
     """
     nvml = nvml_facts()
     return Facts(
@@ -72,8 +70,7 @@ def softly(question: Callable[[], T]) -> T | Unknown:
 
 def known(question: Callable[[], T], default: T) -> T:
     """The answer, or `default` where there is none."""
-    answer = softly(question)
-    return default if isinstance(answer, Unknown) else answer
+    return default if isinstance(answer := softly(question), Unknown) else answer
 
 
 def in_one_line(error: BaseException) -> str:
@@ -125,17 +122,17 @@ def _devices(read: set[str], allocate: bool) -> Iterator[TorchDevice]:
         )
 
 
-def _allocate(index: int) -> str:
-    torch.ones(1 << 18, device=f"cuda:{index}").sum().item()
-    return "worked"
-
-
 def _fraction(index: int) -> float:
     return float(torch.cuda.get_per_process_memory_fraction(index))
 
 
 def _free(index: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
+
+
+def _allocate(index: int) -> str:
+    torch.ones(1 << 18, device=f"cuda:{index}").sum().item()
+    return "worked"
 
 
 def nvml_facts() -> Nvml | Unknown:

@@ -58,16 +58,15 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "NVML is broken": lambda s: isinstance(s.f.nvml, Unknown) and not s.f.nvml.absent,
     "there is no NVML": lambda s: s.f.nvml_absent,
     "torch has no CUDA": lambda s: s.f.torch.cuda is None and s.f.torch.hip is None,
-    "torch has no CUDA, and there is a GPU": lambda s: holds("torch has no CUDA", s) and s.f.gpus,
-    "torch has no CUDA, and NVML is broken": lambda s: holds("torch has no CUDA", s) and holds("NVML is broken", s),
+    "there is a GPU": lambda s: s.f.gpus,
     "torch is built for ROCm": lambda s: s.f.torch.hip is not None,
     "torch sees no device": lambda s: not s.f.devices,
-    "torch sees no device, and there is no NVML": lambda s: not s.f.devices and s.f.nvml_absent,
-    "no NVML, and every device shares the host's memory": lambda s: s.f.nvml_absent and s.f.integrated,
+    "torch sees a device": lambda s: s.f.devices,
+    "every device shares the host's memory": lambda s: s.f.integrated,
     # devices
     "an allocation failed": lambda s: s.d.allocation not in (None, "worked"),
     "the device shares the host's memory": lambda s: s.d.integrated,
-    "NVML does not list the device": lambda s: s.g is None and holds("NVML answers", s),
+    "NVML does not list the device": lambda s: s.g is None and isinstance(s.f.nvml, Nvml),
     "NVML has no figures for the device": lambda s: s.g is not None and isinstance(s.g.free, Unknown),
     "the device is a MIG instance": lambda s: s.g is not None and s.g.parent is not None,
     "a memory fraction is set": lambda s: s.d.fraction < 1,
@@ -80,13 +79,12 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "little of the GPU is free": lambda s: s.ours and isinstance(s.g.free, int) and s.g.free < LITTLE * s.g.total and not s.g.mig,
     # allocator
     "allocator settings conflict": lambda s: allocator.conflict(s.environment),
-    "allocator settings cannot be read": lambda s: s.errors,
     "the cache is off": lambda s: s.environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") != "0",
-    "the backend is cudaMallocAsync": lambda s: s.f.devices and "cudaMallocAsync" in (s.f.torch.allocator, s.settings.get("backend")),
-    "segments are expandable": lambda s: s.f.devices and s.settings.get("expandable_segments", "").lower() == "true",
-    "segments are expandable on Windows": lambda s: holds("segments are expandable", s) and s.windows,
-    "segments could be expandable": lambda s: s.f.devices and s.f.platform != "win32",
-    "the settings have a memory fraction": lambda s: s.f.devices and "per_process_memory_fraction" in s.settings,
+    "the backend is cudaMallocAsync": lambda s: "cudaMallocAsync" in (s.f.torch.allocator, s.settings.get("backend")),
+    "segments are expandable": lambda s: s.settings.get("expandable_segments", "").lower() == "true",
+    "segments could be expandable": lambda s: s.f.platform != "win32",
+    "the driver can spill into the host's memory": lambda s: s.f.wsl or s.f.platform == "win32",
+    "the settings have a memory fraction": lambda s: "per_process_memory_fraction" in s.settings,
     # host, limits, platform
     "the host's memory is unknown": lambda s: isinstance(s.f.host, Unknown),
     "little of the host's memory is left": lambda s: s.f.host.available < LITTLE * s.f.host.total,
@@ -94,13 +92,8 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "there is a cgroup": lambda s: s.f.cgroup is not None,
     "little of the cgroup's limit is left": lambda s: isinstance(s.f.cgroup, CgroupMemory) and s.f.cgroup.available < LITTLE * s.f.cgroup.limit,
     "resource limits are unknown": lambda s: isinstance(s.f.limits, Unknown),
-    "addresses are limited, and CUDA reserves them": lambda s: s.l.name == "RLIMIT_AS" and s.f.devices,
-    "the driver can spill into the host's memory": lambda s: s.windows and s.f.devices,
+    "addresses are limited": lambda s: s.l.name == "RLIMIT_AS",
 }
-
-
-def holds(condition: str, subject: Any) -> bool:
-    return bool(CONDITIONS[condition](subject))
 
 
 @cache
@@ -125,7 +118,7 @@ def _first(topic: str, rules: list[dict[str, str]], subject: SimpleNamespace) ->
     """The finding of the first rule that applies."""
     for rule in rules:
         level = next(level for level in Level if level in rule)
-        if holds(rule[level], subject):
+        if all(CONDITIONS[condition](subject) for condition in rule[level].split(", ")):
             return [Finding(level, topic, *(Words().vformat(rule.get(name, ""), (), vars(subject)) for name in ("found", "means", "do")))]
     return []
 
@@ -161,9 +154,7 @@ def _machine(facts: Facts) -> dict[str, Any]:
         "moved": _moved(facts),
         "environment": environment,
         "settings": conf,
-        "errors": allocator.errors(environment),
         "export": f"{variable}={others}expandable_segments:True{doubt}",
-        "windows": facts.wsl or facts.platform == "win32",
         "system": "WSL" if facts.wsl else "Windows",
     }
 

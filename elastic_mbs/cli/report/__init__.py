@@ -24,14 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the report.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        UsageError: the log cannot be read or is not one, or the report cannot be written.
-    """
+    """Writes the report; the exit code is 0."""
     log: Path = arguments.log
     out: Path = arguments.out or log.with_suffix(".html")
     check_out(out, log)
@@ -41,11 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def render(log: Path) -> str:
-    """The report of a log, as HTML.
-
-    Raises:
-        UsageError: the log cannot be read, or a line of it does not belong to a run log; the message is one line.
-    """
+    """The report of a log, as HTML; a log that cannot be read is a UsageError of one line."""
     try:
         runs = read_runs(open_lines(log))
     except UsageError as error:
@@ -54,11 +43,7 @@ def render(log: Path) -> str:
 
 
 def check_out(out: Path, log: Path) -> None:
-    """Checks before the work is done that a page can be written to `out`.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Raises a UsageError before the work is done where no page can be written to `out`."""
     if out.is_dir():
         problem = "this is a folder"
     elif not out.parent.is_dir():
@@ -71,11 +56,6 @@ def check_out(out: Path, log: Path) -> None:
 
 
 def write(text: str, out: Path) -> None:
-    """Writes a page.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -65,13 +65,14 @@ def read_run(run: Run) -> RunData:
     entries = [replace(entry, event=_plausible(entry.event)) for entry in sorted(run.entries, key=lambda entry: entry.t)]
     calls = [(entry.t, entry.event) for entry in entries if isinstance(entry.event, CallDone)]
     modes = sorted({call.mode for _, call in calls})
+    sizes = _sizes(entries)
     return RunData(
         title=str(run.header.get("name", "elastic_mbs")),
         about=_about(run),
-        tiles=_tiles([entry.event for entry in entries]),
+        tiles=_tiles([entry.event for entry in entries], sizes),
         seconds=max((entry.t for entry in entries), default=0.0),
         memory=_memory(entries, calls, _part(run.header, "policy").get("margin")),
-        sizes=_sizes(entries),
+        sizes=sizes,
         rates={mode: _per_call([(t, call) for t, call in calls if call.mode == mode], "rate") for mode in modes},
         lost=_from_start(calls, [(t, min(1.0, call.seconds_lost / call.seconds) if call.seconds else None) for t, call in calls]),
         loss=[(t, call.loss) for t, call in calls if call.mode == "train"],
@@ -151,7 +152,7 @@ def _from_start(calls: Calls, points: Sequence[Point]) -> list[Point]:
 # ---------------------------------------------------------------------- figures
 
 
-def _tiles(events: Sequence[Event | None]) -> tuple[tuple[str, str, str], ...]:
+def _tiles(events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]) -> tuple[tuple[str, str, str], ...]:
     done = [event for event in events if isinstance(event, CallDone)]
     failed = [event for event in events if isinstance(event, CallFailed)]
     samples, replayed, ooms = (sum(getattr(call, name) for call in done) for name in ("samples", "replayed_samples", "ooms"))
@@ -160,7 +161,9 @@ def _tiles(events: Sequence[Event | None]) -> tuple[tuple[str, str, str], ...]:
     lost = sum(event.seconds_lost for event in events if isinstance(event, CallDone | CallFailed))
     evals = sum(call.mode != "train" for call in done)
     unfinished = sum(isinstance(event, OutOfMemory) for event in events) - ooms
-    sizes = [call.micro_batch_size for call in done if call.mode == "train"] or [call.micro_batch_size for call in done]
+    sized = [call for call in done if call.mode == "train"] or done
+    sizes = [call.micro_batch_size for call in sized]
+    _, final = max((tracks[call.key][-1] for call in sized), default=(0.0, None))
     peak = max((peak for call in done for peak in (call.peak_allocated, call.peak_reserved, call.reserved) if peak is not None), default=None)
     total = max((call.total for call in done if call.total is not None), default=None)
     last = events[-1] if events else None
@@ -174,25 +177,11 @@ def _tiles(events: Sequence[Event | None]) -> tuple[tuple[str, str, str], ...]:
         ("time lost", f"{lost / spent:.2%}" if spent > 0 else "0 %", f"{duration(lost)} of {duration(spent)}" if spent > 0 else ""),
         (
             "final micro-batch",
-            f"{_final_size(events) or sizes[-1]:,}" if sizes else "none",
+            f"{final:,.0f}" if sizes else "none",
             f"between {min(sizes):,} and {max(sizes):,}" if sizes and min(sizes) < max(sizes) else "",
         ),
         ("peak memory", format_bytes(peak), f"of {format_bytes(total)}" if total is not None else ""),
     )
-
-
-def _final_size(events: Sequence[Event | None]) -> int | None:
-    """The size after the last change that came after the last finished call."""
-    for event in reversed(events):
-        if isinstance(event, CallDone):
-            return None
-        if isinstance(event, OutOfMemory | Resized):
-            return _size_after(event)
-    return None
-
-
-def _size_after(event: OutOfMemory | Resized) -> int:
-    return event.size_after if isinstance(event, OutOfMemory) else event.after
 
 
 def _about(run: Run) -> tuple[tuple[str, str], ...]:
@@ -210,11 +199,9 @@ def _about(run: Run) -> tuple[tuple[str, str], ...]:
 
 
 def _moment(value: object) -> str | None:
-    if not isinstance(value, int | float):
-        return None
     try:
-        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")  # type: ignore[arg-type]  # what is not a number is caught
+    except (TypeError, ValueError, OverflowError, OSError):
         return None
 
 

@@ -62,24 +62,13 @@ def bytes_from_zero(high: float) -> Scale:
     return Scale(0.0, high, (Tick(0.0, "0"), *ticks))
 
 
-def powers_of_two(low: float, high: float) -> Scale:
-    """A logarithmic axis for sizes, with room around them."""
-    low, high = max(1.0, low), max(1.0, low, high)
-    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
-    return Scale(2.0 ** (first - 0.35), 2.0 ** (last + 0.35), _powers(2, first, last), log=True)
-
-
-def powers_of_ten(low: float, high: float) -> Scale:
-    """A logarithmic axis for positive values."""
-    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    last = max(last, first + 1)
-    return Scale(10.0**first, 10.0**last, _powers(10, first, last), log=True)
-
-
-def _powers(base: int, first: int, last: int) -> tuple[Tick, ...]:
+def powers(base: float, low: float, high: float) -> Scale:
+    """A logarithmic axis for positive values, with a tick at each power of `base`, or each second, third, … one, and room around them."""
+    low, high = max(low, 1e-300), max(low, high, 1e-300)
+    first, last = math.floor(math.log(low, base) + 1e-9), math.ceil(math.log(high, base) - 1e-9)
     every = max(1, -(-(last - first + 1) // 7))
-    values = [float(base) ** power for power in range(first, last + 1, every)]
-    return tuple(Tick(value, f"{value:,.0f}" if base == 2 else f"{value:g}") for value in values)
+    values = [base**power for power in range(first, last + 1, every)]
+    return Scale(base ** (first - 0.35), base ** (last + 0.35), tuple(Tick(value, number(value)) for value in values), log=True)
 
 
 def number(value: float) -> str:

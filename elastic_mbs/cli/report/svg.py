@@ -96,7 +96,7 @@ def _sizes(run: RunData) -> Lane:
     marks = [(mark, float(mark.size)) for mark in run.marks if mark.size is not None and mark.key]
     kinds = {mark.kind for mark in run.marks}
     chips = [(f"mark-{kind}", text) for kind, text in KINDS.items() if kind in kinds]
-    y = scale.powers_of_two(min(values, default=1.0), max(values, default=1.0))
+    y = scale.powers(2.0, max(1.0, min(values, default=1.0)), max(values, default=1.0))
     return Lane("Micro-batch size", lines[::-1], y, marks, chips, "no call has finished")  # the most used track lies on top
 
 
@@ -117,7 +117,7 @@ def _loss(run: RunData) -> Lane:
     points, reference = ([(t, value if value is not None and abs(value) < HUGE else None) for t, value in line] for line in (run.loss, run.reference))
     values = [value for _, value in [*points, *reference] if value is not None]
     low, high = min(values, default=0.0), max(values, default=1.0)
-    y = scale.powers_of_ten(low, high) if low > 0 and high / low > 100 else scale.linear(low, high, count=4)
+    y = scale.powers(10.0, low, high) if low > 0 and high / low > 100 else scale.linear(low, high, count=4)
     broken = sum(value is not None for _, value in run.loss) - sum(value is not None for _, value in points)
     chips = [("nothing", f"{broken:,} not finite")] if broken else []
     named = [("the same without limits", reference, "reference"), ("loss of the whole batch", points, "loss")]
