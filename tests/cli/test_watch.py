@@ -16,10 +16,10 @@ from elastic_mbs import UsageError
 from elastic_mbs.cli import command
 from elastic_mbs.cli.watch.follow import Follower
 from elastic_mbs.cli.watch.panel import memory_line, panel, sparkline
-from elastic_mbs.cli.watch.state import EVENTS, State, Watched
+from elastic_mbs.cli.watch.state import EVENTS, State
 from elastic_mbs.events import Event, Warned
 from elastic_mbs.sinks.run_log import event_line
-from elastic_mbs.sinks.run_log_reader import Entry
+from elastic_mbs.sinks.run_log_reader import Entry, read_runs
 from tests.helpers.events import ANY_EVENT, GROWN, KEY, MIB, done, failure, log_of
 
 
@@ -32,11 +32,11 @@ def frame(state: State, now: float = 0.0, width: int = 120) -> str:
 
 
 def state_of(told: list[tuple[float, Event]]) -> State:
-    watched = Watched()
-    for line in log_of(told).splitlines():
-        watched.feed(line)
-    assert watched.current is not None
-    return watched.current
+    (run,) = read_runs(log_of(told).splitlines())
+    state = State(run.header)
+    for entry in run.entries:
+        state.add(entry)
+    return state
 
 
 RUN: list[tuple[float, Event]] = [
@@ -139,59 +139,60 @@ def test_a_sparkline_can_be_made_of_any_numbers(values: list[float]) -> None:
     assert len(sparkline(values)) == 36
 
 
-def test_the_run_that_wrote_last_is_shown() -> None:
-    watched = Watched()
-    lines = log_of([(1.0, done())], [(1.0, failure())]).splitlines()
-    for line in lines:
-        watched.feed(line)
-    second = watched.current
-    watched.feed(lines[1])
-    assert watched.current is not second
-    assert watched.current is not None
-    assert watched.current.calls == 2
-    watched.feed(b"")
-    assert watched.current.calls == 2
-
-
 # ---------------------------------------------------------------------- following
 
 
-def test_lines_come_when_they_are_whole(tmp_path: Path) -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
     path = tmp_path / "run.jsonl"
-    path.write_bytes(b"one\ntw")
-    follower = Follower(path)
-    assert follower.lines() == [b"one"]
-    assert follower.lines() == []
-    with path.open("ab") as file:
-        file.write(b"o\nthree\n")
-    assert follower.lines() == [b"two", b"three"]
-    follower.close()
+    path.write_bytes(log_of([(1.0, done())]))
+    return path
+
+
+def calls_of(follower: Follower) -> int:
+    follower.read()
+    return 0 if follower.current is None else follower.current.calls
+
+
+def test_lines_count_when_they_are_whole(path: Path) -> None:
+    follower, line = Follower(path), event_line(done(2.0), f"{0:012x}", 2.0, 1.7e9)
+    assert calls_of(follower) == 1
+    for part, calls in ((line[:20], 1), (line[20:] + line, 3), (b"\n", 3)):
+        with path.open("ab") as file:
+            file.write(part)
+        assert calls_of(follower) == calls
 
 
 @pytest.mark.parametrize("how", ["cut", "replaced"])
-def test_a_file_that_was_made_anew_is_read_from_its_start(how: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(b"one\ntwo\nthr")
+def test_a_log_that_was_cut_or_replaced_is_read_from_its_start(how: str, path: Path) -> None:
     follower = Follower(path)
-    assert follower.lines() == [b"one", b"two"]
+    path.write_bytes(log_of([(1.0, done()), (2.0, done())]) + b"{")
+    assert calls_of(follower) == 2
     if how == "cut":
-        path.write_bytes(b"new\n")
+        path.write_bytes(log_of([(1.0, done())]))
     else:
-        (tmp_path / "other").write_bytes(b"new\nand longer than before\n")
-        (tmp_path / "other").replace(path)
-    assert follower.lines()[0] == b"new"
-    assert follower.restarts == 1
-    follower.close()
+        other = path.with_name("other")
+        other.write_bytes(log_of([(1.0, done())], [(1.0, failure()), (2.0, done())] * 3))
+        other.replace(path)
+    assert calls_of(follower) == (1 if how == "cut" else 3)
 
 
-def test_a_file_that_is_gone_is_said_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(b"one\n")
+def test_the_run_that_wrote_last_is_shown(path: Path) -> None:
+    lines = log_of([(1.0, done())], [(1.0, failure())]).splitlines(keepends=True)
+    path.write_bytes(b"".join(lines))
     follower = Follower(path)
-    follower.lines()
+    assert calls_of(follower) == 0
+    with path.open("ab") as file:
+        file.write(lines[1])
+    assert calls_of(follower) == 2
+
+
+def test_a_log_that_is_gone_is_said_in_one_line(path: Path) -> None:
+    follower = Follower(path)
+    follower.read()
     path.unlink()
     with pytest.raises(UsageError, match=re.escape(f"{path}: No such file")):
-        follower.lines()
+        follower.read()
 
 
 class Script:

@@ -18,7 +18,7 @@ from elastic_mbs.cli.demo.tenant import Move, Script, limited, write_script
 from elastic_mbs.cli.demo.text import Batch, Loader, read_documents
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
-from elastic_mbs.memory import CudaMeter, MemoryBudget
+from elastic_mbs.memory import CudaMeter, MemoryBudget, sensor_for
 
 CPU_MODEL = GPTConfig(context=128, width=64, heads=4, layers=3)
 CUDA_MODEL = GPTConfig(context=255, width=128, heads=4, layers=4)
@@ -137,16 +137,17 @@ def run_both(setting: Setting, notes: Notes) -> Outcome:
     model = copy.deepcopy(setting.model).to(options.device)
     moves = write_script(options.steps, setting.budget, floor=round(1.25 * setting.needs.one))
     began = time.perf_counter()
-    with limited(setting.budget, options.device) as leave, notes.watching(model, options.device):
+    with limited(setting.budget, options.device) as leave:
+        sensor, meter = sensor_for(options.device)
 
         def make(move: Move) -> None:
             notes.moved(move)
             leave(move.left)
 
         script = Script(moves, make)
-        hook = model.blocks[-1].register_forward_hook(script.forward)
+        model.blocks[-1].register_forward_hook(script.forward)
+        model.register_forward_hook(lambda *_: notes.memory(meter.usage(), sensor.read()))
         train(model, notes.steps_of(setting.loader, script.begin_step), notes.event, notes.result, options.log)
-        hook.remove()
     between = time.perf_counter()
     twin = copy.deepcopy(setting.model).to(options.device)
     reference: list[float] = []

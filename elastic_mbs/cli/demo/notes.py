@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
-from torch import nn
 
 from elastic_mbs import StepResult
 from elastic_mbs.cli.demo.tenant import Move
 from elastic_mbs.cli.demo.text import Batch
 from elastic_mbs.events import CallDone, Event, format_bytes
-from elastic_mbs.memory import Headroom, sensor_for
+from elastic_mbs.memory import Headroom, Reading, Usage
 
 BAR = 24  # characters
 
@@ -42,21 +38,10 @@ class Notes:
         self._used: int | None = None
         self._limit = budget
 
-    @contextmanager
-    def watching(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        """Inside the block the memory in use is read at the end of each forward pass, where it is near its peak."""
-        sensor, meter = sensor_for(device)
-
-        def read(*_: object) -> None:
-            usage, reading = meter.usage(), sensor.read()
-            if usage is not None and isinstance(reading, Headroom) and usage.allocated > (self._used or 0):
-                self._used, self._limit = usage.allocated, reading.capacity
-
-        hook = model.register_forward_hook(read)
-        try:
-            yield
-        finally:
-            hook.remove()
+    def memory(self, usage: Usage | None, reading: Reading) -> None:
+        """Takes what is in use at the end of a forward pass, where it is near its peak."""
+        if usage is not None and isinstance(reading, Headroom) and usage.allocated > (self._used or 0):
+            self._used, self._limit = usage.allocated, reading.capacity
 
     def steps_of(self, batches: Iterable[Batch], begin: Callable[[int], object]) -> Iterator[Batch]:
         """The batches; `begin` gets each step's number before its batch is used, and a step is over when the next batch is asked for."""

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from elastic_mbs.errors import UsageError
 
 Batch = dict[str, Tensor]
 
-PAD = 0
 IGNORED = -100
 SHORTEST = 32  # bytes of the shortest document: what is shorter is a lone bracket or an import
 BUCKET = 3  # batches whose documents are sorted by length together: little padding, and batches that differ in length
@@ -63,13 +63,9 @@ def read_documents(path: Path | None, *, count: int, longest: int, seed: int) ->
 
 def collate(documents: Sequence[bytes]) -> Batch:
     """Columns "tokens" (documents, length) and "labels", the byte that follows each token; padded to the longest document, with -100 as label."""
-    length = max(map(len, documents)) - 1
-    tokens = torch.full((len(documents), length), PAD)
-    labels = torch.full((len(documents), length), IGNORED)
-    for row, document in enumerate(documents):
-        encoded = torch.tensor(list(document))
-        tokens[row, : len(document) - 1] = encoded[:-1]
-        labels[row, : len(document) - 1] = encoded[1:]
+    encoded = [torch.tensor(list(document)) for document in documents]
+    tokens = pad_sequence([row[:-1] for row in encoded], batch_first=True)
+    labels = pad_sequence([row[1:] for row in encoded], batch_first=True, padding_value=IGNORED)
     return {"tokens": tokens, "labels": labels}
 
 

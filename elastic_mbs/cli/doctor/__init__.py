@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Looks at the machine and prints what was found.
-
-    Returns:
-        The exit code: 1 when there is a problem that will hurt training, else 0.
-    """
+    """Looks at the machine and prints what was found; the exit code is 1 when there is a problem that will hurt training."""
     facts = collect(allocate=arguments.allocate)
     findings = judge(facts)
     if isinstance(sys.stdout, io.TextIOWrapper):

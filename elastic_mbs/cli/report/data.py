@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from elastic_mbs.cli.report.decimate import Point
-from elastic_mbs.cli.report.scale import duration, number
+from elastic_mbs.cli.report.scale import duration
 from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorLost, SizeReader, format_bytes
 from elastic_mbs.sinks.run_log_reader import Entry, Run
 
@@ -91,9 +92,6 @@ def _plausible(event: Event | None) -> Event | None:
     return replace(event, seconds=seconds or 0.0, seconds_lost=lost)
 
 
-# ---------------------------------------------------------------------- lines
-
-
 def _memory(entries: Sequence[Entry], calls: Calls, margin: object) -> Memory:
     total = max((call.total for _, call in calls if call.total is not None), default=0)
     capacity: list[Point] = []
@@ -147,9 +145,6 @@ def _from_start(calls: Calls, points: Sequence[Point]) -> list[Point]:
         return []
     t, first = calls[0]
     return [(max(0.0, t - (first.seconds or 0.0)), points[0][1]), *points]
-
-
-# ---------------------------------------------------------------------- figures
 
 
 def _tiles(events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]) -> tuple[tuple[str, str, str], ...]:
@@ -210,58 +205,27 @@ def _part(header: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-# ---------------------------------------------------------------------- marks
-
-_TITLES = {
-    "OutOfMemory": "out of memory in {phase}",
-    "OptimizerOutOfMemory": "out of memory in {optimizer}.step()",
-    "WaitingForMemory": "waiting for memory",
-    "CallFailed": "a call ended by {error}",
-    "SensorLost": "no memory reading to rely on",
-    "SensorBack": "memory readings are back",
-    "Warned": "warning",
-}
-_RESIZED = {"grow": "grown", "shrink": "shrunk", "thrash": "thrashing"}
-_NAMES = {
-    "message": "cause",
-    "requested": "asked",
-    "held_by_others": "others hold",
-    "holders": "who",
-    "key": "track",
-    "mode": "replay",
-    "reading_age": "reading age (s)",
-}
+_NAMES = {"message": "cause", "requested": "asked", "held_by_others": "others hold", "holders": "who", "key": "track", "mode": "replay"}
 _BYTES = frozenset({"requested", "free", "held_by_others", "capacity"})
-_HIDDEN = frozenset({"event", "run", "time", "t", "level", "name", "size_before", "size_after", "before", "after", "start", "stop", "committed"})
+_HIDDEN = frozenset({"event", "run", "time", "t", "level", "name"})
 
 
 def _mark(entry: Entry) -> Mark:
-    event, t = entry.event, entry.t
-    if event is None:  # of a later version
-        facts = _facts(entry.record)
-        return Mark(t, "note", str(entry.record["event"]), facts, " ".join(f"{name}={value}" for name, value in facts))
-    known = {item.name: getattr(event, item.name) for item in fields(event)}
-    title = _TITLES.get(type(event).__name__, "").format(**known)
+    event, facts = entry.event, _facts(entry.record)
+    title = re.sub("(?<!^)(?=[A-Z])", " ", str(entry.record["event"])).lower()  # OutOfMemory: out of memory
+    line = " ".join(f"{name}={value}" for name, value in facts) if event is None else event.line()
     if isinstance(event, OutOfMemory):
-        facts = (*_facts(known), ("samples", f"{event.start}:{event.stop}"), ("micro-batch", f"{event.size_before} → {event.size_after}"))
-        return Mark(t, "oom", title, facts, event.line(), event.key, event.size_after)
+        return Mark(entry.t, "oom", f"{title} in {event.phase}", facts, line, event.key, event.size_after)
     if isinstance(event, Resized):
         kind = "thrash" if event.reason == "thrash" else "grow" if event.after > event.before else "shrink"
-        facts = (*_facts(known), ("micro-batch", f"{event.before} → {event.after}"))
-        return Mark(t, kind, _RESIZED[kind], facts, event.line(), event.key, event.after)
-    return Mark(t, "oom" if isinstance(event, OptimizerOutOfMemory) else "note", title, _facts(known), event.line())
+        return Mark(entry.t, kind, f"{title} {event.before} → {event.after}", facts, line, event.key, event.after)
+    return Mark(entry.t, "oom" if isinstance(event, OptimizerOutOfMemory) else "note", title, facts, line)
 
 
-def _facts(known: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+def _facts(record: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """The fields of an event that are known, as names and values for a person."""
     return tuple(
-        (_NAMES.get(name, name.replace("_", " ")), _written(name, value))
-        for name, value in known.items()
+        (_NAMES.get(name, name.replace("_", " ")), format_bytes(value) if name in _BYTES and isinstance(value, int) else str(value))
+        for name, value in record.items()
         if name not in _HIDDEN and value is not None and value != ""
     )
-
-
-def _written(name: str, value: object) -> str:
-    if name in _BYTES and isinstance(value, int):
-        return format_bytes(value)
-    return number(round(value, 4)) if isinstance(value, float) else str(value)

@@ -52,13 +52,7 @@ def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
 def section(run: RunData, *, remark: str, opened: bool, name: str = "", badge: str = "", note: str = "") -> str:
     """A run: its figures, its lanes, and what happened.
 
-    Args:
-        run: what to show.
-        remark: next to its title, as text.
-        opened: whether it is shown from the start.
-        name: its anchor in the page.
-        badge: before its title, as HTML.
-        note: above its figures, as HTML.
+    Next to its title is a remark (text), before it a badge (HTML), above its figures a note (HTML); `name` is its anchor in the page.
     """
     x = scale.seconds(run.seconds)
     drawn = svg.lanes(run)

@@ -129,9 +129,6 @@ def _drawn(points: Sequence[Point]) -> bool:
     return any(value is not None for _, value in points)
 
 
-# ---------------------------------------------------------------------- drawing
-
-
 def plot(lane: Lane, x: Scale, failures: Sequence[float]) -> str:
     """The picture of a lane, without its axes' labels; `failures` are times that have a line through all lanes."""
     parts = [f'<line class="grid" x1="{at}" x2="{at}" y2="100%"/>' for at in (percent(x.place(tick.value)) for tick in x.ticks)]

@@ -1,46 +1,55 @@
-"""The lines of a file that grows."""
+"""The runs of a log that grows."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import BinaryIO
 
+from elastic_mbs.cli.watch.state import State
 from elastic_mbs.errors import UsageError
+from elastic_mbs.sinks.run_log_reader import Reader
 
 
 class Follower:
-    """Reads the lines that have been added to a file; one that was cut, or replaced by another of the same name, is read from its start."""
+    """Reads the lines that have been added to a log; one that was cut or replaced is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None  # kept open, or a new file could get the inode of one that was deleted
-        self._rest = b""  # a line without its end
-        self.restarts = 0  # how often the file was cut or replaced
+        self._begin(0)
 
-    def lines(self) -> list[bytes]:
-        """The new lines that are whole, without waiting for any.
+    def _begin(self, inode: int) -> None:
+        self.current: State | None = None  # the run that has had the last line
+        self._states: dict[str, State] = {}
+        self._reader = Reader()
+        self._inode, self._offset = inode, 0
+        self._rest = b""  # a line without its end
+
+    def read(self) -> None:
+        """Takes the new lines that are whole, without waiting for any.
 
         Raises:
-            UsageError: the file cannot be read, or is gone; the message is one line.
+            UsageError: the file cannot be read, is gone, or is not a run log; the message is one line.
         """
         try:
-            if self._file is not None and self._is_another(self._file):
-                self.close()
-                self._rest = b""
-                self.restarts += 1
-            self._file = self._file or self._path.open("rb")
-            *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+            now = self._path.stat()
+            if now.st_ino != self._inode or now.st_size < self._offset:
+                self._begin(now.st_ino)
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                *lines, self._rest = (self._rest + file.read()).split(b"\n")
+                self._offset = file.tell()
+            for line in lines:
+                self._take(line)
         except OSError as error:
-            self.close()
             raise UsageError(f"{self._path}: {error.strerror or error}") from error
-        return lines
+        except UsageError as error:
+            raise UsageError(f"{self._path}: {error}") from error
 
-    def _is_another(self, file: BinaryIO) -> bool:
-        ours, now = os.fstat(file.fileno()), self._path.stat()
-        return (ours.st_ino, ours.st_dev) != (now.st_ino, now.st_dev) or now.st_size < file.tell()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _take(self, line: bytes) -> None:
+        run = self._reader.feed(line)
+        if run is None:
+            return
+        state = self.current = self._states.setdefault(run.id, State())
+        state.header = run.header
+        for entry in run.entries:
+            state.add(entry)
+        run.entries.clear()

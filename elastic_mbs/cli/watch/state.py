@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_mbs.events import CallDone, CallFailed, OptimizerOutOfMemory, OutOfMemory, SizeReader
-from elastic_mbs.sinks.run_log_reader import Entry, Reader
+from elastic_mbs.sinks.run_log_reader import Entry
 
 EVENTS, POINTS = 8, 400  # how many of the last events and figures are kept
 
@@ -59,27 +59,3 @@ class State:
         if call.mode == "train":
             self.losses.extend([] if call.loss is None else [call.loss])
             self.rates.extend([] if call.rate is None else [call.rate])
-
-
-class Watched:
-    """The runs of a log as its lines come; `current` is the one that has had the last line."""
-
-    def __init__(self) -> None:
-        self.current: State | None = None
-        self._reader = Reader()
-        self._states: dict[str, State] = {}
-
-    def feed(self, line: bytes) -> None:
-        """Takes a line.
-
-        Raises:
-            UsageError: it does not belong to a run log.
-        """
-        run = self._reader.feed(line)
-        if run is None:
-            return
-        state = self.current = self._states.setdefault(run.id, State())
-        state.header = run.header
-        for entry in run.entries:
-            state.add(entry)
-        run.entries.clear()
