@@ -76,7 +76,7 @@ class Controller:
         """A piece of `size` samples (its length) has committed, with this highest allocation since the call began; returns the size to go on with.
 
         While probing, this is where the size doubles: until the batch is whole, the maximum is reached, memory has run out, or the double is
-        predicted not to fit. Without a prediction or a reading it doubles all the same: the user asked for "auto", and each step can be recovered.
+        predicted not to fit. Without a prediction or a reading it doubles all the same: that is what "auto" means, and each step can be recovered.
         That is the one place where a missing sensor does not stop growth.
         """
         track, call = self._running(key)

@@ -14,7 +14,7 @@ def aligned(size: int, align: int) -> int:
     return max(align, size // align * align)
 
 
-@lru_cache(maxsize=256)  # the batches of a run have few lengths, and a call asks three times
+@lru_cache(maxsize=256)  # the batches of a run have few lengths, and each call needs it three times
 def piece_count(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int:
     """How many pieces `partition` cuts out of `samples` samples."""
     if samples == 0:

@@ -1,4 +1,4 @@
-"""What the controller knows about one kind of call (a `Key`): its size, what failed, what was measured.
+"""What is known about one kind of call (a `Key`): its size, what failed, what was measured.
 
 Sizes are in samples, because that is what is compiled and what the user sees; limits are in elements (size × elements per sample), because samples of
 one shape class still differ by up to two. Fits are not shared between shape classes: at the same number of elements longer samples may need more

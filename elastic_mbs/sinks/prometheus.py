@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import (
@@ -25,28 +25,38 @@ from elastic_mbs.events import (
 )
 from elastic_mbs.sinks.guarded import GuardedSink
 
-_METRICS: dict[str, tuple[str, str]] = {  # counters end in "_total", all others are gauges; the labels after "name"
-    "calls_total": ("Calls that finished.", "mode"),
-    "samples_total": ("Samples in calls that finished.", "mode"),
-    "out_of_memory_total": ("Out-of-memory errors.", "phase kind"),
-    "replayed_samples_total": ("Samples that were run again.", "mode"),
-    "seconds_total": ("Time of calls that finished.", "mode"),
-    "lost_seconds_total": ("Time in attempts that ran out of memory.", "mode"),
-    "resizes_total": ("Changes of the micro-batch size between calls.", "reason"),
-    "waits_total": ("Waits for others to free memory.", ""),
-    "warnings_total": ("Warnings about probable mistakes.", ""),
-    "micro_batch_size": ("Micro-batch size in samples.", "key"),
-    "samples_per_second": ("Throughput of the last call.", "mode"),
-    "loss": ("Loss of the last training call.", ""),
-    "memory_allocated_bytes": ("Bytes in live tensors when the last call ended.", ""),
-    "memory_reserved_bytes": ("Bytes that the allocator held when the last call ended.", ""),
-    "memory_free_bytes": ("Bytes that the process could still get.", ""),
-    "memory_held_by_others_bytes": ("Bytes that the process cannot get because others have them.", ""),
-    "memory_total_bytes": ("Bytes that the device has.", ""),
-    "memory_readable": ("1 while there are memory readings, 0 while there are none.", ""),
-    "last_event_timestamp_seconds": ("Unix time of the last event.", ""),
+
+class _Metric(NamedTuple):
+    """What Prometheus reads of some events. A name that ends in "_total" is a counter, to which the values add up; any other is a gauge."""
+
+    help: str
+    labels: str  # the event's name, and these fields of it
+    events: Any = ()  # the kinds that have a value for it; none where `_count` sees to it
+    value: str = ""  # the field that is the value; without one, the events are counted
+
+
+_METRICS = {
+    "calls_total": _Metric("Calls that finished.", "mode", CallDone),
+    "samples_total": _Metric("Samples in calls that finished.", "mode", CallDone, "samples"),
+    "out_of_memory_total": _Metric("Out-of-memory errors.", "phase kind", OutOfMemory | OptimizerOutOfMemory),
+    "replayed_samples_total": _Metric("Samples that were run again.", "mode", CallDone, "replayed_samples"),
+    "seconds_total": _Metric("Time of calls that finished.", "mode", CallDone, "seconds"),
+    "lost_seconds_total": _Metric("Time in attempts that ran out of memory.", "mode", CallDone, "seconds_lost"),
+    "resizes_total": _Metric("Changes of the micro-batch size between calls.", "reason", Resized),
+    "waits_total": _Metric("Waits for others to free memory.", "", WaitingForMemory),
+    "warnings_total": _Metric("Warnings about probable mistakes.", "", Warned),
+    "micro_batch_size": _Metric("Micro-batch size in samples.", "key"),
+    "samples_per_second": _Metric("Throughput of the last call.", "mode", CallDone, "rate"),
+    "loss": _Metric("Loss of the last training call.", "", CallDone, "loss"),
+    "memory_allocated_bytes": _Metric("Bytes in live tensors when the last call ended.", "", CallDone, "allocated"),
+    "memory_reserved_bytes": _Metric("Bytes that the allocator held when the last call ended.", "", CallDone, "reserved"),
+    "memory_free_bytes": _Metric("Bytes that the process could still get.", "", CallDone, "free"),
+    "memory_held_by_others_bytes": _Metric("Bytes that the process cannot get because others have them.", "", CallDone, "held_by_others"),
+    "memory_total_bytes": _Metric("Bytes that the device has.", "", CallDone, "total"),
+    "memory_readable": _Metric("1 while there are memory readings, 0 while there are none.", ""),
+    "last_event_timestamp_seconds": _Metric("Unix time of the last event.", ""),
 }
-_OWN_LABELS = {"name"}.union(*(labels.split() for _, labels in _METRICS.values()))
+_OWN_LABELS = {"name"}.union(*(metric.labels.split() for metric in _METRICS.values()))
 
 
 class PrometheusTextfile(GuardedSink):
@@ -104,11 +114,11 @@ class PrometheusTextfile(GuardedSink):
         return str(self._client.generate_latest(self).decode())
 
     def collect(self) -> Iterator[Any]:
-        """The metrics as prometheus_client has them: the sink may be registered in a `CollectorRegistry`, too."""
+        """The metrics, as prometheus_client reads them."""
         families = self._client.core.CounterMetricFamily, self._client.core.GaugeMetricFamily
-        for metric, samples in self._values.items():
-            text, labels = _METRICS[metric]
-            family = families[not metric.endswith("_total")](f"elastic_mbs_{metric}", text, labels=[*self._labels, "name", *labels.split()])
+        for name, samples in self._values.items():
+            labels = [*self._labels, "name", *_METRICS[name].labels.split()]
+            family = families[not name.endswith("_total")](f"elastic_mbs_{name}", _METRICS[name].help, labels=labels)
             for values, number in samples.items():
                 family.add_metric([*self._labels.values(), *values], number)
             if samples:
@@ -116,7 +126,6 @@ class PrometheusTextfile(GuardedSink):
 
     def _take(self, event: Event) -> None:
         self._count(event)
-        self._set("last_event_timestamp_seconds", self._wall(), event.name)
         self._waiting = True
         if self._clock() - self._written >= self._every:
             self._end()
@@ -128,42 +137,21 @@ class PrometheusTextfile(GuardedSink):
             self._waiting = False
 
     def _count(self, event: Event) -> None:
-        name = event.name
-        size = self._size_readers.setdefault(name, SizeReader()).read(event)
-        if size is not None:
-            self._set("micro_batch_size", size[1], name, size[0])
-        if isinstance(event, CallDone):
-            self._count_call(event)
-        elif isinstance(event, OutOfMemory | OptimizerOutOfMemory):
-            self._add("out_of_memory_total", 1, name, event.phase if isinstance(event, OutOfMemory) else "optimizer", event.kind)
-        elif isinstance(event, Resized):
-            self._add("resizes_total", 1, name, event.reason)
-        elif isinstance(event, WaitingForMemory):
-            self._add("waits_total", 1, name)
-        elif isinstance(event, Warned):
-            self._add("warnings_total", 1, name)
-        elif isinstance(event, SensorLost | SensorBack):
-            self._set("memory_readable", isinstance(event, SensorBack), name)
+        for name, metric in _METRICS.items():
+            if isinstance(event, metric.events):
+                self._put(name, event, getattr(event, metric.value) if metric.value else 1)
+        size = self._size_readers.setdefault(event.name, SizeReader()).read(event)
+        self._put("micro_batch_size", event, size and size[1])
+        self._put("last_event_timestamp_seconds", event, self._wall())
+        if isinstance(event, SensorLost | SensorBack):
+            self._put("memory_readable", event, isinstance(event, SensorBack))
 
-    def _count_call(self, call: CallDone) -> None:
-        name, mode = call.name, call.mode
-        self._add("calls_total", 1, name, mode)
-        self._add("samples_total", call.samples, name, mode)
-        self._add("replayed_samples_total", call.replayed_samples, name, mode)
-        self._add("seconds_total", call.seconds or 0.0, name, mode)
-        self._add("lost_seconds_total", call.seconds_lost, name, mode)
-        self._set("samples_per_second", call.rate, name, mode)
-        self._set("loss", call.loss, name)
-        for metric in ("allocated", "reserved", "free", "held_by_others", "total"):
-            self._set(f"memory_{metric}_bytes", getattr(call, metric), name)
-
-    def _add(self, metric: str, value: float, *labels: str) -> None:
-        samples = self._values[metric]
-        samples[labels] = samples.get(labels, 0) + value
-
-    def _set(self, metric: str, value: float | None, *labels: str) -> None:
-        if value is not None:
-            self._values[metric][labels] = value
+    def _put(self, name: str, event: Event, value: float | None) -> None:
+        if value is None:
+            return
+        labels = tuple(str(getattr(event, label, "optimizer")) for label in ("name", *_METRICS[name].labels.split()))  # its failures have no phase
+        samples = self._values[name]
+        samples[labels] = value + (samples.get(labels, 0) if name.endswith("_total") else 0)
 
 
 def _client() -> Any:

@@ -22,7 +22,7 @@ EMPTY = "there is no line of a run log in it: it was made by ElasticMBS(..., log
 class Entry:
     """One event of a run log."""
 
-    event: Event | None  # None where this version of the package does not know it, or knows it with other fields
+    event: Event | None  # None where this version of the package has no such event, or one with other fields
     t: float  # seconds since its run began
     record: Mapping[str, Any]  # the line's object
 
@@ -110,7 +110,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _decode(record: Mapping[str, Any]) -> Event | None:
-    """The event, or None where this version does not know it, or knows it with other fields."""
+    """The event, or None where this version has no such event, or one with other fields."""
     kind = _EVENTS.get(record["event"])
     if kind is None:
         return None

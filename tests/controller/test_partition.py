@@ -38,7 +38,7 @@ def test_no_piece_is_longer_than_the_size_nor_is_there_one_piece_too_many(length
 
 @settings(deadline=None, max_examples=400)
 @given(st.integers(1, 200), small, st.integers(1, 20), st.integers(1, 9))
-def test_where_minimum_and_size_conflict_there_are_as_many_pieces_as_the_minimum_allows(length: int, size: int, minimum: int, align: int) -> None:
+def test_the_minimum_wins_over_the_size_and_allows_as_many_pieces_as_it_can(length: int, size: int, minimum: int, align: int) -> None:
     pieces = partition(0, length, size, minimum=minimum, align=align)
     assert len(pieces) <= len(partition(0, length, size, align=align))
     if len(pieces) < len(partition(0, length, size, align=align)):

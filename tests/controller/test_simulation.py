@@ -59,7 +59,7 @@ starts = st.one_of(st.none(), st.integers(1, 100))
 
 @settings(deadline=None, max_examples=60)
 @given(needs, st.integers(500, 20_000), st.integers(1, 300), starts, st.booleans(), st.booleans(), st.integers(0, 2**16), st.sampled_from([1, 1, 4]))
-def test_steady_memory_costs_at_most_one_failure_after_the_first_settled_size_then_no_move(
+def test_steady_memory_costs_one_failure_at_most_once_settled_and_then_no_move(
     lines: list[tuple[int, int]], total: int, batch: int, start: int | None, measured: bool, sensed: bool, seed: int, align: int
 ) -> None:
     need = bent(lines)
@@ -122,7 +122,7 @@ def test_square_wave_costs_one_failure_per_halving_and_full_size_returns(period:
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(1000, 7000), st.floats(20, 200), st.integers(0, 2**16))
-def test_full_size_returns_within_a_bounded_number_of_calls_after_the_co_tenant_leaves(held: int, stay: float, seed: int) -> None:
+def test_full_size_returns_in_bounded_time_after_the_co_tenant_leaves(held: int, stay: float, seed: int) -> None:
     device = Device(12_800, others=lambda t: held if 30 <= t < 30 + stay else 0)
     job = Job(device, bert, seed=seed)
     full = run_until(job, 30)[-1].size

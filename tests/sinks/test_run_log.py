@@ -318,23 +318,28 @@ def test_a_forked_child_writes_nothing(path: Path) -> None:
     script = """
 import os, sys
 from elastic_mbs.events import Warned
+from elastic_mbs.sinks import PrometheusTextfile
 from elastic_mbs.sinks.run_log import RunLog
-log = RunLog(sys.argv[1])
-log(Warned("run", "a", "parent"))
-log._lock.acquire()  # as a thread of the parent may have at the fork
+sinks = [RunLog(sys.argv[1]), PrometheusTextfile(sys.argv[1] + ".prom", every=0)]
+for sink in sinks:
+    sink(Warned("run", "a", "parent"))
+    sink._lock.acquire()  # as a thread of the parent may have at the fork
 if os.fork() == 0:
-    log.begin()
-    log(Warned("run", "b", "child"))
-    log.close()
+    for sink in sinks:
+        sink.begin()
+        sink(Warned("run", "b", "child"))
+        sink.close()
     os._exit(0)
-log._lock.release()
 assert os.wait()[1] == 0
-log(Warned("run", "c", "parent"))
+for sink in sinks:
+    sink._lock.release()
+    sink(Warned("run", "c", "parent"))
 """
     process = run_script(script, path)
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert [event.message for event in events_in(path) if isinstance(event, Warned)] == ["parent", "parent"]
+    assert 'elastic_mbs_warnings_total{name="run"} 2.0' in path.with_name("run.jsonl.prom").read_text()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")

@@ -2,7 +2,6 @@
 
 import builtins
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
-from elastic_mbs import ElasticMBS, MemoryOptions, SensorBack, SensorLost, UsageError, Warned
+from elastic_mbs import ElasticMBS, MemoryOptions, UsageError, Warned
 from elastic_mbs.sinks import PrometheusTextfile, TensorBoard
 from tests.helpers.events import ANY_EVENT, GROWN, KEY, MIB, ONE_OF_EACH, done, failure
 
@@ -100,7 +99,7 @@ def test_any_number_and_the_users_labels_come_back_as_they_were(loss: float) -> 
 def test_a_label_cannot_end_its_line_or_its_quotes(name: str) -> None:
     sink = PrometheusTextfile("run.prom", every=1e9)
     sink._count(Warned(name, "t", "m"))
-    (family,) = text_string_to_metric_families(sink.text())
+    family, _ = text_string_to_metric_families(sink.text())
     assert [sample.labels["name"] for sample in family.samples] == [name]
 
 
@@ -267,19 +266,6 @@ def test_every_event_there_can_be_is_taken(events: list[Any]) -> None:
         prometheus._count(event)
         board._take(event)
     read(prometheus.text())
-
-
-def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer()
-    sinks = [PrometheusTextfile(tmp_path / "run.prom", every=0), TensorBoard(writer)]
-    own = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: own + 1)
-    for sink in sinks:
-        sink(SensorLost("run", "gone"))
-        sink(SensorBack("run", "nvml"))
-        sink.close()
-    assert list(tmp_path.iterdir()) == []
-    assert (writer.texts, writer.flushes) == ([], 0)
 
 
 def test_a_runtime_writes_its_textfile_when_it_is_closed(tmp_path: Path) -> None:
