@@ -29,7 +29,7 @@ stress: .venv/installed
 
 # Random cases, the same each time; `python -m stress montecarlo` alone draws others.
 montecarlo: .venv/installed
-	@$(BIN)/python -m stress montecarlo --runs 300 --seed 1 --minutes 0.6
+	@$(BIN)/python -m stress montecarlo --runs 300 --seed 1
 
 lint: .venv/installed
 	@$(BIN)/ruff check --quiet . tools/gpu_check

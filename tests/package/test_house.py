@@ -10,10 +10,10 @@ import torch
 from tests.helpers.room import ROOT
 
 # Lower a number as soon as the code allows it, never raise one. Where all is done: lines 9,200 / 2,500 / 7,000 / 20,000 and nothing else but 0.
-LINES = {"core": 13_350, "cli": 4_200, "stress": 11_100, "tests": 28_150}
-CROWDED_FOLDERS = 3  # more than 13 modules
-LONG_FILES = 18
-LONG_FUNCTIONS = 5  # more than 40 lines without the docstring
+LINES = {"core": 12_000, "cli": 3_200, "stress": 10_000, "tests": 27_300}
+CROWDED_FOLDERS = 1  # more than 13 modules
+LONG_FILES = 12  # more than 400 lines
+LONG_FUNCTIONS = 4  # more than 40 lines without the docstring
 FOREIGN_PRIVATES = 65  # a `_private` attribute of ours that another module reads or writes
 
 NOT_CORE = ("cli", "integrations", "distributed", "recipes")
