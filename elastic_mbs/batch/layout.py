@@ -268,12 +268,11 @@ class Layout:
     def _check_lists_of_samples(self, root: Node) -> None:
         """Refuses fields that could be the samples: many alike tensors in a list, or lists of one length each (zip(*samples))."""
         lists = [root] if root.children[0].cut is not Cut.FIELDS else root.children
+        if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.said(each.path) is not _UNSAID for each in lists):
+            return
         n, ends = len(lists[0].value), root.ends()
-        alike = len(lists) > 1 or (
-            n > _MANY and len({(end.size, getattr(end.value, "shape", 0), getattr(end.value, "dtype", 0)) for end in ends}) == 1
-        )
-        plain = all(type(each.value) in (list, tuple) and len(each.value) == n and each.cut is Cut.FIELDS for each in lists)
-        if n > 1 and alike and plain and all(self.said(each.path) is _UNSAID for each in lists):
+        looks = {(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in ends}
+        if (n > _MANY and len(looks) == 1) if len(lists) == 1 else (n > 1 and len({len(each.value) for each in lists}) == 1):
             names = ", ".join(quoted(each.path) for each in lists if each.path)
             raise BatchError(
                 f"{where(lists[0].path)} is a {type(lists[0].value).__name__} of {n} parts with {ends[0].size} rows each: "

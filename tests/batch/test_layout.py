@@ -157,6 +157,8 @@ def test_many_alike_tensors_in_a_list_are_samples_or_fields_as_dims_say(kind: An
     with pytest.raises(BatchError, match=r"8 fields of 5 samples, or 8 samples\?\n.*dims=items\(\)\n.*dims=fields\(\)"):
         BatchView(kind(samples))
     assert (BatchView(kind(samples), items()).length, BatchView(kind(samples), fields()).length) == (8, 5)
+    with pytest.raises(BatchError, match=r'dims=items\("images"\)'):
+        BatchView({"images": kind(samples)})
     for other in (samples[:7], [*samples, torch.zeros(5, 2)], dict(enumerate(samples))):
         assert BatchView(other).length == 5
 
@@ -170,7 +172,8 @@ def test_lists_of_one_length_that_could_be_the_samples_are_asked_about(parts: li
         BatchView(batch)
     assert f'dims=items("{parts[0]}", "{parts[1]}")' in str(caught.value)
     assert (BatchView(batch, items(*parts)).length, BatchView(batch, fields(*parts)).length) == (3, 5)
-    assert BatchView((torch.zeros(5), lists[0])).length == 5  # the first part leaves no doubt
+    for certain in ((torch.zeros(5), lists[0]), (Named(*lists), lists[0]), (lists[0], lists[1][:2]), {"x": lists[0]}):
+        assert BatchView(certain).length == 5
 
 
 def generator() -> Iterator[int]:
