@@ -1,1 +1,1 @@
-"""A batch as N samples: its layout, its counts, its split into pieces, and joining what comes back."""
+"""A batch as N samples: its layout, its counts, its split into pieces, and joining the outputs."""

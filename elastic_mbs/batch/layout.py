@@ -78,7 +78,7 @@ class Node:
         return [end for child in self.children for end in child.ends()] if self.children else [self]
 
 
-_UNSAID = object()
+_NOT_GIVEN = object()
 _CONTAINERS = frozenset({Role.LIST, Role.FIELDS, Role.ARRAY, Role.CUSTOM})
 _MANY = 7  # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are some, a picture's crops more
 
@@ -95,7 +95,7 @@ class Layout:
         self.unclear: list[Node] = []  # tuples without rows: items, or the same for all samples
         self.root: Node | None = None
 
-    def said(self, path: Path, inherited: Any = _UNSAID) -> Any:
+    def given(self, path: Path, inherited: Any = _NOT_GIVEN) -> Any:
         for name in suffixes(path):
             if name in self.dims:
                 self.used.add(name)
@@ -106,35 +106,35 @@ class Layout:
         self.leaves.append(node)
         return node
 
-    def read(self, value: Any, path: Path = (), inherited: Any = _UNSAID) -> Node:
+    def read(self, value: Any, path: Path = (), inherited: Any = _NOT_GIVEN) -> Node:
         """The node of a value; its leaves and open lists are collected."""
-        says = self.said(path, inherited) if self.dims else inherited
+        given = self.given(path, inherited) if self.dims else inherited
         kind = kind_of(type(value))
-        if says is _UNSAID and type(value) is Tensor and value.layout is torch.strided and value.ndim and not value.is_nested:
+        if given is _NOT_GIVEN and type(value) is Tensor and value.layout is torch.strided and value.ndim and not value.is_nested:
             return self._leaf(Node(Cut.NARROW, path, value, kind, 0, value.shape[0]))  # most of a batch, without the questions below
         role = kind.role
-        if says is None or role is Role.SCALAR:
+        if given is None or role is Role.SCALAR:
             return Node(Cut.WHOLE, path, value, kind)
         if role is Role.TENSOR or role is Role.ARRAY:
-            return self._tensor(value, path, kind, says)
+            return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
-            items = says is ListLayout.ITEMS or (says is not ListLayout.FIELDS and _is_texts(value))
-            return self._items(value, path, kind, says) if items else self._fields(value, path, kind, says)
+            items = given is ListLayout.ITEMS or (given is not ListLayout.FIELDS and _is_texts(value))
+            return self._items(value, path, kind, given) if items else self._fields(value, path, kind, given)
         if role is Role.LIST:
-            return self._list(value, path, kind, says)
+            return self._list(value, path, kind, given)
         if kind.splitter is not None:
-            if isinstance(says, int):
-                raise BatchError(f"{where(path)} is of type {type_name(type(value))}: register_splitter says how it is cut, and dim {says} cannot")
+            if isinstance(given, int):
+                raise BatchError(f"{where(path)} is of type {type_name(type(value))}: register_splitter says how it is cut, and dim {given} cannot")
             return self._leaf(Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value)))
         raise BatchError(_refusal(value, path, kind))
 
-    def _tensor(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
+    def _tensor(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         is_tensor = kind.role is Role.TENSOR
         if is_tensor and (value.layout is not torch.strided or value.is_nested):
             raise BatchError(_not_dense(value, path))
         ndim = value.ndim
-        dim = says if isinstance(says, int) else 0
-        if ndim == 0 and not isinstance(says, int):
+        dim = given if isinstance(given, int) else 0
+        if ndim == 0 and not isinstance(given, int):
             return Node(Cut.WHOLE, path, value, kind)
         if not -ndim <= dim < ndim:
             raise BatchError(
@@ -145,12 +145,12 @@ class Layout:
         dim %= ndim
         return self._leaf(Node(Cut.NARROW if is_tensor else Cut.COPY, path, value, kind, dim, value.shape[dim]))
 
-    def _fields(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
+    def _fields(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         node = Node(Cut.FIELDS, path, value, kind)
         node.keys, parts = kind.take(value)
         if hasattr(value, "__dict__"):
             self._check_attributes(value, path, parts)
-        inherited = says if isinstance(says, int) else _UNSAID
+        inherited = given if isinstance(given, int) else _NOT_GIVEN
         cut = len(self.leaves) + len(self.open)
         for key, part in zip(node.keys, parts, strict=True):
             before = len(self.leaves) + len(self.open)
@@ -161,24 +161,24 @@ class Layout:
         if isinstance(value, tuple) and cut == len(self.leaves) + len(self.open):
             if all(child.cut is Cut.WHOLE for child in node.children):
                 node.cut = Cut.WHOLE
-            if type(value) is tuple and says in (0, -1) and self.said(path) == says:
-                return self._items(value, path, kind, says)
-            if type(value) is tuple and says is _UNSAID and any(end.value is not None for child in node.children for end in child.ends()):
+            if type(value) is tuple and given in (0, -1) and self.given(path) == given:
+                return self._items(value, path, kind, given)
+            if type(value) is tuple and given is _NOT_GIVEN and any(end.value is not None for child in node.children for end in child.ends()):
                 self.unclear.append(node)
         return node
 
-    def _list(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
+    def _list(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         roles = roles_in(value)
-        with_rows = Role.TENSOR in roles and (says is not _UNSAID or _has_rows(value, roles))
-        if says is ListLayout.ITEMS:
-            return self._items(value, path, kind, says)
-        if says is ListLayout.FIELDS or with_rows or (isinstance(says, int) and roles & _CONTAINERS):
-            return self._fields(value, path, kind, says)
+        with_rows = Role.TENSOR in roles and (given is not _NOT_GIVEN or _has_rows(value, roles))
+        if given is ListLayout.ITEMS:
+            return self._items(value, path, kind, given)
+        if given is ListLayout.FIELDS or with_rows or (isinstance(given, int) and roles & _CONTAINERS):
+            return self._fields(value, path, kind, given)
         known = self.known.get(path)
         if not roles & _CONTAINERS or known is ListLayout.ITEMS:
-            return self._items(value, path, kind, says)
+            return self._items(value, path, kind, given)
         if known is ListLayout.FIELDS:
-            return self._fields(value, path, kind, says)
+            return self._fields(value, path, kind, given)
         node = Node(Cut.OPEN, path, value, kind, size=len(value))
         self.open.append((node, self._as_fields(node)))
         return node
@@ -186,16 +186,16 @@ class Layout:
     def _as_fields(self, node: Node) -> Layout | None:
         layout = Layout(self.dims, self.known, self.used)
         try:
-            layout.root = layout._fields(node.value, node.path, node.kind, _UNSAID)
+            layout.root = layout._fields(node.value, node.path, node.kind, _NOT_GIVEN)
         except BatchError:
             return None
         return layout
 
-    def _items(self, value: Any, path: Path, kind: Kind, says: Any) -> Node:
+    def _items(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.role is not Role.LIST and type(value) is not tuple:
             raise BatchError(f"{where(path)} is of type {type_name(type(value))}, and items() is for lists and tuples")
-        if isinstance(says, int) and says not in (0, -1):
-            raise BatchError(f"{where(path)} has no dim {says}: it is a {type(value).__name__} of {len(value)} items")
+        if isinstance(given, int) and given not in (0, -1):
+            raise BatchError(f"{where(path)} has no dim {given}: it is a {type(value).__name__} of {len(value)} items")
         self._check_attributes(value, path, ())
         return self._leaf(Node(Cut.ITEMS, path, value, kind, size=len(value)))
 
@@ -205,7 +205,7 @@ class Layout:
 
     def _check_whole(self, path: Path, what: str, owner: Any) -> None:
         """Every piece would get the whole batch's: `dims` must say that this is right."""
-        if self.said(path) is not None:
+        if self.given(path) is not None:
             remedy = f"if that is right: {call('whole', path)}\n  if not: make it a part, or {to_register(type(owner))}"
             raise BatchError(f"{where(path)} {what}: every piece would get the whole batch's\n  {remedy}")
 
@@ -256,19 +256,19 @@ class Layout:
 
     def _check_unclear(self) -> None:
         for node in sorted(self.unclear, key=lambda each: len(each.path)):
-            if not self._said_below(node):
+            if not self._given_below(node):
                 raise BatchError(
                     f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has rows: is it one item per sample?\n"
                     f"  if so: {call('items', node.path)}\n  if every piece needs all of it: {call('whole', node.path)}"
                 )
 
-    def _said_below(self, node: Node) -> bool:
-        return bool(self.dims) and any(self.said(child.path) is not _UNSAID or self._said_below(child) for child in node.children)
+    def _given_below(self, node: Node) -> bool:
+        return bool(self.dims) and any(self.given(child.path) is not _NOT_GIVEN or self._given_below(child) for child in node.children)
 
     def _check_lists_of_samples(self, root: Node) -> None:
         """Refuses fields that could be the samples: many alike tensors in a list, or lists of one length each (zip(*samples))."""
         lists = [root] if root.children[0].cut is not Cut.FIELDS else root.children
-        if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.said(each.path) is not _UNSAID for each in lists):
+        if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.given(each.path) is not _NOT_GIVEN for each in lists):
             return
         n, ends = len(lists[0].value), root.ends()
         looks = {(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in ends}
@@ -364,7 +364,7 @@ def _common_length(leaves: list[Node]) -> tuple[int, dict[Path, list[Node]]]:
     for leaf in leaves:
         in_list = len(leaf.path) > 1 and isinstance(leaf.path[-1], int) and leaf.cut is Cut.NARROW
         groups.setdefault(leaf.path[:-1] if in_list else leaf.path, []).append(leaf)
-    # 256 images in a list must not outvote the labels beside it.
+    # 256 images in a list must not outvote the labels next to it.
     single = [group[0] for group in groups.values() if len(group) == 1]
     votes = Counter(leaf.size for leaf in single or leaves)
 

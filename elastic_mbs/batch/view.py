@@ -32,7 +32,7 @@ class BatchView:
         BatchError: lengths that disagree, an empty batch, nothing to cut, two readings, or a type that cannot be cut.
     """
 
-    __slots__ = ("_elements", "_ends", "_root", "_tensors", "_versioned", "batch", "known_lists", "length", "unused")
+    __slots__ = ("_elements", "_ends", "_root", "_tensors", "_versioned", "batch", "known_lists", "length")
 
     def __init__(self, batch: Any, dims: Dims | None = None, known_lists: Mapping[Path, ListLayout] | None = None) -> None:
         layout = Layout(checked(dims) if dims else {}, dict(known_lists) if known_lists else {}, set())
@@ -40,7 +40,6 @@ class BatchView:
         self._root = layout.read(batch)
         self.length = layout.finish(self._root)  # N
         self.known_lists: Mapping[Path, ListLayout] = layout.known
-        self.unused = tuple([key for key in layout.dims if key not in layout.used])  # a typing error, perhaps, or an optional field
         self._ends: list[Node] = self._root.ends()
         self._elements: int | None = None
         self._tensors: list[Tensor] | None = None

@@ -1,20 +1,28 @@
-"""What a call gives back: the loss of the whole batch, the outputs of its pieces, and how it was split."""
+"""The result of a call: the loss of the whole batch, the outputs of its pieces, and how it was split; and the totals over all calls."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+import gc
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Dataset
 
-from elastic_mbs.batch.containers import Path
+from elastic_mbs.batch.containers import Kind, Path, Role, kind_of, map_tensors, refilled, roles_in
 from elastic_mbs.batch.join import join
-from elastic_mbs.engine.everywhere import map_everywhere
+from elastic_mbs.errors import BatchError
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.options import OutputPlace
 
 MUCH = 2**30
-"""Bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, and nobody a decoder's cache of keys and values."""
+"""Bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a decoder's cache of keys and values."""
 
 
 @dataclass(eq=False)
@@ -34,13 +42,13 @@ class StepResult:
     ooms: int = 0
     replayed_samples: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
-    _losses: tuple[torch.Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighed
+    _losses: tuple[Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighted
     _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)
-    _apart: set[Path] | None = field(default=None, repr=False)  # see `join`
+    _per_piece: set[Path] | None = field(default=None, repr=False)  # see `join`
     _joined: Any = field(default=None, repr=False)
 
     @property
-    def loss(self) -> torch.Tensor:
+    def loss(self) -> Tensor:
         """The loss of the whole batch: detached, unscaled, a scalar on the model's device. Reading its value is what synchronises."""
         if not self._losses:
             return torch.zeros(())
@@ -67,33 +75,65 @@ class StepResult:
         if self._outputs:
             lengths = [stop - start for start, stop in self.partition]
             with on_host(all(stored is None or stored.on_host for stored in self._outputs)):
-                self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths, self._apart)
+                self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths, self._per_piece)
             self._outputs = []
         return self._joined
+
+
+@dataclass
+class Stats:
+    """What a runtime has been through since it was made.
+
+    Attributes:
+        calls: training calls that finished.
+        samples: samples in them.
+        pieces: micro-batches that committed.
+        ooms: out-of-memory errors survived, those of `eval` too.
+        replayed_samples: samples that were run again, those of `eval` too.
+        sizes: how many calls ended at each micro-batch size.
+    """
+
+    calls: int = 0
+    samples: int = 0
+    pieces: int = 0
+    ooms: int = 0
+    replayed_samples: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    def add(self, result: StepResult, samples: int, *, training: bool) -> None:
+        """Counts one finished call."""
+        self.ooms += result.ooms
+        self.replayed_samples += result.replayed_samples
+        if not training:
+            return
+        self.calls += 1
+        self.samples += samples
+        self.pieces += len(result.partition)
+        self.sizes[result.micro_batch_size] = self.sizes.get(result.micro_batch_size, 0) + 1
+
+    def copy(self) -> Stats:
+        """A copy that does not change any more."""
+        return replace(self, sizes=dict(self.sizes))
 
 
 class StoredOutput:
     """One piece's outputs, detached, and moved to the host where that was asked for.
 
     The copy to the host goes to pinned memory in the stream's order, so that storing waits for nothing; `get` waits for it.
-
-    Attributes:
-        on_host: whether they were moved.
-        nbytes: what their dense tensors take.
     """
 
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self.on_host = place == "cpu"
-        self.nbytes = 0
+        self.nbytes = 0  # of their dense tensors
         self._event: torch.cuda.Event | None = None
-        self._value = map_everywhere(value, self._to_host if place == "cpu" else self._detached)
+        self._value = map_outputs(value, self._to_host if place == "cpu" else self._detached)
 
-    def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided and not tensor.is_nested:  # of others nobody says
+    def _detached(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and not tensor.is_nested:  # the size of others is not known
             self.nbytes += tensor.nbytes
         return tensor.detach()
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_host(self, tensor: Tensor) -> Tensor:
         own = tensor.grad_fn is not None
         tensor = self._detached(tensor)
         if tensor.is_cuda:  # cuda-only
@@ -108,7 +148,110 @@ class StoredOutput:
             return tensor.to("cpu", copy=virtual or not own)  # what the step did not compute (a buffer, say) may change under us
 
     def get(self) -> Any:
-        """The outputs, once they are there."""
+        """The outputs, once the copy is done."""
         if self._event is not None:  # cuda-only
             self._event.synchronize()
         return self._value
+
+
+def _fill_deque(new: Any, keys: list[Any], values: list[Any]) -> None:
+    new.clear()
+    new.extend(values)
+
+
+_CLOSED = (nn.Module, torch.optim.Optimizer, Dataset, DataLoader, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_PLAIN = frozenset({Role.SCALAR, Role.ARRAY})
+_CONTAINERS = {  # that a batch cannot be made of
+    deque: Kind(Role.LIST, lambda obj: ([], list(obj)), refilled(_fill_deque)),
+    PackedSequence: Kind(Role.LIST, lambda obj: ([], list(obj)), lambda obj, keys, values: type(obj)(*values)),
+}
+
+
+def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """`map_tensors`, and into the attributes of other objects too: models return objects of their own, such as a decoder's cache of keys and values.
+
+    The objects around a tensor are copied (shallowly). Objects without a tensor, modules, optimizers, datasets, and objects that cannot be copied or
+    have a finaliser, which would run for the copy too, are handed on as they are, and so are tensors in slots: these keep their graph.
+    """
+    return fn(value) if kind_of(type(value)).role is Role.TENSOR else _OutputMap(fn).of(value)
+
+
+class _OutputMap:
+    """One walk: an object that is met again, in a cycle too, is the copy that was made of it."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self._fn = fn
+        self._made: dict[int, tuple[Any, Any]] = {}  # id → (the object, which keeps the id valid, its copy)
+        self._bare: dict[int, Any] = {}  # objects from which no tensor is reached
+
+    def of(self, value: Any) -> Any:
+        kind = _kind_of(type(value))
+        if kind.role in _PLAIN:
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = value, value  # a container can be inside itself
+            try:
+                self._made[id(value)] = value, self._mapped(value, kind)
+            except RecursionError:  # it lies too deep: from here on it stays as it is
+                self._made[id(value)] = value, value
+        return self._made[id(value)][1]
+
+    def _mapped(self, value: Any, kind: Kind) -> Any:
+        if kind.role is Role.TENSOR or kind.splitter is not None:
+            return map_tensors(value, self._fn)
+        if kind.role not in (Role.LIST, Role.FIELDS):
+            return self._object(value)
+        keys, parts = kind.take(value)
+        attributes = _attributes(value)
+        mapped = [self.of(part) for part in parts] if not roles_in(parts) <= _PLAIN else parts
+        changed = {name: new for name, old in attributes.items() if (new := self.of(old)) is not old}
+        if not changed and all(new is old for new, old in zip(mapped, parts, strict=True)):
+            return value
+        try:
+            made = kind.put(value, keys, mapped)
+        except BatchError:  # a type that cannot be rebuilt
+            return value
+        present = _attributes(made)
+        present.update({name: new for name, new in changed.items() if present.get(name) is attributes[name]})
+        return made
+
+    def _object(self, value: Any) -> Any:
+        if issubclass(type(value), _CLOSED) or hasattr(type(value), "__del__") or not self._reaches_tensor(value):
+            return value
+        try:
+            new = copy.copy(value)
+        except MemoryError:
+            raise
+        except Exception:  # an object that is not to be copied can say so in any way
+            return value
+        attributes, present = _attributes(value), _attributes(new)
+        if present is attributes:
+            return value  # writing to the copy would write to the original
+        self._made[id(value)] = value, new
+        for name, old in list(attributes.items()):
+            if present.get(name) is old:
+                present[name] = self.of(old)  # past `setattr`: there can be a property of that name
+        return new
+
+    def _reaches_tensor(self, value: Any) -> bool:
+        seen: dict[int, Any] = {}
+        todo = [value]
+        while todo:
+            each = todo.pop()
+            kind = kind_of(type(each))
+            if kind.role is Role.TENSOR or kind.splitter is not None:
+                return True
+            if not (kind.role in _PLAIN or id(each) in seen or id(each) in self._bare or issubclass(type(each), _CLOSED)):
+                seen[id(each)] = each
+                todo += gc.get_referents(each)
+        self._bare |= seen
+        return False
+
+
+def _kind_of(cls: type) -> Kind:
+    return next((kind for base, kind in _CONTAINERS.items() if issubclass(cls, base)), None) or kind_of(cls)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = getattr(value, "__dict__", None)
+    return found if type(found) is dict else {}

@@ -82,7 +82,6 @@ def test_an_attribute_with_rows_that_is_no_part_is_asked_about(make: Callable[[]
     with pytest.raises(BatchError, match=r'"b.mask" is an attribute'):
         BatchView({"b": batch})
     view = BatchView(batch, whole("mask"))
-    assert view.unused == ()
     assert view.piece(1, 3).mask is mask
     assert BatchView([batch, batch], items()).length == 2, "an item of a list is no container of samples"
 
@@ -96,7 +95,7 @@ def test_an_attribute_that_is_a_part_is_the_pieces_own(make: Callable[[], Any]) 
     assert torch.equal(BatchView(batch).piece(1, 3).doubled, X[1:3] * 2)
 
 
-def test_attributes_without_rows_and_what_a_mapping_keeps_its_items_in_are_no_question() -> None:
+def test_attributes_without_rows_and_the_dict_of_a_mappings_items_are_no_question() -> None:
     batch = Record(x=X)
     batch.name, batch.scale, batch.size = "a", torch.tensor(2.0), (224, 224)  # type: ignore[attr-defined]  # attributes that only this batch has
     assert BatchView(batch).piece(0, 1).scale == 2

@@ -55,30 +55,30 @@ def test_one_piece_gives_the_same_types_as_several() -> None:
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros], ids=["tensor", "array"])
 def test_what_was_once_of_another_length_than_its_piece_is_never_taken_for_samples(make: Any) -> None:
     """A matrix of four classes has as many rows as a piece of four samples."""
-    apart = set[Any]()
-    assert isinstance(join([{"matrix": make((4, 4))}] * 2, [3, 3], apart)["matrix"], PerPiece)
-    again = join([{"matrix": make((4, 4)), "scores": make((4, 2))}] * 2, [4, 4], apart)
+    per_piece = set[Any]()
+    assert isinstance(join([{"matrix": make((4, 4))}] * 2, [3, 3], per_piece)["matrix"], PerPiece)
+    again = join([{"matrix": make((4, 4)), "scores": make((4, 2))}] * 2, [4, 4], per_piece)
     assert isinstance(again["matrix"], PerPiece)
     assert len(again["scores"]) == 8
-    padded = join([make((4, 2)), make((4, 3))], [4, 4], apart)  # rows of another shape: another batch may be joined
+    padded = join([make((4, 2)), make((4, 3))], [4, 4], per_piece)  # rows of another shape: another batch may be joined
     assert isinstance(padded, PerPiece)
-    assert len(join([make((4, 2))] * 2, [4, 4], apart)) == 8
+    assert len(join([make((4, 2))] * 2, [4, 4], per_piece)) == 8
 
 
 def test_what_a_function_gives_otherwise_is_not_taken_for_what_came_once_a_piece() -> None:
     """A loss in evaluation made the logits of training, at the same place among the outputs, a list of pieces for good."""
-    apart = set[Any]()
-    assert isinstance(join([(torch.tensor(1.0), torch.zeros(3, 5))] * 2, [3, 3], apart)[0], PerPiece)
-    assert isinstance(join([(torch.zeros(5, 5), None)] * 2, [3, 3], apart)[0], PerPiece)
-    assert join([(torch.zeros(3, 4), torch.zeros(3))] * 2, [3, 3], apart)[0].shape == (6, 4)
-    assert join([torch.zeros(3)] * 2, [3, 3], apart).shape == (6,)
+    per_piece = set[Any]()
+    assert isinstance(join([(torch.tensor(1.0), torch.zeros(3, 5))] * 2, [3, 3], per_piece)[0], PerPiece)
+    assert isinstance(join([(torch.zeros(5, 5), None)] * 2, [3, 3], per_piece)[0], PerPiece)
+    assert join([(torch.zeros(3, 4), torch.zeros(3))] * 2, [3, 3], per_piece)[0].shape == (6, 4)
+    assert join([torch.zeros(3)] * 2, [3, 3], per_piece).shape == (6,)
 
 
 def test_what_is_of_another_shape_each_time_is_not_remembered_without_end() -> None:
-    apart = set[Any]()
+    per_piece = set[Any]()
     for size in range(1000):
-        assert isinstance(join([torch.zeros(5, size)] * 2, [3, 3], apart), PerPiece)
-    assert len(apart) < 300
+        assert isinstance(join([torch.zeros(5, size)] * 2, [3, 3], per_piece), PerPiece)
+    assert len(per_piece) < 300
 
 
 def test_a_number_beside_the_items_is_not_taken_for_the_item_of_the_same_value() -> None:
@@ -150,7 +150,7 @@ def test_what_does_not_fit_together_comes_once_a_piece(pieces: list[Any]) -> Non
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_never_taken_apart(layout: torch.layout) -> None:
+def test_nested_tensors_are_never_taken_per_piece(layout: torch.layout) -> None:
     """Those of the first kind have no shape to ask for."""
     pieces = [torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(3, 2)], layout=layout) for _ in range(2)]
     joined = join(pieces, [2, 2])
@@ -158,7 +158,7 @@ def test_nested_tensors_are_never_taken_apart(layout: torch.layout) -> None:
     assert joined[0] is pieces[0]
 
 
-def test_packed_sequences_are_never_taken_apart() -> None:
+def test_packed_sequences_are_never_taken_per_piece() -> None:
     pieces = [pack_sequence([torch.ones(2)]), pack_sequence([torch.ones(2)])]
     joined = join(pieces, [2, 2])
     assert [type(each) for each in joined] == [PackedSequence, PackedSequence]
@@ -174,7 +174,7 @@ def test_containers_keep_their_type() -> None:
     assert pair[1][0].shape == (5,)
 
 
-def test_a_list_of_as_many_different_things_as_there_are_samples_is_no_list_of_samples() -> None:
+def test_a_list_of_as_many_different_values_as_samples_is_no_list_of_samples() -> None:
     outputs = [[torch.full((2,), i), {"ids": torch.full((2,), 10 + i)}] for i in range(2)]
     joined = join(outputs, [2, 2])
     assert joined[0].tolist() == [0, 0, 1, 1]

@@ -46,19 +46,14 @@ class Named(NamedTuple):
 )
 def test_dims_say_by_name_path_or_index_where_the_samples_are(batch: Any, dims: dict[Any, Any]) -> None:
     view = BatchView(batch, dims)
-    assert (view.length, view.unused) == (4, ())
+    assert view.length == 4
     assert BatchView(view.piece(1, 3), dims).length == 2
     assert view.piece(0, 4) is not batch
 
 
-def test_dims_that_a_batch_does_not_have_are_told_but_allowed() -> None:
-    assert BatchView({"x": rows(4)}, {"positions": 1} | whole("mask")).unused == ("positions", "mask")
-
-
-def test_an_index_counts_from_the_root_only() -> None:
+def test_dims_that_a_batch_does_not_have_are_allowed_and_an_index_counts_from_the_root_only() -> None:
     batch = {"x": rows(4), "views": [rows(4, 3), rows(4, 4)]}
-    view = BatchView(batch, {"1": 1})
-    assert view.unused == ("1",)
+    view = BatchView(batch, {"1": 1, "positions": 1} | whole("mask"))
     assert view.piece(0, 2)["views"][1].shape == (2, 4)
 
 
@@ -340,7 +335,7 @@ def test_a_tuple_without_rows_is_asked_about_whatever_its_length(labels: Any, sa
         assert BatchView(batch, {"y": 0}).piece(1, 3)["y"] == labels[1:3]
 
 
-def test_of_nested_tuples_the_outer_one_is_asked_about_unless_dims_say_something_of_its_parts() -> None:
+def test_of_nested_tuples_the_outer_one_is_asked_about_unless_dims_name_its_parts() -> None:
     with pytest.raises(BatchError, match='"y" is a tuple of 2'):
         BatchView({"x": rows(2), "y": ((1, 2), (3, 4))})
     assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2

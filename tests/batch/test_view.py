@@ -35,22 +35,6 @@ class Named(NamedTuple):
     b: Any
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and bool((a == b).all())
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict | UserDict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, Sample):
-        return same((a.a, a.b), (b.a, b.b))
-    return bool(a == b)
-
-
 def has_rows(value: Any) -> bool:
     if isinstance(value, dict | UserDict | tuple):
         return any(map(has_rows, value.values() if isinstance(value, dict | UserDict) else value))
@@ -98,7 +82,8 @@ def test_joining_the_pieces_of_any_split_gives_the_batch_back(data: st.DataObjec
     assert view.length == n
     pieces = [view.piece(start, stop) for start, stop in ranges]
     joined = join(pieces, [stop - start for start, stop in ranges])
-    assert same(joined, batch)
+    assert repr(joined) == repr(batch)
+    assert type(joined["other"]) is type(batch["other"])
 
 
 @settings(deadline=None, max_examples=50)
@@ -215,14 +200,14 @@ def test_a_batch_that_requires_grad_gets_its_gradient_through_the_pieces() -> No
     assert x.grad.tolist() == [0, 2, 4, 6]
 
 
-def test_the_plan_is_made_once_so_later_edits_of_the_callers_containers_do_not_matter() -> None:
+def test_later_edits_of_the_callers_containers_do_not_matter() -> None:
     batch: dict[str, Any] = {"x": rows(4), "names": list("abcd")}
     view = BatchView(batch)
     del batch["x"]
     assert view.piece(0, 1)["x"].tolist() == [0]
 
 
-def test_numpy_arrays_are_cut_as_copies_because_no_version_tells_of_an_edit_and_numpy_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(8).reshape(4, 2)
     piece = BatchView({"a": array}).piece(1, 3)["a"]
     assert not np.shares_memory(piece, array)

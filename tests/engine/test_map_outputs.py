@@ -1,0 +1,176 @@
+"""Outputs keep no graph, wherever in their objects a tensor is, and the caller's own objects are left alone."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import TensorDataset
+
+from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions
+from elastic_mbs.engine.result import map_outputs
+
+
+def graph(n: int = 2) -> Tensor:
+    return torch.ones(n, requires_grad=True) * 2
+
+
+def detached(value: Any) -> Any:
+    return map_outputs(value, torch.Tensor.detach)
+
+
+class Layer:
+    """One of a cache's, as decoders return it: no container that is registered."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class ReadOnly:
+    def __init__(self, y: Tensor) -> None:
+        vars(self)["y"] = y
+
+    @property
+    def y(self) -> Tensor:
+        return cast(Tensor, vars(self)["y"])
+
+
+class Items(dict[str, Any]):
+    """With an attribute next to its items."""
+
+    def __init__(self, y: Tensor, **items: Any) -> None:
+        super().__init__(items)
+        self.y = y
+
+
+@pytest.mark.parametrize(
+    ("make", "get"),
+    [
+        (lambda t: SimpleNamespace(layers=[SimpleNamespace(y=t)]), lambda o: o.layers[0].y),
+        (lambda t: {"logits": graph(), "cache": SimpleNamespace(layers=[Layer(t)])}, lambda o: o["cache"].layers[0].keys),
+        (lambda t: deque([t], maxlen=4), lambda o: o[0]),
+        (lambda t: pack_sequence([t]), lambda o: o.data),
+        (lambda t: torch.distributions.Independent(torch.distributions.Normal(t, t.detach()), 1), lambda o: o.base_dist.loc),
+        (ReadOnly, lambda o: o.y),
+        (lambda t: Items(t, a=1), lambda o: o.y),
+        (lambda t: Items(t, a=graph()), lambda o: o.y),
+    ],
+    ids=["object", "cache", "deque", "packed", "distribution", "property", "next to items", "next to tensors"],
+)
+def test_a_tensor_in_any_object_loses_its_graph_and_the_original_keeps_it(make: Any, get: Any) -> None:
+    own = make(graph())
+    found = detached(own)
+    assert type(found) is type(own)
+    assert get(own).grad_fn is not None
+    assert get(found).grad_fn is None
+    assert get(found).tolist() == [2.0, 2.0]
+
+
+def test_objects_that_share_parts_do_so_in_the_copy_and_a_tensor_is_mapped_once() -> None:
+    parent = SimpleNamespace(y=graph())
+    parent.child = SimpleNamespace(parent=parent, y=parent.y)
+    parent.ring = [parent.y]
+    parent.ring.append(parent.ring)
+    seen: list[Tensor] = []
+
+    def fn(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.detach()
+
+    found = map_outputs([parent, parent.y], fn)
+    assert found[0].child.parent is found[0]
+    assert found[0].child.y is found[0].y is found[1]
+    assert len(seen) == 1
+
+
+def test_objects_without_a_tensor_and_modules_and_datasets_are_handed_on() -> None:
+    plain = SimpleNamespace(text="text", inner=SimpleNamespace(numbers=[1, 2]))
+    plain.inner.outer = plain
+    assert detached(plain) is plain
+    model, data = nn.Linear(2, 2), TensorDataset(torch.zeros(3))
+    found = detached(SimpleNamespace(y=graph(), config=plain, model=model, data=data))
+    assert (found.config, found.model, found.data, found.y.grad_fn) == (plain, model, data, None)
+
+
+class Single:
+    def __init__(self) -> None:
+        self.y = graph()
+
+    def __copy__(self) -> Any:
+        return self
+
+
+class Locked(Single):
+    def __copy__(self) -> Any:
+        raise TypeError("cannot be copied")
+
+
+class Shared(Single):
+    def __copy__(self) -> Any:
+        other = object.__new__(Shared)
+        other.__dict__ = self.__dict__
+        return other
+
+
+class Owner(Single):
+    def __del__(self) -> None:
+        """Closes what it owns."""
+
+
+class Slots:
+    __slots__ = ("y",)
+
+    def __init__(self) -> None:
+        self.y = graph()
+
+
+@pytest.mark.parametrize("kind", [Single, Locked, Shared, Owner, Slots])
+def test_objects_that_cannot_be_copied_are_not_changed(kind: Any) -> None:
+    own = kind()
+    gone = weakref.proxy(Layer(graph()))  # of an object that has ended
+    found = detached(SimpleNamespace(y=graph(), own=own, gone=gone))
+    assert found.y.grad_fn is None
+    assert own.y.grad_fn is not None
+    assert kind is Slots or found.own is own
+
+
+def test_objects_that_lie_too_deep_are_no_error() -> None:
+    chain = SimpleNamespace(y=graph(), next=None)
+    for _ in range(5000):
+        chain = SimpleNamespace(y=graph(), next=chain)
+    assert detached(chain).y.grad_fn is None
+
+
+@pytest.mark.no_oom_injection
+def test_a_cache_that_a_model_returns_does_not_fill_the_device() -> None:
+    # pieces of a decoder in training kept their cache of keys and values, with its graph: no micro-batch was small enough
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: Tensor) -> SimpleNamespace:
+            cache = []
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+                cache.append(Layer(x))
+            return SimpleNamespace(loss=x.square().mean(), past=SimpleNamespace(layers=cache))
+
+    torch.manual_seed(0)
+    model, batch = Decoder(), torch.randn(512, 64)
+    by_hand = copy.deepcopy(model)
+    by_hand(batch).loss.backward()
+    with MemoryBudget("700KiB", track=(model,)), ElasticMBS(model, memory=MemoryOptions(wait_for_memory=0)) as mbs:
+        result = mbs.backward(model, batch)
+        assert result.ooms > 0 or len(result.partition) > 1
+        caches = [each.past for each in result.outputs]
+    assert all(layer.keys.grad_fn is None for piece in caches for layer in piece.layers)
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
