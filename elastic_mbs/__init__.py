@@ -9,8 +9,7 @@ from elastic_mbs.batch.token_counts import count_tokens
 from elastic_mbs.controller.controller import Policy
 from elastic_mbs.decorator import elastic_step
 from elastic_mbs.engine.micro_batch import MicroBatch
-from elastic_mbs.engine.result import StepResult
-from elastic_mbs.engine.stats import Stats
+from elastic_mbs.engine.result import Stats, StepResult
 from elastic_mbs.engine.verify import VerifyReport
 from elastic_mbs.errors import (
     BackwardInsideError,

@@ -28,8 +28,7 @@ from elastic_mbs.engine.micro_batch import MicroBatch, Totals
 from elastic_mbs.engine.misuse import running_call
 from elastic_mbs.engine.model import Inventory
 from elastic_mbs.engine.recovery import retrying
-from elastic_mbs.engine.result import MUCH, StepResult
-from elastic_mbs.engine.stats import Stats
+from elastic_mbs.engine.result import MUCH, Stats, StepResult
 from elastic_mbs.engine.steady import run_steadily, runs_steadily
 from elastic_mbs.engine.telemetry import Telemetry
 from elastic_mbs.engine.timing import Stopwatch
@@ -75,7 +74,8 @@ class ElasticMBS:
         reduction: what `loss_fn` returns: the "mean" over the piece's counts, or the "sum".
         dims: how to cut what shapes do not say (see `BatchView`).
         scaler: a `torch.amp.GradScaler`; the loss is scaled before backward. `unscale_`, clipping and `scaler.step` stay with the caller.
-        outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None to drop them.
+        outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None to drop them. They are detached, in objects of
+            other types too; tensors in slots or behind weak proxies keep their graph.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for `elastic-mbs report` and `elastic-mbs watch`.
         on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
         name: name in logs and events.

@@ -108,7 +108,7 @@ def _kind(cls: type) -> Kind:
             return kind
     if dataclasses.is_dataclass(cls):
         computed = {each.name: each.default for each in dataclasses.fields(cls) if not each.init}
-        return Kind(Role.FIELDS, _take_dataclass, _refilled(_fill_attributes), computed=computed)
+        return Kind(Role.FIELDS, _take_dataclass, refilled(_fill_attributes), computed=computed)
     return Kind(Role.UNKNOWN)
 
 
@@ -149,7 +149,7 @@ def _fill_attributes(new: Any, keys: list[Any], values: list[Any]) -> None:
         object.__setattr__(new, name, value)
 
 
-def _refilled(fill: Callable[[Any, list[Any], list[Any]], None]) -> Callable[[Any, list[Any], list[Any]], Any]:
+def refilled(fill: Callable[[Any, list[Any], list[Any]], None]) -> Callable[[Any, list[Any], list[Any]], Any]:
     """The put of a container that is copied, with its attributes, and filled with other values."""
 
     def put(obj: Any, keys: list[Any], values: list[Any]) -> Any:
@@ -184,7 +184,7 @@ def _put_mapping(obj: Any, keys: list[Any], values: list[Any]) -> Any:
     for name, store in getattr(obj, "__dict__", {}).items():
         if isinstance(store, dict) and store.keys() == items.keys():
             renewed[name] = kind_of(type(store)).put(store, list(items), list(items.values()))
-            new = _refilled(lambda copied, _, __: vars(copied).update(renewed))(obj, keys, values)
+            new = refilled(lambda copied, _, __: vars(copied).update(renewed))(obj, keys, values)
             if all(new[key] is value for key, value in items.items()):
                 return new
             del renewed[name]
@@ -224,8 +224,8 @@ _SUBCLASSES: dict[Any, Kind] = {
     Tensor: Kind(Role.TENSOR),
     _SCALARS: Kind(Role.SCALAR),
     tuple: Kind(Role.FIELDS, _take_sequence, _put_tuple),
-    list: Kind(Role.LIST, _take_sequence, _refilled(_fill_list)),
-    dict: Kind(Role.FIELDS, _take_dict, _refilled(_fill_dict)),
+    list: Kind(Role.LIST, _take_sequence, refilled(_fill_list)),
+    dict: Kind(Role.FIELDS, _take_dict, refilled(_fill_dict)),
     Mapping: Kind(Role.FIELDS, _take_mapping, _put_mapping),
 }
 cached_kind = functools.lru_cache(maxsize=1024)(_kind)

@@ -60,7 +60,7 @@ class Committed:
             skipped=tuple(sorted(skipped)),
             _losses=tuple(losses),
             _outputs=stored if any(stored) else [],
-            _apart=apart,
+            _per_piece=apart,
         )
 
 
