@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,13 +47,7 @@ class GuardedStep:
         self._order = AttemptOrder()
 
     def __call__(self, optimizer: Optimizer) -> None:
-        """Steps.
-
-        Raises:
-            UsageError: not an optimizer, or one whose step cannot be made again.
-            OptimizerStepError: it does not fit.
-            PoisonedDeviceError: the device cannot be trusted any more.
-        """
+        """See `ElasticMBS.optimizer_step`."""
         _check(optimizer)
         self._unscale(optimizer)
         if next(with_gradient(optimizer), None) is None:
@@ -76,6 +69,7 @@ class GuardedStep:
         # A way that worked before is tried twice: the last one leaves no other.
         for way in [*([began] if began else ()), *range(began, last + 1)]:
             if verdict is not None:
+                self._context.monitor.hurry()  # the next reading explains it
                 self._context.log.emit(OptimizerOutOfMemory(self._context.settings.name, name, WAYS[way], verdict.kind.name.lower(), verdict.message))
                 self._release()
             verdict = self._attempt(step, way)
@@ -189,13 +183,6 @@ class _Step:
         self._streams.restore(self._stream_state)
 
 
-@dataclass
-class _Remembered:
-    way: int  # that has worked
-    left: int  # steps until the fastest way is tried again
-    pause: int
-
-
 class AttemptOrder:
     """Remembers which way of stepping has worked, by kind of step: to fail first every time takes seconds for what takes milliseconds.
 
@@ -203,23 +190,22 @@ class AttemptOrder:
     """
 
     def __init__(self) -> None:
-        self._remembered: dict[Hashable, _Remembered] = {}
+        self._known: dict[Hashable, tuple[int, int, int]] = {}  # the way, steps until the fastest is tried again, and how many they were at first
 
     def first(self, key: Hashable) -> int:
         """The way to begin with."""
-        known = self._remembered.get(key)
-        if known is None or not known.left:
-            return 0
-        known.left -= 1
-        return known.way
+        way, left, pause = self._known.get(key, (0, 0, 0))
+        if left:
+            self._known[key] = way, left - 1, pause
+        return way if left else 0
 
     def worked(self, key: Hashable, began: int, way: int) -> None:
         """Notes that a step that began with `began` was made by `way`."""
-        known = self._remembered.pop(key, _Remembered(0, 0, 0))
-        if way and not began:  # the fastest has been tried in vain
-            known.left = known.pause = min(max(1, 2 * known.pause), LONGEST_PAUSE)
+        _, left, pause = self._known.pop(key, (0, 0, 0))
+        if not began:  # the fastest has been tried in vain
+            left = pause = min(max(1, 2 * pause), LONGEST_PAUSE)
         if way:
-            self._remembered[key] = _Remembered(way, known.left, known.pause)
+            self._known[key] = way, left, pause
 
 
 def _key(optimizer: Optimizer) -> Hashable:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from elastic_mbs.memory.oom import Verdict, classify
 from tests.helpers.oom_tables import CUDA_REPORT
 
 
@@ -36,3 +37,10 @@ def caught(function: Callable[..., object], *args: object) -> BaseException:
     except BaseException as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+def judged(error: BaseException) -> Verdict:
+    """The verdict on an error that is out of memory."""
+    verdict = classify(error)
+    assert verdict is not None
+    return verdict

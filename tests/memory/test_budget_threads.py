@@ -17,7 +17,6 @@ from torch import Tensor
 
 from elastic_mbs.errors import MisuseError
 from elastic_mbs.memory import MemoryBudget, sensor_for
-from elastic_mbs.memory import budget as module
 
 KIB = 1024
 MIB = 1024**2
@@ -95,22 +94,6 @@ def test_an_exception_of_the_block_passes_through() -> None:
     with pytest.raises(ZeroDivisionError), MemoryBudget(MIB):
         _ = 1 // 0
     assert MemoryBudget.current() is None
-
-
-def test_in_a_forked_child_the_block_is_inert_and_can_be_left() -> None:
-    with MemoryBudget(100) as budget:
-        budget._lock.acquire()  # as a thread of the parent may have at the fork
-        module._leave_in_child()
-        reader = threading.Thread(target=lambda: lives.append(budget.live))
-        lives: list[int] = []
-        reader.start()
-        reader.join(120)
-        x = torch.empty(1000)
-        y = torch.add(x, 1, out=torch.empty(1000))
-        assert MemoryBudget.current() is None
-    assert lives == [0]
-    assert (budget.live, budget.ooms) == (0, 0)
-    assert y.shape == x.shape
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

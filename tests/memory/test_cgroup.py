@@ -31,6 +31,15 @@ def one_group(root: Path, version: Version, limit: int | str, used: int, **more:
     write_membership(root, {version: "/job"})
 
 
+def some(memory: CgroupMemory | None) -> CgroupMemory:
+    assert memory is not None
+    return memory
+
+
+def binding(root: Path) -> CgroupMemory:
+    return some(cgroup_memory(root))
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_limit_is_read_with_what_is_left_of_it(tmp_path: Path, version: Version) -> None:
     one_group(tmp_path, version, 100 * MEBI, 60 * MEBI, inactive=20 * MEBI, active=10 * MEBI, mapped=5 * MEBI)
@@ -51,8 +60,7 @@ def test_page_cache_counts_as_available_within_reason(
     tmp_path: Path, version: Version, used: int, cache: int, mapped: int, reclaimable: int, available: int
 ) -> None:
     one_group(tmp_path, version, 100, used, inactive=cache, mapped=mapped)
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.reclaimable, memory.available) == (reclaimable, available)
 
 
@@ -75,24 +83,21 @@ def test_of_nested_groups_the_one_with_the_least_left_binds(tmp_path: Path, vers
     write_group(top, "/slice/pod", version, 300, 100)
     write_group(top, "/slice/pod/job", version, 200, 90)
     write_membership(tmp_path, {version: "/slice/pod/job"})
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.path, memory.limit, memory.available) == ("/slice", 500, 20)
 
 
 def test_the_limit_that_slows_down_counts_as_the_one_that_kills(tmp_path: Path) -> None:
     write_group(tmp_path / ROOT_OF[2], "/job", 2, 100, 60, high=80)
     write_membership(tmp_path, {2: "/job"})
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.limit, memory.available, memory.source) == (80, 20, "memory.high")
 
 
 def test_in_a_container_with_a_namespace_the_own_group_is_the_root(tmp_path: Path) -> None:
     write_group(tmp_path / ROOT_OF[2], "/", 2, 100, 60)
     write_membership(tmp_path, {2: "/"})
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.path, memory.available) == ("/", 40)
 
 
@@ -102,8 +107,7 @@ def test_in_a_container_without_a_namespace_the_mount_begins_with_the_own_group(
     write_group(top, "/", version, 100, 60)
     write_group(top, "/inner", version, 90, 10)
     write_membership(tmp_path, {version: "/docker/1af6/inner"}, {version: "/docker/1af6"})
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.path, memory.available) == ("/", 40)
 
 
@@ -114,16 +118,14 @@ def test_in_a_container_without_a_namespace_the_mount_begins_with_the_own_group(
 def test_where_the_own_group_cannot_be_seen_the_root_of_the_mount_stands_for_it(tmp_path: Path, path: str, mount_root: str) -> None:
     write_group(tmp_path / ROOT_OF[2], "/", 2, 100, 60)
     write_membership(tmp_path, {2: path}, {2: mount_root})
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.path, memory.available) == ("/", 40)
 
 
 def test_version_1_tells_the_limit_of_groups_above_the_mount(tmp_path: Path) -> None:
     write_group(tmp_path / ROOT_OF[1], "/", 1, NO_LIMIT[1], 60, hierarchical_memory_limit=70)
     write_membership(tmp_path, {1: "/kubepods/pod/c1"}, {1: "/kubepods/pod/c1"})
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.limit, memory.available, memory.source) == (70, 10, "memory.stat")
 
 
@@ -132,8 +134,7 @@ def test_a_group_of_version_1_that_does_not_count_what_is_inside_does_not_bind_i
     (write_group(top, "/flat", 1, 10, 9) / "memory.use_hierarchy").write_text("0\n")
     write_group(top, "/flat/job", 1, 100, 60)
     write_membership(tmp_path, {1: "/flat/job"})
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.path, memory.available) == ("/flat/job", 40)
 
 
@@ -143,8 +144,7 @@ def test_a_hybrid_has_its_memory_in_one_of_two_hierarchies(tmp_path: Path, has_m
     write_group(tops[1], "/job", 1, 100 if has_memory == 1 else None, 60)
     write_group(tops[2], "/user/job", 2, 100 if has_memory == 2 else None, 60)
     write_membership(tmp_path, {1: "/job", 2: "/user/job"})
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.version, memory.available) == (has_memory, 40)
 
 
@@ -153,8 +153,7 @@ def test_the_mount_that_shows_most_is_taken(tmp_path: Path) -> None:
     write_group(tmp_path / ROOT_OF[2], "/pod", 2, 100, 60)
     write_group(tmp_path / ROOT_OF[2], "/pod/job", 2, 100, 10)
     write_membership(tmp_path, {2: "/pod/job"}, more="41 22 0:32 /pod/job /run/mine rw - cgroup2 cgroup2 rw\n")
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.path, memory.available) == ("/pod", 40)
 
 
@@ -162,8 +161,7 @@ def test_a_mount_point_with_a_space_is_found(tmp_path: Path) -> None:
     write_group(tmp_path / "my groups", "/job", 2, 100, 60)
     write_membership(tmp_path, {2: "/job"})
     (tmp_path / "proc/self/mountinfo").write_text(r"31 22 0:31 / /my\040groups rw - cgroup2 cgroup2 rw" + "\n")
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert memory.available == 40
 
 
@@ -206,8 +204,7 @@ def test_a_garbled_limit_or_use_is_no_limit(tmp_path: Path, version: Version, te
 def test_a_garbled_statistic_means_no_cache(tmp_path: Path, text: str) -> None:
     one_group(tmp_path, 2, 100, 60, inactive=10)
     (tmp_path / ROOT_OF[2] / "job/memory.stat").write_text(text)
-    memory = cgroup_memory(tmp_path)
-    assert memory is not None
+    memory = binding(tmp_path)
     assert (memory.reclaimable, memory.available) == (0, 40)
 
 
@@ -270,8 +267,7 @@ def test_a_reader_follows_the_process_to_another_group(tmp_path: Path) -> None:
     reader.read()
     write_group(tmp_path / ROOT_OF[2], "/other", 2, 100, 20)
     write_membership(tmp_path, {2: "/other"})
-    memory = reader.read()
-    assert memory is not None
+    memory = some(reader.read())
     assert (memory.path, memory.available) == ("/other", 80)
 
 
@@ -301,16 +297,6 @@ def test_a_closed_reader_leaves_no_descriptors_and_can_read_again(tmp_path: Path
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptors[0])
-
-
-def test_a_child_forgets_the_parents_files_and_lock(tmp_path: Path) -> None:
-    one_group(tmp_path, 2, 100, 60)
-    reader = CgroupReader(tmp_path)
-    reader.read()
-    reader._lock.acquire()
-    reader._pid = 0  # as in a forked child
-    assert reader.read() is not None
-    assert reader._pid == os.getpid()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -209,19 +209,3 @@ def test_what_the_first_backward_imports_is_there_before_the_first_piece() -> No
     """,
         fresh=True,
     )
-
-
-def test_a_user_limit_below_the_container_is_kept() -> None:
-    run_limited("""
-        model = nn.Linear(4, 4).double()
-        limit = own.mapped() + 200 * MEBI
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        seen = []
-        def loss_fn(batch):
-            seen.append(resource.getrlimit(resource.RLIMIT_DATA))
-            return model(batch).sum()
-        with ElasticMBS(model, memory=MemoryOptions(host_guard=True)) as mbs:
-            mbs.backward(loss_fn, torch.ones(4, 4, dtype=torch.float64))
-        assert set(seen) == {(limit, limit)}
-        assert resource.getrlimit(resource.RLIMIT_DATA) == (limit, limit)
-    """)

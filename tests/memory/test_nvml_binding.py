@@ -63,16 +63,6 @@ tell(it=[device.memory(), other.memory()])
     assert seen == [both, both, both, [GOOD, {"free": 700, "total": 2000}]]
 
 
-def test_a_mig_instance_is_found_by_its_uuid(stub: NvmlStub) -> None:
-    [memory] = answers(stub, "tell(it=NvmlDevice(M).memory())", TWO + f"mig 1 MIG-{M} 300 3 200\n")
-    assert memory == {"free": 200, "total": 300}
-
-
-def test_an_unknown_uuid_is_no_loss(stub: NvmlStub) -> None:
-    [told] = answers(stub, "tell(it=NvmlDevice('nobody').memory())")
-    assert told == {"reason": "NVML: NVMLError_NotFound: Not Found", "lost": False}
-
-
 def test_a_library_without_the_new_calls_is_asked_in_the_old_way(old_stub: NvmlStub) -> None:
     state = TWO + f"process GPU-{A} compute 1 50\nprocess GPU-{A} graphics 2 N/A\n"
     code = "for _ in range(2): tell(it=[device.memory(), [(h.pid, h.bytes) for h in device.holders()]])"
@@ -141,25 +131,11 @@ tell(it=[device.memory(), other.memory()])
     assert seen == [[lost("GpuIsLost", "GPU is lost"), there], [lost("NotFound", "Not Found"), there], [GOOD, there]]
 
 
-def test_where_the_driver_was_never_loaded_nothing_is_in_doubt(stub: NvmlStub) -> None:
-    code = "tell(it=device.memory()); driver(TWO); clock.now = 1000.0; tell(it=device.memory())"
-    assert answers(stub, code, "fail init 9 0\n") == [{"reason": "NVML: NVMLError_DriverNotLoaded: Driver Not Loaded", "lost": False}] * 2
-
-
 def test_without_the_library_the_real_binding_says_so(stub: NvmlStub, tmp_path: Path) -> None:
     told = stub.run(TWO, BEGIN + "tell(it=device.memory())", LD_LIBRARY_PATH=str(tmp_path))
     [answer] = [value["it"] for value in told]
     assert answer["reason"].startswith("NVML: NVMLError_")
     assert not answer["lost"]
-
-
-@pytest.mark.parametrize(
-    ("state", "reason"), [("fail memory 3 0", "NVML: NVMLError_NotSupported: Not Supported"), ("zero", None)], ids=["error", "zero"]
-)
-def test_a_board_without_memory_of_its_own_has_no_figures(stub: NvmlStub, state: str, reason: str | None) -> None:
-    text = f"gpu GPU-{A} 0 0 0" if state == "zero" else TWO + state + "\n"
-    [told] = answers(stub, "tell(it=device.memory())", text)
-    assert told == {"reason": reason or "NVML gives no memory figures for this device", "lost": False}
 
 
 def test_processes_are_listed_with_what_the_driver_tells(stub: NvmlStub) -> None:

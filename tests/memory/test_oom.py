@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.oom import Kind, Verdict, classify
 from elastic_mbs.memory.oom_patterns import requested_bytes
+from tests.helpers.oom_chains import judged
 from tests.helpers.oom_tables import TABLE_A, TABLE_B, TABLE_C, TABLE_D, accelerator_error, label
 
 
 @pytest.mark.parametrize(("error", "kind", "requested"), TABLE_A, ids=label)
 def test_out_of_memory_is_recognised_with_its_kind_and_request(error: Exception, kind: Kind, requested: int | None) -> None:
-    verdict = classify(error)
-    assert verdict is not None
+    verdict = judged(error)
     assert (verdict.kind, verdict.requested) == (kind, requested)
 
 
 @pytest.mark.parametrize("text", TABLE_B, ids=label)
 def test_a_masked_out_of_memory_is_marked_as_such(text: str) -> None:
-    verdict = classify(RuntimeError(text))
-    assert verdict is not None
+    verdict = judged(RuntimeError(text))
     assert verdict.kind is Kind.MASKED
     assert not verdict.trustworthy
 
@@ -31,8 +30,7 @@ def test_a_masked_out_of_memory_is_marked_as_such(text: str) -> None:
 @pytest.mark.parametrize("text", TABLE_C, ids=label)
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, torch.AcceleratorError])
 def test_a_poisoned_process_is_recognised_whatever_the_type(text: str, error: type[Exception]) -> None:
-    verdict = classify(error(text))
-    assert verdict is not None
+    verdict = judged(error(text))
     assert verdict.kind is Kind.POISONED
     assert not verdict.trustworthy
 
@@ -61,8 +59,7 @@ def test_an_os_error_counts_by_its_number_and_by_what_windows_adds() -> None:
     paging_file = OSError("The paging file is too small for this operation to complete")
     assert classify(paging_file) is None
     paging_file.winerror = 1455  # type: ignore[attr-defined, unused-ignore]  # known to mypy on Windows only
-    verdict = classify(paging_file)
-    assert verdict is not None
+    verdict = judged(paging_file)
     assert verdict.kind is Kind.HOST
     assert classify(OSError(errno.ENOSPC, "No space left on device")) is None
 
@@ -78,8 +75,7 @@ def test_any_text_gives_a_verdict_or_none_with_one_short_line(text: str, noise: 
     if verdict is not None:
         assert 0 < len(verdict.message) <= 300
         assert len(verdict.message.splitlines()) == 1
-    verdict = classify(torch.OutOfMemoryError(noise + text + noise))
-    assert verdict is not None
+    verdict = judged(torch.OutOfMemoryError(noise + text + noise))
     assert verdict.kind in {Kind.ALLOCATOR, Kind.POISONED}
 
 
@@ -105,8 +101,7 @@ def test_an_error_that_cannot_be_printed_is_still_judged_by_its_type() -> None:
 def test_the_real_host_allocator_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50)
-    verdict = classify(caught.value)
-    assert verdict is not None
+    verdict = judged(caught.value)
     assert (verdict.kind, verdict.requested) == (Kind.HOST, 1 << 52)
 
 

@@ -5,21 +5,19 @@ import torch
 
 from elastic_mbs.errors import MicroBatchFloorError, NestedCallError, PoisonedDeviceError, ReplayUnsafeError
 from elastic_mbs.memory.oom import Kind, Verdict, classify
-from tests.helpers.oom_chains import Wrapper, caught, fail, raised_from, raised_while_handling
+from tests.helpers.oom_chains import Wrapper, caught, fail, judged, raised_from, raised_while_handling
 from tests.helpers.oom_tables import CUDA_REPORT, GIB, TABLE_C, TABLE_D, label
 
 
 @pytest.mark.parametrize("error", [Wrapper("step failed"), RuntimeError("step failed"), TypeError("step failed"), OSError(5, "step failed")])
 def test_an_explicit_cause_is_followed(error: Exception) -> None:
-    verdict = classify(caught(raised_from, error, torch.OutOfMemoryError(CUDA_REPORT)))
-    assert verdict is not None
+    verdict = judged(caught(raised_from, error, torch.OutOfMemoryError(CUDA_REPORT)))
     assert (verdict.kind, verdict.requested) == (Kind.ALLOCATOR, 2 * GIB)
 
 
 @pytest.mark.parametrize("error", [Wrapper("step failed"), RuntimeError("step failed"), OSError(5, "step failed")])
 def test_an_error_raised_in_place_of_the_one_being_handled_is_followed(error: Exception) -> None:
-    verdict = classify(caught(raised_while_handling, error))
-    assert verdict is not None
+    verdict = judged(caught(raised_while_handling, error))
     assert verdict.kind is Kind.ALLOCATOR
 
 
@@ -96,11 +94,9 @@ def test_a_long_chain_is_followed_and_a_cycle_ends() -> None:
 
 @pytest.mark.parametrize("text", TABLE_C, ids=label)
 def test_a_poisoned_link_anywhere_decides(text: str) -> None:
-    verdict = classify(caught(raised_from, torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(text)))
-    assert verdict is not None
+    verdict = judged(caught(raised_from, torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(text)))
     assert verdict.kind is Kind.POISONED
-    verdict = classify(caught(raised_while_handling, RuntimeError(text)))
-    assert verdict is not None
+    verdict = judged(caught(raised_while_handling, RuntimeError(text)))
     assert verdict.kind is Kind.POISONED
 
 

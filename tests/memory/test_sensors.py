@@ -190,18 +190,6 @@ def test_cuda_headroom_is_what_nvml_has_free_and_what_we_reserved(cuda: FakeCuda
     assert reading.capacity == 8 * GIB
 
 
-def test_without_nvml_cuda_is_asked(cuda: FakeCuda, nvml: FakeNvml) -> None:
-    nvml.fail = {"init": "LibraryNotFound"}
-    assert read() == Headroom(5 * GIB, 9 * GIB, 2 * GIB, "cuda", 5.0)
-
-
-def test_nvml_is_opened_once_for_all_readings(cuda: FakeCuda, nvml: FakeNvml) -> None:
-    sensor = CudaSensor("cuda:0")
-    sensor.read()
-    sensor.read()
-    assert nvml.calls == ["init", "open", "v2", "compute", "graphics", "v2"]
-
-
 def test_a_cap_on_this_process_limits_its_capacity(cuda: FakeCuda, nvml: FakeNvml) -> None:
     cuda.fraction = 0.5
     reading = read()
@@ -226,13 +214,6 @@ def test_capacity_never_exceeds_the_device(cuda: FakeCuda, nvml: FakeNvml) -> No
 def test_memory_that_moves_during_the_reading_is_not_counted_twice(cuda: FakeCuda, nvml: FakeNvml, reserved: list[int]) -> None:
     cuda.reserved = reserved
     assert read().capacity == 7 * GIB
-
-
-def test_a_gpu_without_memory_of_its_own_is_read_from_the_host(cuda: FakeCuda, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda.properties.is_integrated = True
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=30 * GIB, total=100 * GIB))
-    assert read() == Headroom(30 * GIB, 100 * GIB, 68 * GIB, "host", 5.0)
-    assert nvml.calls == []
 
 
 @pytest.mark.parametrize("error", [torch.AcceleratorError("CUDA error: device lost"), AssertionError("no driver"), OSError("x")])
