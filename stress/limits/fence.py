@@ -38,7 +38,6 @@ bookkeeping, which is on the host where there is a real device."""
 
 _SOURCE = Path(__file__).with_name("fence.c")
 _FILE_SIZE, _SLOTS = 4096, 62
-_BUDGET, _LARGEST, _MINIMUM, _FAILURES = range(4)  # as fence.c has them, in units of 8 bytes
 _FIRST_SLOT, _SLOT_SIZE = 16, 8
 
 
@@ -53,8 +52,26 @@ class Slot:
     blocks: int  # that it holds
 
 
+class _Word:
+    """A number in the file, at the place where fence.c has it."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, fence: Fence, owner: type[Fence]) -> int:
+        return fence._words[self._place]
+
+    def __set__(self, fence: Fence, value: int) -> None:
+        fence._words[self._place] = min(value, UNLIMITED)
+
+
 class Fence:
     """The shared file, mapped. A context manager: closed at the end, and deleted by the one that has created it."""
+
+    budget = _Word(0)  # bytes that all processes may hold together; may be set at any time
+    largest = _Word(1)  # bytes of the largest single block there is room for, however much is free; likewise
+    minimum = _Word(2)  # bytes from which a block counts, and may fail
+    failures = _Word(3)  # allocations refused to any process so far
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,37 +107,9 @@ class Fence:
         if self._created:
             self.path.unlink(missing_ok=True)
 
-    @property
-    def budget(self) -> int:
-        """Bytes that all processes may hold together; may be set at any time."""
-        return self._words[_BUDGET]
-
-    @budget.setter
-    def budget(self, size: int) -> None:
-        self._words[_BUDGET] = min(size, UNLIMITED)
-
     def leave(self, size: int | None, *, held: int = 0) -> None:
         """Sets the budget, in which `held` counts already; None lifts it."""
         self.budget = UNLIMITED if size is None else size
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest single block there is room for, however much is free; may be set at any time."""
-        return self._words[_LARGEST]
-
-    @largest.setter
-    def largest(self, size: int) -> None:
-        self._words[_LARGEST] = min(size, UNLIMITED)
-
-    @property
-    def minimum(self) -> int:
-        """Bytes from which a block counts, and may fail."""
-        return self._words[_MINIMUM]
-
-    @property
-    def failures(self) -> int:
-        """Allocations refused to any process so far."""
-        return self._words[_FAILURES]
 
     def slots(self) -> list[Slot]:
         """The processes that have come so far and are still alive."""
@@ -164,9 +153,6 @@ def environment(fence: Fence) -> dict[str, str]:
     """Variables under which a process shares the device.
 
     A library that was preloaded before is left out: an allocator of its own would not know the blocks of this one.
-
-    Raises:
-        UsageError: the library cannot be made here; `trouble` says why.
     """
     return {VARIABLE: os.fspath(fence.path), "LD_PRELOAD": os.fspath(library())}
 
@@ -182,11 +168,7 @@ def trouble() -> str | None:
 
 @functools.cache
 def library() -> Path:
-    """The library, compiled when it is first needed (0.2 s) and kept by the hash of its source.
-
-    Raises:
-        UsageError: there is no compiler, or it fails; or this is not Linux with glibc.
-    """
+    """The library, compiled when it is first needed (0.2 s) and kept by the hash of its source."""
     problem = trouble()
     if problem is not None:
         raise UsageError(problem)

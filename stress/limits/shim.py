@@ -58,7 +58,7 @@ class ShimLimit(HostLimit):
 
     def occupy(self, held: int) -> None:
         if self._neighbour is None and held:
-            self._neighbour = self._undo.enter_context(Neighbour.on_heap())
+            self._neighbour = self._undo.enter_context(Neighbour())
         if self._neighbour is not None:
             self._neighbour.hold(parse_bytes(held))
 

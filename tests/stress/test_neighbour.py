@@ -1,0 +1,75 @@
+"""The co-tenant on the heap: it takes what is free, gives it back, and ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from stress.limits import Fence
+from stress.limits import fence as fences
+from stress.limits.neighbour import Heap, Neighbour
+from tests.helpers.fenced import start, wait_for_end
+
+pytestmark = pytest.mark.skipif(fences.trouble() is not None, reason=str(fences.trouble()))
+
+MEBI = 1 << 20
+
+
+def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is() -> None:
+    with Fence.create(10 * MEBI) as fence, Neighbour(os.environ | fences.environment(fence)) as neighbour:
+        assert neighbour.hold(4 * MEBI) == 4 * MEBI == fence.live()
+        assert neighbour.hold(30 * MEBI) == fence.live() == 10 * MEBI, "to the last block"
+        fence.budget = 20 * MEBI
+        while fence.live() < 20 * MEBI:
+            time.sleep(0.002)
+        assert neighbour.hold(MEBI) == MEBI == fence.live()
+        assert fence.of(neighbour.pid).failures > 0
+        assert neighbour.hold(0) == 0 == fence.live()
+        neighbour.hold(5 * MEBI)
+        os.kill(neighbour.pid, signal.SIGKILL)
+        while fence.live():
+            time.sleep(0.002)
+        with pytest.raises(RuntimeError, match="said '' where 'holding' was expected"):
+            neighbour.hold(MEBI)
+
+
+def test_a_heap_frees_whole_blocks_and_takes_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap()
+    for wanted, held in ((4 * MEBI, 4 * MEBI), (10 * MEBI + 5, 10 * MEBI), (5 * MEBI, 5 * MEBI), (0, 0)):
+        heap.wanted = wanted
+        heap.adjust()
+        assert held <= heap.held <= wanted
+    there = heap._take
+    monkeypatch.setattr(heap, "_take", lambda size: size <= 3 * MEBI and there(size))  # no larger block is to be had
+    heap.wanted = 8 * MEBI
+    heap.adjust()
+    assert heap.held == 8 * MEBI
+    heap.wanted, heap.grain = heap.held + (1 << 60), 1 << 50
+    heap.adjust()
+    assert heap.held == 8 * MEBI, "the machine has no more"
+    heap.wanted = 0
+    heap.adjust()
+
+
+def test_a_neighbour_ends_with_its_parent() -> None:
+    code = f"""
+    sys.path.insert(0, {str(Path(fences.__file__).parent)!r})
+    from neighbour import Neighbour
+    neighbour = Neighbour().__enter__()
+    neighbour.hold(1 << 20)
+    print("ready", flush=True)
+    print(neighbour.pid, flush=True)
+    time.sleep(600)
+    """
+    with Fence.create() as fence:
+        process = start(fence, code)
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert fence.of(pid).live == MEBI
+        process.kill()
+        process.communicate()
+        wait_for_end(pid)
