@@ -1,13 +1,12 @@
 """The demo: it survives, trains the same model, prints what happened, and notices when something is wrong."""
 
-import io
 import math
 import os
 import random
-import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -41,17 +40,16 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- the whole
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("options", [["--budget", "3500000"], ["--dtype", "float32"]], ids=["float64", "float32"])
 def test_it_survives_and_trains_the_same_model(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.main([*NO_PAGE, "--dtype", dtype]) == 0
+    assert command.main([*NO_PAGE, *options]) == 0
     out = capsys.readouterr().out
     assert out.rstrip().endswith("trained the same model.")
     assert out.count("\nstep ") == 8 + 1  # and the table's head
-    assert out.count("micro-batch  ") > 8
-    for words in ("a co-tenant arrives", "it takes more", "it leaves", "out of memory in backward", "patience 2", "MiB of "):
+    for words in ("a co-tenant arrives", "it takes more", "it leaves", "out of memory in ", "patience 2", "MiB of "):
         assert words in out
     for row in ("largest difference", "out-of-memory errors", "samples replayed", "micro-batch sizes", "time lost to replays"):
         assert f"\n{row} " in out
@@ -64,7 +62,7 @@ def test_it_grows_back_when_the_co_tenant_has_left_and_its_page_shows_that(
     monkeypatch.setattr(run, "POLICY", replace(run.POLICY, cooldown=0.0))  # a run of two seconds
     out = tmp_path / "demo.html"
     assert command.main([*QUICK, "--steps", "24", "--out", str(out)]) == 0
-    printed, _, alone_again = capsys.readouterr().out.partition("it leaves")
+    _, _, alone_again = capsys.readouterr().out.partition("it leaves")
     assert "(grow)" in alone_again
     page, report = out.read_text(encoding="utf-8"), render(tmp_path / "demo.jsonl")
     for shown in (page, report):
@@ -73,7 +71,6 @@ def test_it_grows_back_when_the_co_tenant_has_left_and_its_page_shows_that(
     for words in ("a co-tenant arrives", "it takes more", "it leaves", "EQUAL within rounding", "the same without limits", "time lost to replays"):
         assert words in page
     assert str(out) in alone_again
-    assert printed.count("out of memory in") <= page.count("<td>out of memory in")
 
 
 def test_a_second_run_shows_itself_and_leaves_the_log_of_the_first(tmp_path: Path) -> None:
@@ -84,14 +81,11 @@ def test_a_second_run_shows_itself_and_leaves_the_log_of_the_first(tmp_path: Pat
     assert render(log).count('<details class="run"') == 2
 
 
-def test_a_forgotten_count_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def forgotten_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "count_tokens", lambda key: None)
-    assert command.main(NO_PAGE) == 1
-    assert "DIFFERENT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_one_token_left_out_of_one_weight_is_noticed(dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def one_token_left_out_of_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     true_next, calls = schedule.Schedule.next, iter(range(10**6))
 
     def next_piece(self: schedule.Schedule, size: int) -> schedule.Range | None:
@@ -102,8 +96,18 @@ def test_one_token_left_out_of_one_weight_is_noticed(dtype: str, monkeypatch: py
         return piece
 
     monkeypatch.setattr(schedule.Schedule, "next", next_piece)
+
+
+@pytest.mark.parametrize("mistake", [forgotten_count, one_token_left_out_of_one_weight])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_mistake_is_noticed(
+    dtype: str, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake(monkeypatch)
     assert command.main([*NO_PAGE, "--dtype", dtype]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
+    outcome = SimpleNamespace(differences=[0.0, math.nan], weight=0.0, rounding=compare.ROUNDING[torch.float64])
+    assert not compare.Outcome.equal.fget(outcome)  # type: ignore[attr-defined]  # the property's own function
 
 
 def test_a_run_that_never_ran_out_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,18 +115,6 @@ def test_a_run_that_never_ran_out_shows_nothing(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "NOTHING SHOWN" in out
     assert "0 survived (none)" in out
-
-
-def test_a_run_that_becomes_nan_is_not_equal() -> None:
-    outcome = SimpleNamespace(differences=[0.0, math.nan], weight=0.0, rounding=compare.ROUNDING[torch.float64])
-    assert not compare.Outcome.equal.fget(outcome)  # type: ignore[attr-defined]  # the property's own function
-
-
-def test_a_budget_in_plain_bytes_is_taken_and_any_stream_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", out)
-    assert command.main([*NO_PAGE, "--budget", "3500000"]) == 0
-    assert "3.3 MiB" in out.getvalue()
 
 
 @given(st.integers(0, 400), st.integers(0, 400), st.integers(1, 200))
@@ -149,20 +141,13 @@ def test_a_file_or_a_folder_with_all_below_it_is_read(tmp_path: Path, capsys: py
 
 
 def test_a_text_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("too short")
-    with pytest.raises(UsageError, match="no passage"):
-        text.read_documents(tmp_path, count=1, longest=64, seed=0)
+    (tmp_path / "short.txt").write_text("too short")
+    for path, words in ((tmp_path, "no passage"), (tmp_path / "none.txt", r"none\.txt: No such file")):
+        with pytest.raises(UsageError, match=words):
+            text.read_documents(path, count=1, longest=64, seed=0)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match="--text PATH"):
         text.read_documents(None, count=1, longest=64, seed=0)
-
-    def refuse(self: Path) -> bytes:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(UsageError, match=r"short\.txt: Permission denied"):
-        text.read_documents(path, count=1, longest=64, seed=0)
 
 
 @given(st.binary(max_size=400), st.integers(32, 80))
@@ -294,39 +279,24 @@ def no_context(pipe: Connection, device: torch.device) -> None:
     os._exit(3)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes that a process in place of the ballast was asked to hold."""
+def test_the_co_tenant_on_cuda_leaves_what_the_script_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, asked, hold = Card(monkeypatch, free=1000 * MIB), [], ballast.Ballast.hold
     monkeypatch.setattr(ballast, "serve", echo)
-    sizes: list[int] = []
-    true_hold = ballast.Ballast.hold
-
-    def hold(self: ballast.Ballast, size: int) -> int:
-        sizes.append(size)
-        return true_hold(self, size)
-
-    monkeypatch.setattr(ballast.Ballast, "hold", hold)
-    return sizes
-
-
-def test_the_co_tenant_on_cuda_leaves_what_the_script_says(monkeypatch: pytest.MonkeyPatch, asked: list[int]) -> None:
-    card = Card(monkeypatch, free=1000 * MIB)
+    monkeypatch.setattr(ballast.Ballast, "hold", lambda self, size: asked.append(hold(self, size)))
     with tenant.limited(200 * MIB, CUDA) as leave:
         assert card.fraction == 0.2
         card.ours = 30 * MIB
         leave(100 * MIB)
         leave(20 * MIB)  # less than we hold ourselves: all that is free, and what we free later
         leave(200 * MIB)
-    assert [size // MIB for size in asked] == [0, 900, 0, 980, 0]
+    assert asked == [0, 900 * MIB, 0, 980 * MIB, 0]
     assert card.fraction == 1.0
 
 
-def test_a_ballast_process_that_ends_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ballast, "serve", no_context)
-    with pytest.raises(RuntimeError, match="has ended \\(exit code 3\\)"), ballast.Ballast(CUDA):
-        pass
-    monkeypatch.setattr(ballast, "serve", echo)
-    with pytest.raises(RuntimeError, match="has ended"), ballast.Ballast(CUDA) as process:
+@pytest.mark.parametrize(("served", "words"), [(no_context, r"has ended \(exit code 3\)"), (echo, "has ended")])
+def test_a_ballast_process_that_ends_is_reported(served: Callable[..., None], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ballast, "serve", served)
+    with pytest.raises(RuntimeError, match=words), ballast.Ballast(CUDA) as process:
         os.kill(process.pid, 9)
         process.hold(MIB)
 

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +50,7 @@ def collect(*, allocate: bool = False, root: Path = Path("/")) -> Facts:
         torch=torch_facts(nvml, allocate=allocate),
         nvml=nvml,
         environment=tuple((name, value) for name in VARIABLES if (value := os.environ.get(name)) is not None),
-        host=softly(host),
+        host=softly(lambda: Host(psutil.virtual_memory().available, psutil.virtual_memory().total)),
         cgroup=softly(lambda: cgroup_memory(root)),
         limits=softly(limits),
         platform=sys.platform,
@@ -96,43 +95,29 @@ def torch_facts(nvml: Nvml | Unknown, *, allocate: bool = False) -> Torch:
     read = {gpu.uuid.partition("-")[2] for gpu in nvml.gpus if isinstance(gpu.free, int)} if isinstance(nvml, Nvml) else set()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        devices = softly(lambda: tuple(_devices(read, allocate)))
+        started = softly(torch.cuda.init)
+        devices = started or softly(lambda: tuple(_device(index, read, allocate) for index in range(torch.cuda.device_count())))
     if isinstance(devices, Unknown) and warned:
         # torch warns of what is wrong with the driver, and then raises that there is no device
         devices = Unknown(f"{str(warned[0].message).splitlines()[0]} ({devices.why})")
     return Torch(cuda, hip, devices, known(torch.cuda.get_allocator_backend, None))
 
 
-def _devices(read: set[str], allocate: bool) -> Iterator[TorchDevice]:
-    torch.cuda.init()
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
-        integrated = bool(getattr(properties, "is_integrated", False))
-        tried = softly(partial(_allocate, index)) if allocate else None
-        yield TorchDevice(
-            index=index,
-            name=properties.name,
-            uuid=uuid,
-            total=int(properties.total_memory),
-            integrated=integrated,
-            fraction=known(partial(_fraction, index), 1.0),
-            free=None if uuid in read or integrated else softly(partial(_free, index)),
-            allocation=tried.why if isinstance(tried, Unknown) else tried,
-        )
-
-
-def _fraction(index: int) -> float:
-    return float(torch.cuda.get_per_process_memory_fraction(index))
-
-
-def _free(index: int) -> int:
-    return int(torch.cuda.mem_get_info(index)[0])
-
-
-def _allocate(index: int) -> str:
-    torch.ones(1 << 18, device=f"cuda:{index}").sum().item()
-    return "worked"
+def _device(index: int, read: set[str], allocate: bool) -> TorchDevice:
+    properties = torch.cuda.get_device_properties(index)
+    uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
+    integrated = bool(getattr(properties, "is_integrated", False))
+    tried = softly(lambda: torch.ones(1 << 18, device=f"cuda:{index}").sum().item()) if allocate else None
+    return TorchDevice(
+        index=index,
+        name=properties.name,
+        uuid=uuid,
+        total=int(properties.total_memory),
+        integrated=integrated,
+        fraction=known(lambda: float(torch.cuda.get_per_process_memory_fraction(index)), 1.0),
+        free=None if uuid in read or integrated else softly(lambda: int(torch.cuda.mem_get_info(index)[0])),
+        allocation=tried.why if isinstance(tried, Unknown) else "worked" if allocate else None,
+    )
 
 
 def nvml_facts() -> Nvml | Unknown:
@@ -155,18 +140,21 @@ def nvml_facts() -> Nvml | Unknown:
 
 def _nvml(pynvml: Any) -> Nvml:
     newest = known(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()), 0)
-    gpus: list[Gpu] = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = softly(partial(pynvml.nvmlDeviceGetHandleByIndex, index))
-        if isinstance(handle, Unknown):  # one that has fallen off the bus keeps its number
-            gpus.append(Gpu(index, "", "unknown", free=handle))
-            continue
-        mig = known(partial(pynvml.nvmlDeviceGetMigMode, handle), [0])[0] == 1  # now; after the next reset is the second figure
-        gpus.append(_gpu(pynvml, handle, index, mig=mig))
-        for place in range(known(partial(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle), 0) if mig else 0):
-            with suppress(pynvml.NVMLError):  # places may be empty
-                gpus.append(_gpu(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place), place, parent=index))
-    return Nvml(str(pynvml.nvmlSystemGetDriverVersion()), f"{newest // 1000}.{newest % 1000 // 10}" if newest else "unknown", tuple(gpus))
+    gpus = tuple(gpu for index in range(pynvml.nvmlDeviceGetCount()) for gpu in _gpus(pynvml, index))
+    return Nvml(str(pynvml.nvmlSystemGetDriverVersion()), f"{newest // 1000}.{newest % 1000 // 10}" if newest else "unknown", gpus)
+
+
+def _gpus(pynvml: Any, index: int) -> Iterator[Gpu]:
+    """A GPU and its MIG instances."""
+    handle = softly(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
+    if isinstance(handle, Unknown):  # one that has fallen off the bus keeps its number
+        yield Gpu(index, "", "unknown", free=handle)
+        return
+    mig = known(lambda: bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == 1), False)  # now; after the next reset is the second figure
+    yield _gpu(pynvml, handle, index, mig=mig)
+    for place in range(known(lambda: int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)), 0) if mig else 0):
+        with suppress(pynvml.NVMLError):  # places may be empty
+            yield _gpu(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place), place, parent=index)
 
 
 def _gpu(pynvml: Any, handle: Any, index: int, *, parent: int | None = None, mig: bool = False) -> Gpu:
@@ -183,11 +171,6 @@ def _gpu(pynvml: Any, handle: Any, index: int, *, parent: int | None = None, mig
         total=0 if isinstance(memory, Unknown) else int(memory.total),
         holders=softly(lambda: holders_on(pynvml, handle)),
     )
-
-
-def host() -> Host:
-    memory = psutil.virtual_memory()
-    return Host(memory.available, memory.total)
 
 
 def limits() -> tuple[Limit, ...]:
