@@ -74,8 +74,8 @@ class Call:
         """Whether all was done when an interrupt came, where that is as good as nothing."""
         return False
 
-    def may_unscale(self, before: Tensor, after: Tensor | None) -> bool:
-        """Whether a gradient may have changed from `before` to `after` by a GradScaler."""
+    def may_differ(self, start: State, end: State) -> bool:
+        """Whether what has changed may: what a GradScaler has unscaled."""
         return False
 
     def keeper(self) -> Callable[[], None]:
@@ -184,11 +184,12 @@ class Evaluation(Call):
             return {"loss": fn(batch["samples"]), "index": index * 1}
 
         self._fn = self.noting(numbered)
+        n = whole_batch(self.target)[-1][1]
+        self._numbered = {"samples": self.batch, "index": torch.arange(n), "first": list(range(n))}
 
     def perform(self) -> Any:
         self._runs.clear()
-        n = whole_batch(self.target)[-1][1]
-        return self.mbs.eval(self._fn, {"samples": self.batch, "index": torch.arange(n), "first": list(range(n))})
+        return self.mbs.eval(self._fn, self._numbered)
 
     def judge(self, product: Any, start: State, end: State) -> float:
         if product["index"].tolist() != list(range(whole_batch(self.target)[-1][1])):
@@ -286,15 +287,10 @@ class OptimizerStep(Call):
     def keeper(self) -> Callable[[], None]:
         return lambda: None  # a gradient that has been unscaled must stay so: the scaler remembers it
 
-    def may_unscale(self, before: Tensor, after: Tensor | None) -> bool:
-        return self._scaler is not None and after is not None and error_of([after * self._scaler.get_scale()], [before]) < self.case.tolerance
-
-    def is_whole(self, start: State, end: State) -> bool:
-        try:
-            self.judge(None, start, end)
-        except WrongOutcomeError:
-            return False
-        return True
+    def may_differ(self, start: State, end: State) -> bool:
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        unscaled = [None if grad is None else grad * scale for grad in end.grads]
+        return not start.changes(end) and error_of(unscaled, start.grads) < self.case.tolerance
 
     def judge_extra(self, *, failed: bool) -> None:
         if failed and not same_state(self.optimizer.state_dict(), self._start, 0.0):

@@ -15,7 +15,7 @@ from elastic_mbs.memory import NoSensor
 
 from ..flat_options import grouped
 from ..models.subject import Subject
-from ..reference.state import State, WrongOutcomeError, error_of
+from ..reference.state import State, WrongOutcomeError
 from .calls import CALLS, Call
 from .strike import INJECTED, Lines, Operations
 from .target import Target
@@ -139,14 +139,9 @@ def _left_in_process() -> str:
 
 
 def _check_state(used: Call, start: State, end: State, notes: str) -> None:
-    for before, after in zip(start.grads, end.grads, strict=True):
-        if before is None and after is not None:
-            raise WrongOutcomeError("a gradient that was empty is not empty")
-        said = used.gradients and "zero_grad()" in notes
-        if before is not None and not said and (after is None or error_of([after], [before]) > 0) and not used.may_unscale(before, after):
-            raise WrongOutcomeError("a gradient changed, and the error does not say so")
-    if changes := start.changes(end):
-        raise WrongOutcomeError(f"{', '.join(changes)} not as at the start")
+    trouble = start.trouble(end, notes if used.gradients else "")
+    if trouble and not used.may_differ(start, end):
+        raise WrongOutcomeError(", ".join(trouble))
     used.judge_extra(failed=True)
 
 

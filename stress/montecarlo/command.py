@@ -12,25 +12,31 @@ import gc
 import importlib
 import json
 import shlex
-import sys
 import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..exit_codes import PASSED, UNEXPECTED, WRONG
+from ..exit_codes import HANG, PASSED, UNEXPECTED, WRONG
 from ..options import duration, seed, whole
 from ..output import check_writable
+from ..progress import Progress
 from ..reference.state import WrongOutcomeError
 from ..repeat import TOOL, case_seed
 from ..watchdog import Watchdog
 from .plan import Plan, draw, read
-from .processes import share
 from .shrink import shrink
 from .totals import Outcome, Totals
 from .trial import run_trial
+
+SHARED = ("runs", "seed", "minutes", "baseline", "deadline", "shrink")
+"""Options that other processes need."""
 
 EVERY = 10.0
 """Seconds between two lines of progress where the output is piped."""
@@ -49,8 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look = "look so long for a smaller case that fails (default 30)"
     parser.add_argument("--shrink", type=duration("seconds", zero=True), default=30.0, metavar="SECONDS", help=look)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--every", type=int, default=1, help=argparse.SUPPRESS)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -58,10 +62,7 @@ def main(options: argparse.Namespace) -> int:
     if options.only is not None and options.case is not None:
         raise UsageError(f"--only {options.only} and --case were both given: it is one or the other")
     check_writable(options.json, "--json")
-    torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # torch does so at the first checkpoint: a second, and 100 000 objects
-    gc.collect()
-    gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
+    _prepare()
     if options.only is not None or options.case is not None:
         plan = draw(options.only) if options.only is not None else read(options.case)
         plan = plan.calmed() if options.baseline else plan
@@ -70,35 +71,51 @@ def main(options: argparse.Namespace) -> int:
         code = _Cases(options, totals).case(plan, _repeat(plan, options.only, options.baseline))
     else:
         options.seed = time.time_ns() % 10**9 if options.seed is None else options.seed
-        if options.every == 1:
-            what = "without faults" if options.baseline else "with faults and limits"
-            print(f"Monte Carlo, seed {options.seed}, {options.runs} runs {what}, torch {torch.__version__}", flush=True)
-        code, totals = share(TOOL, options) if options.jobs > 1 else _many(options)
-    if options.every == 1:
-        print(totals.table(), flush=True)
+        what = "without faults" if options.baseline else "with faults and limits"
+        print(f"Monte Carlo, seed {options.seed}, {options.runs} runs {what}, torch {torch.__version__}", flush=True)
+        code, totals = _shared(options) if options.jobs > 1 else _many(options)
+    print(totals.table(), flush=True)
     if options.json is not None:
         figures = {"seed": options.seed, "torch": torch.__version__, "baseline": options.baseline, "exit_code": code, **totals.as_json()}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return code
 
 
-def _many(options: argparse.Namespace) -> tuple[int, Totals]:
-    totals, code, began, told = Totals(), PASSED, time.monotonic(), time.monotonic()
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # torch does so at the first checkpoint: a second, and 100 000 objects
+    gc.collect()
+    gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
+
+
+def _shared(options: argparse.Namespace) -> tuple[int, Totals]:
+    """The cases shared out among processes: each runs every n-th of them."""
+    code, totals = PASSED, Totals()
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), _prepare) as pool:
+        plain = argparse.Namespace(**{name: value for name, value in vars(options).items() if name in SHARED})
+        for running in [pool.submit(_many, plain, number, options.jobs) for number in range(options.jobs)]:
+            try:
+                ended, told = running.result()
+            except BrokenProcessPool:
+                ended, told = HANG, Totals(failures=Counter({"a process that hung or crashed": 1}))
+            code = max(code, ended)
+            totals.merge(told.as_json())
+    return code, totals
+
+
+def _many(options: argparse.Namespace, first: int = 0, every: int = 1) -> tuple[int, Totals]:
+    totals, code, began, progress = Totals(), PASSED, time.monotonic(), Progress(EVERY)
     cases = _Cases(options, totals)
-    for number in range(options.first, options.runs, options.every):
+    for number in range(first, options.runs, every):
         seed = case_seed(options.seed, number)
         plan = draw(seed).calmed() if options.baseline else draw(seed)
         code = max(code, cases.case(plan, _repeat(plan, seed, options.baseline)))
-        now = time.monotonic()
-        if options.minutes is not None and now - began > 60 * options.minutes:
+        took = time.monotonic() - began
+        if options.minutes is not None and took > 60 * options.minutes:
             break
-        if sys.stdout.isatty() or now - told > EVERY:
-            told = now
-            end = "\r" if sys.stdout.isatty() else "\n"
-            bad = sum(totals.failures.values())
-            print(
-                f"{totals.runs} runs, {totals.struck + totals.limits_hit} failures made, {bad} not allowed, {now - began:.0f} s", end=end, flush=True
-            )
+        bad = sum(totals.failures.values())
+        progress.tell(f"{totals.runs} runs, {totals.struck + totals.limits_hit} failures made, {bad} not allowed, {took:.0f} s")
+    progress.clear()
     return code, totals
 
 

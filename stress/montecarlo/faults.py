@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 
@@ -54,43 +55,31 @@ class Faults(InjectOOM):
                 raise error
 
 
-class _Failing:
-    """Answers now and then."""
+class _Sensor:
+    """Answers what is given for each reading in turn; a text is raised."""
 
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def read(self) -> Reading:
-        self._asked += 1
-        if self._asked % 3:
-            raise OSError("the driver does not answer")
-        return Headroom(1 << 20, 1 << 22, 0, "failing", 0.0)
-
-
-class _Nonsense:
-    """Answers something that makes no sense."""
+    def __init__(self, *answers: Reading | str) -> None:
+        self._answers = cycle(answers)
 
     def read(self) -> Reading:
-        return Headroom(-5, -1, 1 << 60, "nonsense", float("nan"))
+        answer = next(self._answers)
+        if isinstance(answer, str):
+            raise OSError(answer)
+        return answer
 
 
-class _Constant:
-    def __init__(self, free: int) -> None:
-        self._free = free
-
-    def read(self) -> Reading:
-        return Headroom(self._free, 1 << 40, (1 << 40) - self._free, "constant", 0.0)
+def _free(free: int) -> Headroom:
+    return Headroom(free, 1 << 40, (1 << 40) - free, "constant", 0.0)
 
 
-def sensor_of(name: str) -> MemorySensor | None:
-    """The sensor that a plan names; None for the budget's own."""
-    if name == "budget":
-        return None
-    made: dict[str, Callable[[], MemorySensor]] = {
-        "none": lambda: NoSensor("none in this case"),
-        "fails": _Failing,
-        "high": lambda: _Constant(1 << 39),
-        "low": lambda: _Constant(0),
-        "nonsense": _Nonsense,
-    }
-    return made[name]()
+_SILENT = "the driver does not answer"
+
+SENSORS: dict[str, Callable[[], MemorySensor | None]] = {
+    "budget": lambda: None,  # its own
+    "none": lambda: NoSensor("none in this case"),
+    "fails": lambda: _Sensor(_SILENT, _SILENT, Headroom(1 << 20, 1 << 22, 0, "failing", 0.0)),
+    "high": lambda: _Sensor(_free(1 << 39)),
+    "low": lambda: _Sensor(_free(0)),
+    "nonsense": lambda: _Sensor(Headroom(-5, -1, 1 << 60, "nonsense", float("nan"))),
+}
+"""The sensors that a plan names."""

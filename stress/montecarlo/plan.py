@@ -22,102 +22,55 @@ CONTAINERS = ("pair", "dict", "nested", "items", "record", "columns")
 
 @dataclass(frozen=True)
 class Fault:
-    """Operations that fail.
+    """Operations that fail."""
 
-    Attributes:
-        step: in which step, from 0.
-        place: in the "call", in the "eval" after it, or in the "optimizer"'s step.
-        at: where, as a fraction of the operations that it takes without a fault, about.
-        times: how many operations fail; 0 is all from there on.
-        gap: operations between two that fail.
-        error: as what: a "device"'s allocator, the "host"'s, Python's own "heap", a "library"; or "alien", no lack of memory: it has to pass through.
-    """
-
-    step: int = 0
-    place: str = "call"
-    at: float = 0.0
-    times: int = 1
-    gap: int = 1
-    error: str = "device"
+    step: int = 0  # in which step
+    place: str = "call"  # in the "call", in the "eval" after it, or in the "optimizer"'s step
+    at: float = 0.0  # where, as a fraction of the operations that it takes without a fault, about
+    times: int = 1  # how many operations fail; 0 is all from there on
+    gap: int = 1  # operations between two that fail
+    error: str = "device"  # whose: a device's allocator, the "host"'s, Python's "heap", a "library"; "alien" is no lack of memory and passes through
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One case.
+    """One case."""
 
-    Attributes:
-        seed: of weights, batches and random streams.
-        layers: of the network, by name (see `network`).
-        width: of its layers.
-        branches: heads beside its layers.
-        tokens: its input is indices: "no", "dense" or "sparse" by the gradient of their embedding.
-        samples: in a batch.
-        length: positions of a sample.
-        steps: how many.
-        container: what a batch is.
-        count: what its loss counts: "samples", "tokens", "weights" or, by name, "both".
-        reduction: "mean" or "sum".
-        returns: what the loss function returns: "loss", "pair", "dict" or "object".
-        size: micro-batch at the start; 0 is "auto".
-        minimum: smallest micro-batch.
-        maximum: largest one; 0 is none.
-        align: unit of their sizes.
-        grow: whether they may grow.
-        door: 1 `backward`, 2 the decorator, 3 the loop.
-        replay: "auto" or "isolate".
-        outputs: "cpu", "device" or "none".
-        half: whether parameters are bfloat16, summed in float32.
-        scaler: whether the loss is scaled.
-        gradients: there at the start: "none", "some", "all" or "flat" (views of one buffer).
-        keep: whether gradients of a step stay for the next.
-        optimizer: its name.
-        guarded: whether it steps by `mbs.optimizer_step`.
-        clip: whether gradients are clipped.
-        evaluate: whether there is an evaluation after each step.
-        sensor: "budget", "none", "fails", "high", "low" or "nonsense".
-        limits: memory of each step as a multiple of what its whole batch needs; 0 is none.
-        moves: (number of a forward in the step, multiple): the limit moves in the middle of a call.
-        guests: leaves outside the model: "no", "weight" or "prompt".
-        edits: whether the loss function edits its batch in place.
-        backward: whether a backward of the trainer's own is used.
-        faults: what else goes wrong.
-    """
-
-    seed: int = 0
-    layers: tuple[str, ...] = ()
-    width: int = 4
-    branches: int = 0
-    tokens: str = "no"
-    samples: int = 4
-    length: int = 2
+    seed: int = 0  # of weights, batches and random streams
+    layers: tuple[str, ...] = ()  # of the network, by name
+    width: int = 4  # of its layers
+    branches: int = 0  # heads beside its layers
+    tokens: str = "no"  # its input is indices: "no", "dense" or "sparse" by the gradient of their embedding
+    samples: int = 4  # in a batch
+    length: int = 2  # positions of a sample
     steps: int = 1
-    container: str = "pair"
-    count: str = "samples"
+    container: str = "pair"  # what a batch is
+    count: str = "samples"  # what its loss counts: "samples", "tokens", "weights" or, by name, "both"
     reduction: str = "mean"
-    returns: str = "loss"
-    size: int = 2
-    minimum: int = 1
-    maximum: int = 0
-    align: int = 1
+    returns: str = "loss"  # what the loss function returns: "loss", "pair", "dict" or "object"
+    size: int = 2  # micro-batch at the start; 0 is "auto"
+    minimum: int = 1  # smallest micro-batch
+    maximum: int = 0  # largest one; 0 is none
+    align: int = 1  # unit of their sizes
     grow: bool = False
-    door: int = 1
+    door: int = 1  # 1 `backward`, 2 the decorator, 3 the loop
     replay: str = "auto"
     outputs: str = "cpu"
-    half: bool = False
-    scaler: bool = False
-    gradients: str = "none"
-    keep: bool = False
+    half: bool = False  # parameters are bfloat16, summed in float32
+    scaler: bool = False  # the loss is scaled
+    gradients: str = "none"  # there at the start: "none", "some", "all" or "flat" (views of one buffer)
+    keep: bool = False  # gradients of a step stay for the next
     optimizer: str = "sgd"
-    guarded: bool = False
-    clip: bool = False
-    evaluate: bool = False
-    sensor: str = "none"
-    limits: tuple[float, ...] = ()
-    moves: tuple[tuple[int, float], ...] = ()
-    guests: str = "no"
-    edits: bool = False
-    backward: bool = False
-    faults: tuple[Fault, ...] = ()
+    guarded: bool = False  # it steps by `mbs.optimizer_step`
+    clip: bool = False  # gradients are clipped
+    evaluate: bool = False  # there is an evaluation after each step
+    sensor: str = "none"  # "budget", "none", "fails", "high", "low" or "nonsense"
+    limits: tuple[float, ...] = ()  # memory of each step as a multiple of what its whole batch needs; 0 is none
+    moves: tuple[tuple[int, float], ...] = ()  # (number of a forward in the step, multiple): the limit moves in the middle of a call
+    guests: str = "no"  # leaves outside the model: "no", "weight" or "prompt"
+    edits: bool = False  # the loss function edits its batch in place
+    backward: bool = False  # a backward of the trainer's own is used
+    faults: tuple[Fault, ...] = ()  # what else goes wrong
 
     @property
     def separable(self) -> bool:

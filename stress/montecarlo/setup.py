@@ -25,21 +25,13 @@ class Output:
 
 @dataclass
 class Setup:
-    """A model in training.
-
-    Attributes:
-        plan: whose.
-        model: the network.
-        guests: leaves outside of it.
-        optimizer: over both.
-        flat: the buffer that gradients are views of, where they are.
-    """
+    """A model in training."""
 
     plan: Plan
     model: Network
-    guests: list[Tensor]
-    optimizer: torch.optim.Optimizer
-    flat: list[Tensor] = field(default_factory=list)
+    guests: list[Tensor]  # leaves outside of it
+    optimizer: torch.optim.Optimizer  # over both
+    flat: list[Tensor] = field(default_factory=list)  # the buffer that gradients are views of, where they are
 
     def leaves(self) -> list[Tensor]:
         """Everything that has a gradient."""

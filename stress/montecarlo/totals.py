@@ -10,50 +10,29 @@ from ..tally import Tally, listed
 
 @dataclass
 class Outcome(Tally):
-    """What one case came to.
+    """What one case came to."""
 
-    Attributes:
-        calls: training calls.
-        faults: faults that were planned.
-        struck: operations that were made to fail.
-        limits_hit: times that a memory limit was passed.
-        splits: failures after which the micro-batch was made smaller.
-        partial: failures after which a piece was replayed for some of the leaves, because the others had its gradient already.
-        errors: typed errors that ended a call, by name.
-        modes: replays by mode.
-        phases: failures by phase.
-        seconds: spent in calls.
-        lost: of those, in attempts that failed.
-        worst: largest relative error of a gradient.
-    """
-
-    calls: int = 0
-    faults: int = 0
-    struck: int = 0
-    limits_hit: int = 0
-    splits: int = 0
-    partial: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    modes: Counter[str] = field(default_factory=Counter)
-    phases: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    lost: float = 0.0
-    worst: float = 0.0
+    calls: int = 0  # training calls
+    faults: int = 0  # that were planned
+    struck: int = 0  # operations that were made to fail
+    limits_hit: int = 0  # times that a memory limit was passed
+    splits: int = 0  # failures after which the micro-batch was made smaller
+    partial: int = 0  # failures after which a piece was replayed for some of the leaves, because the others had its gradient already
+    errors: Counter[str] = field(default_factory=Counter)  # typed ones that ended a call
+    modes: Counter[str] = field(default_factory=Counter)  # of replays
+    phases: Counter[str] = field(default_factory=Counter)  # of failures
+    seconds: float = 0.0  # spent in calls
+    lost: float = 0.0  # of those, in attempts that failed
+    worst: float = 0.0  # largest relative error of a gradient
 
 
 @dataclass
 class Totals(Outcome):
-    """Sums over cases.
-
-    Attributes:
-        runs: cases.
-        clean: of those, cases in which nothing went wrong that could.
-        failures: cases with an outcome that is not allowed, by kind.
-    """
+    """Sums over cases."""
 
     runs: int = 0
-    clean: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
+    clean: int = 0  # cases in which nothing went wrong that could
+    failures: Counter[str] = field(default_factory=Counter)  # cases with an outcome that is not allowed, by kind
 
     def add(self, outcome: Outcome) -> None:
         """Counts a case whose outcome is allowed."""

@@ -34,11 +34,11 @@ from elastic_mbs.testing import InjectOOM
 
 from ..flat_options import grouped
 from ..reference.by_hand import by_loop
-from ..reference.state import State, error_of, same_state
+from ..reference.state import State, error_of, same_state, same_tensors
 from ..streams import Streams
 from .batches import count_of, dims_of, make_batch
 from .checks import SCALE, check_nothing_left, check_partition, check_state, demand
-from .faults import AlienError, Faults, sensor_of
+from .faults import SENSORS, AlienError, Faults
 from .plan import Plan
 from .reference import accumulate
 from .setup import set_up
@@ -120,7 +120,7 @@ class _Trial:
             "scaler": self.scaler,
             "backward": torch.Tensor.backward if plan.backward else None,
             "replay": plan.replay,
-            "sensor": sensor_of(plan.sensor),
+            "sensor": SENSORS[plan.sensor](),
             "monitor_interval": 0,
             "wait_for_memory": 0,
             "on_event": self.events.append,
@@ -149,68 +149,68 @@ class _Trial:
     def _limit(self, factor: float) -> None:
         self.budget.limit = PLENTY if factor == 0 else max(1, self.start + int(factor * self.need))
 
-    def _faults(self, number: int, place: str, operations: int) -> Faults:
-        return Faults([fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)], operations)
-
     # ------------------------------------------------------------------ a step
+
+    def _state(self) -> tuple[State, list[int]]:
+        """What no failure may change, and what modules count by themselves."""
+        return State.of(self.real.leaves(), self.real.model), self.real.counters()
+
+    def _unchanged(self, before: tuple[State, list[int]], where: str, notes: str = "") -> None:
+        """Everything is as before: parameters, buffers, modes, random streams, modules' own counts, and gradients unless `notes` say otherwise."""
+        state, counters = self._state()
+        trouble = before[0].trouble(state, notes)
+        demand(not trouble and counters == before[1], f"{where}: {', '.join(trouble) or 'what a module counts is not as before'}")
+
+    def _guarded(self, place: str, number: int, operations: int, where: str, call: Callable[[], Any]) -> tuple[Any, Exception | None, int]:
+        """A call under the faults of its place; returns its result, or the error it ended in, and how many failures were made."""
+        faults = Faults([fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)], operations)
+        hits, result = self.budget.ooms, None
+        error: Exception | None = None
+        with self.budget, faults:
+            try:
+                result = call()
+            except (RecoveryError, AlienError) as caught:
+                error = caught.with_traceback(None)
+        limits_hit = self.budget.ooms - hits
+        self.outcome.struck += len(faults.hits)
+        self.outcome.limits_hit += limits_hit
+        made = len(faults.hits) + limits_hit
+        if error is None:
+            demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
+        else:
+            self.outcome.errors[type(error).__name__] += 1
+            demand(bool(made), f"{where}: {type(error).__name__} although nothing failed: {error}")
+            demand(not isinstance(error, AlienError) or error is faults.alien, f"{where}: another error than the one that was raised came out")
+        return result, error, made
 
     def _step(self, mbs: ElasticMBS, step: Callable[[Any], StepResult], number: int) -> None:
         plan, real, twin = self.plan, self.real, self.twin
+        where = f"step {number}"
         batch = make_batch(plan, number)
         pristine = map_tensors(batch, torch.clone)
         twin.take(real)
-        before, counters = State.of(real.leaves(), real.model), real.counters()
-        weights = [p.detach().clone() for p in real.leaves()]
-        faults = self._faults(number, "call", self.operations * max(1, -(-plan.samples // (plan.size or 4))))
+        before = self._state()
         self.forwards, self.start = 0, self.budget.live
         if plan.limits:
             self._limit(plan.limits[number % len(plan.limits)])
-        hits = self.budget.ooms
-        result, error = self._guarded(faults, lambda: step(batch))
+        operations = self.operations * max(1, -(-plan.samples // (plan.size or 4)))
+        result, error, made = self._guarded("call", number, operations, where, lambda: step(batch))
         self.budget.limit = PLENTY
-        limits_hit = self.budget.ooms - hits
         self.outcome.calls += 1
-        self.outcome.struck += len(faults.hits)
-        self.outcome.limits_hit += limits_hit
-        where = f"step {number}"
-        demand(all(torch.equal(a, b) for a, b in zip(weights, real.leaves(), strict=True)), f"{where}: a parameter changed in backward")
         if error is not None:
-            self._check_failed(error, faults, limits_hit, before, counters, where)
+            notes = "\n".join(getattr(error, "__notes__", []))
+            self._unchanged(before, f"{where}, {type(error).__name__}", notes)
+            if "zero_grad()" in notes:
+                real.optimizer.zero_grad()
             return
-        assert result is not None
-        demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
+        demand(same_tensors(before[0].parameters, real.leaves()), f"{where}: a parameter changed in backward")
         check_partition(plan, result, pristine, where)
-        self.outcome.worst = max(self.outcome.worst, check_state(real, twin, result, pristine, before, where))
-        self._check_attempts(result, len(faults.hits) + limits_hit, where)
+        self.outcome.worst = max(self.outcome.worst, check_state(real, twin, result, pristine, before[0], where))
+        self._check_attempts(result, made, where)
         del result
         if plan.evaluate:
             self._evaluate(mbs, pristine, number)
         self._optimize(mbs, number)
-
-    def _guarded(self, faults: Faults, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        with self.budget, faults:
-            try:
-                return call(), None
-            except (RecoveryError, AlienError) as error:
-                return None, error.with_traceback(None)
-
-    def _check_failed(self, error: Exception, faults: Faults, limits_hit: int, before: State, counters: list[int], where: str) -> None:
-        kind, real = type(error).__name__, self.real
-        self.outcome.errors[kind] += 1
-        if isinstance(error, AlienError):
-            demand(error is faults.alien, f"{where}: another error than the one that was raised came out")
-        else:
-            demand(bool(faults.hits or limits_hit), lambda: f"{where}: {kind} although nothing failed: {error}")
-        after, notes = State.of(real.leaves(), real.model), "\n".join(getattr(error, "__notes__", []))
-        for old, new in zip(before.grads, after.grads, strict=True):
-            demand(old is not None or new is None, f"{where}: a gradient that was empty is not empty after {kind}")
-            same = old is None or (new is not None and error_of([new], [old]) == 0)
-            demand(same or "zero_grad()" in notes, f"{where}: a gradient changed, and {kind} does not say so")
-        demand(all(torch.equal(a, b) for a, b in zip(before.buffers, after.buffers, strict=True)), f"{where}: buffers are not as before after {kind}")
-        demand(before.streams.same(after.streams), f"{where}: random streams are not as before after {kind}")
-        demand(counters == real.counters(), f"{where}: a module's own count is not as before after {kind}")
-        if "zero_grad()" in notes:
-            real.optimizer.zero_grad()
 
     def _check_attempts(self, result: StepResult, failures: int, where: str) -> None:
         demand(result.ooms <= failures, f"{where}: {result.ooms} failures are told of, and only {failures} operations failed")
@@ -223,31 +223,21 @@ class _Trial:
         self.ooms += result.ooms
         self.replayed += result.replayed_samples
 
-    # ------------------------------------------------------------------ beside the call
+    # ------------------------------------------------------------------ after the call
 
     def _evaluate(self, mbs: ElasticMBS, batch: Any, number: int) -> None:
-        real = self.real
+        real, where = self.real, f"evaluation after step {number}"
         real.model.eval()
-        before = State.of(real.leaves(), real.model)
+        before = self._state()
         with torch.no_grad():
             view = BatchView(batch, dims_of(self.plan))
             wanted = real.scores(view.piece(0, view.length))
-        faults = self._faults(number, "eval", max(1, self.operations // 3))
-        found, error = self._guarded(faults, lambda: mbs.eval(real.scores, batch))
+        found, error, _ = self._guarded("eval", number, max(1, self.operations // 3), where, lambda: mbs.eval(real.scores, batch))
+        self._unchanged(before, where)
         real.model.train()
-        self.outcome.struck += len(faults.hits)
-        where = f"evaluation after step {number}"
-        after = State.of(real.leaves(), real.model)
-        demand(before.streams.same(after.streams), f"{where}: random streams moved")
-        demand(all(torch.equal(a, b) for a, b in zip(before.buffers, after.buffers, strict=True)), f"{where}: buffers changed")
-        demand(error_of(after.grads, before.grads) == 0, f"{where}: gradients changed")
-        if error is not None:
-            demand(bool(faults.hits), f"{where}: {type(error).__name__} although nothing failed")
-            self.outcome.errors[type(error).__name__] += 1
-            return
-        demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
-        rounding = 2e-2 if self.plan.half else 1e-11
-        demand(found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rounding, atol=rounding), f"{where}: the outputs are wrong")
+        if error is None:
+            rounding = 2e-2 if self.plan.half else 1e-11
+            demand(found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rounding, atol=rounding), f"{where}: the outputs are wrong")
 
     def _optimize(self, mbs: ElasticMBS, number: int) -> None:
         plan, real, twin = self.plan, self.real, self.twin
@@ -264,26 +254,19 @@ class _Trial:
                 leaf.grad = None if leaf.grad is None else leaf.grad / SCALE
         before = [p.detach().clone() for p in real.leaves()]
         twin.optimizer.step()
-        if not plan.guarded:
-            with self.budget:
-                real.optimizer.step() if self.scaler is None else self.scaler.step(real.optimizer)
-        else:
-            faults = self._faults(number, "optimizer", 8 * len(leaves))
-            _, error = self._guarded(faults, lambda: mbs.optimizer_step(real.optimizer))
-            self.outcome.struck += len(faults.hits)
+        if plan.guarded:
+            _, error, _ = self._guarded("optimizer", number, 8 * len(leaves), where, lambda: mbs.optimizer_step(real.optimizer))
             if error is not None:
-                self.outcome.errors[type(error).__name__] += 1
-                demand(bool(faults.hits), f"{where}: {type(error).__name__} although nothing failed")
-                same = all(torch.equal(a, b) for a, b in zip(before, real.leaves(), strict=True))
-                demand(same, f"{where}: parameters are not as before after {type(error).__name__}")
+                demand(same_tensors(before, real.leaves()), f"{where}: parameters are not as before after {type(error).__name__}")
                 with self.budget:
                     mbs.optimizer_step(real.optimizer)
-            else:
-                demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
+        else:
+            with self.budget:
+                real.optimizer.step() if self.scaler is None else self.scaler.step(real.optimizer)
         if self.scaler is not None:
             self.scaler.update(SCALE)
-        error_ = error_of([leaf.detach() for leaf in real.leaves()], [leaf.detach() for leaf in twin.leaves()])
-        demand(error_ <= 1e-15, f"{where}: parameters off by {error_:.3g} from a plain step")
+        off = error_of([leaf.detach() for leaf in real.leaves()], [leaf.detach() for leaf in twin.leaves()])
+        demand(off <= 1e-15, f"{where}: parameters off by {off:.3g} from a plain step")
         demand(same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}: the optimizer's state differs from a plain step's")
         if not plan.keep:
             real.optimizer.zero_grad()
@@ -303,14 +286,18 @@ class _Trial:
         out.seconds = sum(event.seconds or 0.0 for event in ended)
         out.lost = sum(event.seconds_lost for event in ended)
         trained = [event for event in done if event.mode == "train"]
-        demand(len(trained) == self.finished == stats.calls, f"{len(trained)} calls are told of, {stats.calls} counted, {self.finished} finished")
-        demand(stats.samples == self.samples and stats.pieces == self.pieces, f"the counts of samples or pieces are wrong: {stats}")
-        demand(sum(event.ooms for event in trained) == self.ooms, "the out-of-memory errors of the calls do not add up")
-        demand(sum(event.replayed_samples for event in trained) == self.replayed, "the replayed samples of the calls do not add up")
-        demand(stats.ooms == sum(event.ooms for event in done), f"stats.ooms is {stats.ooms}, and the calls tell of {sum(e.ooms for e in done)}")
-        told = sum(event.ooms for event in ended)
         refused = out.errors["ReplayUnsafeError"]  # which comes in the place of the event
-        demand(told == len(failures) + refused, f"there are {len(failures)} out-of-memory events, and the calls tell of {told}")
+        sums = {
+            "finished calls": (len(trained), stats.calls, self.finished),
+            "samples": (stats.samples, self.samples),
+            "pieces": (stats.pieces, self.pieces),
+            "out-of-memory errors of finished calls": (sum(event.ooms for event in trained), self.ooms),
+            "replayed samples": (sum(event.replayed_samples for event in trained), self.replayed),
+            "out-of-memory errors in stats": (stats.ooms, sum(event.ooms for event in done)),
+            "out-of-memory events": (sum(event.ooms for event in ended), len(failures) + refused),
+        }
+        for what, numbers in sums.items():
+            demand(len(set(numbers)) == 1, f"{what} do not add up: {numbers}")
 
     def _check_alive(self) -> None:
         real = self.real

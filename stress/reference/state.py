@@ -56,7 +56,17 @@ class State:
             "modes of modules": self.modes == now.modes,
             "random streams": self.streams.same(now.streams),
         }
-        return [name for name, same in pairs.items() if not same]
+        return [f"{name} are not as before" for name, same in pairs.items() if not same]
+
+    def trouble(self, now: State, notes: str) -> list[str]:
+        """What an error has left behind that it may not: gradients may be left where `notes` say that they have to be zeroed."""
+        found = self.changes(now)
+        for before, after in zip(self.grads, now.grads, strict=True):
+            if before is None and after is not None:
+                found.append("a gradient that was empty is not empty")
+            elif before is not None and "zero_grad()" not in notes and (after is None or error_of([after], [before]) > 0):
+                found.append("a gradient changed, and the error does not say so")
+        return found
 
 
 def same_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

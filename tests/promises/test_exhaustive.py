@@ -204,7 +204,7 @@ def test_an_exception_at_a_line_of_recovery_finds_a_buffer_that_stays_moved(monk
     assert not run(builtin("conv_batchnorm"), seen, warm=True).found
     (file, line), _ = next((place, n) for place, n in seen.seen.items() if place[0] == "engine/recovery.py")
     outcome = run(builtin("conv_batchnorm"), Lines(Operations(30), (file, line, 1), exception), warm=True)
-    assert "buffers not as at the start" in outcome.found["damaged"]
+    assert "buffers are not as before" in outcome.found["damaged"]
     assert outcome.error == exception.__name__ or exception is MemoryError
 
 

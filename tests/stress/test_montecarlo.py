@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -28,9 +27,8 @@ from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.models.layers import LAYERS
 from stress.montecarlo import Fault, Outcome, Plan, case_seed, draw, run_trial
-from stress.montecarlo.faults import Faults, sensor_of
+from stress.montecarlo.faults import SENSORS, Faults
 from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, read
-from stress.montecarlo.processes import _command
 from stress.montecarlo.shrink import shrink, smaller
 from stress.montecarlo.totals import Totals
 from stress.reference.state import error_of
@@ -95,9 +93,8 @@ def test_every_optimizer_steps_exactly(optimizer: str) -> None:
     assert not outcome.errors
 
 
-@pytest.mark.parametrize("name", ["budget", "none", "fails", "high", "low", "nonsense"])
+@pytest.mark.parametrize("name", SENSORS)
 def test_no_sensor_can_end_a_training_step(name: str) -> None:
-    assert (sensor_of(name) is None) == (name == "budget")
     outcome = run_trial(Plan(seed=5, layers=("wide",), samples=12, size=0, grow=True, steps=3, sensor=name, limits=(0.4, 0.6, 1.0)))
     assert outcome.limits_hit > 0
     assert outcome.modes
@@ -322,14 +319,6 @@ def test_the_random_stream_of_numpy_is_compared_where_it_is_there() -> None:
     random.random()
     assert not before.same(Streams.now())
     before.restore()
-
-
-def test_the_command_of_a_share_hands_on_every_option() -> None:
-    options = argparse.Namespace(runs=9, seed=4, deadline=2.0, shrink=1.0, minutes=None, jobs=3, baseline=True)
-    command = _command("stress", options, 1, Path("x.json"))
-    assert command[1:4] == ["-m", "stress", "montecarlo"]
-    assert "--baseline" in command
-    assert "--minutes" not in command
 
 
 def test_a_plan_of_the_plainest_case_says_so() -> None:
