@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from elastic_mbs.engine.arguments import modules_of
+from elastic_mbs.engine.model import modules_of
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.errors import UsageError
 from elastic_mbs.runtime import ElasticMBS

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,40 +15,22 @@ from torch import nn
 from elastic_mbs.batch.counts import CountFn, Counts
 from elastic_mbs.batch.lint import first_look
 from elastic_mbs.batch.splitters import Dims
-from elastic_mbs.batch.transfer import Streamer, choose_device
-from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.controller import Controller, Policy
-from elastic_mbs.engine.arguments import identity_of, modules_of, name_of, refuse_capture, refuse_graphs, refuse_no_function, sinks_of
-from elastic_mbs.engine.call import Call
-from elastic_mbs.engine.context import Parts
-from elastic_mbs.engine.disabled import WholeBatch
-from elastic_mbs.engine.micro_batch import MicroBatch, Totals
-from elastic_mbs.engine.misuse import running_call
-from elastic_mbs.engine.model import Inventory
-from elastic_mbs.engine.recovery import retrying
+from elastic_mbs.batch.view import BatchView, check_graphs
+from elastic_mbs.controller.policy import Policy
+from elastic_mbs.engine.call import Call, report_done
+from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.micro_batch import MicroBatch, PlainPass, micro_batches
+from elastic_mbs.engine.misuse import check_capture, check_function, running_call
+from elastic_mbs.engine.model import TrainedModel, modules_of
+from elastic_mbs.engine.profile import identity_of, name_of
 from elastic_mbs.engine.result import MUCH, Stats, StepResult
-from elastic_mbs.engine.steady import run_steadily, runs_steadily
-from elastic_mbs.engine.telemetry import Telemetry
-from elastic_mbs.engine.timing import Stopwatch
 from elastic_mbs.engine.verify import VerifyReport, verify
 from elastic_mbs.errors import BatchError, IncompleteBatchError, NestedCallError, UsageError
-from elastic_mbs.events import EventLog, SensorBack, SensorLost, Sink, Warned, format_bytes
-from elastic_mbs.memory import (
-    Headroom,
-    HostGuard,
-    MemoryBudget,
-    Monitor,
-    Reading,
-    UsageMeter,
-    margin_of,
-    oom,
-    refuse_devices,
-    sensor_for,
-)
+from elastic_mbs.events import EventLog, Sink, format_bytes
+from elastic_mbs.memory import Reading, oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
-from elastic_mbs.rollback.random_streams import RandomStreams
 from elastic_mbs.sinks.run_log import RunLog
 
 Count = CountFn | Mapping[str, CountFn | None] | None
@@ -109,7 +89,7 @@ class ElasticMBS:
         recovery: RecoveryOptions | None = None,
         memory: MemoryOptions | None = None,
     ) -> None:
-        inventory = Inventory(modules_of(model))
+        trained = TrainedModel(modules_of(model))
         if not (count is None or callable(count) or isinstance(count, Mapping)):
             raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
         settings = Settings(
@@ -125,69 +105,30 @@ class ElasticMBS:
         )
         if settings.policy.min_micro_batch_size is None and 1 not in (micro_batch_size, settings.policy.max_micro_batch_size):
             # One sample has no statistics to normalise with.
-            smallest = 2 if inventory.normalises_batch() else 1
+            smallest = 2 if trained.normalises_batch() else 1
             settings = replace(settings, policy=replace(settings.policy, min_micro_batch_size=smallest))
         self.settings = settings
         self.enabled = enabled
         self.last_result: StepResult | None = None
         self._count = count
         self._dims = dims
-        self._guarded = settings.memory.host_guard is not False and enabled
-        run_log = () if log is None else (RunLog(log, partial(describe, settings, inventory.devices)),)
-        events = EventLog((*run_log, *sinks_of(on_event)))  # the run log first: a user's sink may raise
-        seed = settings.policy.seed
-        self._parts = Parts(
-            settings=settings,
-            inventory=inventory,
-            controller=Controller(
-                start=None if micro_batch_size == "auto" else micro_batch_size,
-                policy=settings.policy,
-                clock=time.monotonic,
-                random=random.Random(time.time_ns() if seed is None else seed),
-            ),
-            log=events,
-            telemetry=Telemetry(events) if enabled and events.listened else None,
-            **self._on_devices(inventory),
-        )
-        if enabled:
-            self._parts.commits.watch(inventory.leaves)
-        if self._guarded:
-            warn = partial(Warned, settings.name, "host_guard")
-            emit = self._parts.log.emit
-            margin = margin_of(settings.memory.host_guard)
-            self._parts.guard = HostGuard(margin, modules=inventory.modules, warn=lambda text: emit(warn(text)))
         self._call: Call | None = None
-        self._totals: Totals | None = None  # where there is no call: in verify, and when not enabled
+        self._totals: Any = None  # where there is no call: in verify, and when not enabled
         self._known_lists: dict[str, Any] = {}
         self._looked_at: set[str] = set()
         self._stats = Stats()
         self._steps = StepWatch()
-        self._guarded_step = GuardedStep(self._parts)
-
-    def _on_devices(self, inventory: Inventory) -> dict[str, Any]:
-        """The parts that depend on where the model is; made again when it has moved."""
-        devices = inventory.devices()
-        if self._guarded:
-            refuse_devices(devices)
-        memory = self.settings.memory
-        found, meter = sensor_for(devices[0])
-        if isinstance(found, MemoryBudget):
-            found.track(*inventory.roots)
-        return {
-            "devices": devices,
-            "streams": RandomStreams(self.settings.recovery.generators, devices),
-            "monitor": Monitor(memory.sensor or found, interval=memory.monitor_interval, on_change=self._on_sensor_change),
-            "meter": memory.sensor if isinstance(memory.sensor, UsageMeter) else meter,
-            "stopwatch": Stopwatch(devices[0]),
-            "streamer": Streamer(choose_device(memory.device, devices)),
-        }
+        run_log = () if log is None else (RunLog(log, partial(describe, settings, trained.devices)),)
+        events = EventLog((*run_log, *_sinks_of(on_event)))  # the run log first: a user's sink can raise
+        self._context = Context(settings, trained, events, enabled=enabled)
+        self._guarded_step = GuardedStep(self._context)
 
     # ------------------------------------------------------------------ lifetime
 
     def __enter__(self) -> Self:
         """Starts the memory monitor."""
         if self.enabled:
-            self._parts.monitor.start()
+            self._context.monitor.start()
             self._steps.start()
         return self
 
@@ -199,7 +140,7 @@ class ElasticMBS:
         """
         try:
             if error is None:
-                self._refuse_incomplete()
+                self._check_complete()
             elif isinstance(error, Exception) and oom.classify(error, self.settings.recovery.is_oom) is not None:
                 left = self._steps.left_behind()
                 if left is not None:
@@ -211,17 +152,17 @@ class ElasticMBS:
         """Stops the monitor and takes every hook off the model; the next call puts them back."""
         if self._call is not None and not self._call.finished:
             self._call.abort(IncompleteBatchError("closed in the middle of a batch"))
-        self._parts.monitor.stop()
+        self._context.monitor.stop()
         self._steps.stop()
-        if self._parts.guard is not None:
-            self._parts.guard.restore()
-        self._parts.commits.close()
-        self._parts.inventory.forget()
+        if self._context.guard is not None:
+            self._context.guard.restore()
+        self._context.ledger.forget()
+        self._context.model.forget()
         try:
-            if self._parts.telemetry is not None:
-                self._parts.telemetry.rest()
+            if self._context.telemetry is not None:
+                self._context.telemetry.rest()
         finally:  # a user's sink may raise
-            self._parts.log.close()
+            self._context.log.close()
 
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickles."""
@@ -250,7 +191,7 @@ class ElasticMBS:
             MisuseError: `loss_fn` stepped an optimizer, ran backward, and the like.
             RecoveryError: memory ran out and the batch could not be finished.
         """
-        refuse_no_function(loss_fn, "backward(loss_fn, batch)")
+        check_function(loss_fn, "backward(loss_fn, batch)")
         if not self.enabled:
             for micro in self._loop_whole(batch):
                 with micro:
@@ -258,9 +199,7 @@ class ElasticMBS:
             assert self.last_result is not None
             return self.last_result
         with self._start(batch, name_of(loss_fn), identity_of(loss_fn), beside=(args, kwargs)) as call:
-            if runs_steadily(call):
-                run_steadily(call, loss_fn, args, kwargs)
-            for micro in call:
+            for micro in micro_batches(call):
                 with micro:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
         return self._finish(call)
@@ -311,16 +250,16 @@ class ElasticMBS:
         """
         if to not in ("device", "cpu"):
             raise UsageError(f'to={to!r} is not known: use "device" (the default), or "cpu" for outputs that would fill the device')
-        refuse_no_function(fn, "eval(fn, batch)")
+        check_function(fn, "eval(fn, batch)")
         if not self.enabled:
             with torch.no_grad():
                 return fn(self._loaded(batch), *args, **kwargs)
         with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=to, beside=(args, kwargs)) as call, torch.no_grad():
-            for micro in call:
+            for micro in micro_batches(call):
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))
         result = self._finish(call)
-        return retrying(self._parts, 'join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
+        return self._context.retry('join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
         """Steps, exactly or not at all; stands for `optimizer.step()`, or for `scaler.step(optimizer)` with the scaler that was given.
@@ -344,9 +283,9 @@ class ElasticMBS:
             raise UsageError(
                 "optimizer_step() takes no closure: it would run forward and backward again with every try. Call mbs.backward first, then this"
             )
-        self._refuse_incomplete()
+        self._check_complete()
         if (call := running_call()) is not None:
-            call.refuse_step(optimizer)
+            call.check_step(optimizer)
         if self.enabled:
             try:
                 self._guarded_step(optimizer)
@@ -369,8 +308,8 @@ class ElasticMBS:
             samples: how many samples to compare on.
             **kwargs: passed on to `loss_fn`.
         """
-        refuse_no_function(loss_fn, "verify(loss_fn, batch)")
-        self._refuse_incomplete()
+        check_function(loss_fn, "verify(loss_fn, batch)")
+        self._check_complete()
         if running_call() is not None:
             raise NestedCallError("verify() was called inside a step function; call it beside the training loop")
         view = BatchView(batch, self._dims)
@@ -378,7 +317,7 @@ class ElasticMBS:
         counts = Counts.read(self._count, few)
         self._totals = counts.total
         try:
-            return verify(self._parts, few, counts, loss_fn, args, kwargs)
+            return verify(self._context, few, counts, loss_fn, args, kwargs)
         finally:
             self._totals = None
 
@@ -386,7 +325,7 @@ class ElasticMBS:
 
     def state_dict(self) -> dict[str, object]:
         """What was learned about sizes and memory, as JSON; save it beside the optimizer's state."""
-        return {"version": 1, "controller": self._parts.controller.state_dict()}
+        return {"version": 1, "controller": self._context.controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what another run has learned.
@@ -396,7 +335,7 @@ class ElasticMBS:
         """
         if not isinstance(state, Mapping) or state.get("version") != 1 or not isinstance(state.get("controller"), dict):
             raise UsageError(f"this is no state of ElasticMBS version 1: {str(state)[:80]!r}; start without it, sizes are learned again")
-        self._parts.controller.load_state_dict(state["controller"])
+        self._context.controller.load_state_dict(state["controller"])
 
     @property
     def stats(self) -> Stats:
@@ -419,7 +358,7 @@ class ElasticMBS:
     @property
     def headroom(self) -> Reading:
         """The latest memory reading."""
-        return self._parts.monitor.latest()
+        return self._context.monitor.latest()
 
     # ------------------------------------------------------------------ how a call starts and ends
 
@@ -435,43 +374,41 @@ class ElasticMBS:
         beside: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
     ) -> Call:
         if self._call is not None:
-            self._refuse_incomplete()
-        parts = self._parts
+            self._check_complete()
+        context = self._context
         if self._steps.unfinished and (left := self._steps.left_behind()) is not None:
-            parts.log.emit(Warned(self.settings.name, "optimizer-step", left))
-        if parts.moved():
-            parts.monitor.stop()
-            vars(parts).update(self._on_devices(parts.inventory))
-        if parts.devices[0].type == "cuda":
-            refuse_capture()
-        if not parts.monitor.running:
-            parts.monitor.start()
-        if parts.telemetry is not None:
-            parts.telemetry.begin(parts.devices[0])
+            context.warn("optimizer-step", left)
+        context.follow_model()
+        if context.devices[0].type == "cuda":
+            check_capture()
+        if not context.monitor.running:
+            context.monitor.start()
+        if context.telemetry is not None:
+            context.telemetry.begin(context.devices[0])
         view = BatchView(batch, self._dims, self._known_lists.get(name))
         self._known_lists[name] = view.known_lists
         if name not in self._looked_at:
             self._look_at(view, training, *beside)
             self._looked_at.add(name)
-        refuse_graphs(view)
+        check_graphs(view)
         if self._count is None or not training:
             counts = Counts.samples(view.length)
         else:
-            counts = retrying(parts, "count the loss terms", lambda: Counts.read(self._count, view))
+            counts = context.retry("count the loss terms", lambda: Counts.read(self._count, view))
         place = self.settings.outputs if training else outputs
-        self._call = Call(parts, view, counts, name=name, identity=identity, training=training, outputs=place, own_graph=own_graph)
+        self._call = Call(context, view, counts, name=name, identity=identity, training=training, outputs=place, own_graph=own_graph)
         return self._call
 
     def _loop(self, call: Call) -> Iterator[MicroBatch]:
         try:
-            yield from call
+            yield from micro_batches(call)
         except GeneratorExit:
             raise  # left early: the next call, or the end of the `with` block, says so
         except BaseException as error:
             call.abort(error)  # an interrupt between the lines of the engine itself
             raise
         finally:  # a `break` after the last piece ends the loop here
-            if call.result is not None:
+            if call.state.result is not None:
                 self._finish(call)
 
     def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
@@ -480,10 +417,10 @@ class ElasticMBS:
         try:
             view = BatchView(batch, self._dims)
         except BatchError:  # nothing has to be cut, so nothing is refused
-            whole = WholeBatch(self.settings, batch, names, 0, 0)
+            whole = PlainPass(self.settings, batch, names, 0, 0)
         else:
             self._totals = Counts.read(self._count, view).total
-            whole = WholeBatch(self.settings, batch, names, self._totals, view.length)
+            whole = PlainPass(self.settings, batch, names, self._totals, view.length)
         try:
             yield whole.micro
         finally:
@@ -492,33 +429,30 @@ class ElasticMBS:
 
     def _loaded(self, batch: Any) -> Any:
         """The whole batch where pieces of it would be brought."""
-        if self._parts.moved():
-            vars(self._parts).update(self._on_devices(self._parts.inventory))
-        return self._parts.streamer.load(batch)
+        self._context.follow_model()
+        return self._context.streamer.load(batch)
 
     def _finish(self, call: Call) -> StepResult:
-        result = call.result
+        result = call.state.result
         assert result is not None
         if self._call is call:
             self._call = None  # it holds the batch
-        self._stats.add(result, call.view.length, training=call.training)
-        if call.training:
+        self._stats.add(result, call.state.view.length, training=call.state.training)
+        if call.state.training:
             self.last_result = result
             if result.kept() > MUCH:
-                self._warn_of_outputs(call.key.name, result.kept())
-        if self._parts.telemetry is not None:
-            self._parts.telemetry.done(call)
+                self._warn_of_outputs(call.state.key.name, result.kept())
+        report_done(call.state)
         return result
 
     def _warn_of_outputs(self, name: str, kept: int) -> None:
-        self._parts.log.warn_once(
-            self.settings.name,
+        self._context.warn_once(
             f"outputs of {name}",
             f"what {name} returns beside the loss takes {format_bytes(kept)} for this batch (outputs={self.settings.outputs!r}): return what you "
             "read of it only (a decoder of transformers needs use_cache=False for that), or say outputs=None",
         )
 
-    def _refuse_incomplete(self) -> None:
+    def _check_complete(self) -> None:
         call = self._call
         if call is not None and not call.finished and not call.inside:
             error = call.left_early()
@@ -527,15 +461,19 @@ class ElasticMBS:
 
     def _look_at(self, view: BatchView, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         counted = self._count is not None or self.settings.reduction == "sum"
-        found = retrying(
-            self._parts, "look at the labels", lambda: [*first_look(view, training=training, counted=counted, arguments=args, named=kwargs)]
-        )
+        look = partial(first_look, view, training=training, counted=counted, arguments=args, named=kwargs)
+        found = self._context.retry("look at the labels", lambda: list(look()))
         for kind, sentence in found:
-            self._parts.log.warn_once(self.settings.name, kind, sentence)
+            self._context.warn_once(kind, sentence)
 
-    def _on_sensor_change(self, reading: Reading) -> None:
-        if isinstance(reading, Headroom):
-            doubt, name = reading.doubt, self.settings.name
-            self._parts.log.emit(SensorBack(name, reading.source) if doubt is None else SensorLost(name, doubt))
-        else:
-            self._parts.log.emit(SensorLost(self.settings.name, reading.reason))
+
+def _sinks_of(on_event: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
+    """The functions that get each event.
+
+    Raises:
+        UsageError: something in it cannot be called.
+    """
+    sinks = (on_event,) if callable(on_event) or not isinstance(on_event, Iterable) else tuple(on_event)
+    if not all(callable(sink) for sink in sinks):
+        raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
+    return sinks

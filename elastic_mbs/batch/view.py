@@ -108,3 +108,19 @@ class BatchView:
         if not isinstance(value, Tensor):
             raise BatchError(f"{key!r} is of type {type_name(type(value))}, not a tensor")
         return value
+
+
+def check_graphs(view: BatchView) -> None:
+    """Refuses a batch that pieces cannot share.
+
+    Raises:
+        BatchError: a tensor carries a graph.
+    """
+    if all(tensor.grad_fn is None for tensor in view.tensors()):
+        return
+    for name, tensor in view.named_tensors():
+        if tensor.grad_fn is not None:
+            raise BatchError(
+                f"the tensor {name or 'batch'!r} carries a graph ({tensor.grad_fn.name()}), and each piece would run backward through it again: "
+                "compute it inside loss_fn, with its module in model=[...], or detach it"
+            )

@@ -1,115 +1,187 @@
-"""Backward and commit of what is new, special, or has failed in this call: all that the steady path leaves out."""
+"""Backward and commit of one piece."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import graph
 
-from elastic_mbs.engine.learning import learn, meet_inner_leaves, take_census
-from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.misuse import check_gradients_stayed
-from elastic_mbs.engine.recovery import retrying, separate_gradients
-from elastic_mbs.rollback.graph import has_foreign_hook, has_foreign_hook_after
-from elastic_mbs.rollback.inner_backward import inner_backwards
+from elastic_mbs.engine.state import Attempt, CallState, Phase
+from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.rollback.gradients import separate
+from elastic_mbs.rollback.graph import Census, has_hook, inner_backwards, walk
 from elastic_mbs.rollback.isolation import Isolation
 
-if TYPE_CHECKING:
-    from elastic_mbs.engine.call import Call
+_FIRST, _LAST = (2, 8), (2, 13)
+_version = tuple(map(int, torch.__version__.split(".")[:2]))
+_PRIVATE_ENTRY = _FIRST <= _version <= _LAST
+"""`torch.autograd.backward` checks each root for 23 µs a piece. In these versions of torch its engine can be entered after the checks, with the same
+result. Source: torch/autograd/__init__.py, `backward`; torch/autograd/graph.py, `_engine_run_backward`."""
 
 
-def backward_with_care(call: Call, micro: MicroBatch, loss: torch.Tensor) -> None:
-    """Backward of a weighted loss, after a census of what it reaches."""
-    if loss.grad_fn is not None:  # the terms with a graph may have no counts in this piece
-        take_census(call, micro)
-        _set_gradients_aside(call)
-        micro._phase = "backward"
-        _run_backward(call, micro, loss)
-
-
-def _set_gradients_aside(call: Call) -> None:
-    """Isolates, where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
-    settings, traits = call.parts.settings, call.traits
-    unsure = bool(call.filled) and (traits.mixes or not traits.clean)
-    if call.isolation is None and (
-        unsure or traits.hidden or settings.recovery.replay == "isolate" or settings.gradients.accumulate_dtype is not None
-    ):
-        call.isolation = Isolation(settings.gradients.accumulate_dtype)
-    if call.isolation is not None:
-        call.isolation.set_aside(call.parts.commits.leaves())
-
-
-def _run_backward(call: Call, micro: MicroBatch, loss: torch.Tensor) -> None:
-    settings, traits = call.parts.settings, call.traits
-    call.history.touched = call.history.touched or call.isolation is None
+def run_backward(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None:
+    """Backward of a weighted loss, after a census of what it reaches where that is not known."""
+    if loss.grad_fn is None:  # the terms with a graph can have no counts in this piece
+        return
+    if not state.settled:
+        _take_census(state, attempt)
+        _isolate(state)
+    state.modified = state.modified or state.isolation is None
+    state.phase = Phase.BACKWARD
+    settings = state.context.settings
     if settings.scaler is not None:
         loss = settings.scaler.scale(loss)
-    if traits.custom or micro._custom:
-        root = micro._root
+    if state.profile.custom or attempt.custom:
+        root = attempt.root
         assert root is not None
-        with inner_backwards(root, partial(meet_inner_leaves, call)):
-            _backward_of(call, micro, loss)
+        with inner_backwards(root, partial(_add_inner_leaves, state)):
+            _backward(state, attempt, loss)
     else:
-        _backward_of(call, micro, loss)
+        _backward(state, attempt, loss)
 
 
-def _backward_of(call: Call, micro: MicroBatch, loss: torch.Tensor) -> None:
-    settings = call.parts.settings
-    if micro._piece.committed:
-        missing = [leaf for leaf in micro._leaves or () if not call.history.is_marked(leaf, micro._piece.committed)]
+def _backward(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None:
+    own = state.context.settings.gradients.backward
+    if attempt.piece.committed:
+        missing = [leaf for leaf in attempt.leaves or () if not state.is_marked(leaf, attempt.piece.committed)]
         if missing:
             torch.autograd.backward(loss, inputs=missing)
-    elif settings.gradients.backward is not None:
-        settings.gradients.backward(loss)
+    elif own is not None:
+        own(loss)
     else:
-        loss.backward()
+        backward(loss)
 
 
-def commit_with_care(call: Call, micro: MicroBatch) -> None:
-    """Learns from a clean backward what is not known yet, and adds up what was set aside for it."""
-    parts, traits, commits = call.parts, call.traits, call.parts.commits
-    moved = call.gradients.moved()
-    if commits.listening:
-        told, committed = True, [leaf for leaf in commits.fired if leaf.grad is not None]
-        if len(committed) < len(commits.fired):
-            _look_for_cleared(call, micro, moved)
-        if call.isolation is None and traits.counted is not False:
-            traits.counted = sorted(map(id, moved)) == sorted(map(id, committed)) and not any(map(has_foreign_hook_after, committed))
+def backward(loss: torch.Tensor) -> None:
+    """`torch.autograd.backward(loss)`, to the same bits."""
+    modes = torch._C._is_torch_function_mode_enabled() or torch._C._are_functorch_transforms_active()
+    if _PRIVATE_ENTRY and type(loss) is torch.Tensor and not modes:
+        seed = torch.ones_like(loss)
+        graph._engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
-        told, committed = _gradients_tell(call), moved
-        commits.listen()  # from now on
-    if told and len(committed) not in traits.commits and micro._root is not None and not micro._piece.committed:
-        learn(call, micro, committed)
-        call.steady = call.steady and call.is_steady()
-    commits.clear()
-    separate_gradients(call)
-    if call.isolation is not None:
-        retrying(parts, "add a piece's gradient to the batch's", call.isolation.fold)
-        call.history.touched = True
-    call.remember_gradients()
+        torch.autograd.backward(loss)
 
 
-def _look_for_cleared(call: Call, micro: MicroBatch, moved: list[torch.Tensor]) -> None:
-    """Refuses leaves that came to a commit and have no gradient, unless it was never there: a custom function may return None for an input.
+# ---------------------------------------------------------------------- before: the census
+
+
+def _take_census(state: CallState, attempt: Attempt) -> None:
+    """Once per loss function; once a call where it reaches leaves outside the model; always after a failure."""
+    profile = state.profile
+    if profile.census_taken and (state.census_taken or not profile.extra_leaves) and not state.failures:
+        return
+    census = _census(attempt)
+    _add_leaves(state, census.leaves)
+    profile.normalises_batch = profile.normalises_batch or census.normalises_batch or state.context.model.normalises_batch()
+    profile.census_taken = state.census_taken = True
+
+
+def _census(attempt: Attempt) -> Census:
+    root = attempt.root
+    assert root is not None
+    census = walk(root)
+    attempt.leaves, attempt.custom = census.leaves, census.custom
+    return census
+
+
+def _add_leaves(state: CallState, leaves: tuple[torch.Tensor, ...]) -> None:
+    """Adds leaves outside the model to the ledger, before any of them has a commit of this backward.
+
+    Raises:
+        ReplayUnsafeError: one of them has a gradient, and the batch is being replayed from its start: it can be from the dropped attempts.
+    """
+    extra = state.context.ledger.add_extra(leaves)
+    full = [leaf for leaf in extra if leaf.grad is not None]
+    if state.restarts and full:
+        raise ReplayUnsafeError(
+            f"a leaf of shape {tuple(full[0].shape)} outside the model appeared in the middle of the batch, so its gradient can hold samples that "
+            "are now being replayed: call zero_grad() on it and run the batch again, or give its module in model=[...]"
+        )
+    state.had_gradient.update(map(id, full))
+    state.profile.extra_leaves = state.profile.extra_leaves or bool(extra)
+
+
+def _add_inner_leaves(state: CallState, leaves: tuple[torch.Tensor, ...]) -> None:
+    """The same for leaves of a backward inside a backward, which the census cannot reach."""
+    before = set(map(id, state.context.ledger.leaves()))
+    _add_leaves(state, leaves)
+    state.profile.hidden = True
+    if state.isolation is not None:
+        state.isolation.set_aside(leaf for leaf in leaves if id(leaf) not in before)
+
+
+def _isolate(state: CallState) -> None:
+    """Sets gradients aside where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
+    settings, profile, ledger = state.context.settings, state.profile, state.context.ledger
+    unsure = state.indistinct or (bool(state.had_gradient) and (profile.mixes or not profile.commits))
+    wanted = settings.recovery.replay == "isolate" or settings.gradients.accumulate_dtype is not None
+    if state.isolation is None and (unsure or profile.hidden or wanted):
+        state.isolation = Isolation(settings.gradients.accumulate_dtype)
+    if state.isolation is not None:
+        state.isolation.set_aside(ledger.leaves())
+        ledger.note()
+
+
+# ---------------------------------------------------------------------- after: the commit
+
+
+def commit(state: CallState, attempt: Attempt) -> None:
+    """Adds up the gradients of a clean backward, and learns from one with a number of commits that is new."""
+    context, profile, ledger = state.context, state.profile, state.context.ledger
+    if state.isolation is None and (seen := ledger.observe()).commits in profile.commits:
+        ledger.accept(seen)
+        return
+    changed = ledger.changed()
+    _check_cleared(state, attempt, changed)
+    committed = [leaf for leaf in changed if leaf.grad is not None]
+    if len(committed) not in profile.commits and attempt.root is not None and not attempt.piece.committed:
+        _learn(state, attempt, committed)
+        state.settled = state.settled and state.is_settled()
+    separate_gradients(state)
+    if state.isolation is not None:
+        context.retry("add a piece's gradient to the batch's", state.isolation.fold)
+        state.modified = True
+    ledger.note()
+
+
+def separate_gradients(state: CallState) -> None:
+    """Separates what this call has made. Gradients that were there when it began are the user's, and so is where they lie."""
+    made = [leaf for leaf in state.context.ledger.leaves() if id(leaf) not in state.had_gradient]
+    state.context.retry("give each gradient memory of its own", lambda: separate(made))
+
+
+def _learn(state: CallState, attempt: Attempt, committed: list[torch.Tensor]) -> None:
+    """Compares what a clean backward has committed to with the census: the first one, and each with a number of commits that is new."""
+    context, profile = state.context, state.profile
+    if attempt.leaves is None:
+        _census(attempt)
+    reached = set(map(id, attempt.leaves or ()))
+    ids = [id(leaf) for leaf in committed]
+    profile.custom |= attempt.custom
+    profile.hidden = profile.hidden or len(set(ids)) < len(ids) or not reached.issuperset(ids)
+    start = state.streams
+    assert start is not None
+    profile.draws = context.retry("read the random streams", lambda: context.streams.moved(start)) or profile.draws
+    profile.commits.add(len(ids))
+    for leaf in committed:
+        if has_hook(leaf):
+            context.warn_once(
+                "tensor-hook",
+                f"{context.model.name_of(leaf)} has a hook on its gradient, which runs once per micro-batch: it must be linear (no clamp, no norm) "
+                "for the gradient to be the whole batch's",
+            )
+
+
+def _check_cleared(state: CallState, attempt: Attempt, changed: list[torch.Tensor]) -> None:
+    """Checks that leaves which committed still have their gradient. A custom function can return None for an input, which then never has one.
 
     Raises:
         OptimizerInBackwardError: a hook of the user's has cleared one.
     """
-    had = set() if call.isolation is not None else {id(leaf) for leaf in moved}
-    may_be_none = bool(call.traits.custom or micro._custom)
-    suspects = [leaf for leaf in call.parts.commits.fired if not may_be_none or id(leaf) in had or has_foreign_hook(leaf)]
-    check_gradients_stayed(suspects, call.parts.inventory.name_of)
-
-
-def _gradients_tell(call: Call) -> bool:
-    """Whether an unusual number of commits, told by the gradients alone, can be believed.
-
-    Raises:
-        OptimizerInBackwardError: a hook of the user's has cleared a gradient.
-    """
-    hooked = [leaf for leaf in call.parts.commits.leaves() if leaf._post_accumulate_grad_hooks]
-    check_gradients_stayed(hooked, call.parts.inventory.name_of)
-    if call.gradients.share_memory():
-        call.traits.counted = False
-    return call.traits.counted is True
+    cleared = [leaf for leaf in state.context.ledger.leaves() if leaf.grad is None and has_hook(leaf)]
+    if cleared and attempt.root is not None and not attempt.piece.committed:
+        reached = set(map(id, walk(attempt.root).leaves))
+        cleared = [leaf for leaf in cleared if id(leaf) in reached]
+    check_gradients_stayed([*changed, *cleared], state.context.model.name_of)

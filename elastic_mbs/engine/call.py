@@ -1,13 +1,7 @@
-"""The one impure loop: pieces → forward → backward → commit, or recover → replay.
+"""The one impure loop: pieces → forward → backward → commit, or recover → replay. `state.py` draws its phases.
 
-A `Call` is the work on one batch. It is an iterator over `MicroBatch`es, each a context manager around one attempt at one piece:
-
-    for micro in call:                    # __next__: recover from the last failure, split, snapshot, load
-        with micro:                       # __exit__: commit; or note the failure as strings, and swallow it
-            micro.backward(loss_fn(micro.data))
-
-All doors run exactly this loop. What happens after a failure stands in `recovery.py`. It runs in `__next__`, when the exception and its
-traceback are gone: they would keep the failed attempt's tensors alive.
+A `Call` is the work on one batch: an iterator over attempts, each begun, run backward and ended by its `MicroBatch`. All doors run exactly this loop.
+Recovery runs in `__next__`, when the exception of the failed attempt and its traceback are gone: they would keep the attempt's tensors alive.
 """
 
 from __future__ import annotations
@@ -17,38 +11,33 @@ from typing import Any, Self
 import torch
 
 from elastic_mbs.batch.counts import Counts
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
-from elastic_mbs.batch.schedule import Range, Schedule
+from elastic_mbs.batch.loss_terms import Terms, is_plain, read_losses, weighted_sum
+from elastic_mbs.batch.schedule import Range
 from elastic_mbs.batch.view import BatchView, map_tensors
-from elastic_mbs.controller.controller import Key, shape_class
+from elastic_mbs.controller.messages import Key, Observation, shape_class
 from elastic_mbs.engine import misuse
-from elastic_mbs.engine.backward import backward_with_care, commit_with_care
-from elastic_mbs.engine.committed import Committed
-from elastic_mbs.engine.context import Parts
-from elastic_mbs.engine.history import History
-from elastic_mbs.engine.learning import held_beside, look_at_batch, look_at_streams, tell_controller
-from elastic_mbs.engine.micro_batch import MicroBatch, Totals
-from elastic_mbs.engine.misuse import enter_call, leave_call, running_call
-from elastic_mbs.engine.recovery import Failure, note_failure, recover, retrying, unwind
-from elastic_mbs.engine.result import StepResult, StoredOutput
-from elastic_mbs.engine.scalar_backward import backward
-from elastic_mbs.errors import BackwardInsideError, IncompleteBatchError, LossError, NestedCallError, StepInsideError
+from elastic_mbs.engine.backward import commit, run_backward
+from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.failure import note_failure
+from elastic_mbs.engine.recovery import recover, unwind
+from elastic_mbs.engine.result import StoredOutput
+from elastic_mbs.engine.state import Attempt, CallState, Phase, begin
+from elastic_mbs.engine.telemetry import memory_figures
+from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError
+from elastic_mbs.events import CallDone, CallFailed, Resized
+from elastic_mbs.memory import oom
 from elastic_mbs.options import OutputPlace
-from elastic_mbs.rollback.gradients import GradientNotes
-from elastic_mbs.rollback.isolation import Isolation
-from elastic_mbs.rollback.random_streams import StreamState
-from elastic_mbs.rollback.saved_tensors import SavedTensorTable
 
 
 class Call:
-    """The work on one batch, from its split to its `result`.
+    """The work on one batch, from its split to its result.
 
     Args:
-        parts: the runtime's parts.
+        context: what the runtime lends.
         view: the batch.
         counts: its counts.
-        name: what the loss function is called; limits are kept by it.
-        identity: what it is; traits are kept by it, because two functions may share a name.
+        name: of the loss function; limits and sizes are kept by it.
+        identity: of the loss function; profiles are kept by it, because two functions can share a name.
         training: whether pieces run backward.
         outputs: where outputs go.
         own_graph: whether autograd saves its tensors in a table that can be emptied (door 3).
@@ -56,7 +45,7 @@ class Call:
 
     def __init__(
         self,
-        parts: Parts,
+        context: Context,
         view: BatchView,
         counts: Counts,
         *,
@@ -66,89 +55,27 @@ class Call:
         outputs: OutputPlace = "cpu",
         own_graph: bool = False,
     ) -> None:
-        settings = parts.settings
-        self.parts = parts
-        self.view = view
-        self.counts = counts
-        self.names = counts.names
-        self.identity = identity
-        self.training = training
-        self.outputs = outputs
-        self.key = Key(name, "train" if training else "eval", shape_class(view.elements))
-        self.result: StepResult | None = None
-        self.finished = False
-        self.schedule = Schedule(counts, reduction=settings.reduction, minimum=settings.limits.minimum, align=settings.limits.align)
-        self.isolation: Isolation | None = None
-        self.stream_start: StreamState | None = None
-        self.table = SavedTensorTable() if own_graph else None
-        self.failure: Failure | None = None
-        self.filled: set[int] = set()  # leaves whose .grad was not empty at the start
-        self.history = History(settings.memory.wait_for_memory)
-        self.running: MicroBatch | None = None
-        self.committed = Committed()
-        self.walked = False
-        self.gradients = GradientNotes()
+        _check_outer(context, training)
+        self.context = context
+        key = Key(name, "train" if training else "eval", shape_class(view.elements))
         try:
-            self._enter()
-            self._begin()
+            self.state = begin(context, view, counts, key, identity, training=training, outputs=outputs, own_graph=own_graph)
+            misuse.enter_call(self)
         except BaseException:
-            leave_call(self)
-            parts.inventory.forget()  # it may have changed without that its leaves are watched
+            misuse.leave_call(self)
+            context.model.forget()  # it can have changed without the ledger's knowledge
             raise
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> Any:
         """The batch's counts."""
-        return self.counts.total
+        return self.state.totals
 
-    # ------------------------------------------------------------------ the path without a failure, in the order of a step
+    @property
+    def finished(self) -> bool:
+        return self.state.phase is Phase.DONE
 
-    def _enter(self) -> None:
-        outer: Call | None = running_call()
-        if outer is not None and not outer.inside:
-            error = outer.left_early()
-            outer.abort(error)
-            raise error
-        if outer is not None and (self.training or outer.parts is self.parts):
-            raise NestedCallError(
-                "a call was started inside the step function of another one, and could not be undone when that one is replayed: "
-                "take it out of the step function (an eval by another runtime may stay)"
-            )
-        enter_call(self)
-
-    def _begin(self) -> None:
-        parts = self.parts
-        if parts.inventory.refresh():
-            parts.commits.watch(parts.inventory.leaves)
-        self.traits = parts.traits_of((self.key.name, self.identity))
-        if self.training:
-            self.gradients.note(parts.inventory.leaves)
-            self.filled = self.gradients.filled()
-        self.steady = self.is_steady()
-        if self.training:
-            self._choose_watch()
-        self.versions = self.view.versions()
-        self.plan = parts.controller.begin(self.key, self.view.length, self.view.elements)
-        self.size = self.plan.size
-        if self.plan.learning:
-            parts.drop_stale_cache()
-            parts.meter.reset_peak()
-            parts.controller.holds(self.key, held_beside(self))
-        self.resets = parts.meter.resets
-        parts.stopwatch.start()
-
-    def is_steady(self) -> bool:
-        """Whether all that can be learned about the loss function is known, and its gradients are added up in place: then backward is only that."""
-        settings, traits = self.parts.settings, self.traits
-        return traits.steady and settings.plain and not (self.filled and traits.mixes)
-
-    def _choose_watch(self) -> None:
-        """Has commits told by hooks, or by the gradients alone where that has proved as good."""
-        commits = self.parts.commits
-        if not (self.steady and self.traits.counted) or (self.filled and self.gradients.share_memory()):
-            commits.listen()
-        elif commits.listening:
-            commits.rest()
+    # ------------------------------------------------------------------ the loop, in the order of a step
 
     def __enter__(self) -> Self:
         return self
@@ -161,210 +88,224 @@ class Call:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> MicroBatch:
-        if self.finished:
+    def __next__(self) -> Attempt:
+        state = self.state
+        if state.phase is Phase.DONE:
             raise StopIteration
         try:
-            if self.running is not None:
-                raise self.left_early("a micro-batch was not entered with `with micro:`")
             while True:
-                if self.failure is not None:
-                    recover(self)
-                piece = self.schedule.next(self.size)
+                if state.phase is Phase.FAILED:
+                    recover(state)
+                elif state.attempt is not None:
+                    raise self.left_early("a micro-batch was not entered with `with micro:`")
+                piece = state.schedule.next(state.size)
                 if piece is None:
                     break
-                micro = self.prepare(piece)
-                if micro is not None:
-                    self.running = micro
-                    return micro
-            self.refuse_touched()
-            self.finish()  # the last piece was skipped
+                if self._prepare(piece):
+                    assert state.attempt is not None
+                    return state.attempt
+            state.check_gradients()
+            self._finish()  # the last piece was skipped
         except BaseException as error:
-            self.abort(error)
-            raise
-        raise StopIteration
-
-    def prepare(self, piece: Range) -> MicroBatch | None:
-        """Snapshots what the attempt may change and brings the piece to the device; None when that itself ran out of memory."""
-        parts = self.parts
-        micro = MicroBatch(self, piece, None)
-        if parts.telemetry is not None:
-            parts.telemetry.attempt()
-        try:
-            if self.stream_start is None:
-                self._snapshot_call(micro)
-            else:
-                if parts.buffers.busy:
-                    parts.buffers.begin_piece()  # before all else that can fail
-                micro._streams = parts.streams.read()
-            data = self.view.piece(piece.start, piece.stop)
-            if self.traits.edits_batch:
-                data = map_tensors(data, torch.Tensor.clone)
-            micro.data = parts.streamer.load(data)
-        except Exception as error:
-            if not note_failure(self, micro, error):
+            typed = self._ended_by(error)
+            if typed is None:
                 raise
-            return None
-        return micro
+        else:
+            raise StopIteration
+        raise typed  # outside of the handler: the raw error keeps its frames' tensors alive
 
-    def _snapshot_call(self, micro: MicroBatch) -> None:
-        parts = self.parts
-        micro._streams = parts.streams.read(hosts=True)
-        parts.buffers.begin_call(parts.inventory.modules, (self.key, self.identity))
-        self.stream_start = micro._streams
+    def _prepare(self, piece: Range) -> bool:
+        """Takes a snapshot of what the attempt can change and brings the piece to the device; False when that itself ran out of memory."""
+        state, context = self.state, self.context
+        attempt = Attempt(piece)
+        if context.telemetry is not None:
+            context.telemetry.attempt()
+        try:
+            if state.streams is None:
+                streams = context.streams.read(hosts=True)
+                context.buffers.begin_call(context.model.modules, (state.key, state.identity))
+                state.streams = attempt.streams = streams
+            else:
+                if context.buffers.busy:
+                    context.buffers.begin_piece()  # before all else that can fail
+                attempt.streams = context.streams.read()
+            data = state.view.piece(piece.start, piece.stop)
+            if state.profile.edits_batch:
+                data = map_tensors(data, torch.Tensor.clone)
+            attempt.data = context.streamer.load(data)
+        except Exception as error:
+            if not note_failure(state, attempt, error):
+                raise
+            return False
+        state.attempt = attempt
+        return True
 
-    def enter(self, micro: MicroBatch) -> None:
+    def begin(self, attempt: Attempt) -> None:
         """Starts the attempt."""
-        if micro is not self.running or micro._phase != "load":
+        state, context = self.state, self.context
+        if attempt is not state.attempt or state.phase is not Phase.WAITING:
             raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
-        self.parts.commits.fired.clear()
-        if self.table is not None:
-            self.table.__enter__()
-        if self.parts.guard is not None:
-            self.parts.guard.renew()
+        if state.table is not None:
+            state.table.__enter__()
+        if context.guard is not None:
+            context.guard.renew()
         if misuse.attempt_watch is not None:
-            misuse.attempt_watch.begin(self, self.parts.inventory.modules, ready=self.history.since_progress == 0)
-        micro._phase = "forward"  # last: until here the loop stands between two attempts
+            misuse.attempt_watch.begin(self, context.model.modules, ready=state.failures_in_row == 0)
+        state.phase = Phase.FORWARD  # last: until here the loop stands between two attempts
 
-    def backward(self, micro: MicroBatch, value: Any) -> None:
-        """Weighs the loss and runs backward; see `MicroBatch.backward`."""
-        if micro is not self.running or micro._phase != "forward" or not self.training:
+    def backward(self, attempt: Attempt, value: Any) -> None:
+        """Weighs the loss and runs backward."""
+        state = self.state
+        if attempt is not state.attempt or state.phase is not Phase.FORWARD or not state.training:
             raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
         if not torch.is_grad_enabled():  # the loss can have a graph all the same, and `loss.backward()` would use it
             with torch.inference_mode(False), torch.enable_grad():
-                self.backward(micro, value)
+                self.backward(attempt, value)
             return
-        if self.parts.commits.fired or not self.gradients.stayed():
-            self.refuse_touched()
-        terms, outputs = read_losses(value, self.names)
-        # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
-        if outputs is not None:
-            self.store(micro, outputs)
-        if self.table is not None:
-            micro._losses = tuple(terms.values())
-        assert micro._piece.weights is not None
-        weighted = weighted_sum(terms, micro._piece.weights)
-        micro._loss, micro._weighed = weighted.detach(), weighted
-        if self.steady and weighted.grad_fn is not None:
-            self.history.touched = True
-            micro._phase = "backward"
-            backward(weighted)
+        if not self.context.ledger.unchanged():
+            state.check_gradients()
+        weights = attempt.piece.weights
+        assert weights is not None  # or the piece would have been skipped
+        if state.count_names is None and is_plain(value):
+            terms: Terms = {None: value}
+            weighted = value * weights[None]
         else:
-            backward_with_care(self, micro, weighted)
-        micro._phase = "commit"
+            terms, outputs = read_losses(value, state.count_names)
+            # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
+            self.keep(attempt, outputs)
+            weighted = weighted_sum(terms, weights)
+        if state.table is not None:
+            attempt.terms = tuple(terms.values())
+        attempt.loss, attempt.weighted = weighted.detach(), weighted
+        run_backward(state, attempt, weighted)
+        state.phase = Phase.COMMIT
 
-    def store(self, micro: MicroBatch, outputs: Any) -> None:
+    def keep(self, attempt: Attempt, outputs: Any) -> None:
         """Keeps the outputs of the piece where the user wants them."""
-        if outputs is not None and self.outputs is not None:
-            micro._stored = StoredOutput(outputs, self.outputs)
+        if outputs is not None and self.state.outputs is not None:
+            attempt.outputs = StoredOutput(outputs, self.state.outputs)
 
-    def leave(self, micro: MicroBatch, error: BaseException | None) -> bool:
+    def end(self, attempt: Attempt, error: BaseException | None) -> bool:
         """Ends the attempt: commits, or notes the failure; returns whether the error is swallowed."""
-        if self.parts.guard is not None:
-            self.parts.guard.lift()  # first of all: what follows needs memory itself
+        state, context = self.state, self.context
+        if context.guard is not None:
+            context.guard.lift()  # first of all: what follows needs memory itself
         if misuse.attempt_watch is not None:
             misuse.attempt_watch.end()
-        self.running = None
-        if self.table is not None:
-            self.table.__exit__(None, None, None)
+        if state.table is not None:
+            state.table.__exit__(None, None, None)
         try:
             if error is None:
-                self._commit(micro)
-                if not self.schedule:
-                    self.finish()  # here and not in the next turn of the loop, which a `break` would leave out
+                self._commit(attempt)
+                if not state.schedule:
+                    self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
                 return False
-            if isinstance(error, Exception) and note_failure(self, micro, error):
+            state.attempt = None
+            if isinstance(error, Exception) and note_failure(state, attempt, error):
                 return True
         except BaseException as refusal:
-            self.parts.inventory.thaw()
-            self.abort(refusal)
-            raise
-        self.parts.inventory.thaw()  # not in `abort`: what is frozen between two attempts is the user's doing
-        self.abort(error)
-        return False
+            context.model.thaw()
+            typed = self._ended_by(refusal)
+            if typed is None:
+                raise
+        else:
+            context.model.thaw()  # not in `abort`: what is frozen between two attempts is the user's doing
+            self.abort(error)
+            return False
+        raise typed
 
-    def _commit(self, micro: MicroBatch) -> None:
-        parts, traits = self.parts, self.traits
-        if self.training:
-            if micro._phase != "commit":
-                self.refuse_touched()
+    def _commit(self, attempt: Attempt) -> None:
+        state, context = self.state, self.context
+        if state.training:
+            if state.phase is not Phase.COMMIT:
+                state.check_gradients()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
-            if self.steady and not parts.commits.listening and self.gradients.commits() in traits.commits:
-                self.gradients.advance()
-            else:
-                commit_with_care(self, micro)
-        if parts.buffers.watched:
-            traits.changes_buffers = retrying(parts, "compare the buffers with their copies", parts.buffers.end_clean_piece)
-        if not self.steady:
-            look_at_batch(self)
-        self.committed.add(micro)
-        self.history.progress(micro.start, micro.stop)
-        if self.plan.probing:
-            # The first piece makes the gradients, of which its peak has a part at most: beside it the next one would seem to need them all.
-            usage = None if self.training and len(self.committed) == 1 and not self.filled else parts.meter.usage()
-            self.size = parts.controller.piece_done(self.key, len(micro), usage.peak_allocated if usage else None, parts.capacity())
+            commit(state, attempt)
+        if context.buffers.watched:
+            state.profile.changes_buffers = context.retry("compare the buffers with their copies", context.buffers.end_clean_piece)
+        if not state.settled:
+            state.notice_edits()
+        state.add_committed(attempt)
+        state.attempt, state.phase = None, Phase.WAITING
+        if state.plan.probing:
+            # The first piece makes the gradients, and its peak has only a part of them: from it the next one would seem to need them all.
+            first = state.training and len(state.committed) == 1 and not state.had_gradient
+            usage = None if first else context.meter.usage()
+            peak = usage.peak_allocated if usage else None
+            state.size = context.controller.piece_done(state.key, len(attempt), peak, context.capacity())
 
-    def finish(self) -> None:
-        """Ends the call whose last piece has committed: its result, what the controller makes of it, and the callbacks."""
-        parts = self.parts
-        if self.isolation is not None:
-            retrying(parts, "write the gradient in its own type", self.isolation.finish)
-        if self.steady:
-            look_at_batch(self)
-        look_at_streams(self)
-        self.result = self.committed.result(self.size, self.history, self.schedule.skipped, self.traits.apart)
-        tell_controller(self, len(self.committed))
+    def _finish(self) -> None:
+        """Ends the call whose last piece has committed: its result, the controller's observation, and the callbacks."""
+        state, context = self.state, self.context
+        if state.isolation is not None:
+            context.retry("write the gradient in its own type", state.isolation.finish)
+        state.notice_edits()
+        if state.had_gradient and not state.profile.draws and state.streams is not None:
+            start = state.streams
+            state.profile.draws = context.retry("read the random streams", lambda: context.streams.moved(start))
+        state.result = state.make_result()
+        _inform_controller(state)
         self._leave()  # the gradient is whole: a callback may step, or evaluate
         try:
-            self.committed.run_callbacks()
+            for attempt in state.in_order():
+                for callback in attempt.callbacks:
+                    callback()
         except BaseException as error:
-            unwind(self, error)
+            unwind(state, error)
             raise
         finally:
             self._close()
 
     def _leave(self) -> None:
-        self.finished = True
-        if self.parts.guard is not None:
-            self.parts.guard.lift()  # an interrupt between the lines may have left it up
-        leave_call(self)
+        self.state.phase = Phase.DONE
+        if self.context.guard is not None:
+            self.context.guard.lift()  # an interrupt between the lines can have left it up
+        misuse.leave_call(self)
 
     def _close(self) -> None:
         self._leave()
-        self.gradients.forget()
-        self.committed.clear()
-        self.parts.commits.forget_guests()
-        self.parts.commits.clear()
+        self.context.ledger.forget()
+        self.state.drop_committed()
 
     # ------------------------------------------------------------------ what ends a call early
 
-    def restart(self) -> None:
-        """Forgets every piece: the batch will be replayed from its start."""
-        self.schedule.restart()
-        self.committed.clear()
-        self.remember_gradients()
-
-    def remember_gradients(self) -> None:
-        """Notes the gradients as the engine left them."""
-        parts = self.parts
-        self.gradients.note(parts.commits.leaves() if self.traits.guests else parts.inventory.leaves)
+    def _ended_by(self, error: BaseException) -> MicroBatchFloorError | None:
+        """Ends the call by `error`; returns the error to raise in its place where the library itself ran out of memory."""
+        self.abort(error)
+        if isinstance(error, ElasticMBSError):
+            return None
+        verdict = oom.classify(error, self.context.settings.recovery.is_oom)
+        if verdict is None:
+            return None
+        typed = MicroBatchFloorError(f"there is no room for the library's own bookkeeping after an out-of-memory error: {verdict.message}")
+        for note in getattr(error, "__notes__", ()):
+            typed.add_note(note)
+        return typed
 
     def abort(self, error: BaseException) -> None:
         """Ends the call by `error`: state goes back to the call's start, and what could not is noted on the error."""
         if not self.finished:
-            self.running = None
+            state = self.state
+            state.attempt = None
             try:
-                unwind(self, error)
+                unwind(state, error)
             finally:
-                self.parts.controller.abandon(self.key)
+                self.context.controller.abandon(state.key)
                 self._close()
-                if self.parts.telemetry is not None:
-                    self.parts.telemetry.ended(self, error)
+                if self.context.telemetry is not None:
+                    message = next(iter(str(error).splitlines()), "")
+                    failed = CallFailed(self.context.settings.name, str(state.key), type(error).__name__, message, state.failures, 0.0, 0.0)
+                    self.context.telemetry.ended(failed, error)
 
-    def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses a step of an optimizer over the leaves of this batch while it is incomplete."""
-        watches = self.parts.commits.watches
-        if not any(watches(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses a step of an optimizer over the leaves of this batch while it is incomplete.
+
+        Raises:
+            StepInsideError: inside the step function.
+            IncompleteBatchError: between two pieces.
+        """
+        ledger = self.context.ledger
+        if not any(parameter in ledger for group in optimizer.param_groups for parameter in group["params"]):
             return  # an optimizer of the step's own, over tensors that it makes itself
         if self.inside:
             raise StepInsideError(
@@ -377,20 +318,84 @@ class Call:
     @property
     def inside(self) -> bool:
         """Whether an attempt is being made, as opposed to the loop standing between two."""
-        return self.running is not None and self.running._phase != "load"
-
-    def refuse_touched(self) -> None:
-        """Refuses gradients that somebody else has changed since the last piece. Before the first one they may be cleared."""
-        if self.parts.commits.fired:
-            raise BackwardInsideError(
-                "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
-            )
-        if not len(self.committed) and not self.history.failures and all(leaf.grad is None for leaf in self.gradients.moved()):
-            self.remember_gradients()
-        self.gradients.refuse_touched()
+        return self.state.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT)
 
     def left_early(self, what: str = "a loop over micro-batches was left early") -> IncompleteBatchError:
         """The error for a loop that did not run to its end, with what is missing."""
-        missing = self.schedule.missing() if self.running is None else [*self.schedule.missing(), self.running._piece]
+        state = self.state
+        missing = state.schedule.missing()
+        missing += [each.piece for each in (state.attempt, state.failure) if each is not None]
         ranges = ", ".join(f"{rest.start}:{rest.stop}" for rest in sorted(missing, key=lambda rest: rest.start))
-        return IncompleteBatchError(f"{what}: samples {ranges} of {self.view.length} were not run. Its gradients have been emptied")
+        return IncompleteBatchError(f"{what}: samples {ranges} of {state.view.length} were not run. Its gradients have been emptied")
+
+
+# ---------------------------------------------------------------------- how a call begins, and what the controller learns of it
+
+
+def _check_outer(context: Context, training: bool) -> None:
+    """Ends a loop that was left early, and refuses a call inside a step function that could not be undone with it."""
+    outer: Call | None = misuse.running_call()
+    if outer is not None and not outer.inside:
+        error = outer.left_early()
+        outer.abort(error)
+        raise error
+    if outer is not None and (training or outer.context is context):
+        raise NestedCallError(
+            "a call was started inside the step function of another one, and could not be undone when that one is replayed: "
+            "take it out of the step function (an eval by another runtime may stay)"
+        )
+
+
+def _inform_controller(state: CallState) -> None:
+    """Gives the controller what the call has shown, and emits the move that follows."""
+    context, plan = state.context, state.plan
+    # Once a size is learned, only an allocator that can thrash has something to show.
+    usage = context.meter.usage() if plan.learning or context.devices[0].type != "cpu" else None
+    # A peak counts when it belongs to this call alone: other code can have reset the process's statistics meanwhile.
+    peak = usage.peak_allocated if usage and plan.learning and context.meter.resets == state.resets else None
+    seen = Observation(
+        size=state.size,
+        epoch=plan.epoch,
+        samples=state.view.length,
+        elements=state.view.elements,
+        pieces=len(state.committed),
+        peak=peak,
+        fragmentation=usage.fragmentation if usage else 1.0,
+        seconds=None if plan.probing else context.stopwatch.seconds(),
+        retries=context.new_retries(usage.retries if usage else 0),
+        ooms=state.failures,
+        least_fragmentation=usage.least_fragmentation if usage else None,
+    )
+    for (key, earlier), seconds in context.stopwatch.finished():
+        context.controller.timed(key, earlier._replace(seconds=seconds))
+    if seen.seconds is None and not plan.probing:
+        context.stopwatch.later((state.key, seen))
+    capacity = context.capacity()
+    move = context.controller.end(state.key, seen, capacity)
+    if move is not None:
+        available = None if capacity is None else capacity.bytes
+        context.log.emit(Resized(context.settings.name, move.before, move.after, move.reason, str(state.key), available))
+
+
+def report_done(state: CallState) -> None:
+    """Emits `CallDone`, once its figures are known."""
+    context, result = state.context, state.result
+    if context.telemetry is None or result is None:
+        return
+    event = CallDone(
+        context.settings.name,
+        key=str(state.key),
+        mode=state.key.mode,
+        samples=state.view.length,
+        pieces=len(result.partition),
+        size_before=state.plan.size,
+        micro_batch_size=result.micro_batch_size,
+        ooms=result.ooms,
+        replayed_samples=result.replayed_samples,
+        seconds=None,
+        seconds_lost=0.0,
+        loss=None,
+        ended=0.0,
+        **memory_figures(context.meter, context.monitor),
+    )
+    context.telemetry.done(event, result if state.training else None)

@@ -2,58 +2,99 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
-import torch
-
-from elastic_mbs.batch.transfer import Streamer
-from elastic_mbs.controller.controller import Capacity, Controller, Key, Observation
-from elastic_mbs.engine.model import Inventory
-from elastic_mbs.engine.profile import Traits
+from elastic_mbs.batch.transfer import Streamer, choose_device
+from elastic_mbs.controller.controller import Controller
+from elastic_mbs.controller.messages import Capacity, Key, Observation
+from elastic_mbs.engine.model import TrainedModel
+from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.telemetry import Telemetry
 from elastic_mbs.engine.timing import Stopwatch
-from elastic_mbs.events import EventLog
-from elastic_mbs.memory import Headroom, HostGuard, Monitor, Reading, UsageMeter, oom
+from elastic_mbs.errors import MicroBatchFloorError
+from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
+from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, Monitor, Reading, UsageMeter, margin_of, oom, refuse_devices, sensor_for
+from elastic_mbs.memory.sensor import trouble_with
 from elastic_mbs.options import Settings
 from elastic_mbs.rollback.buffers import BufferCopies
-from elastic_mbs.rollback.graph import CommitLog
+from elastic_mbs.rollback.gradients import Ledger
 from elastic_mbs.rollback.random_streams import RandomStreams
 
+T = TypeVar("T")
 
-@dataclass
-class Parts:
+
+class Context:
     """What a runtime lends to its calls."""
 
-    settings: Settings
-    inventory: Inventory
-    controller: Controller
-    streams: RandomStreams
-    log: EventLog
-    monitor: Monitor
-    meter: UsageMeter
-    stopwatch: Stopwatch[tuple[Key, Observation]]
-    streamer: Streamer
-    devices: list[torch.device]
-    telemetry: Telemetry | None = None
-    commits: CommitLog = field(default_factory=CommitLog)
-    buffers: BufferCopies = field(default_factory=BufferCopies)
-    traits: dict[object, tuple[int, Traits]] = field(default_factory=dict)
-    retries: int | None = None
-    guard: HostGuard | None = None
-    cache_is_stale: bool = False
-    sleep: Callable[[float], None] = time.sleep
-    _reading: Reading | None = None
-    _capacity: Capacity | None = None
+    def __init__(self, settings: Settings, model: TrainedModel, log: EventLog, *, enabled: bool = True) -> None:
+        policy, memory = settings.policy, settings.memory
+        self.settings = settings
+        self.model = model
+        self.log = log
+        self.controller = Controller(
+            start=None if settings.micro_batch_size == "auto" else settings.micro_batch_size,
+            policy=policy,
+            clock=time.monotonic,
+            random=random.Random(time.time_ns() if policy.seed is None else policy.seed),
+        )
+        self.telemetry = Telemetry(log) if enabled and log.listened else None
+        self.ledger = Ledger()
+        self.ledger.set_leaves(model.leaves)
+        self.buffers = BufferCopies()
+        self.profiles: dict[object, tuple[int, LossProfile]] = {}
+        self.cache_is_stale = False  # the allocator's cache holds what a failed attempt had
+        self.sleep: Callable[[float], None] = time.sleep
+        self.guard: HostGuard | None = None
+        if memory.host_guard is not False and enabled:
+            self.guard = HostGuard(margin_of(memory.host_guard), modules=model.modules, warn=partial(self.warn, "host_guard"))
+        self._retries: int | None = None  # of the allocator, when they were last asked for
+        self._reading: Reading | None = None
+        self._capacity: Capacity | None = None
+        self._place()
 
-    def moved(self) -> bool:
-        """Whether the model is on another device than when the parts were made."""
-        leaves = self.inventory.leaves
-        return bool(leaves) and leaves[0].device not in self.devices
+    def _place(self) -> None:
+        """Makes what depends on the model's devices."""
+        settings, memory = self.settings, self.settings.memory
+        self.devices = self.model.devices()
+        if self.guard is not None:
+            refuse_devices(self.devices)
+        found, meter = sensor_for(self.devices[0])
+        if isinstance(found, MemoryBudget):
+            found.track(*self.model.roots)
+        self.streams = RandomStreams(settings.recovery.generators, self.devices)
+        self.monitor = Monitor(memory.sensor or found, interval=memory.monitor_interval, on_change=self._on_sensor_change)
+        self.meter: UsageMeter = memory.sensor if isinstance(memory.sensor, UsageMeter) else meter
+        self.stopwatch: Stopwatch[tuple[Key, Observation]] = Stopwatch(self.devices[0])
+        self.streamer = Streamer(choose_device(memory.device, self.devices))
+
+    def follow_model(self) -> None:
+        """Moves with the model to another device."""
+        leaves = self.model.leaves
+        if leaves and leaves[0].device not in self.devices:
+            self.monitor.stop()
+            self._place()
+
+    def _on_sensor_change(self, reading: Reading) -> None:
+        problem, name = trouble_with(reading), self.settings.name
+        self.log.emit(SensorLost(name, problem) if problem is not None else SensorBack(name, getattr(reading, "source", "")))
+
+    def warn(self, kind: str, text: str) -> None:
+        self.log.emit(Warned(self.settings.name, kind, text))
+
+    def warn_once(self, kind: str, text: str) -> None:
+        self.log.warn_once(self.settings.name, kind, text)
+
+    def headroom(self) -> Headroom | None:
+        """The latest memory reading, where it is one."""
+        reading = self.monitor.latest()
+        return reading if isinstance(reading, Headroom) else None
 
     def capacity(self) -> Capacity | None:
-        """The latest reading, as the controller wants it, and the same object while it is that one. None where it is in doubt: then nothing grows."""
+        """The latest reading for the controller, and the same object until there is another. None where it is in doubt: then nothing grows."""
         reading = self.monitor.latest()
         if reading is not self._reading:
             self._reading = reading
@@ -61,7 +102,7 @@ class Parts:
         return self._capacity
 
     def drop_stale_cache(self) -> None:
-        """Empties the allocator's cache once after a failure, before peaks are learned from.
+        """Empties the allocator's cache once after a failure, before peaks are learned.
 
         It still holds what the failed attempt had, of which smaller pieces use a part: reserved memory would say nothing of what they need.
         """
@@ -70,14 +111,36 @@ class Parts:
             oom.empty_caches(self.devices)
 
     def new_retries(self, now: int) -> int:
-        """Allocator retries since the last time this was asked; the process counts them from its own start."""
-        before, self.retries = self.retries, now
+        """Allocator retries since the last time; the process counts them from its own start."""
+        before, self._retries = self._retries, now
         return 0 if before is None else now - before
 
-    def traits_of(self, identity: object) -> Traits:
-        """What is known of this loss function; forgotten when the set of trainable leaves changes."""
-        generation = self.inventory.generation
-        known = self.traits.get(identity)
+    def profile_of(self, identity: object) -> LossProfile:
+        """What is known of a loss function; dropped when the set of trainable leaves changes."""
+        generation = self.model.generation
+        known = self.profiles.get(identity)
         if known is None or known[0] != generation:
-            known = self.traits[identity] = generation, Traits()
+            known = self.profiles[identity] = generation, LossProfile()
         return known[1]
+
+    def retry(self, what: str, operation: Callable[[], T]) -> T:
+        """Runs bookkeeping that can itself run out of memory and can be repeated, releasing more memory before each retry.
+
+        Args:
+            what: what there is no room for, for the error.
+            operation: done once it returns; after an error in the middle a second call goes on where the first one stopped.
+
+        Raises:
+            MicroBatchFloorError: it still ran out.
+        """
+        message = ""
+        for attempt in range(3):
+            try:
+                return operation()
+            except Exception as error:
+                verdict = oom.classify(error, self.settings.recovery.is_oom)
+                if verdict is None:
+                    raise
+                message = verdict.message
+            oom.release(devices=self.model.devices(), thorough=attempt > 0)
+        raise MicroBatchFloorError(f"there is no room to {what}: {message}")

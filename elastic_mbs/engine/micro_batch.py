@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
-from torch.autograd.graph import Node
 
+from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.engine.result import StoredOutput
-from elastic_mbs.rollback.random_streams import StreamState
-
-Totals = float | int | Mapping[str, float | int]
-
-
-class Engine(Protocol):
-    """What an attempt needs from the call that it belongs to."""
-
-    @property
-    def totals(self) -> Totals:
-        """The batch's counts."""
-
-    def enter(self, micro: MicroBatch) -> None:
-        """The attempt begins."""
-
-    def leave(self, micro: MicroBatch, error: BaseException | None) -> bool:
-        """The attempt ends; returns whether `error` was out-of-memory and will be recovered from."""
-
-    def backward(self, micro: MicroBatch, value: Any) -> None:
-        """Weighs the loss and runs backward."""
-
-    def store(self, micro: MicroBatch, outputs: Any) -> None:
-        """Keeps the outputs for the result."""
+from elastic_mbs.engine.call import Call
+from elastic_mbs.engine.result import StepResult, StoredOutput
+from elastic_mbs.engine.state import Attempt
+from elastic_mbs.options import Settings
 
 
 class MicroBatch:
-    """One attempt at one piece of the batch.
+    """One attempt at one piece of the batch: a context manager around its forward and backward.
 
     Attributes:
         data: the piece, in the batch's own container type.
@@ -45,22 +25,17 @@ class MicroBatch:
         stop: one past its last.
     """
 
-    # What an attempt begins with. One is made for every piece, so these are set only when they change.
-    _phase = "load"
-    _weighed: torch.Tensor | None = None
-    _leaves: tuple[torch.Tensor, ...] | None = None
-    _custom: frozenset[str] = frozenset()
-    _losses: tuple[torch.Tensor, ...] = ()
-    _loss: torch.Tensor | None = None
-    _stored: StoredOutput | None = None
-    _callbacks: list[Callable[[], object]] | None = None
+    __slots__ = ("_attempt", "_owner", "start", "stop")
 
-    def __init__(self, engine: Engine, piece: Range, streams: StreamState | None, data: Any = None) -> None:
-        self.data = data
-        self.start, self.stop = piece.start, piece.stop
-        self._engine = engine
-        self._piece = piece
-        self._streams = streams
+    def __init__(self, owner: Call | PlainPass, attempt: Attempt) -> None:
+        self._owner = owner
+        self._attempt = attempt
+        self.start, self.stop = attempt.piece.start, attempt.piece.stop
+
+    @property
+    def data(self) -> Any:
+        """The piece, in the batch's own container type; None once the attempt is over."""
+        return self._attempt.data
 
     def __len__(self) -> int:
         """Samples in the piece."""
@@ -69,16 +44,16 @@ class MicroBatch:
     @property
     def total(self) -> Any:
         """The whole batch's counts, for a loss that normalises by itself (with `reduction="sum"`): a number, or a dict where losses have names."""
-        return self._engine.totals
+        return self._owner.totals
 
     def __enter__(self) -> Self:
         """Starts the attempt."""
-        self._engine.enter(self)
+        self._owner.begin(self._attempt)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Ends the attempt: commits it, or swallows an out-of-memory error so that the loop can replay the piece."""
-        return self._engine.leave(self, error)
+        return self._owner.end(self._attempt, error)
 
     def backward(self, value: Any) -> None:
         """Accumulates the gradient of this piece's loss, weighted by its share of the batch.
@@ -90,32 +65,66 @@ class MicroBatch:
         Raises:
             LossError: there is no scalar loss with a graph in it.
         """
-        self._engine.backward(self, value)
+        self._owner.backward(self._attempt, value)
 
     def keep(self, outputs: Any) -> None:
-        """Keeps the piece's outputs for the result; `backward` does so by itself with what came beside the loss."""
-        self._engine.store(self, outputs)
+        """Keeps the piece's outputs for the result; `backward` does so by itself with the outputs that come with the loss."""
+        self._owner.keep(self._attempt, outputs)
 
     def on_commit(self, fn: Callable[[], object]) -> None:
         """Runs `fn` once the whole batch is accumulated, in the batch's order, if this attempt is the one that counts.
 
         It waits for the batch because until then a piece can still be replayed. What `fn` refers to stays in memory until then, too.
         """
-        if self._callbacks is None:
-            self._callbacks = []
-        self._callbacks.append(fn)
+        self._attempt.callbacks.append(fn)
 
-    @property
-    def _root(self) -> Node | None:
-        """Where the attempt's graph begins. Asked for when it is needed: to wrap a node for Python is not free."""
-        return None if self._weighed is None else self._weighed.grad_fn
 
-    def _drop_graph(self) -> None:
-        """Drops what keeps the attempt's tensors alive, but for its loss and outputs."""
-        self.data = self._weighed = self._leaves = None
-        self._losses = ()
+def micro_batches(call: Call) -> Iterator[MicroBatch]:
+    """The attempts of a call, as the loop over them sees them."""
+    return (MicroBatch(call, attempt) for attempt in call)
 
-    def _let_go(self) -> None:
-        """Drops everything: whoever still holds this attempt holds nothing of it."""
-        self._drop_graph()
-        self._loss = self._stored = self._callbacks = None
+
+class PlainPass:
+    """What `enabled=False` does: one plain pass over the whole batch, with nothing caught and nothing watched."""
+
+    def __init__(self, settings: Settings, batch: Any, count_names: tuple[str, ...] | None, totals: Any, length: int) -> None:
+        self.totals = totals
+        self._settings = settings
+        self._names = count_names
+        self._attempt = Attempt(Range(0, length), data=batch)
+        self.micro = MicroBatch(self, self._attempt)
+
+    def begin(self, attempt: Attempt) -> None:
+        """Nothing to prepare."""
+
+    def end(self, attempt: Attempt, error: BaseException | None) -> bool:
+        """Runs the callbacks; swallows nothing."""
+        if error is None:
+            for callback in attempt.callbacks:
+                callback()
+        return False
+
+    def backward(self, attempt: Attempt, value: Any) -> None:
+        """Runs backward on the loss as it is."""
+        terms, outputs = read_losses(value, self._names)
+        self.keep(attempt, outputs)
+        loss = weighted_sum(terms, dict.fromkeys(terms, 1.0))
+        attempt.loss = loss.detach()
+        if self._settings.scaler is not None:
+            loss = self._settings.scaler.scale(loss)
+        torch.autograd.backward(loss) if self._settings.gradients.backward is None else self._settings.gradients.backward(loss)
+
+    def keep(self, attempt: Attempt, outputs: Any) -> None:
+        """Keeps the outputs where the user wants them."""
+        if outputs is not None and self._settings.outputs is not None:
+            attempt.outputs = StoredOutput(outputs, self._settings.outputs)
+
+    def result(self) -> StepResult:
+        """The result of the one pass."""
+        attempt, length = self._attempt, len(self._attempt)
+        return StepResult(
+            partition=((0, length),),
+            micro_batch_size=length,
+            _losses=() if attempt.loss is None else (attempt.loss,),
+            _outputs=[] if attempt.outputs is None else [attempt.outputs],
+        )

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from elastic_mbs.errors import OptimizerInBackwardError
+from elastic_mbs.errors import OptimizerInBackwardError, UnsupportedError, UsageError
 
 StepObserver = Callable[[torch.optim.Optimizer, Any, Any], None]
 
@@ -54,7 +54,7 @@ def running_call() -> Any:
 
 
 def enter_call(call: Any) -> None:
-    """Marks this thread as inside `call`, unless it is inside another one already, and tells `call.refuse_step` of every optimizer that steps."""
+    """Marks this thread as inside `call`, unless it is inside another one already, and tells `call.check_step` of every optimizer that steps."""
     if running_call() is None:
         _thread.call = call
     _running.append(call)
@@ -93,7 +93,7 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if call.finished:  # an interrupt has struck between its end and its leaving
             leave_call(call)
         else:
-            call.refuse_step(optimizer)
+            call.check_step(optimizer)
     for observer in tuple(_observers):
         observer(optimizer, args, kwargs)
 
@@ -110,3 +110,25 @@ def check_gradients_stayed(committed: Sequence[torch.Tensor], name_of: Callable[
                 f"{name_of(leaf)} lost its gradient during backward: an optimizer steps inside backward (a post-accumulate hook that steps and "
                 "clears .grad). Each piece would then be a step of its own; take the hook off and step once after the batch"
             )
+
+
+def check_function(fn: object, usage: str) -> None:
+    """Refuses a loss, a batch or anything else in the place of the function.
+
+    Raises:
+        UsageError: it cannot be called.
+    """
+    if not callable(fn):
+        raise UsageError(f"mbs.{usage}: the function comes first and is called on pieces of the batch; got a {type(fn).__name__} in its place")
+
+
+def check_capture() -> None:
+    """Refuses to run where a failure could not be recovered from.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # cuda-only
+        raise UnsupportedError(
+            "a CUDA graph is being captured: an out-of-memory error could not be recovered from inside it. Run the step outside the capture"
+        )

@@ -1,8 +1,11 @@
-"""What the user's model consists of: its modules, its trainable leaves by name, its devices."""
+"""The user's model: its modules, its trainable leaves by name, its devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from torch import nn
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 
-class Inventory:
+class TrainedModel:
     """The modules behind one runtime. `refresh` is called once a call and is cheap when nothing changed.
 
     Args:
@@ -27,41 +30,48 @@ class Inventory:
         for module in modules:
             if not isinstance(module, nn.Module):
                 raise UsageError(f"model= has a {type(module).__name__} in it; give a torch.nn.Module or a sequence of them")
-            _refuse_wrappers(module)
+            _check_wrappers(module)
         self.roots = tuple(modules)
-        self._children: list[nn.Module | None] = []
-        self._ids: list[int] = []
         self.modules: list[nn.Module] = []
         self.leaves: list[torch.Tensor] = []
-        self.generation = 0
+        self.generation = 0  # counts the changes of the set of leaves
+        self._children: list[nn.Module | None] = []
+        self._parameters: list[nn.Parameter | None] = []
+        self._trainable: list[bool] = []
         self.refresh()
 
     def refresh(self) -> bool:
-        """Looks again at which leaves are trainable; returns whether anything changed since the last time."""
-        # The children of every module, compared by identity: a module may be added, or put in place of another.
-        children = [child for module in self.modules for child in module._modules.values()]
+        """Looks again at which leaves are trainable; returns whether anything changed since the last time.
+
+        Runs in every call, so it runs no line of Python for each module or parameter while nothing has changed.
+        """
+        # The children of every module, compared by identity: a module can be added, or put in place of another.
+        children = _values(_MODULES, self.modules)
         if children != self._children or not self.modules:
-            unique = {id(module): module for root in self.roots for module in root.modules()}
-            self.modules = list(unique.values())
-            self._children = [child for module in self.modules for child in module._modules.values()]
-        found = {id(leaf): leaf for module in self.modules for leaf in module._parameters.values() if leaf is not None and leaf.requires_grad}
-        ids = list(found)
-        if ids == self._ids:
+            self.modules = list({id(module): module for root in self.roots for module in root.modules()}.values())
+            self._children = _values(_MODULES, self.modules)
+        parameters = _values(_PARAMETERS, self.modules)
+        trainable = list(map(getattr, parameters, repeat("requires_grad"), repeat(False)))
+        same = trainable == self._trainable and len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
+        if same and self.generation:
             return False
-        self._ids = ids
-        self.leaves = list(found.values())
+        self._parameters, self._trainable = parameters, trainable
+        leaves = list({id(leaf): leaf for leaf in parameters if leaf is not None and leaf.requires_grad}.values())
+        if self.generation and len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)):
+            return False
+        self.leaves = leaves
         self.generation += 1
         return True
 
     def thaw(self) -> None:
-        """Makes the leaves trainable again that were so when the call began: a failed attempt may have frozen some and not come to thaw them."""
+        """Makes the leaves trainable again that were so when the call began: a failed attempt can have frozen some and not thawed them again."""
         for leaf in self.leaves:
             if not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):  # it may have been quantised
                 leaf.requires_grad_()
 
     def forget(self) -> None:
         """Makes the next `refresh` find everything new."""
-        self._ids = []
+        self._trainable, self.leaves = [], []
 
     def name_of(self, leaf: torch.Tensor) -> str:
         """The leaf's parameter name, or its shape when it is not the model's."""
@@ -87,7 +97,14 @@ class Inventory:
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None) for m in self.modules)
 
 
-def _refuse_wrappers(module: nn.Module) -> None:
+_MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+
+
+def _values(owned: attrgetter[dict[str, Any]], modules: Iterable[nn.Module]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, map(owned, modules))))
+
+
+def _check_wrappers(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
             raise UsageError(
@@ -104,3 +121,18 @@ def _refuse_wrappers(module: nn.Module) -> None:
                 f"{kind} runs collectives inside forward and backward; one rank's replay would leave the others waiting. "
                 "Distributed training is not supported yet"
             )
+
+
+def modules_of(model: object) -> Sequence[nn.Module]:
+    """The modules that `model=` stands for.
+
+    Raises:
+        UsageError: it is neither a module nor a sequence.
+    """
+    if isinstance(model, nn.Module):
+        return [model]
+    if isinstance(model, Sequence) and not isinstance(model, str):
+        return model
+    raise UsageError(
+        f"model={model!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them (a callable only to elastic_step, for methods)"
+    )

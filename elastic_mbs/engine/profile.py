@@ -1,46 +1,28 @@
-"""What has been learned about one loss function over one set of trainable leaves."""
+"""What is known of one loss function, over one set of trainable leaves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from elastic_mbs.batch.containers import Path
 
 
 @dataclass
-class Traits:
-    """Facts that decide how a failure can be replayed; each is found once, on the path without failures.
+class LossProfile:
+    """Facts that decide how a failure can be replayed; each is found once, in calls without a failure."""
 
-    Attributes:
-        walked: the census was taken.
-        guests: the census found leaves outside the model, so that each call has to look again.
-        counted: whether the versions of the gradients have told the same commits as the hooks; None where they were not compared.
-        commits: the numbers of commits that clean backwards had; several where the graph depends on the data (routing), none before the first.
-        hidden: leaves commit that the census does not reach, or commit more than once in a backward: isolate.
-        custom: functions written in Python that have been through a clean backward; they may run another backward inside.
-        draws: the step draws random numbers.
-        changes_buffers: the step changes buffers.
-        normalises_batch: the step normalises with statistics of the batch.
-        edits_batch: `loss_fn` edits its batch in place, so pieces get copies.
-        apart: what of its outputs comes once per piece and not once per sample, by path.
-    """
-
-    walked: bool = False
-    guests: bool = False
-    counted: bool | None = None
-    commits: set[int] = field(default_factory=set)
-    hidden: bool = False
-    custom: set[str] = field(default_factory=set)
-    draws: bool = False
+    commits: set[int] = field(default_factory=set)  # numbers of commits of clean backwards; several where the graph depends on the data (routing)
+    census_taken: bool = False
+    extra_leaves: bool = False  # the census found leaves outside the model, so that each call takes it again
+    hidden: bool = False  # leaves commit that the census does not reach, or commit twice in a backward: isolate
+    custom: set[str] = field(default_factory=set)  # functions written in Python that have had a clean backward; they can run another one inside
+    draws: bool = False  # the step draws random numbers
     changes_buffers: bool = False
     normalises_batch: bool = False
-    edits_batch: bool = False
-    apart: set[Path] = field(default_factory=set)
-
-    @property
-    def clean(self) -> bool:
-        """Whether a clean backward has been seen."""
-        return bool(self.commits)
+    edits_batch: bool = False  # `loss_fn` edits its batch in place, so pieces are copies
+    per_piece: set[Path] = field(default_factory=set)  # outputs that come once per piece and not once per sample, by path
 
     @property
     def mixes(self) -> bool:
@@ -48,6 +30,18 @@ class Traits:
         return self.draws or self.changes_buffers or self.normalises_batch
 
     @property
-    def steady(self) -> bool:
-        """Whether nothing is left to find out before a backward, and nothing has to be set aside for it."""
-        return bool(self.walked and self.commits and not (self.guests or self.hidden or self.custom))
+    def settled(self) -> bool:
+        """Whether nothing is left to find out before a backward, and no gradient has to be set aside for it."""
+        return bool(self.census_taken and self.commits and not (self.extra_leaves or self.hidden or self.custom))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What limits and sizes are kept by: the qualified name of a function, or its type's."""
+    named = getattr(fn, "func", fn)  # a functools.partial is called what it calls
+    return getattr(named, "__qualname__", type(named).__qualname__)
+
+
+def identity_of(fn: Callable[..., Any]) -> object:
+    """What traits are kept by: the code of a function, which its closures share, or an object's type."""
+    named = getattr(fn, "func", fn)
+    return getattr(named, "__code__", None) or getattr(getattr(named, "__func__", None), "__code__", None) or type(named)

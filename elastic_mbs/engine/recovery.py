@@ -1,210 +1,193 @@
-"""After a failed attempt: what may be replayed, from where, and how small.
+"""After a failed attempt: which replay is exact, what is put back for it, and how small the next piece is.
 
-`note_failure` runs while the exception is alive and keeps strings and numbers of it. `recover` runs later, when nothing of the attempt is alive any
-more, and picks one of three ways back:
+- PIECE: the failed piece is replayed. Leaves that had committed are left out (`backward(inputs=…)`), so that each gets every sample once.
+- STEP: all gradients of the call are dropped and the batch is replayed from its start, because the piece had partly committed and a replay in halves
+  would mix two masks or two batch statistics in one gradient, or because it is not known what had committed.
+- ISOLATED: gradients had been set aside, so that the failed piece left nothing behind.
 
-- piece: the failed piece is replayed. Leaves that had committed are left out (`backward(inputs=…)`), so that each gets every sample once.
-- step: all gradients of the call are dropped and the batch is replayed from its start, because the piece had partly committed and a replay in halves
-  would mix two masks or two batch statistics in one gradient, or because the marks cannot be trusted.
-- isolate: gradients had been set aside, so that the failed piece left nothing behind.
-
-What none of them makes exact is refused. Source: shared/reference/autograd.md and errors.md.
+Everything else is refused. Nothing here runs while the exception is alive: its traceback would keep the failed attempt's tensors.
+Source: shared/reference/autograd.md and errors.md.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.controller.partition import partition
-from elastic_mbs.engine.context import Parts
-from elastic_mbs.engine.floor import hold
-from elastic_mbs.engine.micro_batch import MicroBatch
+from elastic_mbs.engine.backward import separate_gradients
+from elastic_mbs.engine.failure import splits
+from elastic_mbs.engine.state import CallState, Failure, Phase
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
-from elastic_mbs.events import OutOfMemory
+from elastic_mbs.events import OutOfMemory, WaitingForMemory, format_bytes
 from elastic_mbs.memory import Headroom, oom
 from elastic_mbs.memory.processes import describe
-from elastic_mbs.rollback.gradients import separate
-from elastic_mbs.rollback.graph import drain, drop_unrun, has_foreign_hook_after, walk
-from elastic_mbs.rollback.random_streams import StreamState
+from elastic_mbs.rollback.graph import drop_unrun
 
-if TYPE_CHECKING:
-    from elastic_mbs.engine.call import Call
 
-T = TypeVar("T")
+class Mode(Enum):
+    """What is replayed. The values are the words of `OutOfMemory.mode`."""
+
+    PIECE = "piece"
+    STEP = "step"
+    ISOLATED = "isolate"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True)
-class Failure:
-    """One failed attempt, as strings and numbers: nothing of it is kept alive.
+class Replay:
+    """How a failed attempt is replayed, and why not more cheaply."""
 
-    Attributes:
-        piece: the samples that were attempted.
-        phase: "load", "forward", "backward" or "commit".
-        verdict: what sort of out-of-memory it was.
-        fired: ids of the leaves that committed in this attempt.
-        unknown: leaves with a gradient that the graph reaches but nobody watched; whether they committed cannot be told.
-        normalises_batch: the attempt's graph normalises with statistics of the batch.
-        surprising: it has custom functions that have never been through a clean backward, or committed to leaves in ways the graph does not show.
-        shared: only the gradients tell what committed, and some are in one piece of memory, or a hook of the user's may have written to them.
-        edited: the attempt changed its piece of the batch in place.
-        streams: the random streams at its start; None where they were not read yet.
-    """
-
-    piece: Range
-    phase: str
-    verdict: oom.Verdict
-    fired: frozenset[int]
-    unknown: tuple[str, ...]
-    normalises_batch: bool
-    surprising: bool
-    shared: bool
-    edited: bool
-    streams: StreamState | None
+    mode: Mode
+    reason: str = ""
 
 
-# ---------------------------------------------------------------------- while the exception is alive
+# ---------------------------------------------------------------------- which replay
+
+_Rule = tuple[Replay, Callable[[CallState, Failure], bool]]
 
 
-def note_failure(call: Call, micro: MicroBatch, error: Exception) -> bool:
-    """Notes what can be known of a failed attempt and lets go of its graph.
+def _before_backward(state: CallState, failure: Failure) -> bool:
+    return failure.phase in (Phase.WAITING, Phase.FORWARD)
 
-    Returns:
-        Whether `error` is out-of-memory. If not, nothing was changed and it has to pass through.
-    """
-    parts = call.parts
-    verdict = oom.classify(error, parts.settings.recovery.is_oom)
-    if verdict is None:
+
+def _can_be_late(state: CallState, failure: Failure) -> bool:
+    pieces_at_risk = state.training and state.committed and state.isolation is None
+    return _before_backward(state, failure) and bool(pieces_at_risk) and not failure.verdict.trustworthy
+
+
+def _host_streams_lost(state: CallState, failure: Failure) -> bool:
+    if state.streams is None or failure.streams is None or failure.streams.hosts is not None:
         return False
-    if verdict.kind is oom.Kind.MASKED and parts.guard is not None and parts.guard.explains(verdict.message):
-        verdict = replace(verdict, kind=oom.Kind.HOST)
-    if verdict.kind is oom.Kind.MASKED:
-        if call.history.masked or not _splits(call, micro._piece, max(1, len(micro) // 2)):
-            return False
-        call.history.masked = True
-        parts.log.warn_once(
-            parts.settings.name,
-            f"masked:{verdict.message}",
-            f"this error is often a hidden out-of-memory; trying once with half the micro-batch: {verdict.message}",
+    return state.context.streams.hosts_moved(state.streams)
+
+
+def _depends_on_the_piece(state: CallState, failure: Failure) -> bool:
+    return state.profile.normalises_batch or failure.normalises_batch or state.context.buffers.changed()
+
+
+def _drew(state: CallState, failure: Failure) -> bool:
+    start, streams = failure.streams, state.context.streams
+    return start is not None and state.context.retry("read the random streams", lambda: streams.moved(start))
+
+
+_RULES: tuple[_Rule, ...] = (
+    (
+        Replay(
+            Mode.REFUSED,
+            "samples {start}:{stop} were changed in place by loss_fn before memory ran out, so they cannot be run again as they were: work on a copy "
+            "(x = x.clone()) inside loss_fn. From the next call on pieces are copies, and this is recovered from",
+        ),
+        lambda state, failure: failure.edited,
+    ),
+    (
+        Replay(
+            Mode.REFUSED,
+            "a leaf of shape {unknown} outside the model appeared in the middle of the batch; whether the failed attempt reached its gradient is not "
+            "known. Give its module in model=[...] so that it is known from the start",
+        ),
+        lambda state, failure: bool(failure.unknown),
+    ),
+    (Replay(Mode.STEP, "random numbers were drawn on the host, whose state at the piece's start was not kept"), _host_streams_lost),
+    (Replay(Mode.STEP, "the error can belong to an earlier operation"), _can_be_late),
+    (Replay(Mode.PIECE), _before_backward),
+    (Replay(Mode.ISOLATED), lambda state, failure: state.isolation is not None),
+    (
+        Replay(Mode.STEP, "the error can be asynchronous, so it is not known which gradients it reached"),
+        lambda state, failure: not failure.verdict.trustworthy,
+    ),
+    (Replay(Mode.STEP, "no backward of this loss function has succeeded yet"), lambda state, failure: not state.profile.commits),
+    (Replay(Mode.STEP, "its backward ran another one inside, so it is not known what it reached"), lambda state, failure: failure.surprising),
+    (Replay(Mode.PIECE), lambda state, failure: not failure.committed),
+    (
+        Replay(Mode.STEP, "gradients share memory or have new hooks, so it is not known which of them it reached"),
+        lambda state, failure: failure.indistinct,
+    ),
+    (
+        Replay(Mode.STEP, "backward= gives no way to leave out the leaves that had committed"),
+        lambda state, failure: state.context.settings.gradients.backward is not None,
+    ),
+    (Replay(Mode.STEP, "the piece had partly committed and depends on which samples are in it"), _depends_on_the_piece),
+    (Replay(Mode.STEP, "the piece had partly committed and drew random numbers"), _drew),
+    (Replay(Mode.PIECE), lambda state, failure: True),
+)
+"""The first rule that applies decides."""
+
+
+def choose_replay(state: CallState, failure: Failure) -> Replay:
+    """The cheapest replay that is exact; writes nothing."""
+    replay = next(replay for replay, applies in _RULES if applies(state, failure))
+    if replay.mode is Mode.REFUSED:
+        unknown = failure.unknown[0] if failure.unknown else ""
+        return Replay(Mode.REFUSED, replay.reason.format(start=failure.piece.start, stop=failure.piece.stop, unknown=unknown))
+    if replay.mode is Mode.STEP and state.had_gradient:
+        return Replay(
+            Mode.REFUSED,
+            f"the batch has to be replayed from its start ({replay.reason}), and .grad was not empty when it began, so its part is not known: "
+            "call zero_grad() before each batch, or use recovery=RecoveryOptions(replay='isolate')",
         )
-    if micro._phase == "forward" and call.training:
-        call.refuse_touched()
-    drain({leaf.device for leaf in parts.commits.leaves()})
-    unknown: tuple[str, ...] = ()
-    normalises_batch = surprising = shared = False
-    committed: list[torch.Tensor] = []
-    if micro._phase in ("backward", "commit"):
-        committed = list(parts.commits.fired) if parts.commits.listening else call.gradients.moved()
-        shared = not parts.commits.listening and (call.gradients.share_memory() or any(map(has_foreign_hook_after, parts.commits.leaves())))
-    root = micro._root
-    if root is not None:
-        census = walk(root)
-        unknown = tuple(str(tuple(leaf.shape)) for leaf in census.leaves if leaf.grad is not None and not parts.commits.watches(leaf))
-        normalises_batch = census.normalises_batch
-        marks = {id(leaf) for leaf in committed}
-        surprising = len(marks) < len(committed) or not marks <= {id(leaf) for leaf in census.leaves} or not census.custom <= call.traits.custom
-    call.failure = Failure(
-        piece=micro._piece,
-        phase=micro._phase,
-        verdict=verdict,
-        fired=call.history.mark(committed),
-        unknown=unknown,
-        normalises_batch=normalises_batch,
-        surprising=surprising,
-        shared=shared,
-        edited=call.view.versions() != call.versions and not call.history.edited,
-        streams=micro._streams,
-    )
-    parts.commits.clear()
-    if call.table is not None:
-        call.table.empty()
-        for loss in micro._losses:
-            if not loss._is_view():
-                loss.detach_()  # the caller still holds it, and through it whatever checkpointing was recomputing
-    micro._let_go()
-    oom.forget(error)
-    return True
+    if replay.mode is Mode.STEP and state.edited:
+        return Replay(
+            Mode.REFUSED,
+            f"the batch has to be replayed from its start ({replay.reason}), but loss_fn had edited earlier samples in place: "
+            "work on a copy inside loss_fn",
+        )
+    return replay
 
 
-# ---------------------------------------------------------------------- when it is gone
+# ---------------------------------------------------------------------- recovery
 
 
-def recover(call: Call) -> None:
-    """Undoes the failed attempt, shrinks, and puts what it owes back on the call's list.
+def recover(state: CallState) -> None:
+    """Rolls the failed attempt back, shrinks, and puts what has to run again back on the schedule.
 
     Raises:
         MicroBatchFloorError: the smallest micro-batch does not fit.
         ReplayUnsafeError: no replay would be exact.
         PoisonedDeviceError: the device cannot be trusted any more.
     """
-    failure, call.failure = call.failure, None
+    failure, context = state.failure, state.context
     assert failure is not None
-    history, parts = call.history, call.parts
-    call.steady = False
-    parts.inventory.thaw()
-    if call.training:
-        parts.commits.listen()
-    if failure.phase == "backward":
+    state.settled = False
+    context.model.thaw()
+    if failure.phase is Phase.BACKWARD:
         drop_unrun()
-        _undo_half_made(parts.settings.scaler)
-    history.failures += 1
-    history.since_progress += 1
-    _refuse_poisoned(call, failure)
-    mode = _choose_mode(call, failure)
-    _undo(call, failure, mode)
-    size = parts.controller.out_of_memory(call.key, len(failure.piece), parts.capacity())
-    splits = size is not None and _splits(call, failure.piece, size)
-    oom.release(devices=parts.inventory.devices(), thorough=history.since_progress > 1 or not splits)
-    parts.cache_is_stale = True
-    parts.monitor.hurry()  # whoever took the memory may be gone again before the next reading is due
+        _reset_half_made(context.settings.scaler)
+    state.failures += 1
+    state.failures_in_row += 1
+    _check_device(state, failure)
+    replay = choose_replay(state, failure)
+    if replay.mode is Mode.REFUSED:
+        raise ReplayUnsafeError(replay.reason)
+    _roll_back(state, failure, replay.mode)
+    size = context.controller.out_of_memory(state.key, len(failure.piece), context.capacity())
+    smaller = size is not None and splits(state, failure.piece, size)
+    oom.release(devices=context.model.devices(), thorough=state.failures_in_row > 1 or not smaller)
+    context.cache_is_stale = True
+    context.monitor.hurry()  # the memory can be free again before the next reading is due
     if size is not None:
-        call.size = size
-    reading = parts.monitor.last()
-    seen = reading if isinstance(reading, Headroom) else None
-    parts.log.emit(
-        OutOfMemory(
-            parts.settings.name,
-            phase=failure.phase,
-            start=failure.piece.start,
-            stop=failure.piece.stop,
-            mode=mode,
-            size_before=len(failure.piece),
-            size_after=call.size,
-            committed=len(failure.fired),
-            kind=failure.verdict.kind.name.lower(),
-            message=failure.verdict.message,
-            key=str(call.key),
-            requested=failure.verdict.requested,
-            free=None if seen is None else seen.free,
-            held_by_others=None if seen is None else seen.held_by_others,
-            holders="" if seen is None else describe(seen.holders),
-            reading_age=None if seen is None else max(0.0, time.monotonic() - seen.at),
-            seconds_lost=None if parts.telemetry is None else parts.telemetry.failed(mode),
-        )
-    )
-    if not splits:
-        hold(parts, history, failure.piece, failure.verdict)
-    cap = 16 + 4 * call.view.length.bit_length()
-    if history.since_progress > cap or history.restarts > cap:
+        state.size = size
+    _report(state, failure, replay.mode)
+    if not smaller:
+        _hold(state, failure)
+    cap = 16 + 4 * state.view.length.bit_length()
+    if state.failures_in_row > cap or state.restarts > cap:
         raise MicroBatchFloorError(
-            f"gave up after {history.failures} out-of-memory errors in one batch of {call.view.length} samples: {failure.verdict.message}"
+            f"gave up after {state.failures} out-of-memory errors in one batch of {state.view.length} samples: {failure.verdict.message}"
         )
+    state.failure, state.phase = None, Phase.WAITING
 
 
-def _splits(call: Call, piece: Range, size: int) -> bool:
-    settings = call.parts.settings
-    return len(partition(piece.start, piece.stop, size, minimum=settings.limits.minimum, align=settings.limits.align)) > 1
-
-
-def _refuse_poisoned(call: Call, failure: Failure) -> None:
-    reason = failure.verdict.message if failure.verdict.kind is oom.Kind.POISONED else None
-    if reason is None and not failure.verdict.trustworthy:
-        answers = [answer for device in call.parts.inventory.devices() if (answer := oom.probe(device)) is not None]
+def _check_device(state: CallState, failure: Failure) -> None:
+    verdict = failure.verdict
+    reason = verdict.message if verdict.kind is oom.Kind.POISONED else None
+    if reason is None and not verdict.trustworthy:
+        answers = [answer for device in state.context.model.devices() if (answer := oom.probe(device)) is not None]
         reason = answers[0] if answers else None
     if reason is not None:
         raise PoisonedDeviceError(
@@ -212,178 +195,204 @@ def _refuse_poisoned(call: Call, failure: Failure) -> None:
         )
 
 
-def _choose_mode(call: Call, failure: Failure) -> str:
-    if failure.edited:
-        raise ReplayUnsafeError(
-            f"samples {failure.piece.start}:{failure.piece.stop} were changed in place by loss_fn before memory ran out, so they cannot be run again "
-            "as they were: work on a copy (x = x.clone()) inside loss_fn. From the next call on pieces are copies, and this is recovered from"
-        )
-    if failure.unknown:
-        raise ReplayUnsafeError(
-            f"a leaf of shape {failure.unknown[0]} outside the model appeared in the middle of the batch; whether the failed attempt reached its "
-            "gradient cannot be told. Give its module in model=[...] so that it is watched from the start"
-        )
-    why = _why_from_the_start(call, failure)
-    if why is None:
-        return "isolate" if call.isolation is not None and failure.phase in ("backward", "commit") else "piece"
-    if call.filled:
-        raise ReplayUnsafeError(
-            f"the batch has to be replayed from its start ({why}), and .grad was not empty when it began, so its part cannot be told apart: "
-            "call zero_grad() before each batch, or use recovery=RecoveryOptions(replay='isolate')"
-        )
-    if call.history.edited:
-        raise ReplayUnsafeError(
-            f"the batch has to be replayed from its start ({why}), but loss_fn had edited earlier samples in place: work on a copy inside loss_fn"
-        )
-    return "step"
-
-
-def _why_from_the_start(call: Call, failure: Failure) -> str | None:
-    """Why replaying the piece alone would not be exact, or None."""
-    parts, traits = call.parts, call.traits
-    if (
-        call.stream_start is not None
-        and failure.streams is not None
-        and failure.streams.hosts is None
-        and parts.streams.hosts_moved(call.stream_start)
-    ):
-        return "random numbers were drawn on the host, whose state at the piece's start was not kept"
-    if failure.phase in ("load", "forward"):
-        asynchronous = call.training and not failure.verdict.trustworthy and len(call.committed) and call.isolation is None
-        return "the error may belong to an earlier operation" if asynchronous else None
-    if call.isolation is not None:
-        return None
-    if not failure.verdict.trustworthy:
-        return "the error may be asynchronous, so which gradients it reached cannot be told"
-    if failure.verdict.kind is oom.Kind.HEAP:
-        return "Python itself had no memory, so a commit may not have been noted"
-    if not traits.clean:
-        return "no backward of this loss function has succeeded yet"
-    if failure.surprising:
-        return "its backward ran another one inside, so what it reached cannot be told"
-    if not failure.fired:
-        return None
-    if failure.shared:
-        return "gradients share memory or have new hooks, so which of them it reached cannot be told"
-    if parts.settings.gradients.backward is not None:
-        return "backward= gives no way to leave out the leaves that had committed"
-    if traits.normalises_batch or failure.normalises_batch or parts.buffers.changed():
-        return "the piece had partly committed and depends on who is in it"
-    if failure.streams is not None and streams_moved(parts, failure.streams):
-        return "the piece had partly committed and drew random numbers"
-    return None
-
-
-def _undo(call: Call, failure: Failure, mode: str) -> None:
-    """Takes the attempt out of gradients, buffers and random streams, and lists what has to be run again."""
-    parts, history = call.parts, call.history
-    if call.isolation is not None:
-        call.isolation.discard()
-    if mode == "step":
-        history.restarts += 1
-        history.replayed_samples += call.committed.samples + len(failure.piece)
-        if call.isolation is not None:
-            call.isolation.rewind()
-            call.isolation = None
-        for leaf in parts.commits.leaves() if call.training else ():  # an evaluation has added nothing to what may be there
+def _roll_back(state: CallState, failure: Failure, mode: Mode) -> None:
+    """Takes the attempt out of gradients, buffers and random streams, and schedules what has to run again."""
+    ledger = state.context.ledger
+    if state.isolation is not None:
+        state.isolation.discard()
+    if mode is Mode.STEP:
+        state.restarts += 1
+        if state.streams is not None:
+            start, streams = state.streams, state.context.streams
+            state.context.retry("read the random streams", lambda: streams.moved(start))
+        state.replayed_samples += sum(map(len, state.committed)) + len(failure.piece)
+        if state.isolation is not None:
+            state.isolation.rewind()
+            state.isolation = None
+        for leaf in ledger.leaves() if state.training else ():  # an evaluation has added nothing to what can be there
             leaf.grad = None
-        call.restart()
+        state.schedule.restart()
+        state.drop_committed()
     else:
-        history.replayed_samples += len(failure.piece)
-        committed = failure.piece.committed if mode == "isolate" else failure.piece.committed | failure.fired
-        call.schedule.push(Range(failure.piece.start, failure.piece.stop, committed))
-        separate_gradients(call)
-        call.remember_gradients()
-    if call.stream_start is not None:
-        to_start = mode == "step"
-        streams = call.stream_start if to_start else failure.streams
-        if streams is not None:  # else nothing of the piece has run
-            parts.streams.restore(streams)
-        lost = parts.buffers.restore(to_call_start=to_start)
-        if lost is not None:
-            raise ReplayUnsafeError(
-                f"the buffer {lost} changed for the first time in this batch, so its earlier value was not kept; from the next batch on it is. "
-                "Load the last checkpoint, or set the buffer, before going on"
-            )
+        state.replayed_samples += len(failure.piece)
+        committed = failure.piece.committed if mode is Mode.ISOLATED else failure.piece.committed | failure.committed
+        state.schedule.push(Range(failure.piece.start, failure.piece.stop, committed))
+        separate_gradients(state)
+    ledger.note()
+    _restore(state, failure, to_call_start=mode is Mode.STEP)
 
 
-def _undo_half_made(scaler: torch.amp.GradScaler | None) -> None:
+def _restore(state: CallState, failure: Failure, *, to_call_start: bool) -> None:
+    """Puts buffers and random streams back to the start of the attempt, or of the call."""
+    streams = state.streams if to_call_start else failure.streams
+    if streams is not None:
+        state.context.streams.restore(streams)
+    buffers = state.context.buffers
+    lost = state.context.retry("restore the buffers", lambda: buffers.restore(to_call_start=to_call_start))
+    if lost is not None:
+        raise ReplayUnsafeError(
+            f"the buffer {lost} changed for the first time in this batch, so its earlier value was not kept; from the next batch on it is. "
+            "Load the last checkpoint, or set the buffer, before going on"
+        )
+
+
+def _reset_half_made(scaler: torch.amp.GradScaler | None) -> None:
     """A GradScaler makes two tensors when it is first used. Where there was room for the first only, it would never make the other."""
-    if getattr(scaler, "_scale", None) is not None and getattr(scaler, "_growth_tracker", scaler) is None:
+    missing = object()
+    if getattr(scaler, "_scale", None) is not None and getattr(scaler, "_growth_tracker", missing) is None:
         scaler._scale = None  # type: ignore[union-attr]  # there is one
 
 
-def retrying(parts: Parts, what: str, operation: Callable[[], T]) -> T:
-    """Runs bookkeeping that can itself run out of memory and can be called again, letting go of more each time.
+def _report(state: CallState, failure: Failure, mode: Mode) -> None:
+    context, verdict = state.context, failure.verdict
+    reading = context.monitor.last()
+    seen = reading if isinstance(reading, Headroom) else None
+    context.log.emit(
+        OutOfMemory(
+            context.settings.name,
+            phase=failure.phase.value,
+            start=failure.piece.start,
+            stop=failure.piece.stop,
+            mode=mode.value,
+            size_before=len(failure.piece),
+            size_after=state.size,
+            committed=len(failure.committed),
+            kind=verdict.kind.name.lower(),
+            message=verdict.message,
+            key=str(state.key),
+            requested=verdict.requested,
+            free=None if seen is None else seen.free,
+            held_by_others=None if seen is None else seen.held_by_others,
+            holders="" if seen is None else describe(seen.holders),
+            reading_age=None if seen is None else max(0.0, time.monotonic() - seen.at),
+            seconds_lost=None if context.telemetry is None else context.telemetry.failed(mode.value),
+        )
+    )
 
-    Args:
-        parts: the runtime's parts.
-        what: what there is no room for, for the error.
-        operation: done once it returns; after an error in the middle a second call goes on where the first one stopped.
+
+# ---------------------------------------------------------------------- at the floor
+
+_TRIES = 2  # the first failure at the floor is tried again after releasing everything, the second one after a wait
+_NAP = 0.25  # longest time between two looks at the memory while waiting, in seconds
+_OTHERS = 16  # waiting can help when others hold at least 1/16 of the device: the driver and our own context count as others, too
+
+
+def _hold(state: CallState, failure: Failure) -> None:
+    """Returns when a piece that cannot be cut may be tried again.
 
     Raises:
-        MicroBatchFloorError: it still ran out.
+        MicroBatchFloorError: it will not fit; the text has the request, the memory that is free, the processes that hold the rest, and the ways out.
     """
-    message = ""
-    for attempt in range(3):
-        try:
-            return operation()
-        except Exception as error:
-            verdict = oom.classify(error, parts.settings.recovery.is_oom)
-            if verdict is None:
-                raise
-            message = verdict.message
-        oom.release(devices=parts.inventory.devices(), thorough=attempt > 0)
-    raise MicroBatchFloorError(f"there is no room to {what}: {message}")
+    piece, verdict = failure.piece, failure.verdict
+    # Other pieces that commit in between, because the batch is replayed from its start, are no progress.
+    state.failures_at_floor = state.failures_at_floor + 1 if state.floor_start == piece.start else 1
+    state.floor_start = piece.start
+    reading = state.context.monitor.latest()
+    seen = reading if isinstance(reading, Headroom) else None
+    exceeds_device = seen is not None and verdict.requested is not None and verdict.requested > seen.total
+    if not exceeds_device:
+        if state.failures_at_floor < _TRIES:
+            return
+        enough = max(1, verdict.requested or 0, seen.total // _OTHERS) if seen is not None else 0
+        if seen is not None and seen.held_by_others >= enough and _wait(state, seen):
+            return
+    limits = state.context.settings.limits
+    facts = reading.in_words()
+    raise MicroBatchFloorError(
+        f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest allowed, does not fit. "
+        f"It asked for {format_bytes(verdict.requested)}; {facts}{'. The request is larger than the whole device' if exceeds_device else ''}. "
+        f"Ways out: {'free what others hold; ' if seen is None or seen.held_by_others else ''}"
+        f"{f'a lower min_micro_batch_size (now {limits.minimum}, align {limits.align}); ' if max(limits.minimum, limits.align) > 1 else ''}"
+        f"smaller samples; activation checkpointing; a smaller optimizer state. The error was: {verdict.message}"
+    )
 
 
-def separate_gradients(call: Call) -> None:
-    """Separates what this call has made. Gradients that were there when it began are the user's, and so is where they lie."""
-    made = [leaf for leaf in call.parts.commits.leaves() if id(leaf) not in call.filled]
-    retrying(call.parts, "give each gradient memory of its own", lambda: separate(made))
+def _wait(state: CallState, seen: Headroom) -> bool:
+    """Waits until there is more capacity than there was; returns whether there is. The waits of a call share one limit."""
+    context = state.context
+    if state.wait_left <= 0:
+        return False
+    context.log.emit(WaitingForMemory(context.settings.name, state.wait_left, seen.free, seen.held_by_others, describe(seen.holders)))
+    while state.wait_left > 0:
+        nap = min(_NAP, state.wait_left)
+        context.sleep(nap)
+        state.wait_left -= nap
+        now = context.headroom()
+        if now is not None and now.capacity > seen.capacity:
+            return True
+    return False
 
 
-def streams_moved(parts: Parts, since: StreamState) -> bool:
-    """Whether any random stream has moved; where memory is short, after letting go: a state of torch's takes 5 KiB of the host's."""
-    return retrying(parts, "read the random streams", lambda: parts.streams.moved(since))
+# ---------------------------------------------------------------------- the end of a call by an error
 
 
-def unwind(call: Call, error: BaseException) -> None:
+def unwind(state: CallState, error: BaseException) -> None:
     """Ends a call by `error`: buffers and random streams go back to its start, and gradients that were empty then are emptied.
 
-    What cannot be put back is said in a note on the error, which otherwise passes unchanged.
+    What cannot be put back is said in a note on the error, which otherwise passes unchanged. Every part is done although another one fails, and an
+    interrupt in the middle of one repeats it first.
     """
-    parts = call.parts
-    if call.training:
-        drop_unrun()
-        _undo_half_made(parts.settings.scaler)
-    if call.stream_start is not None:
+    with ExitStack() as parts:  # the last one runs first
+        parts.callback(_call_on_fatal, state, error)
+        parts.callback(_repeated, _unwind_gradients, state, error)
+        parts.callback(_repeated, _unwind_buffers, state, error)
+        if state.training:
+            parts.callback(_reset_half_made, state.context.settings.scaler)
+            parts.callback(drop_unrun)
+
+
+def _repeated(part: Callable[[CallState, BaseException], None], state: CallState, error: BaseException) -> None:
+    try:
+        part(state, error)
+    except Exception:
         try:
-            parts.streams.restore(call.stream_start)
-            lost = parts.buffers.restore(to_call_start=True)
-        except Exception as trouble:  # a lost device: the error that is on its way says more
-            lost, trouble_text = "(all)", f"{type(trouble).__name__}: {trouble}"
-            error.add_note(f"elastic_mbs: buffers could not be restored: {trouble_text}")
-        else:
-            if lost is not None:
-                error.add_note(f"elastic_mbs: the buffer {lost} changed for the first time in this batch and could not be restored.")
-    call.gradients.forget()  # they can go before `on_fatal` needs memory
-    leaves = parts.commits.leaves() if call.training else []
-    intact = {id(leaf) for leaf in leaves if call.isolation is not None and call.isolation.intact(leaf)}
-    if call.isolation is not None:
-        call.isolation.rewind()
+            part(state, error)
+        except Exception as problem:  # a lost device: the error that is on its way says more
+            error.add_note(f"elastic_mbs: not everything could be restored: {type(problem).__name__}: {problem}")
+    except BaseException:
+        part(state, error)
+        raise
+
+
+def _unwind_buffers(state: CallState, error: BaseException) -> None:
+    if state.streams is None:
+        return
+    state.context.streams.restore(state.streams)
+    lost = state.context.buffers.restore(to_call_start=True)
+    if lost is not None:
+        _add_note(error, f"elastic_mbs: the buffer {lost} changed for the first time in this batch and could not be restored.")
+
+
+def _unwind_gradients(state: CallState, error: BaseException) -> None:
+    leaves = state.context.ledger.leaves() if state.training else []
+    isolation = state.isolation
+    intact = {id(leaf) for leaf in leaves if isolation is not None and isolation.intact(leaf)}
+    dirty = state.modified and not state.had_gradient <= intact
+    if isolation is not None:
+        isolation.rewind()
     for leaf in leaves:
-        if id(leaf) not in call.filled:
+        if id(leaf) not in state.had_gradient:
             leaf.grad = None
-    if call.history.touched and not call.filled <= intact:
-        error.add_note(
+    state.context.ledger.forget()  # gradients can go before `on_fatal` needs memory
+    if dirty:
+        _add_note(
+            error,
             "elastic_mbs: gradients that were not empty when this batch began may hold a part of it: call zero_grad() before you go on. "
-            "Gradients that were empty are empty again; buffers and random streams are as they were."
+            "Gradients that were empty are empty again; buffers and random streams are as they were.",
         )
-    if call.table is not None and "saved tensor hooks" in str(error):
-        error.add_note("elastic_mbs: torch.func transforms inside the block need micro_batches(batch, own_graph=False).")
-    if isinstance(error, RecoveryError) and parts.settings.recovery.on_fatal is not None:
+    if state.table is not None and "saved tensor hooks" in str(error):
+        _add_note(error, "elastic_mbs: torch.func transforms inside the block need micro_batches(batch, own_graph=False).")
+
+
+def _call_on_fatal(state: CallState, error: BaseException) -> None:
+    on_fatal = state.context.settings.recovery.on_fatal
+    if isinstance(error, RecoveryError) and on_fatal is not None:
         try:
-            parts.settings.recovery.on_fatal(error)
-        except Exception as trouble:  # the error that is on its way must not be lost behind it
-            error.add_note(f"elastic_mbs: on_fatal raised {type(trouble).__name__}: {trouble}")
+            on_fatal(error)
+        except Exception as problem:  # the error that is on its way must not be lost behind it
+            error.add_note(f"elastic_mbs: on_fatal raised {type(problem).__name__}: {problem}")
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

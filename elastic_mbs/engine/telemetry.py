@@ -11,16 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.events import CallDone, CallFailed, EventLog
 from elastic_mbs.memory import Headroom, Monitor, UsageMeter
-
-if TYPE_CHECKING:
-    from elastic_mbs.engine.call import Call
 
 
 class Telemetry:
@@ -62,47 +59,25 @@ class Telemetry:
         self._lost += seconds
         return seconds
 
-    def done(self, call: Call) -> None:
-        """A call has finished. Emits what is known by now, of this one and of those before it."""
-        result, parts = call.result, call.parts
-        assert result is not None
+    def done(self, event: CallDone, result: StepResult | None) -> None:
+        """A call has finished. Emits what is known by now, of this one and of those before it.
+
+        Args:
+            event: of the call; its times, and its figures of memory, are filled in here.
+            result: of a call that trained, for the loss.
+        """
         ended = self._clock()
-        event = CallDone(
-            parts.settings.name,
-            key=str(call.key),
-            mode=call.key.mode,
-            samples=call.view.length,
-            pieces=len(result.partition),
-            size_before=call.plan.size,
-            micro_batch_size=result.micro_batch_size,
-            ooms=result.ooms,
-            replayed_samples=result.replayed_samples,
-            seconds=None,
-            seconds_lost=self._lost,
-            loss=None,
-            ended=ended,
-            **memory_figures(parts.meter, parts.monitor),
-        )
-        self._open.append((event, self._figures(result if call.training else None, ended - self._began)))
+        event = replace(event, seconds_lost=self._lost, ended=ended)
+        self._open.append((event, self._figures(result, ended - self._began)))
         while self._open and self._open[0][1].ready():
             self._emit()
 
-    def ended(self, call: Call, error: BaseException) -> None:
-        """A call has ended by `error`. A sink that fails now is told of on it: it must not take its place."""
-        message = next(iter(str(error).splitlines()), "")
-        event = CallFailed(
-            call.parts.settings.name,
-            key=str(call.key),
-            error=type(error).__name__,
-            message=message,
-            ooms=call.history.failures,
-            seconds=self._clock() - self._began,
-            seconds_lost=self._lost,
-        )
+    def ended(self, event: CallFailed, error: BaseException) -> None:
+        """A call has ended by `error`. A sink that fails now is noted on it: it must not take its place."""
         try:
-            self._log.emit(event)
-        except Exception as trouble:
-            error.add_note(f"elastic_mbs: a function in on_event failed at CallFailed: {type(trouble).__name__}: {trouble}")
+            self._log.emit(replace(event, seconds=self._clock() - self._began, seconds_lost=self._lost))
+        except Exception as problem:
+            error.add_note(f"elastic_mbs: a function in on_event failed at CallFailed: {type(problem).__name__}: {problem}")
 
     def rest(self) -> None:
         """Emits what is still open, waiting for the device: for the end of a runtime. Does nothing in a forked child, which has no device to ask."""

@@ -14,7 +14,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import Terms, read_losses
 from elastic_mbs.batch.token_counts import looks_like_token_labels
 from elastic_mbs.batch.view import BatchView, map_tensors
-from elastic_mbs.engine.context import Parts
+from elastic_mbs.engine.context import Context
 from elastic_mbs.errors import UsageError
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -57,7 +57,7 @@ class _Probe:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Context,
         view: BatchView,
         loss_fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -81,7 +81,7 @@ class _Probe:
 
 
 def verify(
-    parts: Parts,
+    parts: Context,
     few: BatchView,
     counts: Counts,
     loss_fn: Callable[..., Any],
@@ -91,7 +91,7 @@ def verify(
     """Compares whole and split losses of a few samples. See `ElasticMBS.verify`."""
     if few.length < 2:
         raise UsageError(f"verify compares a whole with its parts, so it needs at least 2 samples, not {few.length}")
-    modules = parts.inventory.modules
+    modules = parts.model.modules
     modes = [module.training for module in modules]
     streams = parts.streams.read(hosts=True)
     parts.buffers.begin_call(modules, VerifyReport)
@@ -107,7 +107,7 @@ def verify(
         parts.streams.restore(streams)
 
 
-def _compare(parts: Parts, view: BatchView, counts: Counts, probe: _Probe, n: int) -> VerifyReport:
+def _compare(parts: Context, view: BatchView, counts: Counts, probe: _Probe, n: int) -> VerifyReport:
     whole = probe.losses(0, n)
     tolerance = TOLERANCE.get(probe.dtype, HALF_TOLERANCE)
     scale = max(1e-12, *(abs(value) for value in whole.values()))
@@ -132,7 +132,7 @@ def _compare(parts: Parts, view: BatchView, counts: Counts, probe: _Probe, n: in
     for name in wrong:
         what = "the loss" if name is None else f"the loss {name!r}"
         findings.append(_reason(what, whole[name], name, counts, view, probe, ones, halves, joined, near, reduction, n))
-    findings.extend(_known(modules=parts.inventory.modules))
+    findings.extend(_known(modules=parts.model.modules))
     return VerifyReport(not wrong, sum(whole.values()), sum(split.values()), tuple(findings))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from elastic_mbs.engine import misuse
-from elastic_mbs.engine.context import Parts
+from elastic_mbs.engine.context import Context
 from elastic_mbs.errors import MisuseError, OptimizerStepError, PoisonedDeviceError, UsageError
 from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.memory import oom
@@ -42,7 +42,7 @@ _TRIES = 4  # of our own bookkeeping, each after releasing what can be released
 class GuardedStep:
     """Steps optimizers, exactly or not at all."""
 
-    def __init__(self, context: Parts) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
         self._order = AttemptOrder()
 
@@ -166,7 +166,7 @@ class GuardedStep:
         return oom.classify(error, self._context.settings.recovery.is_oom)
 
     def _release(self) -> None:
-        oom.release(devices=self._context.inventory.devices(), thorough=True)
+        oom.release(devices=self._context.model.devices(), thorough=True)
 
 
 class _Step:

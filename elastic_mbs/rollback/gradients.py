@@ -1,35 +1,167 @@
-"""The gradients of a batch as they stand between two pieces: which tensor each leaf has, and how often it was written to.
+"""The ledger of gradients: which leaves a backward has committed to.
 
-Autograd makes a leaf's gradient, or adds to it in place, which moves its version by one. So two looks at all of them tell which leaves a backward has
-committed to, for a tenth of what hooks on the leaves cost. The same looks tell whether somebody else has touched a gradient in the middle of a batch.
+A *commit* is the moment a piece's contribution reaches a leaf's `.grad`. Autograd makes the gradient, or adds to it in place, which raises its
+version by one. So two looks at all gradients show which leaves a backward has committed to, without a hook on any of them, and whether other code has
+changed a gradient in the middle of a batch.
 
-Versions belong to memory, not to tensors: where gradients are views of one buffer, a commit to one moves them all. There hooks are needed.
+Versions belong to memory, not to tensors: where gradients are views of one buffer, a commit to one raises the version of all (`share_memory`).
 Source: torch/csrc/autograd/functions/accumulate_grad.h; shared/reference/autograd.md, "Gradients".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
+from typing import NamedTuple
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
-from elastic_mbs.errors import GradientsChangedError
+from elastic_mbs.errors import BackwardInsideError, GradientsChangedError
+
+Grads = list[torch.Tensor | None]
 
 NO_VERSION = -1
-"""Stands for the version of a gradient that is not there, or that has none: an inference tensor, which autograd does not write to."""
-
-UNUSUAL = -1
-"""Stands for a number of commits that cannot be told."""
+"""Version of a gradient that is not there, or of an inference tensor, which autograd does not write to."""
 
 _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 
-def _read(leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
-    """The gradients of `leaves` and their versions. Twice for every piece, so without a line of Python for each."""
-    grads: list[torch.Tensor | None] = list(map(_GRAD, leaves))
-    if grads and grads[0] is None and _none(grads):
+class Observation(NamedTuple):
+    """A look at the gradients of the model's leaves."""
+
+    commits: int | None  # since the last note; None where that needs a look at each leaf
+    grads: Grads
+    versions: list[int]
+
+
+class _Extra(NamedTuple):
+    """A leaf outside the model, and its gradient as it was noted. Held weakly: a step can make a new leaf for every piece."""
+
+    leaf: TensorWeakRef
+    grad: torch.Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, leaf: torch.Tensor) -> _Extra:
+        return cls(TensorWeakRef(leaf), leaf.grad, _version(leaf.grad))
+
+
+class Ledger:
+    """The leaves that a backward can reach, and their gradients as they were last noted.
+
+    Leaves of the model are known from the start. Extra leaves (a prompt, learned loss weights, a batch that requires grad) are added by the census of
+    a call and dropped at its end.
+    """
+
+    def __init__(self) -> None:
+        self._model: dict[int, torch.Tensor] = {}
+        self._leaves: list[torch.Tensor] = []
+        self._grads: Grads = []
+        self._versions: list[int] = []
+        self._extra: dict[int, _Extra] = {}
+
+    def set_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Makes these the model's leaves."""
+        self._model = {id(leaf): leaf for leaf in leaves}
+        self._leaves = list(self._model.values())
+        self.forget()
+
+    def add_extra(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Adds those of `leaves` that are not known yet, with their gradients as they are now; returns them."""
+        new = [leaf for leaf in leaves if leaf not in self]
+        self._extra.update((id(leaf), _Extra.of(leaf)) for leaf in new)
+        return new
+
+    def __contains__(self, leaf: object) -> bool:
+        extra = self._extra.get(id(leaf))
+        return id(leaf) in self._model or (extra is not None and extra.leaf() is leaf)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Every leaf that is still there."""
+        return [*self._leaves, *(leaf for extra in self._extra.values() if (leaf := extra.leaf()) is not None)]
+
+    def note(self) -> None:
+        """Notes all gradients as they are now."""
+        self._grads, self._versions = _read(self._leaves)
+        if self._extra:
+            alive = [leaf for extra in self._extra.values() if (leaf := extra.leaf()) is not None]
+            self._extra = {id(leaf): _Extra.of(leaf) for leaf in alive}
+
+    def forget(self) -> None:
+        """Drops the notes and the extra leaves: gradients can be changed freely, and are not kept alive."""
+        self._grads, self._versions = [], []
+        self._extra = {}
+
+    def with_gradient(self) -> set[int]:
+        """The ids of the model's leaves that had a gradient."""
+        if _all_none(self._grads):
+            return set()
+        return {id(leaf) for leaf, grad in zip(self._leaves, self._grads, strict=True) if grad is not None}
+
+    def unchanged(self) -> bool:
+        """Whether all gradients are the tensors that they were, and nothing was written to them."""
+        grads, versions = _read(self._leaves)
+        return versions == self._versions and all(map(is_, grads, self._grads)) and not (self._extra and self.changed())
+
+    def changed(self) -> list[torch.Tensor]:
+        """The leaves whose gradient was made, replaced or dropped since; and those whose gradient was written to, as often as it was."""
+        noted = [*zip(self._leaves, self._grads, self._versions, strict=True)]
+        noted += [(leaf, extra.grad, extra.version) for extra in self._extra.values() if (leaf := extra.leaf()) is not None]
+        found: list[torch.Tensor] = []
+        for leaf, before, version in noted:
+            grad = leaf.grad
+            found += [leaf] if grad is not before else [leaf] * (_version(grad) - version)
+        return found
+
+    def observe(self) -> Observation:
+        """Counts the commits since the last note."""
+        grads, versions = _read(self._leaves)
+        commits = None
+        if not self._extra:
+            if all(map(is_, grads, self._grads)):
+                commits = sum(versions) - sum(self._versions)
+            elif _all_none(self._grads) and not self.share_memory():
+                commits = sum(map(is_not, grads, repeat(None)))
+        return Observation(commits, grads, versions)
+
+    def accept(self, seen: Observation) -> None:
+        """Notes what was observed."""
+        _, self._grads, self._versions = seen
+
+    def share_memory(self) -> bool:
+        """Whether two leaves have gradients in one piece of memory, so that their versions are one."""
+        grads = [grad for grad in map(_GRAD, self.leaves() if self._extra else self._leaves) if grad is not None and grad.layout is torch.strided]
+        return len(set(map(_storage, grads))) < len(grads)
+
+    def check_unchanged(self) -> None:
+        """Checks that no other code has changed a gradient since the last note.
+
+        Raises:
+            BackwardInsideError: one has appeared, which a backward makes.
+            GradientsChangedError: one was cleared, replaced or edited.
+        """
+        changed = self.changed()
+        if not changed:
+            return
+        before = {id(leaf) for leaf, grad in zip(self._leaves, self._grads, strict=True) if grad is not None}
+        before.update(key for key, extra in self._extra.items() if extra.grad is not None)
+        if any(id(leaf) not in before and leaf.grad is not None for leaf in changed):
+            raise BackwardInsideError(
+                "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
+            )
+        leaf = changed[0]
+        raise GradientsChangedError(
+            f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
+            "call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step(), and leave backward() to the engine"
+        )
+
+
+def _read(leaves: Sequence[torch.Tensor]) -> tuple[Grads, list[int]]:
+    """The gradients of `leaves` and their versions. Runs twice for every piece, so it runs no line of Python for each leaf."""
+    grads: Grads = list(map(_GRAD, leaves))
+    if _all_none(grads):
         return grads, [NO_VERSION] * len(grads)
     try:
         return grads, list(map(_VERSION, grads))
@@ -37,7 +169,7 @@ def _read(leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], li
         return grads, [_version(grad) for grad in grads]
 
 
-def _none(grads: Sequence[torch.Tensor | None]) -> bool:
+def _all_none(grads: Grads) -> bool:
     return all(map(is_, grads, repeat(None)))
 
 
@@ -45,11 +177,19 @@ def _version(grad: torch.Tensor | None) -> int:
     return NO_VERSION if grad is None or grad.is_inference() else grad._version
 
 
+def _storage(grad: torch.Tensor) -> int:
+    place: int = grad.untyped_storage()._cdata
+    return place
+
+
+# ---------------------------------------------------------------------- gradients in one piece of memory
+
+
 def separate(leaves: Sequence[torch.Tensor]) -> None:
     """Gives the gradients of `leaves` memory of their own, where autograd has made several in one place.
 
-    It takes a gradient that nobody else holds for a leaf's own, without a copy. Where two leaves meet in one addition, each through a view, both are
-    given views of one tensor, and what the next piece adds to one is added to the other.
+    Autograd takes a gradient that has no other owner for a leaf's own, without a copy. Where two leaves meet in one addition, each through a view,
+    both get views of one tensor, and what the next piece adds to one is added to the other.
     """
     for leaf in overlapping(leaves):
         assert leaf.grad is not None
@@ -58,7 +198,7 @@ def separate(leaves: Sequence[torch.Tensor]) -> None:
 
 def overlapping(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those of `leaves` whose gradient lies where an earlier one's lies."""
-    held = [(grad.untyped_storage()._cdata, leaf, grad) for leaf in leaves if (grad := leaf.grad) is not None and grad.layout is torch.strided]
+    held = [(_storage(grad), leaf, grad) for leaf in leaves if (grad := leaf.grad) is not None and grad.layout is torch.strided]
     if len({storage for storage, _, _ in held}) == len(held):
         return []
     found: list[torch.Tensor] = []
@@ -72,80 +212,3 @@ def overlapping(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 found.append(leaf)
             places.append((start, stop))
     return found
-
-
-class GradientNotes:
-    """What was noted of the gradients of some leaves. It keeps them alive until the next note."""
-
-    def __init__(self) -> None:
-        self._leaves: Sequence[torch.Tensor] = ()
-        self._grads: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
-        self._latest: tuple[list[torch.Tensor | None], list[int]] = [], []
-
-    def note(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Notes the gradients of `leaves` as they are now."""
-        self._leaves = leaves
-        self._grads, self._versions = _read(leaves)
-        self._latest = [], []
-
-    def forget(self) -> None:
-        """Forgets them: gradients may be changed freely."""
-        self._leaves, self._grads, self._versions = (), [], []
-        self._latest = [], []
-
-    def filled(self) -> set[int]:
-        """The ids of the leaves that had a gradient."""
-        if _none(self._grads):
-            return set()
-        return {id(leaf) for leaf, grad in zip(self._leaves, self._grads, strict=True) if grad is not None}
-
-    def stayed(self) -> bool:
-        """Whether all gradients are the tensors that they were, and nothing was written to them."""
-        grads, versions = _read(self._leaves)
-        return versions == self._versions and all(map(is_, grads, self._grads))
-
-    def moved(self) -> list[torch.Tensor]:
-        """The leaves whose gradient was made, replaced or dropped since; and those to whose gradient something was written, as often as it was."""
-        found: list[torch.Tensor] = []
-        for leaf, before, version in zip(self._leaves, self._grads, self._versions, strict=True):
-            grad = leaf.grad
-            if grad is not before:
-                found.append(leaf)
-            elif (now := _version(grad)) != version:
-                found += [leaf] * (now - version)
-        return found
-
-    def commits(self) -> int:
-        """How many `moved`; `UNUSUAL` where one was dropped, or where they have come to share memory."""
-        self._latest = grads, versions = _read(self._leaves)
-        if all(map(is_, grads, self._grads)):
-            return sum(versions) - sum(self._versions)
-        if _none(self._grads):
-            return UNUSUAL if self.share_memory() else sum(map(is_not, grads, repeat(None)))
-        if any(grad is None and noted is not None for grad, noted in zip(grads, self._grads, strict=True)) or self.share_memory():
-            return UNUSUAL
-        pairs = zip(grads, self._grads, versions, self._versions, strict=True)
-        return sum([now - before if grad is noted else 1 for grad, noted, now, before in pairs])
-
-    def advance(self) -> None:
-        """Notes what `commits` has seen."""
-        self._grads, self._versions = self._latest
-        self._latest = [], []
-
-    def share_memory(self) -> bool:
-        """Whether two leaves have gradients in one piece of memory, so that their versions move together."""
-        storages = [grad.untyped_storage()._cdata for leaf in self._leaves if (grad := leaf.grad) is not None and grad.layout is torch.strided]
-        return len(set(storages)) < len(storages)
-
-    def refuse_touched(self) -> None:
-        """Refuses what somebody else has done to the gradients since.
-
-        Raises:
-            GradientsChangedError: one was cleared, replaced or edited.
-        """
-        for leaf in self.moved():
-            raise GradientsChangedError(
-                f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
-                "call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step(), and leave backward() to the engine"
-            )

@@ -15,7 +15,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import read_losses
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.controller.partition import longest
-from elastic_mbs.engine.model import Inventory
+from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify
 
@@ -45,7 +45,7 @@ def smallest(subject: Subject) -> int:
     given = subject.options.get("min_micro_batch_size")
     if given is not None:
         return int(given)
-    return 2 if Inventory((subject.model,)).normalises_batch() else 1
+    return 2 if TrainedModel((subject.model,)).normalises_batch() else 1
 
 
 def least(subject: Subject, steps: int) -> int:

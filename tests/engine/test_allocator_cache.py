@@ -73,7 +73,7 @@ def test_the_batch_goes_through_whole_again_when_as_much_memory_is_back_as_there
         model.zero_grad()
         policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
         with ElasticMBS(model, policy=policy, memory=MemoryOptions(sensor=Caching(budget), monitor_interval=0, wait_for_memory=0)) as mbs:
-            mbs._parts.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
+            mbs._context.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
 
             def pieces() -> int:
                 model.zero_grad()
@@ -97,7 +97,7 @@ def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is
         loss_of(model, batch).backward()
         cache = Caching(budget, waste=1.3)
         with ElasticMBS(model, micro_batch_size=32, memory=MemoryOptions(sensor=cache, monitor_interval=0, wait_for_memory=0)) as mbs:
-            mbs._parts.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
+            mbs._context.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
 
             def empty_caches(devices: object) -> None:
                 emptied.append(devices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ limit = pytest.fixture(fake_limit)
 
 def test_without_the_switch_there_is_no_guard(limit: Limit) -> None:
     for mbs in (elastic(mlp()), elastic(mlp(), host_guard=False), elastic(mlp(), host_guard=True, enabled=False)):
-        assert mbs._parts.guard is None
+        assert mbs._context.guard is None
     assert limit.seen == []
 
 
@@ -86,7 +85,7 @@ def test_the_limit_comes_back_whatever_ends_the_call(limit: Limit, error: BaseEx
 def test_an_interrupt_between_the_lines_of_the_engine_leaves_no_limit(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     mbs = elastic(model, host_guard=True)
-    guard = mbs._parts.guard
+    guard = mbs._context.guard
     assert guard is not None
     real = guard.renew
 
@@ -109,7 +108,7 @@ def test_closing_the_runtime_restores_the_limit(limit: Limit) -> None:
             break
         mbs.close()
         assert limit.soft == -1
-        guard = mbs._parts.guard
+        guard = mbs._context.guard
         assert guard is not None
         assert not guard._own._files
 
@@ -175,22 +174,3 @@ def test_an_error_of_onednn_far_from_the_limit_is_tried_once_and_then_raised(lim
     with pytest.raises(RuntimeError, match="could not create a primitive"):
         elastic(model, micro_batch_size=8, host_guard=True).backward(loss_fn, pairs())
     assert fail.count == 2
-
-
-@pytest.mark.parametrize("error", [MemoryError, lambda: RuntimeError("std::bad_alloc")])
-def test_a_heap_without_memory_in_backward_replays_the_batch_because_a_commit_may_be_unnoted(error: Callable[[], Exception]) -> None:
-    model, batch = mlp(), pairs()
-    wanted = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
-    events: list[Event] = []
-    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
-    mbs.backward(cross_entropy(model), batch)
-    model.zero_grad()
-    fail = FailOn(2, error=error)
-    leaf = next(model.parameters())
-    next(iter(mbs._parts.traits.values()))[1].counted = False  # so that hooks tell
-    mbs._parts.commits.listen()
-    mbs._parts.commits._hooks[id(leaf)].remove()  # the note of this leaf's commit is what there is no memory for
-    leaf.register_post_accumulate_grad_hook(lambda _: fail())
-    mbs.backward(cross_entropy(model), batch)
-    assert off_by(model, wanted) <= 1e-12
-    assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]

@@ -20,7 +20,7 @@ class Refusal(Exception):
 class Call:
     finished = False
 
-    def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         raise Refusal(type(optimizer).__name__)
 
 
@@ -120,7 +120,7 @@ def test_every_call_that_runs_is_asked_not_the_outermost_alone() -> None:
     asked: list[int] = []
 
     class Asked(Call):
-        def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+        def check_step(self, optimizer: torch.optim.Optimizer) -> None:
             asked.append(id(self))
 
     outer, inner = Asked(), Asked()

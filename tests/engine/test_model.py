@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_mbs import ElasticMBS, MemoryOptions, Policy
-from elastic_mbs.engine.model import Inventory
+from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 
@@ -18,7 +18,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
 
 
-def agrees(inventory: Inventory, *roots: nn.Module) -> bool:
+def agrees(inventory: TrainedModel, *roots: nn.Module) -> bool:
     """Whether it has exactly the modules and the trainable parameters of `roots`, each once."""
     modules = {id(module) for root in roots for module in root.modules()}
     leaves = {id(parameter) for root in roots for parameter in root.parameters() if parameter.requires_grad}
@@ -29,13 +29,13 @@ def agrees(inventory: Inventory, *roots: nn.Module) -> bool:
 def test_every_module_and_trainable_leaf_is_there_once() -> None:
     first, second = net(), net()
     second[2].weight = first[2].weight  # tied
-    assert agrees(Inventory([first, second, first[0]]), first, second)
+    assert agrees(TrainedModel([first, second, first[0]]), first, second)
 
 
 def test_frozen_parameters_and_empty_places_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     model[1].weight.requires_grad_(False)
-    inventory = Inventory([model])
+    inventory = TrainedModel([model])
     assert list(map(id, inventory.leaves)) == [id(model[0].weight), id(model[1].bias)]
 
 
@@ -66,7 +66,7 @@ def parametrize(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("change", [freeze, add_child, replace_child, remove_child, replace_parameter, parametrize])
 def test_a_change_of_the_model_is_found_once(change: Callable[[nn.Sequential], None]) -> None:
     model = net()
-    inventory = Inventory([model])
+    inventory = TrainedModel([model])
     generation = inventory.generation
     assert not inventory.refresh()
     change(model)
@@ -78,7 +78,7 @@ def test_a_change_of_the_model_is_found_once(change: Callable[[nn.Sequential], N
 
 def test_a_replaced_module_without_parameters_is_found() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
-    inventory = Inventory([model])
+    inventory = TrainedModel([model])
     model[1] = nn.BatchNorm1d(2, affine=False)
     inventory.refresh()
     assert inventory.normalises_batch()
@@ -87,7 +87,7 @@ def test_a_replaced_module_without_parameters_is_found() -> None:
 
 def test_a_replaced_module_is_let_go_of() -> None:
     model = net()
-    inventory = Inventory([model])
+    inventory = TrainedModel([model])
     old = weakref.ref(model[2])
     model[2] = nn.Linear(2, 1)
     inventory.refresh()
@@ -96,7 +96,7 @@ def test_a_replaced_module_is_let_go_of() -> None:
 
 
 def test_after_forget_everything_is_new() -> None:
-    inventory = Inventory([net()])
+    inventory = TrainedModel([net()])
     assert not inventory.refresh()
     inventory.forget()
     assert inventory.refresh()
@@ -105,7 +105,7 @@ def test_after_forget_everything_is_new() -> None:
 
 def test_leaves_go_by_their_parameter_names() -> None:
     first, second = net(), nn.Linear(1, 1)
-    inventory = Inventory([first, second])
+    inventory = TrainedModel([first, second])
     assert inventory.name_of(dict(first.named_parameters())["2.bias"]) == "parameter '2.bias'"
     assert inventory.name_of(second.weight) == "parameter 'weight'"
     assert inventory.name_of(torch.zeros(2, 3)) == "a leaf of shape (2, 3) outside the model"
@@ -113,9 +113,9 @@ def test_leaves_go_by_their_parameter_names() -> None:
 
 def test_devices_come_in_the_order_met() -> None:
     mixed = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1))
-    assert Inventory([mixed]).devices() == [torch.device("meta"), torch.device("cpu")]
-    assert Inventory([nn.Identity()]).devices() == [torch.device("cpu")]
-    assert Inventory([nn.BatchNorm1d(1, affine=False, device="meta")]).devices() == [torch.device("meta")]
+    assert TrainedModel([mixed]).devices() == [torch.device("meta"), torch.device("cpu")]
+    assert TrainedModel([nn.Identity()]).devices() == [torch.device("cpu")]
+    assert TrainedModel([nn.BatchNorm1d(1, affine=False, device="meta")]).devices() == [torch.device("meta")]
 
 
 @pytest.mark.parametrize(
@@ -130,37 +130,37 @@ def test_devices_come_in_the_order_met() -> None:
     ],
 )
 def test_batch_norm_that_would_use_the_batch_is_known(module: nn.Module, training: bool, expected: bool) -> None:
-    assert Inventory([nn.Sequential(nn.Identity(), module).train(training)]).normalises_batch() is expected
+    assert TrainedModel([nn.Sequential(nn.Identity(), module).train(training)]).normalises_batch() is expected
 
 
 def test_no_module_is_refused() -> None:
     with pytest.raises(UsageError, match="empty sequence; give the module"):
-        Inventory([])
+        TrainedModel([])
 
 
 @pytest.mark.parametrize(("value", "name"), [(3, "int"), (None, "NoneType"), (nn.Linear, "type"), (torch.zeros(1), "Tensor")])
 def test_what_is_no_module_is_refused_by_type(value: Any, name: str) -> None:
     with pytest.raises(UsageError, match=f"has a {name} in it; give a torch.nn.Module"):
-        Inventory([net(), value])
+        TrainedModel([net(), value])
 
 
 def test_data_parallel_is_refused_at_any_depth() -> None:
     wrapped = nn.DataParallel(net())
     for model in (wrapped, nn.Sequential(wrapped)):
         with pytest.raises(UnsupportedError, match="one process per device"):
-            Inventory([model])
+            TrainedModel([model])
 
 
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "FullyShardedDataParallel", "FSDPLinear"])
 def test_wrappers_with_collectives_are_refused_by_name(name: str) -> None:
     wrapper = type(name, (nn.Module,), {})
     with pytest.raises(UnsupportedError, match=f"{name} runs collectives"):
-        Inventory([nn.Sequential(wrapper())])
+        TrainedModel([nn.Sequential(wrapper())])
 
 
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused() -> None:
     with pytest.raises((UsageError, UnsupportedError), match=r"[Ll]azy|initiali"):
-        Inventory([nn.Sequential(nn.LazyLinear(3))])
+        TrainedModel([nn.Sequential(nn.LazyLinear(3))])
 
 
 def test_the_statistics_of_a_replaced_norm_are_put_back_after_a_failure() -> None:

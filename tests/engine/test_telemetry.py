@@ -23,7 +23,7 @@ from elastic_mbs import (
     Policy,
     Unavailable,
 )
-from elastic_mbs.engine import telemetry
+from elastic_mbs.engine import call, telemetry
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.engine.telemetry import Figures, Telemetry, memory_figures
 from elastic_mbs.events import EventLog
@@ -77,8 +77,8 @@ class LateTelemetry(Telemetry):
 def runtime(heard: Heard, kind: type[Telemetry] = Telemetry, **options: Any) -> tuple[ElasticMBS, Any, Clock, nn.Module]:
     model, clock = mlp(), Clock()
     mbs = elastic(model, on_event=heard, **options)
-    mbs._parts.telemetry = kind(mbs._parts.log, clock)
-    return mbs, mbs._parts.telemetry, clock, model
+    mbs._context.telemetry = kind(mbs._context.log, clock)
+    return mbs, mbs._context.telemetry, clock, model
 
 
 # ---------------------------------------------------------------------- where nobody listens
@@ -88,10 +88,10 @@ def test_without_a_sink_or_a_log_no_call_is_told_of(monkeypatch: pytest.MonkeyPa
     def never(*_: object, **__: object) -> CallDone:
         raise AssertionError("CallDone was built")
 
-    monkeypatch.setattr(telemetry, "CallDone", never)
+    monkeypatch.setattr(call, "CallDone", never)
     model = mlp()
     with elastic(model, micro_batch_size=4) as mbs:
-        assert mbs._parts.telemetry is None
+        assert mbs._context.telemetry is None
         mbs.backward(cross_entropy(model), pairs())
         mbs.eval(lambda batch: model(batch[0]), pairs())
     with pytest.raises(AssertionError, match="CallDone was built"), elastic(model, on_event=print) as mbs:  # this test can fail
@@ -359,8 +359,8 @@ def test_a_users_sink_that_raises_at_the_end_keeps_no_file_open() -> None:
             raise ZeroDivisionError
 
     mbs, _, _, model = runtime(heard, LateTelemetry)
-    mbs._parts.log._sinks = (heard, broken)
-    mbs._parts.log._closing = (heard,)
+    mbs._context.log._sinks = (heard, broken)
+    mbs._context.log._closing = (heard,)
     mbs.backward(cross_entropy(model), pairs())
     with pytest.raises(ZeroDivisionError):
         mbs.close()

@@ -18,7 +18,3 @@ def settled(model: nn.Module, loss_fn: Callable[..., Any], batch: Any, door: int
         through(door, mbs, loss_fn, batch)
     model.zero_grad()
     return mbs
-
-
-def hooks_on(model: nn.Module) -> int:
-    return sum(len(leaf._post_accumulate_grad_hooks or ()) for leaf in model.parameters())

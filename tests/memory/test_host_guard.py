@@ -320,6 +320,6 @@ def test_a_model_that_moves_away_is_refused_at_the_next_call(limit: Limit) -> No
     mbs = elastic(model, host_guard=True)
     mbs.backward(cross_entropy(model), pairs())
     model.to("meta")
-    mbs._parts.inventory.refresh()  # new parameters there; on CUDA they stay the same objects
+    mbs._context.model.refresh()  # new parameters there; on CUDA they stay the same objects
     with pytest.raises(UsageError, match="train on the CPU"):
         mbs.backward(cross_entropy(model), pairs())

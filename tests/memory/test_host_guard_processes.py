@@ -86,9 +86,9 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
             for _ in range(15):
                 memory = MemoryOptions(host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0)
                 mbs = ElasticMBS(model, micro_batch_size=len(x), memory=memory)
-                mbs._parts.guard._cgroup = group
+                mbs._context.guard._cgroup = group
                 events = []
-                mbs._parts.log._sinks = (events.append,)
+                mbs._context.log._sinks = (events.append,)
                 model.zero_grad()
                 group.leave(random_rooms.randrange(*rooms) * MEBI)
                 result = mbs.backward(loss_fn, (x, y))
@@ -129,7 +129,7 @@ def test_a_micro_batch_of_one_that_does_not_fit_ends_with_a_typed_error_and_a_us
         before = resource.getrlimit(resource.RLIMIT_DATA)
         group, model = Group(), nn.Linear(4, 4).double()
         mbs = ElasticMBS(model, memory=MemoryOptions(host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0))
-        mbs._parts.guard._cgroup = group
+        mbs._context.guard._cgroup = group
         group.leave(4 * MEBI)
         big = 64 * MEBI
         loss_fn = lambda batch: (model(batch) * torch.ones(big, dtype=torch.uint8)[0]).sum()

@@ -107,7 +107,7 @@ def test_at_the_floor_the_biggest_holders_and_the_doubt_are_named() -> None:
     sensor = Fixed(replace(ROOM, doubt=LOST, holders=holders))
     mbs = elastic(model, micro_batch_size=1, sensor=sensor, wait_for_memory=2.0, on_event=events.append)
     naps: list[float] = []
-    mbs._parts.sleep = naps.append
+    mbs._context.sleep = naps.append
 
     def loss_fn(piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         fail()

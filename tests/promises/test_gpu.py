@@ -489,7 +489,9 @@ def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(devic
         mbs.optimizer_step(optimizer)
         mbs.close()
     tries = [event.action for event in events if isinstance(event, OptimizerOutOfMemory)]
-    assert tries == ([] if implementation == "fused" else ["with the caches let go of", "one parameter at a time"])
+    released = ["with the caches let go of"]
+    # Where the state of a fused step is new, the copies are what does not fit; one whose state is there takes none.
+    assert tries == ([*released, "one parameter at a time"] if implementation != "fused" else released if first else [])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_mbs.errors import GradientsChangedError
-from elastic_mbs.rollback.gradients import GradientNotes
+from elastic_mbs.errors import BackwardInsideError, GradientsChangedError
+from elastic_mbs.rollback.gradients import Ledger
 
 
 def leaves(count: int, *, filled: bool = True) -> list[Tensor]:
@@ -21,10 +21,15 @@ def leaves(count: int, *, filled: bool = True) -> list[Tensor]:
     return made
 
 
-def noted(model: list[Tensor]) -> GradientNotes:
-    notes = GradientNotes()
-    notes.note(model)
-    return notes
+def noted(model: list[Tensor]) -> Ledger:
+    ledger = Ledger()
+    ledger.set_leaves(model)
+    ledger.note()
+    return ledger
+
+
+def commits(ledger: Ledger) -> int | None:
+    return ledger.observe().commits
 
 
 def clear(leaf: Tensor) -> None:
@@ -51,36 +56,36 @@ def accumulate(leaf: Tensor) -> None:
 @pytest.mark.parametrize("count", [1, 2, 100, 1000])
 def test_clearing_gradients_is_noticed_and_named(count: int) -> None:
     model = leaves(count)
-    notes = noted(model)
-    assert notes.stayed()
-    notes.refuse_touched()
+    ledger = noted(model)
+    assert ledger.unchanged()
+    ledger.check_unchanged()
     for leaf in model:
         leaf.grad = None
-    assert not notes.stayed()
+    assert not ledger.unchanged()
     with pytest.raises(GradientsChangedError, match=r"shape \(2,\) was cleared.*zero_grad\(\)"):
-        notes.refuse_touched()
+        ledger.check_unchanged()
 
 
 @pytest.mark.parametrize("edit", [zero, replace, clip, accumulate])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_an_edit_of_any_gradient_is_noticed(edit: Callable[[Tensor], None], which: int) -> None:
     model = leaves(3)
-    notes = noted(model)
+    ledger = noted(model)
     edit(model[which])
-    assert not notes.stayed()
-    assert {id(leaf) for leaf in notes.moved()} == {id(model[which])}
+    assert not ledger.unchanged()
+    assert {id(leaf) for leaf in ledger.changed()} == {id(model[which])}
     with pytest.raises(GradientsChangedError, match="was changed in the middle of a batch"):
-        notes.refuse_touched()
+        ledger.check_unchanged()
 
 
 def test_a_gradient_that_appears_is_noticed() -> None:
     model = leaves(2, filled=False)
-    notes = noted(model)
+    ledger = noted(model)
     model[1].grad = torch.ones(2)
-    assert not notes.stayed()
-    assert notes.commits() == 1
-    with pytest.raises(GradientsChangedError):
-        notes.refuse_touched()
+    assert not ledger.unchanged()
+    assert commits(ledger) == 1
+    with pytest.raises(BackwardInsideError):
+        ledger.check_unchanged()
 
 
 @given(
@@ -91,39 +96,69 @@ def test_each_backward_counts_once_for_each_leaf_that_it_reaches(filled: list[bo
     model = [torch.zeros(2, requires_grad=True) for _ in filled]
     for leaf, full in zip(model, filled, strict=True):
         leaf.grad = torch.ones(2) if full else None
-    notes = noted(model)
-    assert notes.filled() == {id(leaf) for leaf, full in zip(model, filled, strict=True) if full}
+    ledger = noted(model)
+    assert ledger.with_gradient() == {id(leaf) for leaf, full in zip(model, filled, strict=True) if full}
     for reached in backwards:
         once = sorted({place % len(model) for place in reached})
         if once:
             torch.stack([model[place].sum() for place in once for _ in range(2)]).sum().backward()  # twice in a graph is one commit
-        assert notes.commits() == len(once)
-        assert Counter(map(id, notes.moved())) == Counter(id(model[place]) for place in once)
-        notes.advance()
-        assert notes.stayed()
-        assert notes.moved() == []
+        assert commits(ledger) in (len(once), None)
+        assert Counter(map(id, ledger.changed())) == Counter(id(model[place]) for place in once)
+        ledger.accept(ledger.observe())
+        assert ledger.unchanged()
+        assert ledger.changed() == []
+
+
+def test_leaves_that_had_no_gradient_beside_some_that_had_one_need_a_look_at_each() -> None:
+    model = leaves(2)
+    model[0].grad = None
+    ledger = noted(model)
+    accumulate(model[0])
+    assert commits(ledger) is None
+    assert [id(leaf) for leaf in ledger.changed()] == [id(model[0])]
+
+
+def test_extra_leaves_are_known_until_the_notes_are_dropped_and_not_kept_alive() -> None:
+    model, prompt = leaves(1, filled=False), torch.zeros(2, requires_grad=True)
+    ledger = noted(model)
+    assert [id(leaf) for leaf in ledger.add_extra([*model, prompt])] == [id(prompt)]
+    assert ledger.add_extra([prompt]) == []
+    (model[0] * prompt).sum().backward()
+    assert commits(ledger) is None
+    assert Counter(map(id, ledger.changed())) == Counter([id(model[0]), id(prompt)])
+    ledger.note()
+    assert ledger.unchanged()
+    accumulate(prompt)
+    assert [id(leaf) for leaf in ledger.changed()] == [id(prompt)]
+    assert prompt in ledger
+    alive = weakref.ref(prompt)
+    del prompt
+    assert alive() is None
+    assert [id(leaf) for leaf in ledger.leaves()] == [id(model[0])]
+    ledger.forget()
+    assert ledger.leaves() == model
 
 
 def test_two_backwards_between_two_notes_count_twice_where_a_gradient_was_there() -> None:
     model = leaves(2)
-    notes = noted(model)
+    ledger = noted(model)
     for _ in range(2):
         accumulate(model[0])
-    assert notes.commits() == 2
-    assert [id(leaf) for leaf in notes.moved()] == [id(model[0])] * 2
+    assert commits(ledger) == 2
+    assert [id(leaf) for leaf in ledger.changed()] == [id(model[0])] * 2
 
 
-def test_after_forgetting_gradients_may_change_and_are_not_kept_alive() -> None:
+def test_gradients_whose_notes_are_dropped_are_not_kept_alive() -> None:
     model = leaves(2)
-    notes = noted(model)
-    notes.commits()
+    ledger = noted(model)
+    commits(ledger)
     assert model[0].grad is not None
     gradient = weakref.ref(model[0].grad)
-    notes.forget()
+    ledger.forget()
     model[0].grad = None
     assert gradient() is None
-    assert notes.stayed()
-    notes.refuse_touched()
+    ledger.note()
+    assert ledger.unchanged()
 
 
 def views(model: list[Tensor]) -> None:
@@ -139,30 +174,30 @@ def detached(model: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("share", [views, detached])
-def test_gradients_in_one_piece_of_memory_are_told_apart_from_others(share: Callable[[list[Tensor]], None]) -> None:
+def test_gradients_that_share_memory_are_recognised(share: Callable[[list[Tensor]], None]) -> None:
     model = leaves(3)
-    notes = noted(model)
-    assert not notes.share_memory()
+    ledger = noted(model)
+    assert not ledger.share_memory()
     share(model)
-    notes.note(model)
-    assert notes.share_memory()
+    ledger.note()
+    assert ledger.share_memory()
     accumulate(model[0])
-    assert notes.commits() == 3  # which is why they have to be told apart
+    assert commits(ledger) == 3  # which is why they have to be told apart
     for leaf in model[:-1]:
         leaf.grad = None
-    notes.note(model)
-    assert not notes.share_memory()
+    ledger.note()
+    assert not ledger.share_memory()
 
 
 def test_sparse_gradients_are_counted_whether_autograd_adds_in_place_or_not() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
-    notes = noted([embedding.weight])
+    ledger = noted([embedding.weight])
     for _ in range(3):
         embedding(torch.tensor([1, 2])).sum().backward()
-        assert notes.commits() == 1
-        notes.advance()
-    assert not notes.share_memory()
+        assert commits(ledger) == 1
+        ledger.accept(ledger.observe())
+    assert not ledger.share_memory()
     embedding.weight.grad = torch.zeros(5, 2)
-    notes.note([embedding.weight])
+    ledger.note()
     embedding(torch.tensor([1, 2])).sum().backward()  # dense plus sparse
-    assert notes.commits() == 1
+    assert commits(ledger) == 1

@@ -1,22 +1,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
-import io
-import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from elastic_mbs.rollback.graph import Census, CommitLog, drain, has_foreign_hook, walk
+from elastic_mbs.rollback.gradients import Ledger
+from elastic_mbs.rollback.graph import Census, drain, has_hook, has_hook_after, walk
 from elastic_mbs.testing import InjectOOM
 
 F64 = torch.float64
@@ -157,86 +153,46 @@ def test_the_walk_still_works_on_a_graph_whose_backward_has_run_or_failed() -> N
     assert (ids(census_of(loss).leaves), census_of(loss).normalises_batch) == (ids(before.leaves), True)
 
 
-# ---------------------------------------------------------------------- the log
+# ---------------------------------------------------------------------- what a backward has reached
 
 
-def test_a_tied_weight_commits_once_in_a_backward() -> None:
-    log, tied, other = CommitLog(), leaf(3, 3), leaf(3)
-    log.watch([tied, other])
-    x = torch.randn(2, 3, dtype=F64)
-    log.clear()
-    (x @ tied @ tied + other).sum().backward()
-    assert sorted(map(id, list(log.fired))) == ids([tied, other])
-    assert len(log.fired) == 2
+def test_a_tied_weight_commits_once_in_a_backward_and_once_in_each_reentrant_checkpoint() -> None:
+    for times, wrap in ((1, plain), (3, checkpoint_reentrant), (1, checkpoint_plain)):
+        tied, x = leaf(3, 3), leaf(2, 3)
+        tied.grad = torch.zeros_like(tied)
+        ledger = Ledger()
+        ledger.set_leaves([tied])
+        ledger.note()
+        for _ in range(3):
+            x = wrap(partial(tanh_of, tied), x)
+        x.sum().backward()
+        assert len(ledger.changed()) == times
 
 
-def test_a_weight_in_several_reentrant_checkpoints_commits_once_in_each() -> None:
-    log, tied, x = CommitLog(), leaf(3, 3), leaf(2, 3)
-    log.watch([tied])
-    for _ in range(3):
-        x = checkpoint(lambda y: torch.tanh(y @ tied), x, use_reentrant=True)
-    log.clear()
-    x.sum().backward()
-    assert list(map(id, list(log.fired))) == [id(tied)] * 3
+def tanh_of(weight: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x @ weight)
 
 
-def test_a_weight_in_several_checkpoints_that_are_not_reentrant_commits_once() -> None:
-    log, tied, x = CommitLog(), leaf(3, 3), leaf(2, 3)
-    log.watch([tied])
-    for _ in range(3):
-        x = checkpoint(lambda y: torch.tanh(y @ tied), x, use_reentrant=False)
-    log.clear()
-    x.sum().backward()
-    assert list(map(id, list(log.fired))) == [id(tied)]
+def plain(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
 
 
-def test_begin_starts_a_new_attempt() -> None:
-    log, w = CommitLog(), leaf(2)
-    log.watch([w])
-    log.clear()
-    w.sum().backward()
-    log.clear()
-    assert len(log.fired) == 0
-    assert list(log.fired) == []
-    w.sum().backward()
-    assert len(log.fired) == 1
+def checkpoint_reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(function, x, use_reentrant=True)
+    return out
 
 
-def test_what_happens_to_the_leaves_outside_an_attempt_does_not_count_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_mbs.rollback.graph.MOST", 3)
-    log, w = CommitLog(), leaf(2)
-    log.watch([w])
-    for _ in range(5):
-        w.sum().backward()
-    assert len(log.fired) == 3, "what nobody clears is kept up to a limit"
-    log.clear()
-    assert list(log.fired) == []
-    w.sum().backward()
-    assert next(iter(log.fired)) is w
-    log.clear()
-    assert list(log.fired) == []
+def checkpoint_plain(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(function, x, use_reentrant=False)
+    return out
 
 
-def test_a_commit_is_noted_although_a_hook_of_the_users_fails_after_it() -> None:
-    log, w = CommitLog(), leaf(2)
-
-    def fail(_: Tensor) -> None:
-        raise KeyError
-
-    w.register_post_accumulate_grad_hook(fail)
-    log.watch([w])
-    log.clear()
-    with pytest.raises(KeyError):
-        w.sum().backward()
-    assert list(map(id, list(log.fired))) == [id(w)]
-
-
-def test_hooks_of_others_are_told_from_ours() -> None:
-    log, plain, hooked, observed = CommitLog(), leaf(2), leaf(2), leaf(2)
-    log.watch([plain, hooked, observed])
+def test_hooks_of_the_user_are_seen() -> None:
+    plain, hooked, observed = leaf(2), leaf(2), leaf(2)
     hooked.register_hook(lambda grad: grad)
     observed.register_post_accumulate_grad_hook(lambda _: None)
-    assert [has_foreign_hook(w) for w in (plain, hooked, observed, leaf(1))] == [False, True, True, False]
+    assert [has_hook(w) for w in (plain, hooked, observed)] == [False, True, True]
+    assert [has_hook_after(w) for w in (plain, hooked, observed)] == [False, False, True]
 
 
 def deep(width: int = 3, depth: int = 3) -> tuple[nn.Module, Tensor]:
@@ -244,188 +200,31 @@ def deep(width: int = 3, depth: int = 3) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers).double(), torch.randn(4, width, dtype=F64)
 
 
-def test_marks_are_exactly_the_leaves_that_a_failed_backward_reached() -> None:
+@pytest.mark.parametrize("filled", [False, True])
+def test_exactly_the_leaves_that_a_failed_backward_reached_have_changed(filled: bool) -> None:
     model, x = deep()
     leaves = list(model.parameters())
-    log = CommitLog()
-    log.watch(leaves)
+    ledger = Ledger()
+    ledger.set_leaves(leaves)
     partial = at = 0
     while True:
         at += 1
-        model.zero_grad(set_to_none=True)
-        log.clear()
+        for w in leaves:
+            w.grad = torch.zeros_like(w) if filled else None
+        ledger.note()
         loss = model(x).square().sum()
         with InjectOOM(at=[at]) as oom, contextlib.suppress(torch.OutOfMemoryError):
             loss.backward()
-        assert ids(list(log.fired)) == ids(w for w in leaves if w.grad is not None)
-        partial += 0 < len(log.fired) < len(leaves)
+        changed = ledger.changed()
+        assert ids(changed) == ids(w for w in leaves if w.grad is not None and w.grad.any())
+        partial += 0 < len(changed) < len(leaves)
         if not oom.hits:
             break
-    assert len(log.fired) == len(leaves)
+    assert len(changed) == len(leaves)
     assert partial >= 5
 
 
-def test_marks_are_right_where_all_gradients_are_views_of_one_buffer() -> None:
-    model, x = deep()
-    leaves = list(model.parameters())
-    flat = torch.zeros(sum(w.numel() for w in leaves), dtype=F64)
-    for w, view in zip(leaves, flat.split([w.numel() for w in leaves]), strict=True):
-        w.grad = view.view_as(w)
-    log = CommitLog()
-    log.watch(leaves)
-    partial = at = 0
-    while True:
-        at += 1
-        flat.zero_()
-        log.clear()
-        loss = model(x).square().sum()
-        with InjectOOM(at=[at]) as oom, contextlib.suppress(torch.OutOfMemoryError):
-            loss.backward()
-        assert ids(list(log.fired)) == ids(w for w in leaves if w.grad is not None and w.grad.any())
-        partial += 0 < len(log.fired) < len(leaves)
-        if not oom.hits:
-            break
-    assert len(log.fired) == len(leaves)
-    assert partial >= 3
-
-
-def hooks_on(w: Tensor) -> int:
-    return len(getattr(w, "_post_accumulate_grad_hooks", None) or ())
-
-
-def test_watch_follows_the_leaves_it_is_given() -> None:
-    log, kept, dropped, new = CommitLog(), leaf(2), leaf(2), leaf(2)
-    log.watch([kept, dropped])
-    log.watch([kept, new])
-    assert [hooks_on(w) for w in (kept, dropped, new)] == [1, 0, 1]
-    log.clear()
-    (kept + dropped + new).sum().backward()
-    assert ids(list(log.fired)) == ids([kept, new])
-    assert ids(log.leaves()) == ids([kept, new])
-    assert [log.watches(w) for w in (kept, dropped, new)] == [True, False, True]
-
-
-def test_watching_twice_marks_once() -> None:
-    log, w = CommitLog(), leaf(2)
-    log.watch([w, w])
-    log.watch([w])
-    assert log.watch_guests([w]) == []
-    log.clear()
-    w.sum().backward()
-    assert len(log.fired) == 1
-
-
-def test_a_guest_is_watched_until_it_is_forgotten() -> None:
-    log, own, guest = CommitLog(), leaf(2), leaf(2)
-    log.watch([own])
-    assert list(map(id, log.watch_guests([own, guest]))) == [id(guest)]
-    log.clear()
-    (own * guest).sum().backward()
-    assert ids(list(log.fired)) == ids([own, guest])
-    log.forget_guests()
-    log.clear()
-    (own * guest).sum().backward()
-    assert list(map(id, list(log.fired))) == [id(own)]
-    assert hooks_on(guest) == 0
-
-
-def test_a_guest_that_becomes_the_models_own_stays_watched_and_marks_once() -> None:
-    log, w = CommitLog(), leaf(2)
-    log.watch_guests([w])
-    log.watch([w])
-    log.forget_guests()
-    log.clear()
-    w.sum().backward()
-    assert (len(log.fired), hooks_on(w)) == (1, 1)
-
-
-def test_guests_do_not_outlive_their_call() -> None:
-    log = CommitLog()
-
-    def call() -> weakref.ref[Tensor]:
-        prompt = leaf(3)
-        log.watch_guests([prompt])
-        log.clear()
-        prompt.sum().backward()
-        log.forget_guests()
-        log.clear()
-        return weakref.ref(prompt)
-
-    gc.disable()
-    try:
-        assert call()() is None
-    finally:
-        gc.enable()
-
-
-def test_a_guest_is_not_kept_alive_while_it_is_watched() -> None:
-    log, prompt = CommitLog(), leaf(3)
-    log.watch_guests([prompt])
-    assert log.watches(prompt)
-    alive = weakref.ref(prompt)
-    gc.disable()
-    try:
-        del prompt
-        assert alive() is None
-        assert log.leaves() == []
-    finally:
-        gc.enable()
-
-
-def test_a_log_that_is_dropped_takes_its_hooks_along() -> None:
-    own, guest = leaf(2), leaf(2)
-    log = CommitLog()
-    log.watch([own])
-    log.watch_guests([guest])
-    alive = weakref.ref(log)
-    gc.disable()
-    try:
-        del log
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert [hooks_on(own), hooks_on(guest)] == [0, 0]
-    (own + guest).sum().backward()
-
-
-@given(st.lists(st.tuples(st.sampled_from(["watch", "guests", "forget"]), st.sets(st.integers(0, 4))), max_size=8))
-def test_no_history_of_watching_leaves_a_hook_behind(steps: list[tuple[str, set[int]]]) -> None:
-    log, leaves = CommitLog(), [leaf(1) for _ in range(5)]
-    for step, chosen in steps:
-        if step == "watch":
-            log.watch([leaves[i] for i in chosen])
-        elif step == "guests":
-            log.watch_guests([leaves[i] for i in chosen])
-        else:
-            log.forget_guests()
-        assert [hooks_on(w) for w in leaves] == [int(log.watches(w)) for w in leaves]
-        assert ids(log.leaves()) == ids(w for w in leaves if log.watches(w))
-    log.close()
-    assert [hooks_on(w) for w in leaves] == [0] * 5
-    log.clear()
-    torch.cat(leaves).sum().backward()
-    assert len(log.fired) == 0
-
-
-def test_a_watched_model_can_be_copied_and_saved_and_its_copies_are_not_watched() -> None:
-    model, x = deep()
-    log = CommitLog()
-    log.watch(model.parameters())
-    stored = io.BytesIO()
-    torch.save(model, stored)
-    stored.seek(0)
-    for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
-        log.clear()
-        other(x).sum().backward()
-        assert len(log.fired) == 0
-
-
-# ---------------------------------------------------------------------- backwards inside a backward
-
-
 def test_drain_changes_no_gradient() -> None:
-    log, w = CommitLog(), leaf(2)
-    log.watch([w])
+    w = leaf(2)
     drain([torch.device("cpu")])
     assert w.grad is None
-    assert len(log.fired) == 0

@@ -218,9 +218,9 @@ def test_a_sensor_that_is_a_meter_takes_the_meters_place() -> None:
     # resident memory, which a CPU's own meter reads, cannot be held against the capacity of such a memory
     model = torch.nn.Linear(4, 4)
     with BudgetLimit() as memory, ElasticMBS(model, memory=MemoryOptions(sensor=memory.sensor, monitor_interval=0)) as mbs:
-        assert mbs._parts.meter is memory.sensor
+        assert mbs._context.meter is memory.sensor
     with BudgetLimit() as memory, ElasticMBS(model, memory=MemoryOptions(sensor=NoSensor(""), monitor_interval=0)) as mbs:
-        assert mbs._parts.meter is memory.budget
+        assert mbs._context.meter is memory.budget
 
 
 def test_leaving_by_an_error_lifts_the_limit_as_well() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import OptimizerInBackwardError
+from elastic_mbs.engine.backward import backward
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.settled import settled
 from tests.helpers.steps import cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
@@ -171,3 +173,20 @@ def test_two_step_functions_under_one_decorator_are_learned_apart() -> None:
     assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12
     assert scale.grad is not None
     assert torch.allclose(scale.grad, cross_entropy(model)(batch), rtol=1e-12)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_backward_gives_the_same_bits_as_torchs(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_mbs.engine.backward._PRIVATE_ENTRY", private)
+    model, batch = mlp(), pairs()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    wanted = copy.deepcopy(model)
+    for parameter, twin in zip(model.parameters(), wanted.parameters(), strict=True):
+        twin.grad = torch.full_like(parameter, 0.1)
+    torch.autograd.backward(cross_entropy(wanted)(batch))
+    backward(cross_entropy(model)(batch))
+    for parameter, twin in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert twin.grad is not None
+        assert torch.equal(parameter.grad, twin.grad)

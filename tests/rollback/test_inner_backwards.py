@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_mbs.rollback.graph import Census, walk
-from elastic_mbs.rollback.inner_backward import inner_backwards
+from elastic_mbs.rollback.graph import Census, inner_backwards, walk
 
 
 def census_of(loss: Tensor) -> Census:

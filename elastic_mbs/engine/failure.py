@@ -1,0 +1,91 @@
+"""What is noted of a failed attempt while its exception is alive: strings and numbers, so that nothing of the attempt is kept alive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from elastic_mbs.batch.schedule import Range
+from elastic_mbs.controller.partition import partition
+from elastic_mbs.engine.state import Attempt, CallState, Failure, Phase
+from elastic_mbs.memory import oom
+from elastic_mbs.rollback.graph import drain, has_hook_after, walk
+
+
+def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
+    """Notes what can be known of a failed attempt and drops its graph.
+
+    Returns:
+        Whether `error` is out-of-memory. If not, nothing was changed and it has to pass through.
+    """
+    verdict = _classify(state, attempt, error)
+    if verdict is None:
+        return False
+    ledger, phase = state.context.ledger, state.phase
+    if phase is Phase.FORWARD and state.training:
+        state.check_gradients()
+    drain({leaf.device for leaf in ledger.leaves()})
+    committed: list[torch.Tensor] = []
+    indistinct = False
+    if phase in (Phase.BACKWARD, Phase.COMMIT):
+        committed = ledger.changed()
+        indistinct = ledger.share_memory() or any(map(has_hook_after, ledger.leaves()))
+    unknown: tuple[str, ...] = ()
+    normalises_batch = surprising = False
+    root = attempt.root
+    if root is not None:
+        census = walk(root)
+        unknown = tuple(str(tuple(leaf.shape)) for leaf in census.leaves if leaf.grad is not None and leaf not in ledger)
+        normalises_batch = census.normalises_batch
+        ids = set(map(id, committed))
+        surprising = len(ids) < len(committed) or not ids <= set(map(id, census.leaves)) or not census.custom <= state.profile.custom
+    state.failure = Failure(
+        piece=attempt.piece,
+        phase=phase,
+        verdict=verdict,
+        committed=state.mark(committed),
+        unknown=unknown,
+        normalises_batch=normalises_batch,
+        surprising=surprising,
+        indistinct=indistinct,
+        edited=state.view.versions() != state.batch_versions and not state.edited,
+        streams=attempt.streams,
+    )
+    _drop(state, attempt, error)
+    state.phase = Phase.FAILED
+    return True
+
+
+def splits(state: CallState, piece: Range, size: int) -> bool:
+    """Whether a piece can be cut at a size."""
+    limits = state.context.settings.limits
+    return len(partition(piece.start, piece.stop, size, minimum=limits.minimum, align=limits.align)) > 1
+
+
+def _classify(state: CallState, attempt: Attempt, error: Exception) -> oom.Verdict | None:
+    context = state.context
+    verdict = oom.classify(error, context.settings.recovery.is_oom)
+    if verdict is None or verdict.kind is not oom.Kind.MASKED:
+        return verdict
+    if context.guard is not None and context.guard.explains(verdict.message):
+        return replace(verdict, kind=oom.Kind.HOST)
+    if state.tried_masked or not splits(state, attempt.piece, max(1, len(attempt) // 2)):
+        return None
+    state.tried_masked = True
+    context.warn_once(
+        f"masked:{verdict.message}",
+        f"this error is often a hidden out-of-memory; trying once with half the micro-batch: {verdict.message}",
+    )
+    return verdict
+
+
+def _drop(state: CallState, attempt: Attempt, error: Exception) -> None:
+    """Drops the attempt's tensors, and the references of the exception's frames to them."""
+    if state.table is not None:
+        state.table.empty()
+        for loss in attempt.terms:
+            if not loss._is_view():
+                loss.detach_()  # the caller still holds it, and through it whatever checkpointing was recomputing
+    attempt.drop()
+    oom.forget(error)

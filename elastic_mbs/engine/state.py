@@ -1,0 +1,267 @@
+"""All data of one call.
+
+begin            backward()                 end
+WAITING ─────────► FORWARD ───────────► BACKWARD ────► COMMIT ─────────► WAITING …    → DONE
+▲                  │ OOM                │ OOM          │ OOM
+└── recover() ◄── FAILED ◄──────────────┴──────────────┘       any other error → abort() → DONE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils.weak import TensorWeakRef
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.schedule import Range, Schedule
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.controller.messages import Key, Plan
+from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.profile import LossProfile
+from elastic_mbs.engine.result import StepResult, StoredOutput
+from elastic_mbs.memory.oom import Verdict
+from elastic_mbs.options import OutputPlace
+from elastic_mbs.rollback.graph import has_hook_after
+from elastic_mbs.rollback.isolation import Isolation
+from elastic_mbs.rollback.random_streams import StreamState
+from elastic_mbs.rollback.saved_tensors import SavedTensorTable
+
+
+class Phase(Enum):
+    """Where a call is. The values are the words of `OutOfMemory.phase`."""
+
+    WAITING = "load"  # between two attempts, or loading the next piece
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMMIT = "commit"
+    FAILED = "failed"  # an attempt ran out of memory, and was not recovered from yet
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt at one piece of the batch."""
+
+    piece: Range
+    streams: StreamState | None = None  # random streams at its start; None until they were read
+    data: Any = None  # the piece, in the batch's own container type
+    weighted: torch.Tensor | None = None  # the loss times the piece's weight, with its graph
+    loss: torch.Tensor | None = None  # the same, detached
+    terms: tuple[torch.Tensor, ...] = ()  # losses of the user's, where the user's frame can still hold them
+    leaves: tuple[torch.Tensor, ...] | None = None  # that its graph reaches, where a census was taken
+    custom: frozenset[str] = frozenset()  # functions written in Python in its graph
+    outputs: StoredOutput | None = None
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.piece.stop - self.piece.start
+
+    @property
+    def root(self) -> Node | None:
+        """Where its graph begins. A property, because wrapping a node for Python is not free."""
+        return None if self.weighted is None else self.weighted.grad_fn
+
+    def drop_graph(self) -> None:
+        """Drops what keeps the attempt's tensors alive, except its loss and outputs."""
+        self.data = self.weighted = self.leaves = None
+        self.terms = ()
+
+    def drop(self) -> None:
+        """Drops everything: a user's variable can still hold this attempt."""
+        self.drop_graph()
+        self.loss = self.outputs = None
+        self.callbacks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed attempt, as strings and numbers: nothing of it is kept alive."""
+
+    piece: Range
+    phase: Phase
+    verdict: Verdict
+    committed: frozenset[int]  # ids of the leaves that committed in this attempt
+    unknown: tuple[str, ...]  # shapes of leaves with a gradient that the graph reaches and the ledger lacks: their commits cannot be counted
+    normalises_batch: bool  # its graph normalises with statistics of the batch
+    surprising: bool  # it has custom functions without a clean backward so far, or committed to leaves in ways the graph does not show
+    indistinct: bool  # gradients share memory or have hooks, so versions do not tell which of them has a commit
+    edited: bool  # it changed its piece of the batch in place
+    streams: StreamState | None  # random streams at its start
+
+
+@dataclass(slots=True, eq=False)
+class CallState:
+    """What is known of one call: the batch, what still has to run, what has committed, and its failures."""
+
+    context: Context
+    view: BatchView  # the batch
+    totals: Any  # its counts: a number, or a dict where losses have names
+    count_names: tuple[str, ...] | None
+    key: Key  # limits and sizes are kept by it
+    identity: object  # of the loss function; what is known of its buffers is kept by it
+    training: bool
+    outputs: OutputPlace
+    profile: LossProfile
+    schedule: Schedule
+    plan: Plan
+    size: int  # micro-batch in samples
+    table: SavedTensorTable | None  # of autograd's saved tensors (door 3)
+    batch_versions: Any  # of the batch's tensors at the start
+
+    resets: int = 0  # of the memory statistics, before the call
+    phase: Phase = Phase.WAITING
+    attempt: Attempt | None = None  # the one that runs
+    failure: Failure | None = None  # of the latest attempt, until it is recovered from
+    committed: list[Attempt] = field(default_factory=list)
+    result: StepResult | None = None
+
+    settled: bool = False  # nothing is left to find out before a backward, and no gradient has to be set aside
+    census_taken: bool = False  # in this call
+    isolation: Isolation | None = None
+    streams: StreamState | None = None  # random streams at the call's start; None until the snapshot of the call was taken
+    had_gradient: set[int] = field(default_factory=set)  # ids of the leaves whose `.grad` was not empty at the call's start
+    indistinct: bool = False  # those gradients share memory or have hooks, so versions do not tell which of them has a commit
+    modified: bool = False  # something of this call can be in a gradient that was there before it
+    edited: bool = False  # an earlier piece of this call edited its samples in place
+
+    failures: int = 0
+    failures_in_row: int = 0  # since a piece committed
+    failures_at_floor: int = 0
+    floor_start: int | None = None  # first sample of the piece that failed at the floor and has not committed yet
+    restarts: int = 0
+    replayed_samples: int = 0
+    tried_masked: bool = False  # an error that is perhaps a hidden out-of-memory was tried with half the size
+    wait_left: float = 0.0  # seconds
+    marked: dict[int, TensorWeakRef] = field(default_factory=dict)  # leaves that failed attempts have committed to
+
+    # ------------------------------------------------------------------ what has committed
+
+    def add_committed(self, attempt: Attempt) -> None:
+        """Keeps an attempt that has succeeded, without its graph."""
+        self.committed.append(attempt)
+        attempt.drop_graph()
+        self.failures_in_row = 0
+        if self.floor_start is not None and attempt.piece.start <= self.floor_start < attempt.piece.stop:
+            self.floor_start, self.failures_at_floor = None, 0
+
+    def drop_committed(self) -> None:
+        """Drops every attempt: the batch is replayed from its start, or over."""
+        for attempt in self.committed:
+            attempt.drop()
+        self.committed.clear()
+
+    def in_order(self) -> list[Attempt]:
+        """The attempts that committed, in the batch's order."""
+        return sorted(self.committed, key=_START)
+
+    def make_result(self) -> StepResult:
+        attempts = self.in_order()
+        stored = [attempt.outputs for attempt in attempts]
+        return StepResult(
+            partition=tuple([(attempt.piece.start, attempt.piece.stop) for attempt in attempts]),
+            micro_batch_size=self.size,
+            ooms=self.failures,
+            replayed_samples=self.replayed_samples,
+            skipped=tuple(sorted(self.schedule.skipped)),
+            _losses=tuple([attempt.loss for attempt in attempts if attempt.loss is not None]),
+            _outputs=stored if any(stored) else [],
+            _per_piece=self.profile.per_piece,
+        )
+
+    # ------------------------------------------------------------------ gradients
+
+    def is_settled(self) -> bool:
+        """Whether backward adds to the gradients in place and nothing has to be found out: then a piece's backward is only that."""
+        return self.profile.settled and self.context.settings.plain and not (self.had_gradient and self.profile.mixes) and not self.indistinct
+
+    def check_gradients(self) -> None:
+        """Checks that no other code has changed a gradient since the last piece. Before the first one the caller can clear them.
+
+        Raises:
+            BackwardInsideError: the step ran backward itself.
+            GradientsChangedError: a gradient was cleared, replaced or edited.
+        """
+        ledger = self.context.ledger
+        if not self.committed and not self.failures and all(leaf.grad is None for leaf in ledger.changed()):
+            ledger.note()
+        ledger.check_unchanged()
+
+    def mark(self, leaves: Iterable[torch.Tensor]) -> frozenset[int]:
+        """The ids of leaves that a failed attempt committed to. Weak: a step can make leaves of its own, which end with it."""
+        found = {id(leaf): TensorWeakRef(leaf) for leaf in leaves}
+        self.marked.update(found)
+        return frozenset(found)
+
+    def is_marked(self, leaf: torch.Tensor, ids: frozenset[int]) -> bool:
+        """Whether `leaf` is one of them, and not another tensor that got the id of one that is gone."""
+        return id(leaf) in ids and self.marked[id(leaf)]() is leaf
+
+    def notice_edits(self) -> None:
+        """Notices a `loss_fn` that edits its samples in place."""
+        if not self.profile.edits_batch and self.view.versions() != self.batch_versions:
+            self.profile.edits_batch = self.edited = True
+
+
+_START = attrgetter("piece.start")
+
+
+def begin(
+    context: Context,
+    view: BatchView,
+    counts: Counts,
+    key: Key,
+    identity: object,
+    *,
+    training: bool,
+    outputs: OutputPlace,
+    own_graph: bool,
+) -> CallState:
+    """The state of a call that begins."""
+    settings, ledger = context.settings, context.ledger
+    if context.model.refresh():
+        ledger.set_leaves(context.model.leaves)
+    if training:
+        ledger.note()
+    plan = context.controller.begin(key, view.length, view.elements)
+    state = CallState(
+        context=context,
+        view=view,
+        totals=counts.total,
+        count_names=counts.names,
+        key=key,
+        identity=identity,
+        training=training,
+        outputs=outputs,
+        profile=context.profile_of((key.name, identity)),
+        schedule=Schedule(counts, reduction=settings.reduction, minimum=settings.limits.minimum, align=settings.limits.align),
+        plan=plan,
+        size=plan.size,
+        table=SavedTensorTable() if own_graph else None,
+        batch_versions=view.versions(),
+        had_gradient=ledger.with_gradient() if training else set(),
+        wait_left=settings.memory.wait_for_memory,
+    )
+    state.indistinct = bool(state.had_gradient) and (ledger.share_memory() or any(map(has_hook_after, ledger.leaves())))
+    state.settled = state.is_settled()
+    if plan.learning:
+        context.drop_stale_cache()
+        context.meter.reset_peak()
+        context.controller.holds(key, _held_at_start(state))
+    state.resets = context.meter.resets
+    context.stopwatch.start()
+    return state
+
+
+def _held_at_start(state: CallState) -> int | None:
+    """Bytes in use when a call begins, without gradients: those are in its peak, whether they were there or are made in it."""
+    usage = state.context.meter.usage()
+    if usage is None:
+        return None
+    grads = (leaf.grad for leaf in state.context.model.leaves if id(leaf) in state.had_gradient)
+    return usage.allocated - sum(grad.nbytes for grad in grads if grad is not None and grad.layout is torch.strided)
