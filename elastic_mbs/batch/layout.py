@@ -270,13 +270,13 @@ class Layout:
         lists = [root] if root.children[0].cut is not Cut.FIELDS else root.children
         if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.given(each.path) is not _NOT_GIVEN for each in lists):
             return
-        n, ends = len(lists[0].value), root.ends()
-        looks = {(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in ends}
+        n, rows = len(lists[0].value), self.leaves[0].size
+        looks = {(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in root.ends()}
         if (n > _MANY and len(looks) == 1) if len(lists) == 1 else (n > 1 and len({len(each.value) for each in lists}) == 1):
             names = ", ".join(quoted(each.path) for each in lists if each.path)
             raise BatchError(
-                f"{where(lists[0].path)} is a {type(lists[0].value).__name__} of {n} parts with {ends[0].size} rows each: "
-                f"{n} fields of {ends[0].size} samples, or {n} samples?\n  one sample each: dims=items({names})\n  fields: dims=fields({names})"
+                f"{where(lists[0].path)} is a {type(lists[0].value).__name__} of {n} parts with {rows} rows each: "
+                f"{n} fields of {rows} samples, or {n} samples?\n  one sample each: dims=items({names})\n  fields: dims=fields({names})"
             )
 
 
