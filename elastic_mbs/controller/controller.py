@@ -187,9 +187,8 @@ class Controller:
         return track, track.call
 
     def _new(self, key: Key, elements: int) -> Track:
-        size: int
+        now, known = self._clock(), [(k, t) for k, t in self._tracks.items() if (k.name, k.mode) == (key.name, key.mode) and not t.probing]
         state: Probing | Settled = Settled()
-        known = [(k, t) for k, t in self._tracks.items() if (k.name, k.mode) == (key.name, key.mode) and not t.probing]
         if self._start is not None:
             size = self._start
         elif known:
@@ -198,7 +197,6 @@ class Controller:
             size = track.size * track.expected()[1] // elements
         else:
             size, state = self._policy.probe, Probing()
-        now = self._clock()
         return Track(self._limits.clamp(size), state, self._patience(), resized_at=now, decided_at=now)
 
     def _patience(self) -> int:
@@ -281,10 +279,10 @@ class Controller:
         now = self._clock()
         if track.grown and track.clean >= LONG_RUN * self._policy.patience and now - track.resized_at >= self._cooldown(track):
             track.grown, track.failed_growths = False, 0
-        if not self._policy.grow or track.probing or track.clean < track.patience or now < track.cooldown_until:
-            return None
-        if capacity is None or capacity.at <= track.decided_at:
-            return None
+        ready = self._policy.grow and not track.probing and track.clean >= track.patience and now >= track.cooldown_until
+        return self._grow(track, capacity) if ready and capacity is not None and capacity.at > track.decided_at else None
+
+    def _grow(self, track: Track, capacity: Capacity) -> Move | None:
         track.decided_at = capacity.at
         track.lift_ceilings(capacity, self._policy.changed)
         after = next_size(track, self._limits, self._policy, capacity)

@@ -101,9 +101,10 @@ class MemoryFit:
         before, since = knot.peak, knot.seen
         knot.readings = [*knot.readings, peak][-self.RECENT :]
         knot.seen = self._seen
-        for other in self._knots.values():
-            if other.seen < since:
-                other.shift(knot.peak - before)
+        if knot.peak != before:
+            for other in self._knots.values():
+                if other.seen < since:
+                    other.shift(knot.peak - before)
 
     def _drop_contradicted(self) -> None:
         """Newest first: a knot that needs more memory for less, or less for more, than a newer one is dropped."""

@@ -43,7 +43,7 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) 
     ceiling = track.lowest()
     if ceiling is not None:
         room = min(room, ceiling.limit // elements)
-    room = _room_in_memory(track, limits, budget(track, policy, capacity), room)
+    room = _room_in_memory(track, limits, samples, elements, budget(track, policy, capacity), room)
     if room <= track.size or limits.pieces(samples, room) >= count:
         return None
     fewest = limits.pieces(samples, room)
@@ -57,9 +57,9 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) 
     return target if track.size < target <= room else None
 
 
-def _room_in_memory(track: Track, limits: Limits, available: float, room: int) -> int:
+def _room_in_memory(track: Track, limits: Limits, samples: int, elements: int, available: float, room: int) -> int:
     """The largest size up to `room` whose peak is predicted to fit in `available` bytes; 0 if none."""
-    memory, measured, (samples, elements) = track.memory, track.memory.largest_observed, track.expected()
+    memory, measured = track.memory, track.memory.largest_observed
     if not measured:
         return 0 if track.ceilings else room
     if memory.slope is not None or room * elements <= measured:
