@@ -20,8 +20,7 @@ COMMANDS = {
     "hammer": (".endurance.hammer", "make real allocations fail by the thousand at random places, each step checked"),
     "soak": (".endurance.soak", "train for a long time while memory comes and goes: does anything rise?"),
 }
-"""Beside the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, which gives
-the exit code."""
+"""Besides the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, the exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

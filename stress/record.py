@@ -92,7 +92,7 @@ class Step:
     live: int  # bytes held by us after it, with gradients and batch freed
     peak: int  # most bytes held by us in it
     samples: int
-    elements: int  # numbers in one sample, which tells long inputs from short ones
+    elements: int  # numbers in one sample, which distinguishes long inputs from short ones
     size: int  # micro-batch size in force when its call ended, in samples
     partition: list[list[int]]  # the committed pieces, as pairs (start, stop)
     ooms: int  # survived in it, those of the optimizer included

@@ -18,7 +18,7 @@ GRACE = 0.25
 
 
 def end_process(report: str) -> None:
-    """Tells what hung, and ends this process at once: a thread that is stuck cannot be asked to stop."""
+    """Prints what hung, and ends this process at once: a thread that is stuck cannot be stopped."""
     sys.stdout.flush()
     print(report, flush=True)
     os._exit(HANG)

@@ -18,7 +18,7 @@ from .checkerboard import Checkerboard
 from .limit import MemoryLimit
 
 MOSTLY_FREE = 0.75
-"""Share of the device that must be free: its co-tenant fills it, and nobody else may starve of that."""
+"""Share of the device that must be free: its co-tenant fills it, and other processes must not starve of that."""
 
 
 class CudaLimit(MemoryLimit):

@@ -33,7 +33,7 @@ VARIABLE = "ELASTIC_MBS_FENCE"
 """Names the file, in the environment of the processes that share it."""
 UNLIMITED = 2**63 - 1
 MINIMUM = 8192
-"""Bytes from which a block counts, and may be refused, unless told otherwise: more than the state of a random generator (5 KiB) and other
+"""Bytes from which a block counts, and may be refused, by default: more than the state of a random generator (5 KiB) and other
 bookkeeping, which is on the host where there is a real device."""
 
 _SOURCE = Path(__file__).with_name("fence.c")
@@ -135,7 +135,7 @@ class Fence:
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in clock ticks since the machine did; -1 if it has ended, even if nobody has asked for its exit code yet."""
+    """When a process began, in clock ticks since the machine did; -1 if it has ended, even while it is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -186,7 +186,7 @@ def _compile(command: list[str], path: Path) -> None:
     if done.returncode:
         said = next(iter(done.stderr.strip().splitlines()), "nothing")
         raise UsageError(f"the shim's {_SOURCE.name} does not compile with {shlex.join(command)}, which said: {said}")
-    made.replace(path)  # whole or not at all, whoever else makes it at this moment
+    made.replace(path)  # whole or not at all, also where another process makes it at this moment
 
 
 def _compiler() -> list[str]:

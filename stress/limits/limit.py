@@ -55,7 +55,7 @@ class MemoryLimit(ABC):
 
     @abstractmethod
     def others(self) -> int:
-        """Bytes that are not ours to have: what the co-tenant holds now, or waits for where the two cannot be told apart."""
+        """Bytes that are not ours to have: what the co-tenant holds now, or waits for where the two cannot be distinguished."""
 
     @abstractmethod
     def live(self) -> int:

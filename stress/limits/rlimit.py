@@ -131,7 +131,7 @@ def trouble() -> str | None:
     if resource is None or sys.platform != "linux":
         return f"the limit 'rlimit' needs Linux, which holds all private memory of a process to RLIMIT_DATA, and this is {sys.platform}"
     if not hasattr(ctypes.CDLL(None), "mallopt"):
-        return "the limit 'rlimit' needs glibc, whose heap can be told to map large blocks one by one"
+        return "the limit 'rlimit' needs glibc, whose heap can map large blocks one by one"
     return None
 
 

@@ -10,7 +10,7 @@ from elastic_mbs import Policy
 
 from . import checks, scripts
 from .checks import Check
-from .scripts import Script
+from .scripts import Script, Supply, always
 
 DEADLINE = 900.0
 """Seconds for what is quick: the built-in models."""
@@ -23,6 +23,7 @@ FLOOR_SECONDS = 10.0
 _COUNTED_AND_GPU = ("budget", "cuda")
 _FRAGMENTING = ("budget", "shim", "cuda")
 _ALL = ("budget", "shim", "rlimit", "cuda")
+_FALLS = (checks.bounded, checks.something_happened)
 
 
 class Play(Enum):
@@ -92,23 +93,23 @@ class Order:
 
 
 _CATALOGUE = (
-    Scenario("steady", "the batch fits, always: nothing may happen", scripts.steady, checks=(checks.nothing_happened,)),
-    Scenario("too_big", "the batch has never fitted: room for three tenths of it", scripts.too_big, _ALL, (checks.bounded, checks.cut_up)),
+    Scenario("steady", "the batch fits, always: nothing may happen", always(Supply()), checks=(checks.nothing_happened,)),
+    Scenario("too_big", "the batch has never fitted: room for three tenths of it", always(Supply(0.3, 0.3)), _ALL, (checks.bounded, checks.cut_up)),
     Scenario(
         "cliff",
         "a co-tenant takes half at once, in the middle of a backward, and leaves again",
         scripts.cliff,
         _ALL,
-        (checks.bounded, checks.something_happened, checks.grown_back),
+        (*_FALLS, checks.grown_back),
         model="gpt",
     ),
-    Scenario("sawtooth", "a neighbour leaks and is restarted, three times", scripts.sawtooth, _ALL, (checks.bounded, checks.something_happened)),
+    Scenario("sawtooth", "a neighbour leaks and is restarted, three times", scripts.sawtooth, _ALL, _FALLS),
     Scenario(
         "random_walk",
         "memory comes and goes at random, also in the middle of a step",
         scripts.random_walk,
         _FRAGMENTING,
-        (checks.bounded, checks.something_happened),
+        _FALLS,
         model="cnn",
     ),
     Scenario(
@@ -116,13 +117,20 @@ _CATALOGUE = (
         "headroom shrinks a little with each step and never comes back",
         scripts.leak,
         ("budget", "rlimit", "cuda"),
-        (checks.bounded, checks.something_happened),
+        _FALLS,
     ),
-    Scenario("long_sequences", "bursts of inputs four times as long", scripts.long_sequences, checks=(checks.bounded,), model="gpt_bursts", steps=40),
+    Scenario(
+        "long_sequences",
+        "bursts of inputs four times as long",
+        always(Supply(1 / 3, 1 / 3)),
+        checks=(checks.bounded,),
+        model="gpt_bursts",
+        steps=40,
+    ),
     Scenario(
         "fragmentation",
         "memory is free, but no large block of it can be had",
-        scripts.whole_but_broken,
+        always(Supply(1.2, 1.2)),
         _FRAGMENTING,
         (checks.bounded, checks.broken_up),
         largest=0.1,
@@ -130,7 +138,7 @@ _CATALOGUE = (
     Scenario(
         "optimizer_first_step",
         "the optimizer's state does not fit at first: its step fails half-way",
-        scripts.narrow,
+        always(Supply(optimizer=True)),
         _COUNTED_AND_GPU,  # where the host is the device, the guard's copies take the room that the scenario is about
         (checks.optimizer_struck,),
         model="adam",
@@ -164,7 +172,7 @@ _CATALOGUE = (
     Scenario(
         "two_elastic",
         "two of us on one device, with room for six tenths of each",
-        scripts.shared,
+        always(Supply(0.6, 0.6)),
         ("shim", "cuda"),
         play=Play.TWO,
         steps=40,
@@ -184,7 +192,7 @@ _CATALOGUE = (
     Scenario(
         "kill",
         "SIGKILL in the middle of a backward; resumed from its checkpoint, the same curve",
-        scripts.too_big,
+        always(Supply(0.3, 0.3)),
         checks=(checks.resumed,),
         play=Play.KILL,
         steps=16,

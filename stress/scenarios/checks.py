@@ -257,13 +257,13 @@ def resumed(run: Run) -> list[str]:
 
 
 def fair(runs: Sequence[Run]) -> list[str]:
-    """Of two processes on one device none is pushed below a third of what it could have beside an equal, while both run."""
+    """Of two processes on one device none is pushed below a third of what it could have next to an equal, while both run."""
     complaints = []
     both = min(run.began + run.steps[-1].at for run in runs if run.steps) if all(run.steps for run in runs) else 0.0
     for run in runs:
         together = [step for step in run.steps if run.began + step.at <= both]
         if not together:
-            complaints.append(f"process {run.process + 1} never ran beside the other")
+            complaints.append(f"process {run.process + 1} never ran while the other did")
             continue
         late = together[-max(3, len(together) // 4) :]
         size = sum(step.longest for step in late) / len(late)

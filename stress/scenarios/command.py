@@ -32,7 +32,7 @@ QUICK = {
     "rlimit": ("too_big", "sawtooth"),
     "cuda": ("too_big", "cliff", "sawtooth", "optimizer_first_step", "long_sequences", "one_sample_too_big", "two_elastic"),
 }
-"""What the bounded set runs of each real kind, beside everything on the budget."""
+"""What the bounded set runs of each real kind, besides everything on the budget."""
 
 SLOWER = 20.0
 """A step of a scenario can take so many times longer than making the model and checking it: for a process's deadline."""

@@ -66,14 +66,9 @@ Script = Callable[[int, int, int], Supply]
 """(step, steps in all, seed) → supply."""
 
 
-def steady(step: int, steps: int, seed: int) -> Supply:
-    """Room for all."""
-    return Supply()
-
-
-def too_big(step: int, steps: int, seed: int) -> Supply:
-    """Room for three tenths, always."""
-    return Supply(0.3, 0.3)
+def always(supply: Supply) -> Script:
+    """The same in each step."""
+    return lambda step, steps, seed: supply
 
 
 def cliff(step: int, steps: int, seed: int) -> Supply:
@@ -103,21 +98,6 @@ def random_walk(step: int, steps: int, seed: int) -> Supply:
 def leak(step: int, steps: int, seed: int) -> Supply:
     """Headroom shrinks from all to an eighth, a little with each step, and never comes back."""
     return Supply(1.0 - 0.875 * step / max(1, steps - 1))
-
-
-def long_sequences(step: int, steps: int, seed: int) -> Supply:
-    """Room for a third of the longest batch; what is long is a matter of the batches."""
-    return Supply(1 / 3, 1 / 3)
-
-
-def whole_but_broken(step: int, steps: int, seed: int) -> Supply:
-    """Room for all, of which no large block can be had; see `Scenario.largest`."""
-    return Supply(1.2, 1.2)
-
-
-def narrow(step: int, steps: int, seed: int) -> Supply:
-    """Room for all that is held between two steps, but not for all that the optimizer's step takes beside it."""
-    return Supply(optimizer=True)
 
 
 def comes_and_goes(step: int, steps: int, seed: int) -> Supply:
@@ -151,8 +131,3 @@ def flapping(step: int, steps: int, seed: int) -> Supply:
 def starving(step: int, steps: int, seed: int) -> Supply:
     """Room for all at first, and then not even for one sample."""
     return Supply() if step < max(1, steps // 2) else Supply(starved=True)
-
-
-def shared(step: int, steps: int, seed: int) -> Supply:
-    """Room for six tenths of each of two batches at once."""
-    return Supply(0.6, 0.6)

@@ -49,7 +49,7 @@ def train(emit: Emit, kind: str) -> None:
         need = memory.peak() - rest
         whole = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
-        emit({"what": "needs", "need": need})
+        emit({"what": "needs", "need": need, "onednn": torch.backends.mkldnn.enabled})
         for phase in ("forward", "backward"):
             events: list[Any] = []
             gc.collect()

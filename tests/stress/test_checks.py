@@ -138,7 +138,7 @@ def test_a_process_that_is_pushed_out_by_the_other_is_a_complaint() -> None:
     two = [record(kind="shim"), record(kind="shim", process=1)]
     assert checks.fair(two) == []
     assert "below a third" in checks.fair([two[0], replace(two[1], steps=[small(i, 2) for i in range(8)])])[0]
-    assert "never ran beside" in checks.fair([two[0], replace(two[1], began=100.0)])[0]
+    assert "never ran while" in checks.fair([two[0], replace(two[1], began=100.0)])[0]
 
 
 # ---------------------------------------------------------------------- verdicts
