@@ -312,14 +312,17 @@ class ElasticMBS:
         self._check_complete()
         if running_call() is not None:
             raise NestedCallError("verify() was called inside a step function; call it beside the training loop")
-        view = BatchView(batch, self._dims)
-        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.known_lists)
-        counts = Counts.read(self._count, few)
+        few, counts = self._context.retry("take the first samples", lambda: self._first(batch, samples))
         self._totals = counts.total
         try:
-            return verify(self._context, few, counts, loss_fn, args, kwargs)
+            return verify(self._context, few, counts, lambda piece: loss_fn(piece, *args, **kwargs))
         finally:
             self._totals = None
+
+    def _first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
+        view = BatchView(batch, self._dims)
+        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.known_lists)
+        return few, Counts.read(self._count, few)
 
     # ------------------------------------------------------------------ what is seen from outside
 

@@ -22,7 +22,7 @@ from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import recover, unwind
 from elastic_mbs.engine.result import StoredOutput
 from elastic_mbs.engine.state import Attempt, CallState, Phase, begin
-from elastic_mbs.engine.telemetry import memory_figures
+from elastic_mbs.engine.timing import memory_figures
 from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError
 from elastic_mbs.events import CallDone, CallFailed, Resized
 from elastic_mbs.memory import oom
@@ -361,15 +361,18 @@ def _inform_controller(state: CallState) -> None:
         pieces=len(state.committed),
         peak=peak,
         fragmentation=usage.fragmentation if usage else 1.0,
-        seconds=None if plan.probing else context.stopwatch.seconds(),
+        seconds=None,
         retries=context.new_retries(usage.retries if usage else 0),
         ooms=state.failures,
         least_fragmentation=usage.least_fragmentation if usage else None,
     )
-    for (key, earlier), seconds in context.stopwatch.finished():
-        context.controller.timed(key, earlier._replace(seconds=seconds))
-    if seen.seconds is None and not plan.probing:
-        context.stopwatch.later((state.key, seen))
+    if not plan.probing:
+        context.clock.stop((state.key, seen))
+    for (key, timed), seconds in context.clock.done():
+        if timed is seen:
+            seen = seen._replace(seconds=seconds)
+        else:
+            context.controller.timed(key, timed._replace(seconds=seconds))
     capacity = context.capacity()
     move = context.controller.end(state.key, seen, capacity)
     if move is not None:

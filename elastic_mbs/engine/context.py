@@ -13,8 +13,7 @@ from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.messages import Capacity, Key, Observation
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile
-from elastic_mbs.engine.telemetry import Telemetry
-from elastic_mbs.engine.timing import Stopwatch
+from elastic_mbs.engine.timing import CallClock, Telemetry
 from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
 from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, Monitor, Reading, UsageMeter, margin_of, oom, refuse_devices, sensor_for
@@ -41,6 +40,7 @@ class Context:
             clock=time.monotonic,
             random=random.Random(time.time_ns() if policy.seed is None else policy.seed),
         )
+        self.clock: CallClock[tuple[Key, Observation]] = CallClock()
         self.telemetry = Telemetry(log) if enabled and log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)
@@ -68,7 +68,6 @@ class Context:
         self.streams = RandomStreams(settings.recovery.generators, self.devices)
         self.monitor = Monitor(memory.sensor or found, interval=memory.monitor_interval, on_change=self._on_sensor_change)
         self.meter: UsageMeter = memory.sensor if isinstance(memory.sensor, UsageMeter) else meter
-        self.stopwatch: Stopwatch[tuple[Key, Observation]] = Stopwatch(self.devices[0])
         self.streamer = Streamer(choose_device(memory.device, self.devices))
 
     def follow_model(self) -> None:
@@ -139,7 +138,7 @@ class Context:
                 return operation()
             except Exception as error:
                 verdict = oom.classify(error, self.settings.recovery.is_oom)
-                if verdict is None:
+                if verdict is None or verdict.kind is oom.Kind.MASKED:  # the latter says nothing of room by itself
                     raise
                 message = verdict.message
             oom.release(devices=self.model.devices(), thorough=attempt > 0)

@@ -61,6 +61,10 @@ class StepResult:
         """The loss as a number; waits for the device."""
         return float(self.loss)
 
+    def loss_on_host(self) -> float | None:
+        """The loss where reading it waits for nothing. Takes no memory, as a sum of tensors would."""
+        return None if any(loss.device.type != "cpu" for loss in self._losses) else sum(map(float, self._losses))
+
     def __format__(self, spec: str) -> str:
         """The loss in an f-string: `f"{result:.4f}"`; waits for the device. Without a format, the whole result."""
         return format(float(self), spec) if spec else str(self)

@@ -254,7 +254,7 @@ def begin(
         context.meter.reset_peak()
         context.controller.holds(key, _held_at_start(state))
     state.resets = context.meter.resets
-    context.stopwatch.start()
+    context.clock.start(context.devices[0])
     return state
 
 

@@ -1,15 +1,17 @@
+"""Seconds of a call come once, in order, when its device is done, and are never waited for."""
+
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_mbs.engine.timing import Stopwatch
+from elastic_mbs.engine.timing import CallClock
+
+CPU = torch.device("cpu")
 
 
 class Clock:
@@ -20,44 +22,26 @@ class Clock:
         return self.now
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), max_size=8))
-def test_on_a_cpu_the_seconds_since_the_start_are_known_at_once(calls: list[tuple[float, float]]) -> None:
-    clock = Clock()
-    watch: Stopwatch[int] = Stopwatch(torch.device("cpu"), clock)
-    for number, (pause, seconds) in enumerate(calls):
-        clock.now += pause
-        watch.start()
-        began = clock.now
-        clock.now += seconds
-        assert watch.seconds() == clock.now - began
-        watch.later(number)
-        assert watch.finished() == []  # nothing is left to find out
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3), st.booleans()), max_size=8))
+def test_on_a_cpu_the_seconds_of_a_call_are_known_when_it_ends(calls: list[tuple[float, float, bool]]) -> None:
+    host = Clock()
+    clock: CallClock[int] = CallClock(host)
+    for number, (pause, seconds, ends) in enumerate(calls):
+        host.now += pause
+        clock.start(CPU)
+        began = host.now
+        host.now += seconds
+        if ends:  # one that ended by an exception leaves no time
+            clock.stop(number)
+        assert list(clock.done()) == ([(number, host.now - began)] if ends else [])
 
 
-def test_a_call_that_ended_early_leaves_no_time() -> None:
-    clock = Clock()
-    watch: Stopwatch[str] = Stopwatch(torch.device("cpu"), clock)
-    watch.start()
-    clock.now += 50
-    watch.start()  # the next call; the one before ended by an exception
-    clock.now += 2
-    assert watch.seconds() == 2.0
-
-
-def test_the_default_clock_counts_seconds() -> None:
-    watch: Stopwatch[None] = Stopwatch(torch.device("cpu"))
-    before = time.perf_counter()
-    watch.start()
-    seconds = watch.seconds()
-    assert seconds is not None
-    assert 0 <= seconds <= time.perf_counter() - before
-
-
-class Event:
+class DeviceEvent:
     """A device event on a device whose work is done when the test says so."""
 
-    done: Callable[[float], bool] = staticmethod(lambda at: False)
-    clock = Clock()
+    now: ClassVar[float] = 0.0
+    horizon: ClassVar[float] = 0.0
+    lost: ClassVar[bool] = False
     streams: ClassVar[list[torch.device]] = []
 
     def __init__(self, *, enable_timing: bool) -> None:
@@ -65,40 +49,49 @@ class Event:
         self.at = 0.0
 
     def record(self, stream: torch.device) -> None:
-        self.at = Event.clock.now
-        Event.streams.append(stream)
+        self.at = DeviceEvent.now
+        DeviceEvent.streams.append(stream)
 
     def query(self) -> bool:
-        return Event.done(self.at)
+        if DeviceEvent.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return self.at <= DeviceEvent.horizon
 
-    def elapsed_time(self, end: Event) -> float:
+    def synchronize(self) -> None:
+        DeviceEvent.horizon = max(DeviceEvent.horizon, self.at)
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        if DeviceEvent.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
         return 1000 * (end.at - self.at)
 
 
-def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    horizon = 0.0
-    monkeypatch.setattr(Event, "done", staticmethod(lambda at: at <= horizon))
-    watch: Stopwatch[Any] = Stopwatch(torch.device("cuda", 0))
-    for number in range(3):
-        watch.start()
-        Event.clock.now += 1 + number
-        assert watch.seconds() is None
-        watch.later(number)
-    assert watch.finished() == []
-    horizon = Event.clock.now - 3  # the first two
-    assert watch.finished() == [(0, 1.0), (1, 2.0)]
-    assert watch.finished() == []
-    horizon = Event.clock.now
-    assert watch.finished() == [(2, 3.0)]
+    for name, value in {"now": 0.0, "horizon": 0.0, "lost": False, "streams": []}.items():
+        monkeypatch.setattr(DeviceEvent, name, value)
+    return torch.device("cuda", 1)
 
 
-def test_work_is_timed_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    monkeypatch.setattr(Event, "streams", [])
-    watch: Stopwatch[None] = Stopwatch(torch.device("cuda", 1))
-    watch.start()
-    watch.later(None)
-    assert Event.streams == [torch.device("cuda", 1)] * 2
+def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(device: torch.device) -> None:
+    clock: CallClock[int] = CallClock()
+    for number in range(4):
+        clock.start(device)
+        DeviceEvent.now += 1 + number
+        clock.stop(number)
+    assert list(clock.done()) == []
+    DeviceEvent.horizon = 3
+    assert list(clock.done()) == [(0, 1.0), (1, 2.0)]
+    assert list(clock.done()) == []
+    assert list(clock.done(wait=True)) == [(2, 3.0), (3, 4.0)]
+    assert DeviceEvent.streams == [device] * 8  # the model's, whichever is current
+
+
+def test_a_device_that_is_lost_leaves_times_unknown_and_raises_nothing(device: torch.device) -> None:
+    clock: CallClock[int] = CallClock()
+    clock.start(device)
+    clock.stop(0)
+    DeviceEvent.lost = True
+    assert list(clock.done()) == [(0, None)]

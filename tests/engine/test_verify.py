@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import Event, UsageError, VerifyReport, Warned, count_tokens
+from elastic_mbs import Event, MicroBatchFloorError, UsageError, VerifyReport, Warned, count_tokens
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs
+from tests.helpers.strikes import StrikeAt, until_clean
 
 pytestmark = pytest.mark.injectable
 
@@ -143,46 +145,85 @@ def test_verify_works_for_a_loss_that_reads_the_total() -> None:
     assert report.ok
 
 
-@pytest.mark.no_oom_injection
-def test_verify_leaves_no_trace() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
-    model[1].eval()
-    batch = pairs()
+class Traced:
+    """A model with all that verify can leave a trace in, and a loss that touches each of it."""
 
-    def loss_fn(b: Pair) -> Tensor:
-        model.get_buffer("1.running_mean").add_(1.0)
+    def __init__(self, ends: BaseException | None = None) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+        self.model[1].eval()
+        self.batch, self.ends = pairs(), ends
+        cross_entropy(self.model)(self.batch).backward()
+        self.grads = [parameter.grad for parameter in self.model.parameters()]
+        self.before = self.state()
+
+    def loss_fn(self, b: Pair) -> Tensor:
+        self.model.get_buffer("1.running_mean").add_(1.0)
         noise = torch.rand(()) + random.random() + np.random.rand()  # the legacy stream is what is rolled back
-        loss: Tensor = cross_entropy(model)(b) + 0 * noise
+        loss: Tensor = cross_entropy(self.model)(b) + 0 * noise
+        loss.backward(retain_graph=True)
+        if self.ends is not None:
+            raise self.ends
         return loss
 
-    before = [p.clone() for p in model.parameters()], [b.clone() for b in model.buffers()]
-    modes = [module.training for module in model.modules()]
-    streams = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
-    mbs = elastic(model, micro_batch_size=4)
-    mbs.verify(loss_fn, batch)
-    assert all(torch.equal(a, b) for a, b in zip([*before[0], *before[1]], [*model.parameters(), *model.buffers()], strict=True))
-    assert [module.training for module in model.modules()] == modes
-    assert torch.equal(streams[0], torch.get_rng_state())
-    assert streams[1:] == (random.getstate(), repr(np.random.get_state()))
-    assert all(p.grad is None for p in model.parameters())
+    def state(self) -> list[Any]:
+        tensors = [*self.model.state_dict().values(), *(grad for grad in self.grads if grad is not None)]
+        modes = [module.training for module in self.model.modules()]
+        return [[tensor.tolist() for tensor in tensors], modes, torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
+
+    def check(self) -> None:
+        assert self.state() == self.before
+        assert all(parameter.grad is grad for parameter, grad in zip(self.model.parameters(), self.grads, strict=True))
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("ends", [None, ValueError("mine"), KeyboardInterrupt()])
+def test_verify_leaves_no_trace_however_it_ends(ends: BaseException | None) -> None:
+    traced = Traced(ends)
+    mbs = elastic(traced.model, micro_batch_size=4)
+    for _ in range(2):
+        if ends is None:
+            mbs.verify(traced.loss_fn, traced.batch)
+        else:
+            with pytest.raises(type(ends)):
+                mbs.verify(traced.loss_fn, traced.batch)
+        traced.check()
     assert mbs.stats.calls == 0
-    model.zero_grad()
-    assert mbs.backward(cross_entropy(model), batch).partition == ((0, 4), (4, 8))
+    traced.model.zero_grad()
+    assert mbs.backward(cross_entropy(traced.model), traced.batch).partition == ((0, 4), (4, 8))
 
 
-def test_verify_puts_everything_back_when_the_loss_fails() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
-    model.train()
+@pytest.mark.no_oom_injection
+def test_verify_survives_an_out_of_memory_error_at_any_operation_without_a_trace() -> None:
+    def run_with(n: int) -> bool:
+        traced, strike = Traced(), StrikeAt(n)
+        mbs = elastic(traced.model)
+        with strike:
+            report = mbs.verify(traced.loss_fn, traced.batch, samples=2)
+        assert report.ok
+        traced.check()
+        return strike.struck
 
+    assert until_clean(run_with) > 50
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("n", [1, 5, 20, 60])
+def test_verify_that_runs_out_of_memory_for_good_ends_in_a_typed_error_without_a_trace(n: int) -> None:
+    traced = Traced()
+    with InjectOOM(always_from=n), pytest.raises(MicroBatchFloorError, match="there is no room to"):
+        elastic(traced.model).verify(traced.loss_fn, traced.batch, samples=2)
+    traced.check()
+
+
+def test_verify_passes_an_error_on_that_is_only_often_a_hidden_out_of_memory() -> None:
     def loss_fn(b: Pair) -> Tensor:
-        model.get_buffer("0.running_mean").add_(1.0)
-        raise ValueError("mine")
+        raise RuntimeError("could not create a primitive")
 
-    with pytest.raises(ValueError, match="mine"):
-        elastic(model).verify(loss_fn, pairs())
-    assert model.training
-    assert all(module.training for module in model.modules())
-    assert not bool(model.get_buffer("0.running_mean").any())
+    with pytest.raises(RuntimeError, match="could not create a primitive"):
+        elastic(mlp()).verify(loss_fn, pairs())
 
 
 def test_labels_to_be_ignored_without_a_count_are_warned_of_once() -> None:
