@@ -92,15 +92,14 @@ class _Memory:
         self._shapes: list[torch.Size | None] = []
         self._copies: list[Tensor | None] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._unread: list[int] = []  # in place of versions, where every value is copied
 
-    def take(self, tensors: list[Any]) -> tuple[list[Tensor | None], list[int]]:
-        """Copies the values, None for what cannot be copied; and versions."""
+    def take(self, tensors: list[Any]) -> list[Tensor | None]:
+        """Copies the values; None for what cannot be copied."""
         if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)) or _shapes(tensors) != self._shapes:
             self._prepare(tensors)
         for copies, sources in self._groups:
             torch._foreach_copy_(copies, sources)
-        return self._copies, self._unread or _versions(tensors)
+        return self._copies
 
     def _prepare(self, tensors: list[Any]) -> None:
         self._tensors, self._copies, self._groups = [], [], []  # until it is done: there may be no room
@@ -113,7 +112,6 @@ class _Memory:
                 group[0].append(copy)
                 group[1].append(tensor.detach() if tensor.requires_grad else tensor)
         self._copies, self._groups, self._shapes = copies, list(groups.values()), _shapes(tensors)
-        self._unread = [] if any(copy is None for copy in copies) else [-1] * len(copies)
         if not any(map(getattr, tensors, repeat("requires_grad"), repeat(False))):  # detached ones can lie elsewhere the next time
             self._tensors = tensors
 
@@ -200,7 +198,7 @@ class BufferCopies:
         if not layout.changing.names:
             return _NOTHING._replace(attributes=attributes)
         tensors = layout.changing.hanging()
-        return _Snapshot(layout.changing, tensors, *self._memory[memory].take(tensors), attributes)
+        return _Snapshot(layout.changing, tensors, self._memory[memory].take(tensors), _versions(tensors), attributes)
 
     def end_clean_piece(self) -> bool:
         """Learns which buffers the forward changes; returns whether it changes any.

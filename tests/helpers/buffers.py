@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from elastic_mbs import StepResult
 from elastic_mbs.rollback.buffers import BufferCopies
 
 F64 = torch.float64
@@ -54,3 +55,11 @@ def batch_norm() -> tuple[nn.BatchNorm1d, Callable[[], Tensor]]:
 
 def values(module: nn.Module) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in module.named_buffers()}
+
+
+def assert_as_by_hand(model: nn.Module, twin: nn.Module, result: StepResult, x: Tensor) -> None:
+    """The buffers are those of `twin`, the model as it was before the call, once it has run the committed pieces."""
+    for start, stop in result.partition:
+        twin(x[start:stop])
+    for (name, buffer), wanted in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert torch.allclose(buffer, wanted, rtol=1e-12), name

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.buffers import F64
+from tests.helpers.buffers import F64, assert_as_by_hand
 from tests.helpers.steps import cross_entropy, elastic, pairs
 from tests.helpers.strikes import StrikeAt, interrupt_before_line, until_clean
 
@@ -162,10 +162,7 @@ def test_buffers_are_those_of_the_committed_pieces_wherever_memory_runs_out(call
         twin.load_state_dict(model.state_dict())
         with InjectOOM(at=[n]) as injected:
             result = mbs.backward(loss_fn, batch)
-        for first, stop in result.partition:
-            twin(batch[0][first:stop])
-        for (name, buffer), wanted in zip(model.named_buffers(), twin.buffers(), strict=True):
-            assert torch.allclose(buffer, wanted, rtol=1e-12), (n, injected.hits, name)
+        assert_as_by_hand(model, twin, result, batch[0])
         return bool(injected.hits)
 
     assert until_clean(run_with) > 40

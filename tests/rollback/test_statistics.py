@@ -10,6 +10,7 @@ from torch import nn
 
 from elastic_mbs import ReplayUnsafeError
 from elastic_mbs.testing import InjectOOM
+from tests.helpers.buffers import assert_as_by_hand
 from tests.helpers.steps import Pair, cross_entropy, elastic, pairs
 
 pytestmark = pytest.mark.no_oom_injection
@@ -52,10 +53,7 @@ def test_running_statistics_that_a_forward_replaces_are_put_back(way: str, early
             twin = copy.deepcopy(model)
             with InjectOOM(at=[at]):
                 result = mbs.backward(loss_fn, batch)
-            for first, stop in result.partition:
-                twin(batch[0][first:stop])
-            for (name, buffer), wanted in zip(model.named_buffers(), twin.buffers(), strict=True):
-                assert torch.allclose(buffer, wanted, rtol=1e-12), (at, name)
+            assert_as_by_hand(model, twin, result, batch[0])
 
 
 def test_a_step_that_begins_to_train_batch_norm_itself_has_its_statistics_put_back_with_their_count() -> None:
@@ -82,9 +80,5 @@ def test_a_step_that_begins_to_train_batch_norm_itself_has_its_statistics_put_ba
         except ReplayUnsafeError:
             continue
         recovered += result.ooms
-        twin.train()
-        for first, stop in result.partition:
-            twin(batch[0][first:stop])
-        for buffer, wanted in zip(model.buffers(), twin.buffers(), strict=True):
-            assert torch.allclose(buffer, wanted, rtol=1e-12), at
+        assert_as_by_hand(model, twin.train(), result, batch[0])
     assert recovered
