@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 from elastic_mbs.batch.join import PerPiece, join
 
@@ -81,7 +81,7 @@ def test_what_is_of_another_shape_each_time_is_not_remembered_without_end() -> N
     assert len(per_piece) < 300
 
 
-def test_a_number_beside_the_items_is_not_taken_for_the_item_of_the_same_value() -> None:
+def test_a_number_next_to_the_items_is_not_taken_for_the_item_of_the_same_value() -> None:
     class Result(dict[str, Any]):
         version = 8
 
@@ -118,10 +118,6 @@ def test_what_comes_once_a_piece_has_its_mean_over_the_samples_and_its_sum() -> 
     assert copy.deepcopy(joined["hits"]).sum() == 3
 
 
-def test_none_everywhere_is_none() -> None:
-    assert join([None, None], [1, 2]) is None
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -139,6 +135,7 @@ def test_none_everywhere_is_none() -> None:
         ["a", "b"],
         [3, 2],
         [["a"], ["b", "c", "d"]],
+        [pack_sequence([torch.ones(2)])] * 2,
     ],
     ids=str,
 )
@@ -150,7 +147,7 @@ def test_what_does_not_fit_together_comes_once_a_piece(pieces: list[Any]) -> Non
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_never_taken_per_piece(layout: torch.layout) -> None:
+def test_nested_tensors_are_never_taken_apart(layout: torch.layout) -> None:
     """Those of the first kind have no shape to ask for."""
     pieces = [torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(3, 2)], layout=layout) for _ in range(2)]
     joined = join(pieces, [2, 2])
@@ -158,53 +155,32 @@ def test_nested_tensors_are_never_taken_per_piece(layout: torch.layout) -> None:
     assert joined[0] is pieces[0]
 
 
-def test_packed_sequences_are_never_taken_per_piece() -> None:
-    pieces = [pack_sequence([torch.ones(2)]), pack_sequence([torch.ones(2)])]
-    joined = join(pieces, [2, 2])
-    assert [type(each) for each in joined] == [PackedSequence, PackedSequence]
+def ragged(*lengths: int) -> list[torch.Tensor]:
+    return [torch.zeros(length, 4) for length in lengths]
 
 
-def test_containers_keep_their_type() -> None:
-    joined = join([Out(torch.zeros(3)), Out(torch.zeros(2))], [3, 2])
-    assert type(joined) is Out
-    assert joined.logits.shape == (5,)
-    assert joined.loss is None
-    pair = join([(torch.zeros(3), [torch.zeros(3)]), (torch.zeros(2), [torch.zeros(2)])], [3, 2])
-    assert type(pair) is tuple
-    assert pair[1][0].shape == (5,)
-
-
-def test_a_list_of_as_many_different_values_as_samples_is_no_list_of_samples() -> None:
-    outputs = [[torch.full((2,), i), {"ids": torch.full((2,), 10 + i)}] for i in range(2)]
-    joined = join(outputs, [2, 2])
-    assert joined[0].tolist() == [0, 0, 1, 1]
-    assert joined[1]["ids"].tolist() == [10, 10, 11, 11]
-
-
-def test_lists_of_items_are_chained_in_order() -> None:
-    assert join([["a", "b", "c"], ["d", "e"]], [3, 2]) == list("abcde")
-    detections = [[{"boxes": torch.zeros(i, 4)} for i in (1, 2, 3)], [{"boxes": torch.zeros(i, 4)} for i in (4, 5)]]
-    assert [len(found["boxes"]) for found in join(detections, [3, 2])] == [1, 2, 3, 4, 5]
-    masks = [[torch.zeros(i) for i in (1, 2, 3)], [torch.zeros(i) for i in (4, 5)]]
-    assert [len(mask) for mask in join(masks, [3, 2])] == [1, 2, 3, 4, 5]
-    same_count = [[torch.zeros(1), torch.zeros(7)], [torch.zeros(5), torch.zeros(4)]]
-    assert [len(mask) for mask in join(same_count, [2, 2])] == [1, 7, 5, 4]
-    mixed = [[torch.zeros(2), "a"], [torch.zeros(2), "b"]]
-    assert [type(item) for item in join(mixed, [2, 2])] == [torch.Tensor, str] * 2
-
-
-def test_a_list_of_per_sample_tensors_is_a_list_of_fields() -> None:
-    hidden = [[torch.zeros(2, 5), torch.zeros(2, 6)], [torch.ones(2, 5), torch.ones(2, 6)]]
-    joined = join(hidden, [2, 2])
-    assert [tuple(each.shape) for each in joined] == [(4, 5), (4, 6)]
-
-
-def test_lists_that_are_not_per_sample_are_joined_place_by_place() -> None:
-    assert join([[0.5, 1.5], [2.5, 3.5]], [3, 3]) == [[0.5, 2.5], [1.5, 3.5]]
-
-
-def test_numpy_arrays_are_concatenated() -> None:
-    assert join([np.zeros((3, 2)), np.ones((2, 2))], [3, 2]).sum() == 4
+@pytest.mark.parametrize(
+    ("outputs", "lengths", "joined"),
+    [
+        ([None, None], [3, 2], None),
+        ([np.zeros((3, 2)), np.zeros((2, 2))], [3, 2], np.zeros((5, 2))),
+        ([Out(torch.zeros(3)), Out(torch.zeros(2))], [3, 2], Out(torch.zeros(5))),
+        ([(torch.zeros(3), [torch.zeros(3)]), (torch.zeros(2), [torch.zeros(2)])], [3, 2], (torch.zeros(5), [torch.zeros(5)])),
+        ([["a", "b", "c"], ["d", "e"]], [3, 2], list("abcde")),
+        ([[{"box": box} for box in ragged(1, 2, 3)], [{"box": box} for box in ragged(4, 5)]], [3, 2], [{"box": b} for b in ragged(1, 2, 3, 4, 5)]),
+        ([ragged(1, 2, 3), ragged(4, 5)], [3, 2], ragged(1, 2, 3, 4, 5)),
+        ([ragged(1, 7), ragged(5, 4)], [2, 2], ragged(1, 7, 5, 4)),
+        ([[torch.zeros(2), "a"], [torch.zeros(2), "b"]], [2, 2], [torch.zeros(2), "a", torch.zeros(2), "b"]),
+        ([[torch.zeros(2, 5), torch.zeros(2, 6)]] * 2, [2, 2], [torch.zeros(4, 5), torch.zeros(4, 6)]),
+        ([[torch.zeros(2), {"ids": torch.zeros(2)}]] * 2, [2, 2], [torch.zeros(4), {"ids": torch.zeros(4)}]),  # of two types: no list of samples
+        ([[0.5, 1.5], [2.5, 3.5]], [3, 3], [[0.5, 2.5], [1.5, 3.5]]),
+    ],
+    ids=str,
+)
+def test_containers_keep_their_type_and_rows_and_items_their_order(outputs: list[Any], lengths: list[int], joined: Any) -> None:
+    found = join(outputs, lengths)
+    assert isinstance(found, type(joined))
+    assert repr(found) == repr(joined)
 
 
 @pytest.mark.parametrize(("outputs", "lengths"), [([], []), ([1], []), ([1], [1, 2])])
