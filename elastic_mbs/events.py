@@ -26,6 +26,7 @@ def format_bytes(count: int | float | None) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
+# --8<-- [start:events]: this part is a page of the documentation
 @dataclass(frozen=True)
 class Event:
     """Base of all events."""
@@ -204,6 +205,7 @@ class Warned(Event):
         return self.message
 
 
+# --8<-- [end:events]
 Sink = Callable[[Event], None]
 
 
