@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: that of the command, 2 for bad input, 130 after Ctrl-C, 141 where the output is not read any more (`… | head`).
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without arrows and blocks gets question marks, not a crash
     try:
         parsed = _parser(stress=given[:1] == ["stress"]).parse_args(given)
         code: int = parsed.run(parsed)
@@ -79,13 +82,12 @@ def _stress_arguments() -> Callable[[argparse.ArgumentParser], None]:
         UsageError: it is in neither place, or another package with its name was imported first.
     """
     package = Path(__file__).resolve().parents[1]
-    folder, name = package / "stress", "elastic_mbs.stress"
-    if not (folder / "command.py").is_file():
-        folder, name = package.parent / "stress", "stress"
-        if not (folder / "command.py").is_file():
-            raise UsageError(f"there is no stress tool in {package} or next to it: install the wheel, or use a whole checkout")
-        if sys.path[:1] != [str(package.parent)]:
-            sys.path.insert(0, str(package.parent))  # before another distribution's package of that name
+    places = {"elastic_mbs.stress": package / "stress", "stress": package.parent / "stress"}
+    name, folder = next(((name, folder) for name, folder in places.items() if (folder / "command.py").is_file()), ("", package))
+    if not name:
+        raise UsageError(f"there is no stress tool in {package} or next to it: install the wheel, or use a whole checkout")
+    if name == "stress" and sys.path[:1] != [str(package.parent)]:
+        sys.path.insert(0, str(package.parent))  # before another distribution's package of that name
     loaded = sys.modules.get(name)
     if loaded is not None and folder not in [Path(place).resolve() for place in loaded.__path__]:
         raise UsageError(f"another package named {name} ({loaded.__file__}) was imported instead of {folder}: start a fresh interpreter")

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elastic_mbs.cli.report.data import Mark, Memory, RunData
-from elastic_mbs.cli.report.decimate import Point
-from elastic_mbs.cli.report.scale import duration
+from elastic_mbs.cli.report.scale import Point, duration
 from elastic_mbs.events import format_bytes
 
 from .. import record

@@ -170,7 +170,7 @@ def test_a_seed_gives_the_same_batches_each_time_and_moves_no_random_stream() ->
         assert not torch.equal(mine["tokens"], different["tokens"])
     lengths = {batch["tokens"].shape[1] for batch in one}
     assert len(lengths) > 1
-    assert one.longest()["tokens"].shape[1] == max(lengths)
+    assert one.longest(1)["tokens"].shape[1] == max(lengths)
     make_model(SMALL, seed=3, dtype=torch.float64)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert random.getstate() == python
@@ -301,7 +301,7 @@ def test_a_ballast_process_that_ends_is_reported(served: Callable[..., None], wo
         process.hold(MIB)
 
 
-@pytest.mark.parametrize(("ours", "budget", "words"), [(300, 200, "--device cpu"), (100, 950, "more than cuda:0 has free")])
+@pytest.mark.parametrize(("ours", "budget", "words"), [(300, 200, "--device cpu"), (100, 950, "budget of 950.0 MiB")])
 def test_a_device_that_other_processes_use_is_left_alone(ours: int, budget: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, free=1000 * MIB).ours = ours * MIB
     with pytest.raises(UsageError, match=words), tenant.limited(budget * MIB, CUDA):

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from elastic_mbs.cli import command, doctor
 from elastic_mbs.cli.doctor import render, summary
-from elastic_mbs.cli.doctor.allocator import conflict, settings
 from elastic_mbs.cli.doctor.facts import Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown, Versions
-from elastic_mbs.cli.doctor.rules import CONDITIONS, Finding, Level, judge, table
+from elastic_mbs.cli.doctor.rules import CONDITIONS, Finding, Level, conflict, judge, settings, table
 from elastic_mbs.memory import CgroupMemory, Holder
 
 GIB = 1024**3
@@ -103,7 +102,7 @@ MACHINES: dict[str, tuple[Facts, list[str]]] = {
         ],
     ),
     "WSL with expandable segments": (replace(WSL, environment=BARE.environment), ["note allocator: is on; goes on without"]),
-    "Windows": (replace(WSL, wsl=False, platform="win32", own_pids=True), ["note platform: Windows", "note co-tenants: does not tell"]),
+    "Windows": (replace(WSL, wsl=False, platform="win32", own_pids=True), ["note platform: Windows", "note co-tenants: does not report"]),
     "MIG": (
         MIG,
         [f"ok devices: MIG instance 2 of nvidia-smi's GPU 0, MIG-{MIG_UUID}; 15.0 GiB free", "note devices: is a MIG instance; cannot take it"],

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elastic_mbs.cli.command import main
 from elastic_mbs.cli.report import render, scale, svg
 from elastic_mbs.cli.report.data import RunData, read_run
-from elastic_mbs.cli.report.decimate import Point, decimate
 from elastic_mbs.cli.report.page import page
+from elastic_mbs.cli.report.scale import Point, decimate
 from elastic_mbs.events import CallFailed, Event, Resized, SensorLost, Warned
 from elastic_mbs.sinks.run_log import event_line
 from elastic_mbs.sinks.run_log_reader import Entry, Run, read_runs

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from elastic_mbs import UsageError
 from elastic_mbs.cli import command
-from elastic_mbs.cli.watch.follow import Follower
+from elastic_mbs.cli.watch.follow import EVENTS, Follower, State
 from elastic_mbs.cli.watch.panel import memory_line, panel, sparkline
-from elastic_mbs.cli.watch.state import EVENTS, State
 from elastic_mbs.events import Event, Warned
 from elastic_mbs.sinks.run_log import event_line
 from elastic_mbs.sinks.run_log_reader import Entry, read_runs

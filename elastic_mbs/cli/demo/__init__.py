@@ -7,26 +7,20 @@ the training loop.
 from __future__ import annotations
 
 import argparse
-import io
-import sys
 from pathlib import Path
 
 import torch
 
 from elastic_mbs.cli import report
 from elastic_mbs.cli.demo.compare import Options, prepare, run_both
-from elastic_mbs.cli.demo.console import introduction, summary, table, verdict
+from elastic_mbs.cli.demo.console import introduction, page, summary, table, verdict
 from elastic_mbs.cli.demo.notes import Notes
-from elastic_mbs.cli.demo.page import render
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import parse_bytes
 from elastic_mbs.sinks.run_log import checked_path
 
-__all__ = ["add_arguments", "main"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The demo's options."""
     parser.add_argument("--steps", type=int, default=36, help="optimizer steps, at least 4 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the choice of text (default: %(default)s)")
     parser.add_argument("--budget", metavar="BYTES", help="memory there is, such as 96MiB (default: 30%% of what the whole batch needs)")
@@ -44,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the demo; the exit code is 0 when the runs are equal within rounding, 1 when they are not or when no out-of-memory error happened."""
     options = _options(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without block characters gets question marks, not a crash
     if options.device.type == "cpu":
         # Pieces this small gain little from more threads, and threads that wait for each other at the end of each operation stand still while another
         # process has a core: with four busy processes on two cores, two threads took 11 to 55 s for what one did in 0.9 s.
@@ -54,12 +46,11 @@ def main(arguments: argparse.Namespace) -> int:
     print(introduction(setting), flush=True)
     outcome = run_both(setting, Notes(options.steps, setting.budget))
     rows = summary(outcome, setting)
-    if options.log is not None:
-        rows["run log"] = str(options.log)
+    print(f"\n{table(outcome)}\n\n" + "\n".join(f"{name:<22}{value}" for name, value in rows.items()))
     if options.log is not None and not arguments.no_page:
-        report.write(render(outcome, rows, options.log), arguments.out)
-        rows["page"] = str(arguments.out)
-    print(f"\n{table(outcome)}\n\n" + "\n".join(f"{name:<22}{value}" for name, value in rows.items()) + f"\n\n{verdict(outcome)}")
+        report.write(page(outcome, rows, options.log), arguments.out)
+        print(f"{'page':<22}{arguments.out}, of the run log {options.log}")
+    print(f"\n{verdict(outcome)}")
     return 0 if outcome.equal and outcome.ooms else 1
 
 

@@ -31,10 +31,9 @@ class Rounding(NamedTuple):
     weight: float
 
 
-# Rounding differs because sums are taken in another order, and training carries it on. Measured over 200 steps and two seeds: up to 5e-15 of the loss
-# and 2e-13 of a weight in float64, 5e-6 and 2e-4 in float32. The smallest mistake there can be, one token of one step left out of the weights, makes
-# 1e-4 of that step's loss and 2e-5 of a weight. In float64 anything between the two would do; in float32 only the loss tells them apart, and a whole
-# lost document (2e-2 and 3e-3) shows in both. Over thousands of steps rounding grows past any limit.
+# Rounding differs because sums are taken in another order. Measured over 200 steps and two seeds: up to 5e-15 of the loss and 2e-13 of a weight in
+# float64, 5e-6 and 2e-4 in float32. The smallest mistake, one token of one step left out of the weights, makes 1e-4 of that step's loss and 2e-5 of a
+# weight; a whole lost document 2e-2 and 3e-3. Over thousands of steps rounding grows past any limit.
 ROUNDING = {torch.float64: Rounding(loss=1e-12, weight=1e-9), torch.float32: Rounding(loss=1e-5, weight=1e-3)}
 
 
@@ -52,13 +51,6 @@ class Options:
     log: Path | None = None  # where the run with elastic_mbs is logged
 
 
-class Needs(NamedTuple):
-    """Bytes that a step needs, optimizer state included."""
-
-    one: int  # with one document at a time
-    whole: int  # with the whole batch at once
-
-
 @dataclass(frozen=True)
 class Setting:
     """What both runs start from."""
@@ -66,7 +58,8 @@ class Setting:
     options: Options
     model: GPT
     loader: Loader
-    needs: Needs
+    one: int  # bytes that a step needs with one document at a time, optimizer state included
+    whole: int  # the same with the whole batch at once
     budget: int
 
 
@@ -84,7 +77,7 @@ class Outcome:
     @property
     def differences(self) -> list[float]:
         """Relative difference of the loss, by step."""
-        return [abs(step.loss - loss) / abs(loss) for step, loss in zip(self.notes.steps, self.reference, strict=True)]
+        return [abs(float(result) - loss) / abs(loss) for result, loss in zip(self.notes.results, self.reference, strict=True)]
 
     @property
     def equal(self) -> bool:
@@ -94,7 +87,7 @@ class Outcome:
     @property
     def ooms(self) -> int:
         """Out-of-memory errors survived."""
-        return sum(step.result.ooms for step in self.notes.steps)
+        return sum(result.ooms for result in self.notes.results)
 
 
 def prepare(options: Options) -> Setting:
@@ -103,39 +96,36 @@ def prepare(options: Options) -> Setting:
     documents = read_documents(options.text, count=options.steps * options.batch, longest=config.context + 1, seed=options.seed)
     loader = Loader(documents, options.batch, options.seed)
     model = make_model(config, seed=options.seed, dtype=options.dtype)
-    needs = measure(model, loader.longest(), options.device)
-    budget = options.budget if options.budget is not None else max(3 * needs.one, round(0.3 * needs.whole))
-    if budget < 3 * needs.one:
+    one, whole = (measure(model, batch, options.device) for batch in (loader.longest(1), loader.longest(options.batch)))
+    budget = options.budget if options.budget is not None else max(3 * one, round(0.3 * whole))
+    if budget < 3 * one:
         raise UsageError(
-            f"a budget of {format_bytes(budget)} is too small for the demo: one document at a time needs {format_bytes(needs.one)}, "
-            f"and a co-tenant has to fit in as well; give at least --budget {3 * needs.one}"
+            f"a budget of {format_bytes(budget)} is too small for the demo: one document at a time needs {format_bytes(one)}, "
+            f"and a co-tenant has to fit in as well; give at least --budget {3 * one}"
         )
-    return Setting(options, model, loader, needs, budget)
+    return Setting(options, model, loader, one, whole, budget)
 
 
-def measure(model: nn.Module, batch: Batch, device: torch.device) -> Needs:
-    """What a step on `batch` needs, by the allocator's account on CUDA, and on a CPU by that of a budget which is never reached."""
+def measure(model: nn.Module, batch: Batch, device: torch.device) -> int:
+    """Bytes that a step on `batch` needs, by the allocator's account on CUDA, and on a CPU by that of a budget which is never reached."""
     model = copy.deepcopy(model).to(device)
-    optimizer_state = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    peaks = []
+    batch = {key: tensor.to(device) for key, tensor in batch.items()}
     with MemoryBudget("1000TiB", [model]) as budget:
         meter = CudaMeter(device) if device.type == "cuda" else budget
-        for size in (1, len(batch["tokens"])):
-            piece = {key: tensor[:size].to(device) for key, tensor in batch.items()}
-            token_loss(piece, model).backward()  # so that there are gradients to add to
+        for _ in range(2):  # the second time there are gradients to add to
             torch.cuda.empty_cache()
             meter.reset_peak()
-            token_loss(piece, model).backward()
-            usage = meter.usage()
-            peaks.append(usage.peak_reserved + optimizer_state if usage is not None else 0)
-    return Needs(*peaks)
+            token_loss(batch, model).backward()
+        usage = meter.usage()
+    assert usage is not None
+    return usage.peak_reserved + 2 * sum(parameter.nbytes for parameter in model.parameters())  # with the optimizer's state
 
 
 def run_both(setting: Setting, notes: Notes) -> Outcome:
     """Both runs, one after the other, from the same weights and on the same batches."""
     options = setting.options
     model = copy.deepcopy(setting.model).to(options.device)
-    moves = write_script(options.steps, setting.budget, floor=round(1.25 * setting.needs.one))
+    moves = write_script(options.steps, setting.budget, floor=round(1.25 * setting.one))
     began = time.perf_counter()
     with limited(setting.budget, options.device) as leave:
         sensor, meter = sensor_for(options.device)
@@ -144,10 +134,10 @@ def run_both(setting: Setting, notes: Notes) -> Outcome:
             notes.moved(move)
             leave(move.left)
 
-        script = Script(moves, make)
+        script = Script(moves, lambda: len(notes.results), make)
         model.blocks[-1].register_forward_hook(script.forward)
         model.register_forward_hook(lambda *_: notes.memory(meter.usage(), sensor.read()))
-        train(model, notes.steps_of(setting.loader, script.begin_step), notes.event, notes.result, options.log)
+        train(model, notes.steps_of(setting.loader), notes.event, notes.results.append, options.log)
     between = time.perf_counter()
     twin = copy.deepcopy(setting.model).to(options.device)
     reference: list[float] = []

@@ -1,14 +1,21 @@
-"""What the demo prints before and after the runs."""
+"""What the demo prints before and after the runs, and its page."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from html import escape
+from pathlib import Path
 
 import torch
 
 from elastic_mbs.cli.demo.compare import Outcome, Setting
 from elastic_mbs.cli.demo.run import POLICY
+from elastic_mbs.cli.report.data import Mark, read_run
+from elastic_mbs.cli.report.page import document, section
 from elastic_mbs.events import OutOfMemory, format_bytes
+from elastic_mbs.sinks.run_log_reader import open_lines, read_runs
 
 ROWS = 12  # of the table
 
@@ -22,7 +29,7 @@ def introduction(setting: Setting) -> str:
         where, limit = torch.cuda.get_device_name(options.device), "a memory fraction of the device, and a ballast process as co-tenant"
     return (
         f"A GPT of {sum(parameter.numel() for parameter in setting.model.parameters()):,} parameters on {text}, {dtype} on {where}.\n"
-        f"{options.steps} steps of {options.batch} documents. The whole batch at once would need {format_bytes(setting.needs.whole)}; "
+        f"{options.steps} steps of {options.batch} documents. The whole batch at once would need {format_bytes(setting.whole)}; "
         f"there are {format_bytes(setting.budget)} ({limit}).\n"
         f"Growth is less patient here than by default, to be seen in a minute: patience {POLICY.patience} calls, cooldown {POLICY.cooldown:g} s.\n"
     )
@@ -30,32 +37,32 @@ def introduction(setting: Setting) -> str:
 
 def table(outcome: Outcome) -> str:
     """Both loss curves side by side, at most about a dozen rows of them."""
-    steps, differences = outcome.notes.steps, outcome.differences
-    shown = sorted({*range(0, len(steps), -(-len(steps) // ROWS)), len(steps) - 1})
-    lines = ["step  micro-batch   loss, limited        loss, unlimited      relative difference"]
-    for i in shown:
-        size, loss = steps[i].result.micro_batch_size, steps[i].loss
-        lines.append(f"{i + 1:4}  {size:11}   {loss:<18.15f}   {outcome.reference[i]:<18.15f}   {differences[i]:.1e}")
-    return "\n".join(lines)
+    results, differences = outcome.notes.results, outcome.differences
+    shown = sorted({*range(0, len(results), -(-len(results) // ROWS)), len(results) - 1})
+    rows = (
+        f"{i + 1:4}  {results[i].micro_batch_size:11}   {float(results[i]):<18.15f}   {outcome.reference[i]:<18.15f}   {differences[i]:.1e}"
+        for i in shown
+    )
+    return "\n".join(["step  micro-batch   loss, limited        loss, unlimited      relative difference", *rows])
 
 
 def summary(outcome: Outcome, setting: Setting) -> dict[str, str]:
     """What the run survived, and what that cost, by name."""
-    options, needs, rounding, notes = setting.options, setting.needs, outcome.rounding, outcome.notes
+    options, rounding, notes = setting.options, outcome.rounding, outcome.notes
     failures = Counter(event.phase for event in notes.events if isinstance(event, OutOfMemory))
     phases = ", ".join(f"{count} in {phase}" for phase, count in sorted(failures.items())) or "none"
-    replayed, samples = sum(step.result.replayed_samples for step in notes.steps), options.steps * options.batch
-    sizes = ", ".join(map(str, sorted({step.result.micro_batch_size for step in notes.steps})))
+    replayed, samples = sum(result.replayed_samples for result in notes.results), options.steps * options.batch
+    sizes = ", ".join(map(str, sorted({result.micro_batch_size for result in notes.results})))
     largest = max(outcome.differences)
     worst = outcome.differences.index(largest) + 1
-    excess, lost = needs.whole / setting.budget, notes.seconds_lost
+    excess, lost = setting.whole / setting.budget, notes.seconds_lost
     return {
         "largest difference": f"{largest:.1e} of the loss (step {worst}), {outcome.weight:.1e} of a weight at the end",
         "counts as rounding": f"up to {rounding.loss:.0e} of the loss, {rounding.weight:.0e} of a weight",
         "out-of-memory errors": f"{outcome.ooms} survived ({phases})",
         "samples replayed": f"{replayed} of {samples} ({replayed / samples:.1%})",
         "micro-batch sizes": f"{sizes} (of a batch of {options.batch})",
-        "memory": f"{format_bytes(setting.budget)}; the whole batch would need {format_bytes(needs.whole)}, {excess:.1f} times that",
+        "memory": f"{format_bytes(setting.budget)}; the whole batch would need {format_bytes(setting.whole)}, {excess:.1f} times that",
         "time lost to replays": f"{lost:.2f} s ({lost / outcome.seconds:.1%}): failed attempts, from the start of their forward until undone",
         "time": f"{outcome.seconds:.1f} s within the budget, {outcome.reference_seconds:.1f} s without limits",
     }
@@ -68,3 +75,20 @@ def verdict(outcome: Outcome) -> str:
     if not outcome.ooms:
         return "NOTHING SHOWN: no out-of-memory error happened. Give a smaller --budget, or a larger --batch."
     return "EQUAL within rounding: the run that kept running out of memory trained the same model."
+
+
+def page(outcome: Outcome, rows: Mapping[str, str], log: Path) -> str:
+    """The report of the last run of the log, with the co-tenant's moves, the losses of the run without limits and the figures of the summary."""
+    run = read_runs(open_lines(log))[-1]
+    data = read_run(run)
+    began = float(run.header["time"])
+    left = [(at - began, move.what, format_bytes(move.left)) for at, move in outcome.notes.moves]
+    moves = [Mark(t, "note", what, (("left for us", size),), f"{what}: {size} left for us") for t, what, size in left]
+    data = replace(
+        data,
+        title="The run with elastic_mbs",
+        marks=sorted([*data.marks, *moves], key=lambda mark: mark.t),
+        reference=[(t, loss) for (t, _), loss in zip(data.loss, outcome.reference, strict=True)],
+    )
+    note = "".join(f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in rows.items())
+    return document("elastic_mbs demo", verdict(outcome), section(data, remark=data.about[0][1], opened=True, note=f'<p class="about">{note}</p>'))

@@ -49,18 +49,15 @@ def write_script(steps: int, budget: int, floor: int) -> list[Move]:
 class Script:
     """Makes the moves when their time has come; its `forward` is a forward hook of the model's last block."""
 
-    def __init__(self, moves: Sequence[Move], make: Callable[[Move], None]) -> None:
+    def __init__(self, moves: Sequence[Move], step: Callable[[], int], make: Callable[[Move], None]) -> None:
         self._moves = list(moves)
-        self._make = make
-        self._step = -1
-        self._micro_batch = 0
-
-    def begin_step(self, step: int) -> None:
-        self._step, self._micro_batch = step, 0
+        self._step, self._make = step, make
+        self._seen = (-1, 0)  # step and micro-batch
 
     def forward(self, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-        self._micro_batch += 1
-        while self._moves and (self._moves[0].step, self._moves[0].micro_batch) <= (self._step, self._micro_batch):
+        step, (last, micro_batch) = self._step(), self._seen
+        self._seen = (step, micro_batch + 1 if step == last else 1)
+        while self._moves and (self._moves[0].step, self._moves[0].micro_batch) <= self._seen:
             move = self._moves.pop(0)
             if move.phase == "backward":
                 output.register_hook(lambda _, move=move: self._make(move))
@@ -77,13 +74,11 @@ def limited(budget: int, device: torch.device) -> Iterator[Callable[[int], None]
         return
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    if free < MOSTLY_FREE * total:
+    if free < max(MOSTLY_FREE * total, budget):
         raise UsageError(
-            f"{format_bytes(total - free)} of {device} are in use, and the demo's co-tenant fills a device to the brim: "
-            "run it on an idle one, or with --device cpu"
+            f"{device} has {format_bytes(free)} of {format_bytes(total)} free, and the demo's co-tenant fills what is not in the budget of "
+            f"{format_bytes(budget)}: run it on an idle device, or with --device cpu"
         )
-    if budget > free:
-        raise UsageError(f"--budget {format_bytes(budget)} is more than {device} has free ({format_bytes(free)})")
     with Ballast(device) as ballast:
         torch.cuda.set_per_process_memory_fraction(budget / total, device)
         try:

@@ -32,10 +32,7 @@ def passages(text: bytes, longest: int) -> Iterator[bytes]:
 
 
 def read_documents(path: Path | None, *, count: int, longest: int, seed: int) -> list[bytes]:
-    """A random choice of `count` passages of at most `longest` bytes; a text with fewer passages is repeated.
-
-    `path` is a file, a folder with all below it, or None for the modules of Python's standard library.
-    """
+    """A random choice of `count` passages of a file, a folder with all below it, or (None) Python's library; repeated where too few."""
     rng = random.Random(seed)
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -86,6 +83,6 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         return map(collate, self._chunks)
 
-    def longest(self) -> Batch:
-        """The batch with the longest document."""
-        return collate(max(self._chunks, key=lambda chunk: max(map(len, chunk))))
+    def longest(self, documents: int) -> Batch:
+        """So many documents of the batch with the longest one, and that one among them."""
+        return collate(sorted(max(self._chunks, key=lambda chunk: max(map(len, chunk))), key=len)[-documents:])

@@ -7,10 +7,8 @@ where there is a problem that will hurt training.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import shutil
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +26,6 @@ VERSION = 1  # of the JSON document: rises when a field goes or changes its mean
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The doctor's options."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument(
         "--allocate",
@@ -41,30 +38,20 @@ def main(arguments: argparse.Namespace) -> int:
     """Looks at the machine and prints what was found; the exit code is 1 when there is a problem that will hurt training."""
     facts = collect(allocate=arguments.allocate)
     findings = judge(facts)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without arrows gets question marks, not a crash
-    print(json.dumps(document(facts, findings), indent=2) if arguments.json else render(findings, shutil.get_terminal_size().columns))
-    return int(_ill(findings))
+    found = document(facts, findings)
+    print(json.dumps(found, indent=2) if arguments.json else render(findings, shutil.get_terminal_size().columns))
+    return int(not found["healthy"])
 
 
 def document(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
-    """What `--json` prints.
-
-    Returns:
-        `schema` ("elastic-mbs-doctor"), `version` (1), `healthy` (no problem), `findings` (each with `level`, `topic`, `found`, `means`, `do`) and
-        `facts` (the fields of `Facts`; what could not be found out is `{"why": …, "absent": …}`). Sizes are in bytes.
-    """
+    """What `--json` prints; sizes are in bytes, and a fact that could not be found out is `{"why": …, "absent": …}`."""
     return {
         "schema": SCHEMA,
         "version": VERSION,
-        "healthy": not _ill(findings),
+        "healthy": all(finding.level is not Level.PROBLEM for finding in findings),
         "findings": [asdict(finding) for finding in findings],
         "facts": asdict(facts) | {"environment": facts.variables},
     }
-
-
-def _ill(findings: Sequence[Finding]) -> bool:
-    return any(finding.level is Level.PROBLEM for finding in findings)
 
 
 def render(findings: Sequence[Finding], width: int = 80) -> str:
@@ -83,8 +70,6 @@ def render(findings: Sequence[Finding], width: int = 80) -> str:
 
 def summary(findings: Sequence[Finding]) -> str:
     """`1 problem, 2 warnings, 3 notes`."""
-    count = Counter(finding.level for finding in findings)
-    if not count[Level.PROBLEM] and not count[Level.WARNING]:
-        return "no problems"
-    levels = [level for level in (Level.PROBLEM, Level.WARNING, Level.NOTE) if count[level]]
-    return ", ".join(f"{count[level]} {level}{'' if count[level] == 1 else 's'}" for level in levels)
+    count = Counter[str](finding.level for finding in findings if finding.level is not Level.OK)
+    words = [f"{count[level]} {level}{'' if count[level] == 1 else 's'}" for level in reversed(Level) if count[level]]
+    return ", ".join(words) if count[Level.PROBLEM] or count[Level.WARNING] else "no problems"

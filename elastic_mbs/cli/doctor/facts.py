@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from elastic_mbs.memory import CgroupMemory, Holder
 
+# variables of the CUDA allocator's settings, in the order in which torch 2.13 looks for them; the first that is set counts
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
 
 @dataclass(frozen=True)
 class Unknown:
@@ -47,8 +50,6 @@ class TorchDevice:
 
 @dataclass(frozen=True)
 class Torch:
-    """What this build of torch can do."""
-
     cuda: str | None = None  # version of CUDA that it was built for
     hip: str | None = None  # version of ROCm that it was built for
     devices: tuple[TorchDevice, ...] | Unknown = ()  # `Unknown` has torch's own words
@@ -72,8 +73,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Nvml:
-    """What NVML reports."""
-
     driver: str  # its version
     cuda: str  # the newest version of CUDA that it serves, such as "13.0"
     gpus: tuple[Gpu, ...] = ()  # GPUs, and after each its MIG instances
@@ -81,9 +80,7 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine's memory, in bytes."""
-
-    available: int
+    available: int  # bytes
     total: int
 
 
@@ -97,8 +94,6 @@ class Limit:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it."""
-
     versions: Versions
     torch: Torch
     nvml: Nvml | Unknown

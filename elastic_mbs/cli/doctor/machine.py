@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from elastic_mbs.cli.doctor.facts import Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown, Versions
+from elastic_mbs.cli.doctor.facts import ALLOCATOR, Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown, Versions
 from elastic_mbs.memory import cgroup_memory
 from elastic_mbs.memory.processes import holders_on, pids_are_ours
 from elastic_mbs.version import __version__
@@ -27,15 +27,7 @@ except ImportError:  # Windows
 
 T = TypeVar("T")
 
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "NVIDIA_DRIVER_CAPABILITIES",
-)
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", *ALLOCATOR, "PYTORCH_NO_CUDA_MEMORY_CACHING", "NVIDIA_DRIVER_CAPABILITIES")
 _MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 

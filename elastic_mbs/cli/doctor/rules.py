@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import string
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -12,13 +13,13 @@ from importlib import resources
 from types import SimpleNamespace
 from typing import Any
 
-from elastic_mbs.cli.doctor import allocator
-from elastic_mbs.cli.doctor.facts import Facts, Gpu, Nvml, TorchDevice, Unknown
+from elastic_mbs.cli.doctor.facts import ALLOCATOR, Facts, Gpu, Nvml, TorchDevice, Unknown
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import CgroupMemory
 from elastic_mbs.memory.processes import describe
 
 LITTLE = 0.1  # a smaller share of free memory is little
+_SETTING = re.compile(r"(\w+):(\[[^\]]*\]|[^,\[\]]+)")  # in name:value,name:[a:b,c:d]
 
 
 class Level(StrEnum):
@@ -78,7 +79,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "there are co-tenants": lambda s: s.ours and s.holders,
     "little of the GPU is free": lambda s: s.ours and isinstance(s.g.free, int) and s.g.free < LITTLE * s.g.total and not s.g.mig,
     # allocator
-    "allocator settings conflict": lambda s: allocator.conflict(s.environment),
+    "allocator settings conflict": lambda s: conflict(s.environment),
     "the cache is off": lambda s: s.environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") != "0",
     "the backend is cudaMallocAsync": lambda s: "cudaMallocAsync" in (s.f.torch.allocator, s.settings.get("backend")),
     "segments are expandable": lambda s: s.settings.get("expandable_segments", "").lower() == "true",
@@ -140,7 +141,7 @@ def _machine(facts: Facts) -> dict[str, Any]:
     v, environment = facts.versions, facts.variables
     if facts.torch.hip is None:
         environment.pop("PYTORCH_HIP_ALLOC_CONF", None)  # ROCm's own name means nothing to CUDA
-    conf = allocator.settings(environment)
+    conf = settings(environment)
     others = "".join(f"{name}:{value}," for name, value in conf.items() if name != "expandable_segments")
     variable = "PYTORCH_ALLOC_CONF" if release(v.torch) >= (2, 9) else "PYTORCH_CUDA_ALLOC_CONF"
     doubt = ", if this board can: not all of its kind do" if facts.integrated else ""
@@ -162,8 +163,7 @@ def _machine(facts: Facts) -> dict[str, Any]:
 def _device(facts: Facts, device: TorchDevice, gpu: Gpu | None) -> dict[str, Any]:
     free = gpu.free if gpu is not None and isinstance(gpu.free, int) else device.free
     amount = f", {format_bytes(free)} free" if isinstance(free, int) else ""
-    unread = "NVML does not know it" if isinstance(facts.nvml, Nvml) else "NVML was not asked"
-    where = unread if gpu is None else f"{_place(gpu)}, {gpu.uuid}"
+    where = "NVML has no reading of it" if gpu is None else f"{_place(gpu)}, {gpu.uuid}"
     place = f"cuda:{device.index} is {device.name}, {format_bytes(device.total)}{amount}"
     return {"d": device, "g": gpu, "place": place, "where": where, "fraction": device.fraction * device.total}
 
@@ -175,7 +175,7 @@ def _gpu(facts: Facts, gpu: Gpu) -> dict[str, Any]:
     if not facts.own_pids:
         unnamed = " The driver's PIDs are not the ones in here, so they cannot be named, and this process may be among them."
     elif all(holder.bytes is None for holder in holders):
-        unnamed = " This driver does not tell how much each one holds."
+        unnamed = " This driver does not report how much each one holds."
     return {
         "g": gpu,
         "place": _place(gpu),
@@ -232,3 +232,17 @@ def release(version: str) -> tuple[int, ...]:
     """`"2.13.0+cu130"` → (2, 13); empty for what is no version."""
     parts = version.partition("+")[0].split(".")[:2]
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The allocator's settings; what torch cannot read is passed over, since it says so itself when CUDA starts."""
+    return next((_parse(environment[name]) for name in ALLOCATOR if name in environment), {})
+
+
+def conflict(environment: Mapping[str, str]) -> bool:
+    """Whether two of the variables are set to different things."""
+    return len({frozenset(_parse(environment[name]).items()) for name in ALLOCATOR if name in environment}) > 1
+
+
+def _parse(text: str) -> dict[str, str]:
+    return dict(_SETTING.findall("".join(text.split())))

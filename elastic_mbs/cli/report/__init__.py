@@ -18,7 +18,6 @@ __all__ = ["add_arguments", "check_out", "main", "render", "write"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The report's options."""
     parser.add_argument("log", type=Path, metavar="RUN.jsonl", help="what ElasticMBS(..., log=...) has written")
     parser.add_argument("-o", "--out", type=Path, metavar="HTML", help="where the report goes (default: next to the log, named .html)")
 
@@ -44,15 +43,13 @@ def render(log: Path) -> str:
 
 def check_out(out: Path, log: Path) -> None:
     """Raises a UsageError before the work is done where no page can be written to `out`."""
-    if out.is_dir():
-        problem = "this is a folder"
-    elif not out.parent.is_dir():
-        problem = f"there is no folder {out.parent}"
-    elif out.absolute() == log.absolute():
-        problem = "this is the log itself"
-    else:
-        return
-    raise UsageError(f"--out {out}: {problem}; name another file, such as run.html")
+    problems = {
+        "this is a folder": out.is_dir(),
+        f"there is no folder {out.parent}": not out.parent.is_dir(),
+        "this is the log itself": out.absolute() == log.absolute(),
+    }
+    for problem in (problem for problem, here in problems.items() if here):
+        raise UsageError(f"--out {out}: {problem}; name another file, such as run.html")
 
 
 def write(text: str, out: Path) -> None:

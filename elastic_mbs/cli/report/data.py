@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from elastic_mbs.cli.report.decimate import Point
-from elastic_mbs.cli.report.scale import duration
+from elastic_mbs.cli.report.scale import Point, duration
 from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorLost, SizeReader, format_bytes
 from elastic_mbs.sinks.run_log_reader import Entry, Run
 
@@ -86,10 +85,8 @@ def _plausible(event: Event | None) -> Event | None:
     if not isinstance(event, CallDone | CallFailed):
         return event
     lost = event.seconds_lost if 0 <= event.seconds_lost < _LONGEST else 0.0
-    seconds = event.seconds if event.seconds is not None and _SHORTEST < event.seconds < _LONGEST else None
-    if isinstance(event, CallDone):
-        return replace(event, seconds=seconds, seconds_lost=lost)
-    return replace(event, seconds=seconds or 0.0, seconds_lost=lost)
+    seconds = event.seconds if event.seconds is not None and _SHORTEST < event.seconds < _LONGEST else 0.0
+    return replace(event, seconds=seconds, seconds_lost=lost)
 
 
 def _memory(entries: Sequence[Entry], calls: Calls, margin: object) -> Memory:
@@ -149,32 +146,27 @@ def _from_start(calls: Calls, points: Sequence[Point]) -> list[Point]:
 
 def _tiles(events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]) -> tuple[tuple[str, str, str], ...]:
     done = [event for event in events if isinstance(event, CallDone)]
-    failed = [event for event in events if isinstance(event, CallFailed)]
+    ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
     samples, replayed, ooms = (sum(getattr(call, name) for call in done) for name in ("samples", "replayed_samples", "ooms"))
     busy = sum(call.seconds or 0.0 for call in done)
-    spent = busy + sum(call.seconds for call in failed)
-    lost = sum(event.seconds_lost for event in events if isinstance(event, CallDone | CallFailed))
+    spent, lost = (sum(getattr(call, name) or 0.0 for call in ended) for name in ("seconds", "seconds_lost"))
     evals = sum(call.mode != "train" for call in done)
     unfinished = sum(isinstance(event, OutOfMemory) for event in events) - ooms
     sized = [call for call in done if call.mode == "train"] or done
     sizes = [call.micro_batch_size for call in sized]
     _, final = max((tracks[call.key][-1] for call in sized), default=(0.0, None))
+    between = f"between {min(sizes):,} and {max(sizes):,}" if len(set(sizes)) > 1 else ""
     peak = max((peak for call in done for peak in (call.peak_allocated, call.peak_reserved, call.reserved) if peak is not None), default=None)
     total = max((call.total for call in done if call.total is not None), default=None)
     last = events[-1] if events else None
-    ended = (("ended by", last.error, last.message[:80]),) if isinstance(last, CallFailed) else ()
     return (
-        *ended,
+        *([("ended by", last.error, last.message[:80])] if isinstance(last, CallFailed) else []),
         ("calls", f"{len(done):,}", f"{evals:,} of them eval" if evals else ""),
         ("samples", f"{samples:,}", f"{samples / busy:,.1f} per second" if busy > 0 else ""),
         ("OOMs survived", f"{ooms:,}", f"and {unfinished:,} in a call that did not finish" if unfinished > 0 else ""),
         ("samples replayed", f"{replayed:,}", f"{replayed / samples:.2%} of all" if samples else ""),
         ("time lost", f"{lost / spent:.2%}" if spent > 0 else "0 %", f"{duration(lost)} of {duration(spent)}" if spent > 0 else ""),
-        (
-            "final micro-batch",
-            f"{final:,.0f}" if sizes else "none",
-            f"between {min(sizes):,} and {max(sizes):,}" if sizes and min(sizes) < max(sizes) else "",
-        ),
+        ("final micro-batch", f"{final:,.0f}" if sizes else "none", between),
         ("peak memory", format_bytes(peak), f"of {format_bytes(total)}" if total is not None else ""),
     )
 

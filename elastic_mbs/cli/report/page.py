@@ -9,7 +9,6 @@ from importlib import resources
 
 from elastic_mbs.cli.report import scale, svg
 from elastic_mbs.cli.report.data import RunData
-from elastic_mbs.cli.report.decimate import decimate
 
 
 def page(runs: Sequence[RunData], source: str) -> str:
@@ -78,7 +77,7 @@ def _lane(lane: svg.Lane, x: scale.Scale, failures: Sequence[float]) -> str:
     chips = [(line.look, line.name) for line in lane.legend] + list(lane.chips)
     legend = "".join(f"<li>{_swatch(look)}{escape(text)}</li>" for look, text in chips)
     left = svg.y_axis(lane.y, "y-axis", 'x="100%" dx="-8"')
-    right = svg.y_axis(svg.SHARES, "share-axis", 'x="0" dx="6"') if lane.shares else "<span></span>"
+    right = svg.y_axis(svg.SHARES, "share-axis", 'x="0" dx="6"') if any(line.unit == "share" for line in lane.lines) else "<span></span>"
     return f"""
 <section class="lane lane-{lane.name.split()[0].lower()}">
 <header><h3>{escape(lane.name)}</h3><ul class="legend">{legend}</ul><p class="readout"></p></header>
@@ -98,7 +97,7 @@ def _swatch(look: str) -> str:
 
 def _values(line: svg.Line, x: scale.Scale) -> dict[str, object]:
     """A line for the readout: its name, unit and shape, and its points as fractions of the width with their values."""
-    points = decimate(line.points)
+    points = scale.decimate(line.points)
     return {
         "name": line.name,
         "unit": line.unit,

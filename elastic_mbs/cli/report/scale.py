@@ -1,15 +1,21 @@
-"""From values to places on an axis, the ticks on it, and numbers as a person writes them."""
+"""Lines of few points, places of values on an axis, its ticks, and numbers as a person writes them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from elastic_mbs.events import format_bytes
 
 _TIMES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
 _DAY = 86400
+LIMIT = 2000  # points per line: more than there are pixels for
+
+Point = tuple[float, float | None]
+"""Time in seconds, and a value or None where there is none: the line has a gap there."""
 
 
 class Tick(NamedTuple):
@@ -95,3 +101,24 @@ def _nice(step: float) -> float:
     """The next of 1, 2, 5 × 10ⁿ that is not below `step`."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(nice * power for nice in (1.0, 2.0, 5.0, 10.0) if nice * power >= step * (1 - 1e-9))
+
+
+def decimate(points: Sequence[Point], limit: int = LIMIT) -> list[Point]:
+    """At most `limit` (at least 4) of the points, which are ordered by time: the first, the last, and the extremes of each bucket between them."""
+    if len(points) <= limit:
+        return list(points)
+    first, last = points[0], points[-1]
+    buckets = (limit - 2) // 2
+    width = (last[0] - first[0]) / buckets
+
+    def bucket(point: Point) -> int:
+        return min(buckets - 1, int((point[0] - first[0]) / width)) if width > 0 else 0
+
+    between = [_extremes(list(group)) for _, group in groupby(points[1:-1], bucket)]
+    return [first, *(point for group in between for point in group), last]
+
+
+def _extremes(group: Sequence[Point]) -> list[Point]:
+    """The smallest and the largest, in their order; a group without values keeps its gap."""
+    valued = [(value, i) for i, (_, value) in enumerate(group) if value is not None]
+    return [group[i] for i in sorted({min(valued)[1], max(valued)[1]})] if valued else list(group[:1])

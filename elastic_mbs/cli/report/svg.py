@@ -14,8 +14,7 @@ from typing import Literal
 
 from elastic_mbs.cli.report import scale
 from elastic_mbs.cli.report.data import Mark, RunData
-from elastic_mbs.cli.report.decimate import Point, decimate
-from elastic_mbs.cli.report.scale import Scale
+from elastic_mbs.cli.report.scale import Point, Scale, decimate
 
 WIDTH, HEIGHT = 10000, 1000  # units of the stretched picture
 TRACKS = 5  # tracks that have a colour of their own; the rest share the last
@@ -60,17 +59,11 @@ class Lane:
 
     @property
     def legend(self) -> list[Line]:
-        """The lines from front to back, and a limit after what it limits."""
-        front = list(self.lines)[::-1]
-        return [line for line in front if line.look != "margin"] + [line for line in front if line.look == "margin"]
-
-    @property
-    def shares(self) -> bool:
-        return any(line.unit == "share" for line in self.lines)
+        """The lines from front to back."""
+        return list(self.lines)[::-1]
 
 
 def lanes(run: RunData) -> list[Lane]:
-    """The four lanes of a run."""
     return [_memory(run), _sizes(run), _throughput(run), _loss(run)]
 
 
@@ -103,14 +96,12 @@ def _sizes(run: RunData) -> Lane:
 def _throughput(run: RunData) -> Lane:
     rates = [value for points in run.rates.values() for _, value in points if value is not None]
     lines = [Line("time lost to replays", run.lost, "lost", "share", "before", "down")] if any(share for _, share in run.lost) else []
-    chips = [] if lines else [("nothing", "no time lost to replays")]
-    names = {"train": "samples per second", "eval": "samples per second, eval"}
     lines += [
-        Line(names.get(mode, mode), points, "rate-eval" if mode == "eval" else "rate-train", "rate", "before")
+        Line(f"samples per second, {mode}", points, "rate-eval" if mode == "eval" else "rate-train", "rate", "before")
         for mode, points in run.rates.items()
         if _drawn(points)
     ]
-    return Lane("Throughput", lines, scale.linear(0.0, max(rates, default=1.0), count=4), (), chips, "no call has reported its time")
+    return Lane("Throughput", lines, scale.linear(0.0, max(rates, default=1.0), count=4), empty="no call has reported its time")
 
 
 def _loss(run: RunData) -> Lane:
@@ -205,7 +196,6 @@ def x_axis(x: Scale) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A fraction as SVG has it: `12.34%`."""
     return f"{_short(fraction * 100, 3)}%"
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
-import sys
 import time
 from pathlib import Path
 
@@ -16,11 +14,8 @@ from elastic_mbs.cli.watch.follow import Follower
 from elastic_mbs.errors import UsageError
 from elastic_mbs.sinks.run_log_reader import EMPTY
 
-__all__ = ["add_arguments", "main"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The panel's options."""
     parser.add_argument("log", type=Path, metavar="RUN.jsonl", help="what ElasticMBS(..., log=...) writes")
     parser.add_argument("--once", action="store_true", help="show one frame and end, as where the output is not a terminal")
     parser.add_argument("--interval", type=float, metavar="SECONDS", default=0.5, help="between two looks at the file (default: %(default)s)")
@@ -32,8 +27,6 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--interval {arguments.interval} is not between 0.05 and 3600 seconds")
     if importlib.util.find_spec("rich") is None:
         raise UsageError("watch needs rich, which is not installed: pip install 'elastic-mbs[tui]'")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without block characters gets question marks, not a crash
     follow(arguments.log, once=arguments.once, interval=arguments.interval)
     return 0
 

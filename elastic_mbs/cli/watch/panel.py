@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_mbs.cli.report.scale import duration, number
-from elastic_mbs.cli.watch.state import State
+from elastic_mbs.cli.watch.follow import State
 from elastic_mbs.events import CallDone, format_bytes
 
 _BARS = "▁▂▃▄▅▆▇█"
