@@ -27,14 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from elastic_mbs.engine import misuse
 from elastic_mbs.testing.injection import InjectOOM, can_allocate
 
-CHOSEN = 0.5
-"""Fraction of the tests that `random` chooses."""
-
-PER_CALL = 2
-"""Most errors in one call. A real shortage lasts and is answered by smaller pieces; one that strikes at random must not use up the retries."""
-
-_FIRST_LENGTH = 48
-"""Operations that an attempt is taken to have before one has been seen to its end."""
+CHOSEN = 0.5  # fraction of the tests that `random` chooses
+PER_CALL = 2  # most errors in one call: a real shortage is answered by smaller pieces, one that strikes at random must not use up the retries
+_FIRST_LENGTH = 48  # operations that an attempt is taken to have before one has been seen to its end
 
 
 def is_chosen(seed: int, test: str) -> bool:
@@ -53,15 +48,11 @@ class RandomFaults:
         seed: of all draws.
         test: what the errors belong to; another test gets others.
         always: whether each call is struck at its first attempt, where it is long enough, and not by chance.
-
-    Attributes:
-        hits: what was made to fail: operation, its number in its attempt, and the attempt's number.
-        attempts: guarded attempts seen.
     """
 
     def __init__(self, seed: int, test: str, *, always: bool = False) -> None:
-        self.hits: list[str] = []
-        self.attempts = 0
+        self.hits: list[str] = []  # what was made to fail: operation, its number in its attempt, and the attempt's number
+        self.attempts = 0  # guarded attempts seen
         self._seed, self._test, self._always = seed, test, always
         self._thread = 0
         self._open: list[_Attempt] = []
@@ -79,7 +70,6 @@ class RandomFaults:
         self._left: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> Self:
-        """Watches attempts from here on."""
         self._thread = threading.get_ident()
         self._compile = torch.compile
         self._note = torch.compile = self._noting(torch.compile)
@@ -87,12 +77,10 @@ class RandomFaults:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stops, and ends attempts that were left open."""
         misuse.attempt_watch = self._watch_before
         self.put_compile_back()
-        for attempt in reversed([attempt for attempt in self._open if attempt.at]):
-            attempt.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._open.clear()
+        while self._open:  # attempts that were left open
+            self._open.pop().leave()
 
     def put_compile_back(self) -> None:
         """Takes our wrapper off `torch.compile`. Where the block's own patch hides it, that patch's end brings it back: call again then."""
@@ -106,7 +94,7 @@ class RandomFaults:
 
         return noted
 
-    # ------------------------------------------------------------------ guards.AttemptWatch
+    # ------------------------------------------------------------------ misuse.AttemptWatch
 
     def begin(self, owner: object, modules: Iterable[nn.Module], *, ready: bool, protected: Callable[[], bool] | None = None) -> None:
         """An attempt begins."""
@@ -114,27 +102,23 @@ class RandomFaults:
             return
         self.attempts += 1
         ready = ready and not self._compiles and not any(map(_is_compiled, modules)) and not _is_injected()
-        at = self._draw(owner) if ready else 0
-        attempt = _Attempt(self, owner, at, protected)
+        attempt = _Attempt(self, owner, self._draw(owner) if ready else 0, protected or (lambda: False))
         self._open.append(attempt)
-        if at:
-            attempt.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        attempt.enter()
 
     def end(self) -> None:
         """The latest attempt has ended."""
         if threading.get_ident() == self._thread and self._open:
             attempt = self._open.pop()
-            if attempt.at:
-                attempt.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                if not attempt.struck:
-                    self._length = max(1, attempt.count)
+            attempt.leave()
+            if attempt.at and not attempt.struck:
+                self._length = max(1, attempt.count)
 
     def _draw(self, owner: object) -> int:
         """The number of the operation that is to fail, from 1, or 0 for none."""
         left = self._left.get(owner)
         if left is None:
-            left = self._random.randint(1 if self._always else 0, PER_CALL)
-            self._left[owner] = left
+            left = self._left[owner] = self._random.randint(1 if self._always else 0, PER_CALL)
         if not left or (not self._always and self._random.random() < 0.5):
             return 0
         # as often among the first few as among the many that follow
@@ -145,7 +129,7 @@ class RandomFaults:
         if self._open[-1:] != [attempt] or attempt.struck:
             return False
         attempt.count += 1
-        if attempt.count < attempt.at or (attempt.protected is not None and attempt.protected()):
+        if attempt.count < attempt.at or attempt.protected():
             return False
         attempt.struck = True
         self._left[attempt.owner] -= 1
@@ -154,21 +138,25 @@ class RandomFaults:
 
 
 class _Attempt(TorchDispatchMode):
-    """Sees the operations of one attempt."""
+    """Sees the operations of one attempt, where one of them is to fail."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, faults: RandomFaults, owner: object, at: int, protected: Callable[[], bool] | None) -> None:
+    def __init__(self, faults: RandomFaults, owner: object, at: int, protected: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.faults = faults
-        self.owner = owner
-        self.at = at
-        self.protected = protected
+        self.faults, self.owner, self.at, self.protected = faults, owner, at, protected
         self.count = 0
         self.struck = False
 
+    def enter(self) -> None:
+        if self.at:
+            self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def leave(self) -> None:
+        if self.at:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Runs the operation, or makes it fail."""
         if isinstance(func, torch._ops.OpOverload) and can_allocate(func, args):
             name = func._schema.name
             if self.faults.strikes(self, name):

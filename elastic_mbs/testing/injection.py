@@ -49,7 +49,6 @@ class InjectOOM(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operation, or makes it fail."""
         if can_allocate(func, args):
             self.step(func._schema.name)
         return func(*args, **(kwargs or {}))

@@ -17,8 +17,7 @@ _FAULTS = pytest.StashKey[RandomFaults]()
 _TITLE = "injected out-of-memory errors"
 _SEED = "oom_injection_seed"
 _COUNT = "oom_injection"
-_SHOWN = 20
-"""Most errors that a report lists: a property test may have met thousands."""
+_SHOWN = 20  # most errors that a report lists: a property test may have met thousands
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +49,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Tells mode and seed."""
+    """Mode and seed."""
     mode = config.option.oom_injection
     return None if mode == "never" else f"oom injection: {mode}, --oom-injection-seed={config.option.oom_injection_seed}"
 
@@ -87,12 +86,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     faults = item.stash.get(_FAULTS, None)
     if faults is not None and report.when == "call" and report.failed:
-        hits = faults.hits[-_SHOWN:]
-        told = [
-            f"{len(faults.hits)} in {faults.attempts} attempts{', the last of them' if len(hits) < len(faults.hits) else ''}:"[: None if hits else -1]
-        ]
-        told += [f"  {hit}" for hit in hits]
-        report.sections.append((_TITLE, "\n".join([*told, f"repeat with: {command(item)}"])))
+        head = f"{len(faults.hits)} in {faults.attempts} attempts, at most {_SHOWN} of them here, the last ones"
+        report.sections.append((_TITLE, "\n  ".join([head, *faults.hits[-_SHOWN:]]) + f"\nrepeat with: {command(item)}"))
     return report
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from ..exit_codes import PASSED, UNEXPECTED
 from ..exit_codes import WRONG as EXIT_WRONG
 from ..options import seed, whole
 from ..output import check_writable
+from ..progress import Progress
 from ..tally import Tally, listed
 from .calls import CALLS
 from .run import DAMAGED, RAW, WRONG, Outcome
@@ -37,10 +37,6 @@ SHOWN = 5
 SAMPLES = 8
 """Of the user's first batch, unless told otherwise."""
 
-EVERY = 1.0
-"""Seconds between two updates of the progress line."""
-PIPED = 30.0
-"""The same where the output is piped, and each update is a line that stays."""
 LONG = 60.0
 """Seconds from which a sweep is announced."""
 
@@ -95,35 +91,6 @@ class Summary(Tally):
         modes, errors = listed(self.modes), listed(self.errors)
         counts = f"{self.points:6} points  {self.exact:6} exact  {self.bad}"
         return f"{self.case:28} {counts}  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
-
-
-@dataclass
-class Progress:
-    """A line with an estimate of what is left: rewritten on a terminal, now and then a new one where the output is piped.
-
-    Attributes:
-        expected: injections to come, about.
-    """
-
-    expected: int
-    done: int = 0
-    began: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
-
-    def step(self, name: str) -> None:
-        """One injection is done."""
-        self.done += 1
-        now, live = time.monotonic(), sys.stdout.isatty()
-        if now - self.told > (EVERY if live else PIPED):
-            self.told = now
-            left = (now - self.began) / self.done * max(0, self.expected - self.done)
-            line = f"{name}: {self.done} of about {self.expected}, about {left:.0f} s left"
-            print(f"\r\x1b[K{line}" if live else line, end="" if live else "\n", flush=True)
-
-    def clear(self) -> None:
-        """Makes room for a line that stays."""
-        if sys.stdout.isatty():
-            print("\r\x1b[K", end="")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -183,16 +150,17 @@ def _case(sweep: Sweep, dimension: str | None) -> tuple[Summary, int]:
             print(f"WRONG without a failure: {outcome}", flush=True)
             summary.add(outcome)
             return summary, EXIT_WRONG
-    progress = Progress(sweep.expected(ways))
-    if each * progress.expected > LONG:
-        long = f"about {progress.expected} injections, about {each * progress.expected / 60:.0f} min"
+    progress, expected, began = Progress(piped=30.0, live=1.0), sweep.expected(ways), time.monotonic()
+    if each * expected > LONG:
+        long = f"about {expected} injections, about {each * expected / 60:.0f} min"
         print(f"{name}: {long}; --stride N or --max-points N make it shorter", flush=True)
     shown: Counter[str] = Counter()
     try:
         for chosen in DIMENSIONS if dimension is None else (dimension,):
             for outcome in getattr(sweep, chosen)(ways):
                 summary.add(outcome)
-                progress.step(name)
+                left = (time.monotonic() - began) / summary.points * max(0, expected - summary.points)
+                progress.tell(f"{name}: {summary.points} of about {expected}, about {left:.0f} s left")
                 shown.update(outcome.found.keys())
                 if any(shown[kind] <= SHOWN for kind in outcome.found):
                     progress.clear()
