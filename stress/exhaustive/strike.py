@@ -17,7 +17,6 @@ import torch
 
 import elastic_mbs
 from elastic_mbs.testing import InjectOOM
-from elastic_mbs.testing.injection import can_allocate
 
 PACKAGE = str(Path(elastic_mbs.__file__).parent) + "/"
 OUTSIDE = re.compile("/(testing|cli)/")
@@ -51,18 +50,10 @@ class Operations(InjectOOM):
         recovery: operations between the first fault and the next run of the user's code.
     """
 
-    def __init__(self, first: int = 0, distances: tuple[int, ...] | None = (), *, after: int = 0, reads: bool = True) -> None:
-        """Strikes at the operation `first`, at `distances` from it (None: at all from then on), and at the `after`-th of recovery.
-
-        Args:
-            first: number of an operation, from 1; 0 for none.
-            distances: of other faults from the first.
-            after: of another one from the first.
-            reads: whether operations count that return no tensor.
-        """
+    def __init__(self, first: int = 0, distances: tuple[int, ...] | None = (), *, after: int = 0) -> None:
+        """Strikes at the operation `first`, at `distances` from it (None: at all from then on), and at the `after`-th of recovery."""
         at = {first, *(first + distance for distance in distances or ()), *((first + after,) if after else ())}
         super().__init__(at=at if first else (), always_from=first if first and distances is None else None)
-        self._reads = reads
         self.recovery = 0
         self._recovering = False
 
@@ -84,7 +75,7 @@ class Operations(InjectOOM):
         self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operation, or makes it fail."""
-        if needs_memory(func, args) and (self._reads or can_allocate(func, args)):
+        if needs_memory(func, args):
             self.step(func._schema.name)
         return func(*args, **(kwargs or {}))
 

@@ -35,14 +35,12 @@ class Sweep:
         stride: every so many points only.
         most: at most about so many points, drawn by the case's name; None for all.
         calls: keys of `CALLS`.
-        reads: whether operations that return no tensor are struck, such as `torch.equal` and `.item()`.
     """
 
     target: Target
     stride: int = 1
     most: int | None = None
     calls: Sequence[str] = tuple(CALLS)
-    reads: bool = True
 
     def ways(self) -> dict[Way, Outcome]:
         """The calls that this case can make, and each without a failure."""
@@ -54,7 +52,7 @@ class Sweep:
             if name == "verify" and whole_batch(self.target)[-1][1] < 2:
                 continue  # a single sample has no parts to compare
             try:
-                found[name, warm] = run(self.target, Operations(reads=self.reads), call=name, warm=warm)
+                found[name, warm] = run(self.target, Operations(), call=name, warm=warm)
             except ElasticMBSError:  # a call that this case does not go with: verify refuses some
                 continue
         return found
@@ -72,12 +70,12 @@ class Sweep:
         case = self._case_to_keep()
         for (name, warm), pattern, n in self._chosen(points):
             if pattern != PAIR:
-                yield self._run(Operations(n, PATTERNS[pattern], reads=self.reads), name, warm, case)
+                yield self._run(Operations(n, PATTERNS[pattern]), name, warm, case)
                 continue
-            first = Operations(n, reads=self.reads)
+            first = Operations(n)
             yield self._run(first, name, warm, case)
             for after in self._some(range(1, first.recovery + 1)):
-                yield self._run(Operations(n, after=after, reads=self.reads), name, warm, case)
+                yield self._run(Operations(n, after=after), name, warm, case)
 
     def lines(self, ways: dict[Way, Outcome]) -> Iterator[Outcome]:
         """Raises exceptions in front of the lines of recovery that are run after memory has run out: the first and the last time each is run."""

@@ -59,7 +59,7 @@ def test_every_split_gives_the_whole_batchs_gradient(size: int, minimum: int, al
 @settings(max_examples=40)
 def test_failures_at_any_operations_give_the_whole_batchs_gradient(name: str, at: set[int], warm: bool, door: int) -> None:
     first, *others = sorted(at)
-    faults = Operations(first, tuple(n - first for n in others), reads=False)
+    faults = Operations(first, tuple(n - first for n in others))
     outcome = run(builtin(name), faults, warm=warm, call="backward" if door == 1 else "loop")
     assert not outcome.found, outcome
     assert outcome.error is None or (outcome.error == "MicroBatchFloorError" and len(outcome.hits) == 3)  # 4 → 2 → 1, and once more

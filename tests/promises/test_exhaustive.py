@@ -31,13 +31,13 @@ POINTS = 40
 """Injections a case, about."""
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of checkpointing in an evaluation
 @pytest.mark.parametrize("name", STEPS)
 def test_a_failure_anywhere_ends_exact_or_in_a_typed_error_with_everything_as_it_was(name: str) -> None:
-    # Failures of operations that allocate on any device; those that do so on CUDA alone, such as torch.equal, wait for the engine (issue 11, 6).
-    sweep = Sweep(builtin(name), most=POINTS, calls=("backward", "loop"), reads=False)
+    sweep = Sweep(builtin(name), most=POINTS, calls=("backward", "loop", "eval", "optimizer_step"))
     ways = sweep.ways()
     outcomes: Counter[str] = Counter()
-    for outcome in (*ways.values(), *sweep.operations(ways, ("once", "twice", "three times", "persistent"))):
+    for outcome in (*ways.values(), *sweep.operations(ways)):
         assert not outcome.found, outcome
         outcomes[outcome.error or "exact"] += 1
     assert outcomes["exact"] >= 4, outcomes
@@ -69,7 +69,7 @@ def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(tmp
 )
 def test_an_engine_that_is_broken_is_caught(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, broken: Callable[..., Any], name: str) -> None:
     monkeypatch.setattr(owner, method, broken)
-    sweep = Sweep(builtin(name), stride=2, calls=("backward",), reads=False)
+    sweep = Sweep(builtin(name), stride=2, calls=("backward",))
     assert any(outcome.found for outcome in sweep.operations(sweep.ways(), ("once",)))
 
 
@@ -117,7 +117,7 @@ def model_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "told"), [("plain", "and with the whole batch, tolerance 1e-04"), ("mixing", "compared with the same pieces only")])
 def test_the_users_own_model_is_struck_at_every_operation(model_file: Path, name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", "exhaustive", "--model", f"{model_file}:{name}", *GUARDED, "--samples", "4", "--max-points", "60"]) in (0, 3)
+    assert main(["stress", "exhaustive", "--model", f"{model_file}:{name}", *GUARDED, "--samples", "4", "--max-points", "60"]) == 0
     out = capsys.readouterr().out
     assert told in out
     assert "0 wrong" in out
@@ -192,8 +192,8 @@ class Partial(Backward):
 @pytest.mark.parametrize(("call", "kind"), [(Unguarded, "raw"), (Untidy, "damaged"), (Partial, "wrong")])
 def test_operations_of_the_library_find_a_call_that_breaks_a_promise(monkeypatch: pytest.MonkeyPatch, call: type[Any], kind: str) -> None:
     monkeypatch.setitem(CALLS, "backward", call)
-    last = run(builtin("conv_batchnorm"), Operations(reads=False), warm=True).operations
-    outcomes = [run(builtin("conv_batchnorm"), Operations(n, how, reads=False), warm=True) for n in (20, 40, last) for how in ((), None)]
+    last = run(builtin("conv_batchnorm"), Operations(), warm=True).operations
+    outcomes = [run(builtin("conv_batchnorm"), Operations(n, how), warm=True) for n in (20, 40, last) for how in ((), None)]
     assert kind in {found for outcome in outcomes for found in outcome.found}
 
 
