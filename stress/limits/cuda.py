@@ -128,10 +128,13 @@ class CudaLimit(MemoryLimit):
         self._neighbour.hold(self._wanted)
 
     def others(self) -> int:
-        """What the co-tenant was made to hold; where it is one of us, what is gone of the room for both without our doing."""
+        """What the co-tenant was made to hold; where it is one of us, what is gone of the room for both without our doing, see `share`."""
         if self._shared:
             return max(0, self._room - torch.cuda.mem_get_info(self.device)[0] - torch.cuda.memory_reserved(self.device))
         return self._held
+
+    def share(self, size: int) -> None:
+        self._room = size
 
     def live(self) -> int:
         return torch.cuda.memory_allocated(self.device)

@@ -57,6 +57,9 @@ class MemoryLimit(ABC):
     def others(self) -> int:
         """Bytes that are not ours to have: what the co-tenant holds now, or waits for where the two cannot be distinguished."""
 
+    def share(self, size: int) -> None:  # noqa: B027  # a fence says so itself
+        """Notes that the device was given `size` bytes for all processes on it."""
+
     @abstractmethod
     def live(self) -> int:
         """Bytes this process holds now."""

@@ -64,10 +64,12 @@ def carry_out(line: Line, order: Order) -> None:
     """What a child does: emits a `Step` after each step, the `Run` at the end, and in between the moments at which it waits for another process."""
     torch.set_num_threads(1)
 
-    def meet(moment: str, known: Any) -> None:
-        if order.together:
-            line((moment, known))
-            line.receive()
+    def meet(moment: str, known: Any) -> int | None:
+        if not order.together:
+            return None
+        line((moment, known))
+        size: int | None = line.receive()
+        return size
 
     def tell(step: Step) -> None:
         line(step)
@@ -127,17 +129,19 @@ def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
                     tell(message)
             else:
                 moment, waiting[index] = message
+                size: int | None = None
                 if len(waiting) < len(children):
                     continue
                 if moment == "made":
                     needs = waiting[0][0]
                     room = Room(needs, needs.samples, copies=2, margin=margin_of(order.kind))
-                    device.leave(room.capacity(order.entry.script(0, order.steps, order.seed)), held=sum(held for _, held in waiting.values()))
+                    size = room.capacity(order.entry.script(0, order.steps, order.seed))
+                    device.leave(size, held=sum(held for _, held in waiting.values()))
                 elif moment == "trained":
                     device.leave(None)
                 waiting.clear()
                 for child in children:
-                    child.send("go on")
+                    child.send(size)
     return [records[each.process] if each.process in records else failed(each, "the process ended without a record") for each in orders]
 
 

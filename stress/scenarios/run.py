@@ -29,8 +29,8 @@ from .scripts import Room, margin_of
 from .train import NoRoomForBatchError, Session, Trained
 
 Tell = Callable[[Step], object]
-Meet = Callable[[str, Any], object]
-"""Called with the name of a moment and what is known then; returns when all processes of the scenario have reached it."""
+Meet = Callable[[str, Any], int | None]
+"""Called with the name of a moment and what is known then; returns when all processes of the scenario have reached it, with the device's size."""
 
 
 def run(order: Order, memory: MemoryLimit, tell: Tell = lambda step: None, meet: Meet = lambda moment, known: None) -> Run:
@@ -53,7 +53,9 @@ def run(order: Order, memory: MemoryLimit, tell: Tell = lambda step: None, meet:
         gc.collect()  # what was measured with is gone
         session = Session(order, memory, room)
         record = Run(order.scenario, order.kind, session.subject.name, dtype, order.seed, needs, process=order.process)
-        meet("made", (needs, memory.reserved()))
+        size = meet("made", (needs, memory.reserved()))
+        if size is not None:
+            memory.share(size)
         if largest is not None:
             memory.fragment(largest)
         trained = _train(session, record, tell)

@@ -150,6 +150,9 @@ def test_two_who_share_a_gpu_have_what_the_third_leaves(monkeypatch: pytest.Monk
             assert memory.others() == 0, "what we have taken ourselves"
             card.free -= 50 * MEBI
             assert memory.others() == 50 * MEBI
+            memory.share(400 * MEBI)
+            assert card.free - card.ours - card.told[-1] == 150 * MEBI
+            assert memory.others() == 400 * MEBI - 100 * MEBI - 150 * MEBI
         device.leave(300 * MEBI, held=100 * MEBI)
         assert card.told[-1] == 540 * MEBI, "750 MiB are free, and 100 of the 300 are held already; in blocks of 20 MiB"
         device.leave(None)
