@@ -19,7 +19,7 @@ from elastic_mbs.engine import misuse
 from elastic_mbs.engine.backward import commit, run_backward
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.failure import note_failure
-from elastic_mbs.engine.recovery import recover, unwind
+from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
 from elastic_mbs.engine.result import StoredOutput
 from elastic_mbs.engine.state import Attempt, CallState, Phase, begin
 from elastic_mbs.engine.timing import memory_figures
@@ -251,7 +251,7 @@ class Call:
                 for callback in attempt.callbacks:
                     callback()
         except BaseException as error:
-            unwind(state, error)
+            self._unwind(error)
             raise
         finally:
             self._close()
@@ -288,7 +288,7 @@ class Call:
             state = self.state
             state.attempt = None
             try:
-                unwind(state, error)
+                self._unwind(error)
             finally:
                 self.context.controller.abandon(state.key)
                 self._close()
@@ -296,6 +296,20 @@ class Call:
                     message = next(iter(str(error).splitlines()), "")
                     failed = CallFailed(self.context.settings.name, str(state.key), type(error).__name__, message, state.failures, 0.0, 0.0)
                     self.context.telemetry.ended(failed, error)
+            call_on_fatal(state, error)
+
+    def _unwind(self, error: BaseException) -> None:
+        """Unwinds, once more where an interrupt or a lack of memory has struck in the middle."""
+        try:
+            unwind(self.state, error)
+        except Exception:
+            try:
+                unwind(self.state, error)
+            except Exception as problem:  # a lost device: the error that is on its way says more
+                error.add_note(f"elastic_mbs: buffers could not be restored: {type(problem).__name__}: {problem}")
+        except BaseException:
+            unwind(self.state, error)
+            raise
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses a step of an optimizer over the leaves of this batch while it is incomplete.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 
@@ -327,31 +326,15 @@ def _wait(state: CallState, seen: Headroom) -> bool:
 
 
 def unwind(state: CallState, error: BaseException) -> None:
-    """Ends a call by `error`: buffers and random streams go back to its start, and gradients that were empty then are emptied.
+    """Puts back what a call has changed: gradients that were empty are emptied, buffers and random streams go back to its start.
 
-    What cannot be put back is said in a note on the error, which otherwise passes unchanged. Every part is done although another one fails, and an
-    interrupt in the middle of one repeats it first.
+    What cannot be put back is said in a note on the error. Can be repeated, after an error in the middle too.
     """
-    with ExitStack() as parts:  # the last one runs first
-        parts.callback(_call_on_fatal, state, error)
-        parts.callback(_repeated, _unwind_gradients, state, error)
-        parts.callback(_repeated, _unwind_buffers, state, error)
-        if state.training:
-            parts.callback(_reset_half_made, state.context.settings.scaler)
-            parts.callback(drop_unrun)
-
-
-def _repeated(part: Callable[[CallState, BaseException], None], state: CallState, error: BaseException) -> None:
-    try:
-        part(state, error)
-    except Exception:
-        try:
-            part(state, error)
-        except Exception as problem:  # a lost device: the error that is on its way says more
-            error.add_note(f"elastic_mbs: not everything could be restored: {type(problem).__name__}: {problem}")
-    except BaseException:
-        part(state, error)
-        raise
+    if state.training:
+        drop_unrun()
+        _reset_half_made(state.context.settings.scaler)
+    _unwind_gradients(state, error)
+    _unwind_buffers(state, error)  # last: where the device is lost, this fails
 
 
 def _unwind_buffers(state: CallState, error: BaseException) -> None:
@@ -384,7 +367,8 @@ def _unwind_gradients(state: CallState, error: BaseException) -> None:
         _add_note(error, "elastic_mbs: torch.func transforms inside the block need micro_batches(batch, own_graph=False).")
 
 
-def _call_on_fatal(state: CallState, error: BaseException) -> None:
+def call_on_fatal(state: CallState, error: BaseException) -> None:
+    """Gives the user the chance to save, with everything restored."""
     on_fatal = state.context.settings.recovery.on_fatal
     if isinstance(error, RecoveryError) and on_fatal is not None:
         try:
