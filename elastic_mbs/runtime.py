@@ -17,7 +17,7 @@ from elastic_mbs.batch.lint import first_look
 from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.controller.policy import Policy
-from elastic_mbs.engine.call import Call, report_done
+from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.micro_batch import MicroBatch, PlainPass, micro_batches
 from elastic_mbs.engine.misuse import check_capture, check_function, running_call
@@ -445,7 +445,8 @@ class ElasticMBS:
             self.last_result = result
             if result.kept() > MUCH:
                 self._warn_of_outputs(call.state.key.name, result.kept())
-        report_done(call.state)
+        if self._context.telemetry is not None:
+            self._context.telemetry.done(call.state.done_event(result), result if call.state.training else None)
         return result
 
     def _warn_of_outputs(self, name: str, kept: int) -> None:

@@ -14,7 +14,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import Terms, is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.batch.view import BatchView, map_tensors
-from elastic_mbs.controller.messages import Key, Observation, shape_class
+from elastic_mbs.controller.messages import Key, shape_class
 from elastic_mbs.engine import misuse
 from elastic_mbs.engine.backward import commit, run_backward
 from elastic_mbs.engine.context import Context
@@ -22,9 +22,8 @@ from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
 from elastic_mbs.engine.result import StoredOutput
 from elastic_mbs.engine.state import Attempt, CallState, Phase, begin
-from elastic_mbs.engine.timing import memory_figures
 from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError
-from elastic_mbs.events import CallDone, CallFailed, Resized
+from elastic_mbs.events import Resized
 from elastic_mbs.memory import oom
 from elastic_mbs.options import OutputPlace
 
@@ -293,9 +292,7 @@ class Call:
                 self.context.controller.abandon(state.key)
                 self._close()
                 if self.context.telemetry is not None:
-                    message = next(iter(str(error).splitlines()), "")
-                    failed = CallFailed(self.context.settings.name, str(state.key), type(error).__name__, message, state.failures, 0.0, 0.0)
-                    self.context.telemetry.ended(failed, error)
+                    self.context.telemetry.ended(state.failed_event(error), error)
             call_on_fatal(state, error)
 
     def _unwind(self, error: BaseException) -> None:
@@ -362,25 +359,8 @@ def _check_outer(context: Context, training: bool) -> None:
 
 def _inform_controller(state: CallState) -> None:
     """Gives the controller what the call has shown, and emits the move that follows."""
-    context, plan = state.context, state.plan
-    # Once a size is learned, only an allocator that can thrash has something to show.
-    usage = context.meter.usage() if plan.learning or context.devices[0].type != "cpu" else None
-    # A peak counts when it belongs to this call alone: other code can have reset the process's statistics meanwhile.
-    peak = usage.peak_allocated if usage and plan.learning and context.meter.resets == state.resets else None
-    seen = Observation(
-        size=state.size,
-        epoch=plan.epoch,
-        samples=state.view.length,
-        elements=state.view.elements,
-        pieces=len(state.committed),
-        peak=peak,
-        fragmentation=usage.fragmentation if usage else 1.0,
-        seconds=None,
-        retries=context.new_retries(usage.retries if usage else 0),
-        ooms=state.failures,
-        least_fragmentation=usage.least_fragmentation if usage else None,
-    )
-    if not plan.probing:
+    context, seen = state.context, state.observation()
+    if not state.plan.probing:
         context.clock.stop((state.key, seen))
     for (key, timed), seconds in context.clock.done():
         if timed is seen:
@@ -392,27 +372,3 @@ def _inform_controller(state: CallState) -> None:
     if move is not None:
         available = None if capacity is None else capacity.bytes
         context.log.emit(Resized(context.settings.name, move.before, move.after, move.reason, str(state.key), available))
-
-
-def report_done(state: CallState) -> None:
-    """Emits `CallDone`, once its figures are known."""
-    context, result = state.context, state.result
-    if context.telemetry is None or result is None:
-        return
-    event = CallDone(
-        context.settings.name,
-        key=str(state.key),
-        mode=state.key.mode,
-        samples=state.view.length,
-        pieces=len(result.partition),
-        size_before=state.plan.size,
-        micro_batch_size=result.micro_batch_size,
-        ooms=result.ooms,
-        replayed_samples=result.replayed_samples,
-        seconds=None,
-        seconds_lost=0.0,
-        loss=None,
-        ended=0.0,
-        **memory_figures(context.meter, context.monitor),
-    )
-    context.telemetry.done(event, result if state.training else None)

@@ -21,10 +21,12 @@ from torch.utils.weak import TensorWeakRef
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.messages import Key, Plan
+from elastic_mbs.controller.messages import Key, Observation, Plan
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.result import StepResult, StoredOutput
+from elastic_mbs.engine.timing import memory_figures
+from elastic_mbs.events import CallDone, CallFailed
 from elastic_mbs.memory.oom import Verdict
 from elastic_mbs.options import OutputPlace
 from elastic_mbs.rollback.graph import has_hook_after
@@ -206,6 +208,53 @@ class CallState:
         """Notices a `loss_fn` that edits its samples in place."""
         if not self.profile.edits_batch and self.view.versions() != self.batch_versions:
             self.profile.edits_batch = self.edited = True
+
+    # ------------------------------------------------------------------ what others learn of the call
+
+    def observation(self) -> Observation:
+        """For the controller; the seconds are not known yet."""
+        context, plan = self.context, self.plan
+        # Once a size is learned, only an allocator that can thrash has something to show.
+        usage = context.meter.usage() if plan.learning or context.devices[0].type != "cpu" else None
+        # A peak counts when it belongs to this call alone: other code can have reset the process's statistics meanwhile.
+        own_peak = plan.learning and context.meter.resets == self.resets
+        return Observation(
+            size=self.size,
+            epoch=plan.epoch,
+            samples=self.view.length,
+            elements=self.view.elements,
+            pieces=len(self.committed),
+            peak=usage.peak_allocated if usage and own_peak else None,
+            fragmentation=usage.fragmentation if usage else 1.0,
+            seconds=None,
+            retries=context.new_retries(usage.retries if usage else 0),
+            ooms=self.failures,
+            least_fragmentation=usage.least_fragmentation if usage else None,
+        )
+
+    def done_event(self, result: StepResult) -> CallDone:
+        """`CallDone`; its times and its loss are not known yet."""
+        return CallDone(
+            self.context.settings.name,
+            key=str(self.key),
+            mode=self.key.mode,
+            samples=self.view.length,
+            pieces=len(result.partition),
+            size_before=self.plan.size,
+            micro_batch_size=result.micro_batch_size,
+            ooms=result.ooms,
+            replayed_samples=result.replayed_samples,
+            seconds=None,
+            seconds_lost=0.0,
+            loss=None,
+            ended=0.0,
+            **memory_figures(self.context.meter, self.context.monitor),
+        )
+
+    def failed_event(self, error: BaseException) -> CallFailed:
+        """`CallFailed`; its times are not known yet."""
+        message = next(iter(str(error).splitlines()), "")
+        return CallFailed(self.context.settings.name, str(self.key), type(error).__name__, message, self.failures, 0.0, 0.0)
 
 
 _START = attrgetter("piece.start")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import CallDone, CallFailed, ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, OutOfMemory, Policy, Unavailable
-from elastic_mbs.engine import call
+from elastic_mbs.engine import state
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.engine.timing import CallClock, Telemetry, memory_figures
 from elastic_mbs.events import EventLog
@@ -66,7 +66,7 @@ def test_without_a_sink_or_a_log_no_call_is_reported(monkeypatch: pytest.MonkeyP
     def never(*_: object, **__: object) -> CallDone:
         raise AssertionError("CallDone was built")
 
-    monkeypatch.setattr(call, "CallDone", never)
+    monkeypatch.setattr(state, "CallDone", never)
     model = mlp()
     with elastic(model, micro_batch_size=4) as mbs:
         mbs.backward(cross_entropy(model), pairs())
