@@ -244,10 +244,12 @@ class Layout:
             raise BatchError(_two_readings(node, min(lengths - {node.size})))
         self.decide(lengths.pop() if lengths else -1)
         self._check_unclear()
-        unused = [key for key in self.dims if key not in self.used]
         sizes = {leaf.size for leaf in self.leaves}
-        if len(sizes) != 1:
-            raise BatchError(_disagreement(root.value, self.leaves, unused) if sizes else _nothing_to_cut(root.value))
+        if not sizes:
+            what = f"there is nothing to cut in the batch (type {type_name(type(root.value))})"
+            raise BatchError(f"{what}: no tensor with a dimension and no list of samples\n  every part of it passes whole")
+        if len(sizes) > 1:
+            raise BatchError(_disagreement(root.value, self.leaves, [key for key in self.dims if key not in self.used]))
         if 0 in sizes:
             raise BatchError(f"the batch is empty: {_line(self.leaves[0])}\n  skip it before the call")
         if len(root.children) > _MANY or (root.children and root.children[0].cut is Cut.FIELDS):
@@ -333,13 +335,6 @@ def _two_readings(node: Node, samples: int) -> str:
     )
 
 
-def _nothing_to_cut(batch: Any) -> str:
-    return (
-        f"there is nothing to cut in the batch (type {type_name(type(batch))}): no tensor with a dimension and no list of samples\n"
-        f"  every part of it passes whole"
-    )
-
-
 def _disagreement(batch: Any, leaves: list[Node], unused: list[str]) -> str:
     """Names each leaf, its shape, and the line to add."""
     common, groups = _common_length(leaves)
@@ -367,7 +362,6 @@ def _common_length(leaves: list[Node]) -> tuple[int, dict[Path, list[Node]]]:
     # 256 images in a list must not outvote the labels next to it.
     single = [group[0] for group in groups.values() if len(group) == 1]
     votes = Counter(leaf.size for leaf in single or leaves)
-
     fewest = min((leaf.value.ndim for leaf in leaves if leaf.cut in (Cut.NARROW, Cut.COPY)), default=0)
 
     def standing(size: int) -> tuple[int, int, bool]:
