@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from elastic_mbs.rollback.buffers import BufferCopies
 from tests.helpers.buffers import F64, Holder, numbers
-from tests.helpers.steps import elastic, off_by
 
 
 def inference_tensor() -> Tensor:
@@ -89,48 +88,3 @@ def test_modules_without_buffers_cost_nothing() -> None:
     assert not copies.changed()
     assert not copies.end_clean_piece()
     assert copies.restore(to_call_start=True) is None
-
-
-class Normalised(nn.Module):
-    """Running statistics as a person writes them: a new tensor each time, and a count beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
-        self.running_mean: Tensor
-        self.register_buffer("running_mean", torch.zeros(3, dtype=torch.float64))
-        self.count = 0
-        self.fails = [-1]  # in a list, which does not go back
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        if self.fails[0] == self.count:
-            self.fails[0] = -1
-            raise torch.OutOfMemoryError("CUDA out of memory. in the middle")
-        self.running_mean = 0.5 * self.running_mean + 0.5 * x.detach().mean(0) * self.count
-        return (x - self.running_mean) * self.w
-
-
-@pytest.mark.no_oom_injection
-@pytest.mark.parametrize("piece", [1, 2, 3, 4])
-def test_running_statistics_of_a_module_of_the_users_go_back_with_all_that_belongs_to_them(piece: int) -> None:
-    """Everything named `running_mean` was taken for torch's own: written to in place, and with nothing beside it."""
-    torch.manual_seed(0)
-    x = torch.randn(8, 3, dtype=torch.float64)
-
-    def trained(fail: bool) -> Normalised:
-        module = Normalised()
-        mbs = elastic(module, micro_batch_size=2, min_micro_batch_size=2, grow=False)
-        for call in range(4):
-            module.zero_grad()
-            if fail and call == 3:
-                module.fails[0] = module.count + piece
-            result = mbs.backward(lambda b: module(b).pow(2).mean(), x)
-            assert result.partition == ((0, 2), (2, 4), (4, 6), (6, 8))
-        assert mbs.stats.ooms == int(fail)
-        return module
-
-    clean, failed = trained(fail=False), trained(fail=True)
-    assert failed.count == clean.count
-    assert torch.equal(failed.running_mean, clean.running_mean)
-    assert off_by(failed, [clean.w.grad] if clean.w.grad is not None else []) <= 1e-12

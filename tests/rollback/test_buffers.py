@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from elastic_mbs import ElasticMBS, MemoryOptions, Policy
 from elastic_mbs.rollback.buffers import BufferCopies
 from tests.helpers.buffers import F64, Holder, batch_norm, clean_piece, learned, numbers, values
 
@@ -142,37 +141,6 @@ def test_a_buffer_that_changes_in_place_for_the_first_time_is_named() -> None:
     module["count"].add_(1)
     assert copies.restore(to_call_start=True) is None  # and from the next call on
     assert module["count"].tolist() == start
-
-
-@pytest.mark.no_oom_injection
-def test_a_codebook_that_is_moved_through_data_is_exact_after_an_eval_and_a_failure() -> None:
-    class Quantizer(Holder):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self["codebook"].data.add_(1)
-            return x * self.get_parameter("weight")
-
-    model = Quantizer(codebook=numbers(0))
-    model.register_parameter("weight", nn.Parameter(numbers(1)))
-    fail = False
-
-    def loss_fn(x: Tensor) -> Tensor:
-        nonlocal fail
-        loss: Tensor = model(x).mean()
-        if fail:
-            fail = False
-            raise torch.OutOfMemoryError("out of memory")
-        return loss
-
-    x = torch.randn(8, 1, dtype=F64)
-    with ElasticMBS(model, micro_batch_size=4, policy=Policy(grow=False), memory=MemoryOptions(monitor_interval=0)) as mbs:
-        model.eval()
-        mbs.eval(model, x)
-        model.train()
-        fail = True
-        result = mbs.backward(loss_fn, x)
-    assert result.ooms == 1
-    assert model["codebook"].tolist() == [len(result.partition)]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ok", "fail", "step"]), st.sets(st.integers(0, 3))), max_size=8), st.booleans())
