@@ -77,8 +77,8 @@ class MemoryBudget:
 
     - The error comes *after* the operation: its outputs are gone, but buffers that it updated and random numbers that it drew stay so. What it was
       to enlarge (a sparse COO tensor in place, `resize_`, `out=`) is not. Operations that write in place and enlarge nothing never raise.
-    - Temporaries inside an operation are not seen: peaks were exact for transformers and up to 6 % low for convolution nets
-      (`reference/cpu_memory.md`), and nothing is rounded up or fragmented.
+    - Temporaries inside an operation are not seen: peaks were exact for transformers and up to 6 % low for convolution nets,
+      and nothing is rounded up or fragmented.
     - Until the error is dropped, its traceback keeps the *inputs* of the failed operation alive: retry outside the `except` block.
     - Code under `torch.compile` runs eagerly inside the block: torch switches compilation off under a dispatch mode.
     - It counts the operations of the threads that entered it, each by its own `with`; autograd's device threads take it along. A forked child (a
