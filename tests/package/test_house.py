@@ -10,11 +10,11 @@ import torch
 from tests.helpers.room import ROOT
 
 # Lower a number as soon as the code allows it, never raise one. Where all is done: lines 9,200 / 2,500 / 7,000 / 20,000 and nothing else but 0.
-LINES = {"core": 12_000, "cli": 3_200, "stress": 10_000, "tests": 27_300}
+LINES = {"core": 11_600, "cli": 2_850, "stress": 9_600, "tests": 26_000}
 CROWDED_FOLDERS = 1  # more than 13 modules
-LONG_FILES = 12  # more than 400 lines
-LONG_FUNCTIONS = 4  # more than 40 lines without the docstring
-FOREIGN_PRIVATES = 65  # a `_private` attribute of ours that another module reads or writes
+LONG_FILES = 8  # more than 400 lines
+LONG_FUNCTIONS = 2  # more than 40 lines without the docstring
+FOREIGN_PRIVATES = 1  # a `_private` attribute of ours that another module reads or writes
 
 NOT_CORE = ("cli", "integrations", "distributed", "recipes")
 SOURCES = {".py", ".c", ".js", ".css", ".html"}
@@ -29,7 +29,7 @@ def lines_of(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-TORCHS_OWN = {*dir(torch.nn.Module()), *dir(torch.Tensor)}
+NOT_OURS = {*dir(torch.nn.Module()), *dir(torch.Tensor), "_make", "_replace"}  # torch's, and those of named tuples
 PACKAGE = {path: ast.parse(path.read_text()) for path in files_of("elastic_mbs") if path.suffix == ".py"}
 
 
@@ -56,7 +56,7 @@ def foreign_privates() -> Iterator[str]:
     everywhere = set().union(*ours.values())
     for path, tree in PACKAGE.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr in everywhere - ours[path] - TORCHS_OWN:
+            if isinstance(node, ast.Attribute) and node.attr in everywhere - ours[path] - NOT_OURS:
                 yield f"{path.name}:{node.lineno} {ast.unparse(node)}"
 
 
