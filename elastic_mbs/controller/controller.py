@@ -147,11 +147,6 @@ class Controller:
             if call.ooms:
                 self._end_failed(track, call)
 
-    def size(self, key: Key) -> int | None:
-        """The present size of a track in samples, or None before its first call."""
-        track = self._tracks.get(key)
-        return None if track is None else track.size
-
     def state_dict(self) -> dict[str, object]:
         """What was learned (sizes, ceilings, fits, what is left of cooldowns), as JSON."""
         now = self._clock()

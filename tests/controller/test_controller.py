@@ -204,7 +204,7 @@ def test_tracks_do_not_disturb_each_other() -> None:
     driver.controller.out_of_memory(other, 16, driver.reading())
     driver.controller.abandon(other)
     assert driver.size() == 16
-    assert driver.controller.size(other) == 8
+    assert driver.size(other) == 8
 
 
 def test_an_open_call_is_abandoned_by_the_next_one() -> None:
@@ -252,7 +252,3 @@ def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
 def test_keys_and_shape_classes_are_readable() -> None:
     assert [shape_class(n) for n in (1, 2, 3, 4, 1023, 1024)] == [0, 1, 1, 2, 9, 10]
     assert str(Key("lm", "train", 10)) == "lm (train, 2^10 elements per sample)"
-
-
-def test_an_unknown_track_has_no_size() -> None:
-    assert Driver().controller.size(KEY) is None

@@ -80,7 +80,7 @@ def test_times_that_become_known_later_count_as_well() -> None:
     for delta, grows in ((0.0001, False), (1.0, True)):
         driver = Driver(4)
         while True:
-            observation = Observation(4, 0, 64, 1, 64 // (driver.size() or 4), None, 1.0, None, 0, 0)
+            observation = Observation(4, 0, 64, 1, 16, None, 1.0, None, 0, 0)
             move = driver.until_move()[1]
             if move is None:
                 break

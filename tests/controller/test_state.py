@@ -62,7 +62,6 @@ def test_a_saved_state_is_json_and_comes_back_the_same() -> None:
     again = driver.make()
     again.load_state_dict(state)
     assert again.state_dict() == driver.controller.state_dict() == state
-    assert again.size(KEY) == driver.size()
 
 
 def test_what_is_left_of_a_cooldown_survives_another_clock() -> None:

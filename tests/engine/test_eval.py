@@ -118,7 +118,8 @@ def test_evaluation_fits_more_than_training_and_has_sizes_of_its_own() -> None:
         trained = mbs.backward(lambda b: model(b).pow(2).mean(), batch)
         mbs.eval(lambda b: model(b).mean(1), batch)
         mbs.eval(lambda b: model(b).mean(1), batch)
-        sizes = {key.mode: track.size for key, track in mbs._context.controller._tracks.items()}
+        saved: Any = mbs.state_dict()["controller"]
+        sizes = {track["mode"]: track["size"] for track in saved["tracks"]}
     assert max(stop - start for start, stop in trained.partition) < 64  # the whole batch does not fit with its graph
     assert sizes["eval"] > sizes["train"]
 

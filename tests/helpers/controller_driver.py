@@ -85,9 +85,14 @@ class Driver:
                 return n, move
         return calls, None
 
-    def size(self) -> int | None:
-        return self.controller.size(KEY)
+    def size(self, key: Key = KEY) -> int:
+        """The present size of a track."""
+        return int(self.saved(key)["size"])
 
     def ceilings(self) -> list[Any]:
+        return list(self.saved(KEY)["ceilings"])
+
+    def saved(self, key: Key) -> dict[str, Any]:
         tracks: Any = self.controller.state_dict()["tracks"]
-        return list(tracks[0]["ceilings"])
+        (row,) = (row for row in tracks if (row["name"], row["mode"], row["shape"]) == key)
+        return dict(row)

@@ -204,26 +204,14 @@ def test_scalars_and_texts_are_written_at_the_training_step() -> None:
     sink(GROWN)
     sink.close()
 
-    def memory(prefix: str, step: int, *, peak: bool = True) -> list[tuple[str, float, int]]:
-        values = {"allocated": 10, "reserved": 12, **({"peak": 40} if peak else {}), "free": 52, "held_by_others": 36}
-        return [(f"{prefix}/memory/{tag}", value * MIB, step) for tag, value in values.items()]
-
+    memory = {"allocated": 10 * MIB, "reserved": 12 * MIB, "peak": 40 * MIB, "free": 52 * MIB, "held_by_others": 36 * MIB}
+    figures = {"micro_batch_size": 16, "samples_per_second": 128.0, "out_of_memory": 0, "seconds_lost": 0.0}
+    figures |= {f"memory/{tag}": value for tag, value in memory.items()}
+    unknown = {"samples_per_second", "memory/peak"}
     assert writer.scalars == [
-        ("run/loss", 2.5, 0),
-        ("run/micro_batch_size", 16, 0),
-        ("run/samples_per_second", 128.0, 0),
-        ("run/out_of_memory", 0, 0),
-        ("run/seconds_lost", 0.0, 0),
-        *memory("run", 0),
-        ("run/micro_batch_size", 16, 1),
-        ("run/out_of_memory", 1, 1),
-        ("run/seconds_lost", 0.125, 1),
-        *memory("run", 1, peak=False),
-        ("run/eval/micro_batch_size", 16, 2),
-        ("run/eval/samples_per_second", 128.0, 2),
-        ("run/eval/out_of_memory", 0, 2),
-        ("run/eval/seconds_lost", 0.0, 2),
-        *memory("run/eval", 2),
+        *((f"run/{tag}", value, 0) for tag, value in {"loss": 2.5, **figures}.items()),
+        *((f"run/{tag}", value, 1) for tag, value in {**figures, "out_of_memory": 1, "seconds_lost": 0.125}.items() if tag not in unknown),
+        *((f"run/eval/{tag}", value, 2) for tag, value in figures.items()),
     ]
     assert writer.texts == [("run/events", failure().line(), 1), ("run/events", GROWN.line(), 2)]
     assert writer.flushes == 1
