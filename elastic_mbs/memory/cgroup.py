@@ -62,32 +62,61 @@ def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
         reader.close()
 
 
-class CgroupReader:
-    """Reads the limit repeatedly: the groups are looked up once and their files stay open, which leaves a few µs for each of them.
+class OpenFiles:
+    """Files that are read repeatedly, each from its start, and stay open: that leaves a few µs for each.
 
-    Follows the process when it is moved to another group, and into a forked child. Threads may share it.
+    A forked child opens its own (/proc/self is the process that opened it), and has a lock that no thread of its parent holds.
     """
+
+    def __init__(self) -> None:
+        self.descriptors: dict[str, int] = {}
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        weakref.finalize(self, _close, self.descriptors)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by a thread that reads several files together."""
+        if self._pid != os.getpid():
+            self._pid, self._lock = os.getpid(), threading.RLock()
+            _close(self.descriptors)
+        return self._lock
+
+    def read(self, path: str) -> bytes | None:
+        """The content of a file, or None."""
+        with self.lock:
+            try:
+                if path not in self.descriptors:
+                    self.descriptors[path] = os.open(path, os.O_RDONLY)
+                return os.pread(self.descriptors[path], _MOST, 0)
+            except (OSError, ValueError):
+                # a group that is gone, or a controller that was switched off: opened again the next time
+                _close(self.descriptors, only=path)
+                return None
+
+    def close(self, keep: str | None = None) -> None:
+        """Closes all files but one; the next reading opens them again."""
+        with self.lock:
+            for path in self.descriptors.keys() - {keep}:
+                _close(self.descriptors, only=path)
+
+
+class CgroupReader:
+    """Reads the limit repeatedly: looks the groups up once. Follows the process to another group and into a forked child. Threads may share it."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._membership_file = os.fspath(root / "proc/self/cgroup")
-        self._files: dict[str, int] = {}
+        self._files = OpenFiles()
         self._groups: list[Group] = []
         self._membership = b""
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._files)  # of the dict: with self it would never be collected
 
     def read(self) -> CgroupMemory | None:
         """See `cgroup_memory`."""
-        if self._pid != os.getpid():
-            # /proc/self is the process that opened it, so a child opens its own; a thread that is gone may have held the lock
-            self._pid, self._lock = os.getpid(), threading.Lock()
-            self.close()
-        with self._lock:
-            membership = self._content(self._membership_file) or b""
+        with self._files.lock:
+            membership = self._files.read(self._membership_file) or b""
             if membership != self._membership:
-                _close(self._files, keep=self._membership_file)
+                self._files.close(keep=self._membership_file)
                 self._groups = list(groups_of(self._root, membership.decode(errors="surrogateescape")))
                 self._membership = membership
             found = [memory for group in self._groups if (memory := self._memory(group)) is not None]
@@ -95,9 +124,7 @@ class CgroupReader:
 
     def close(self) -> None:
         """Closes the files; the next reading opens them again."""
-        with self._lock:
-            _close(self._files)
-            self._membership, self._groups = b"", []
+        self._files.close()
 
     def _memory(self, group: Group) -> CgroupMemory | None:
         limits = [(limit, source) for source in group.limits if (limit := self._number(group.folder + source)) is not None]
@@ -117,26 +144,13 @@ class CgroupReader:
         return CgroupMemory(group.version, group.path, limit, current, reclaimable, available, source)
 
     def _number(self, path: str) -> int | None:
-        return _as_number((self._content(path) or b"").strip())
+        return _as_number((self._files.read(path) or b"").strip())
 
     def _stat(self, group: Group) -> dict[str, int]:
         """`memory.stat`; lines that are not a name and a number are left out."""
-        fields = (line.split() for line in (self._content(group.folder + "memory.stat") or b"").splitlines())
+        fields = (line.split() for line in (self._files.read(group.folder + "memory.stat") or b"").splitlines())
         pairs = ((pair[0].decode(errors="replace"), _as_number(pair[1])) for pair in fields if len(pair) == 2)
         return {name: number for name, number in pairs if number is not None}
-
-    def _content(self, path: str) -> bytes | None:
-        try:
-            descriptor = self._files.get(path)
-            if descriptor is None:
-                descriptor = self._files[path] = os.open(path, os.O_RDONLY)
-            return os.pread(descriptor, _MOST, 0)
-        except (OSError, ValueError):
-            # a group that is gone, or a controller that was switched off: opened again the next time
-            descriptor = self._files.pop(path, None)
-            if descriptor is not None:
-                os.close(descriptor)
-            return None
 
 
 class Group:
@@ -234,6 +248,6 @@ def _as_number(text: bytes) -> int | None:
     return int(text) if text.isdigit() and len(text) < 20 else None
 
 
-def _close(files: dict[str, int], keep: str = "") -> None:
-    for path in [path for path in files if path != keep]:
-        os.close(files.pop(path))
+def _close(descriptors: dict[str, int], only: str | None = None) -> None:
+    for path in [path for path in descriptors if only in (None, path)]:
+        os.close(descriptors.pop(path))

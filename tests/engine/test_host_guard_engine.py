@@ -110,7 +110,7 @@ def test_closing_the_runtime_restores_the_limit(limit: Limit) -> None:
         assert limit.soft == -1
         guard = mbs._context.guard
         assert guard is not None
-        assert not guard._own._files
+        assert not guard._own.files.descriptors
 
 
 def test_the_decorator_takes_the_switch(limit: Limit) -> None:

@@ -253,11 +253,11 @@ def test_a_reader_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.Monke
     one_group(tmp_path, 2, 100, 60)
     reader = CgroupReader(tmp_path)
     reader.read()
-    before = dict(reader._files)
+    before = dict(reader._files.descriptors)
     monkeypatch.setattr(Path, "read_text", None)  # nor are the mounts looked at again
     for _ in range(5):
         assert reader.read() is not None
-    assert reader._files == before
+    assert reader._files.descriptors == before
     assert len(before) == 4, "the membership, the limit, the use and the statistics"
 
 
@@ -276,8 +276,8 @@ def test_a_file_that_cannot_be_read_any_more_is_opened_again(tmp_path: Path) -> 
     reader = CgroupReader(tmp_path)
     reader.read()
     name = os.fspath(tmp_path / ROOT_OF[2] / "job/memory.max")
-    os.close(reader._files[name])
-    reader._files[name] = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails as reading a removed group does
+    os.close(reader._files.descriptors[name])
+    reader._files.descriptors[name] = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails as reading a removed group does
     assert reader.read() is None
     assert reader.read() is not None
 
@@ -286,13 +286,13 @@ def test_a_closed_reader_leaves_no_descriptors_and_can_read_again(tmp_path: Path
     one_group(tmp_path, 2, 100, 60)
     reader = CgroupReader(tmp_path)
     reader.read()
-    descriptors = list(reader._files.values())
+    descriptors = list(reader._files.descriptors.values())
     reader.close()
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
     assert reader.read() is not None
-    descriptors = list(reader._files.values())
+    descriptors = list(reader._files.descriptors.values())
     del reader
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -309,11 +309,11 @@ def test_a_forked_child_reads_with_files_of_its_own(tmp_path: Path) -> None:
         from elastic_mbs.memory.cgroup import CgroupReader
         reader = CgroupReader(Path({os.fspath(tmp_path)!r}))
         reader.read()
-        reader._lock.acquire()  # as another thread would hold it
+        reader._files.lock.acquire()  # as another thread would hold it
         if (pid := os.fork()) == 0:
-            os._exit(0 if reader.read().available == 40 and reader._pid == os.getpid() else 1)
+            os._exit(0 if reader.read().available == 40 and reader._files._pid == os.getpid() else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        reader._lock.release()
+        reader._files.lock.release()
         assert reader.read().available == 40
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600)
