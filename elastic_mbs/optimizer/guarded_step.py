@@ -58,6 +58,8 @@ class GuardedStep:
             step.hooks.defer()
             self._try_in_order(step)
         finally:
+            if step.half_made:  # an interrupt between the lines of the roll-back itself
+                self._roll_back(step)
             step.hooks.put_back()
         step.hooks.run_after()
 
@@ -93,13 +95,15 @@ class GuardedStep:
             make = partial(_step_one_by_one, step.optimizer, make)
         try:
             step.snapshot.take(host=way > 0)
+            step.half_made = step.snapshot.complete
             _run(self._context.settings.scaler, step, make)
+            step.half_made = False
             return None
         except BaseException as error:
             if step.hooks.fired and not step.hooks.failed and not step.snapshot.complete:
                 error.add_note("elastic_mbs: a fused step, of which no copies are taken, ended half-way: load the last checkpoint.")
                 raise
-            self._roll_back(step.restore)
+            self._roll_back(step)
             verdict = None if step.hooks.failed else self._classify(error)
             if verdict is None or verdict.kind is oom.Kind.MASKED:
                 error.add_note("elastic_mbs: parameters and optimizer state are as they were before this step.")
@@ -124,7 +128,7 @@ class GuardedStep:
             try:
                 scaler.unscale_(optimizer)
             except BaseException:
-                self._roll_back(snapshot.restore)
+                self._roll_back(snapshot)
                 raise
 
         try:
@@ -133,8 +137,9 @@ class GuardedStep:
             if "already been called on this optimizer since the last update" not in str(error):
                 raise
 
-    def _roll_back(self, restore: Callable[[], object]) -> None:
-        self._insist("roll back the step that failed, so parameters may be half changed: load the last checkpoint", restore, through_all=True)
+    def _roll_back(self, half_made: _Step | OptimizerSnapshot) -> None:
+        what = "roll back the step that failed, so parameters may be half changed: load the last checkpoint"
+        self._insist(what, half_made.restore, through_all=True)
 
     def _insist(self, what: str, operation: Callable[[], T], *, through_all: bool = False) -> T:
         """Runs what may be called again after an error, until it has ended well.
@@ -174,6 +179,7 @@ class _Step:
 
     def __init__(self, optimizer: Optimizer, streams: RandomStreams) -> None:
         self.optimizer = optimizer
+        self.half_made = False
         self.hooks = _DeferredHooks(optimizer)
         self.snapshot = OptimizerSnapshot.of(optimizer)
         self._streams, self._stream_state = streams, streams.read(hosts=True)  # some optimizers round at random
@@ -181,6 +187,7 @@ class _Step:
     def restore(self) -> None:
         self.snapshot.restore()
         self._streams.restore(self._stream_state)
+        self.half_made = False
 
 
 class AttemptOrder:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
+from elastic_mbs.optimizer import guarded_step
 from elastic_mbs.optimizer.guarded_step import LONGEST_PAUSE, AttemptOrder
 from elastic_mbs.optimizer.known import only_in_place
 from elastic_mbs.testing import InjectOOM
@@ -97,6 +101,37 @@ def test_an_error_at_any_operation_ours_included_leaves_a_whole_step_or_none(fir
             assert off_by(world.values(), wanted) == 0.0, (number, gap, inject.hits)
             hit = bool(inject.hits)
     assert bool(passed) == (not {first, second} <= {torch.OutOfMemoryError, MemoryError, None})
+
+
+@pytest.mark.no_oom_injection
+def test_an_interrupt_at_any_line_of_the_guard_leaves_a_whole_step_or_none() -> None:
+    reference = World("AdamW", "foreach", steps=1, scaled=False)
+    reference.plain()
+    wanted, number, struck = reference.values(), 0, True
+    while struck:
+        number += 1
+        world = World("AdamW", "foreach", steps=1, scaled=False)
+        before, left = world.values(), number
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename == guarded_step.__file__:
+                left -= event == "line"
+                if left == 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        outer = sys.gettrace()
+        with Everywhere(at=[30]), suppress(KeyboardInterrupt):  # the first try fails half-way
+            sys.settrace(trace)
+            try:
+                world.guarded()
+            finally:
+                sys.settrace(outer)
+        struck = left <= 0
+        assert min(off_by(world.values(), before), off_by(world.values(), wanted)) == 0.0, number
+    assert number > 100
 
 
 def test_a_step_that_cannot_be_rolled_back_says_so() -> None:
