@@ -37,8 +37,7 @@ class Kind(enum.Enum):
     """What sort of error it was, and so what may be done about it (`reference/errors.md`, tables A to C)."""
 
     ALLOCATOR = "allocator"  # a device's caching allocator refused a request, synchronously: shrink and replay
-    HOST = "host"  # the host's allocator did
-    HEAP = "heap"  # Python's or C++'s own heap did, for an object of any kind: a commit may not have been noted
+    HOST = "host"  # the host's allocator did, or Python's or C++'s own heap
     LIBRARY = "library"  # a library (cuBLAS, cuDNN, cuSOLVER, hipBLAS) could not allocate its workspace
     RUNTIME = "runtime"  # the device's runtime or driver ran out, perhaps in an earlier call: `probe` the device first
     USER = "user"  # the user's `is_oom` said so
@@ -46,10 +45,10 @@ class Kind(enum.Enum):
     POISONED = "poisoned"  # allocator, device or communicator cannot be trusted any more: never replay
 
 
-_BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.HEAP, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)  # each has a pattern of its name
-_TRUSTWORTHY = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.HEAP, Kind.LIBRARY})
+_BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)  # each has a pattern of its name
+_TRUSTWORTHY = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
 # Of several errors at once, the one that asks for the most caution decides.
-_CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.HEAP, Kind.LIBRARY, Kind.HOST, Kind.ALLOCATOR)
+_CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.LIBRARY, Kind.HOST, Kind.ALLOCATOR)
 
 
 @dataclass(frozen=True)
@@ -234,7 +233,7 @@ def _kind(exc: Exception) -> Kind | None:
     if isinstance(exc, torch.OutOfMemoryError):
         return Kind.ALLOCATOR
     if isinstance(exc, MemoryError):
-        return Kind.HEAP
+        return Kind.HOST
     if isinstance(exc, OSError) and (exc.errno == errno.ENOMEM or getattr(exc, "winerror", None) in _WINDOWS_CODES):
         return Kind.HOST
     code = getattr(exc, "error_code", None) if isinstance(exc, torch.AcceleratorError) else None

@@ -30,8 +30,8 @@ HOST: Final = _any(
     _ENFORCE + r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
     _ENFORCE + r"posix_memalign failed\b",
     r"^unable to mmap \d+ bytes from file [^\n]*: Cannot allocate memory \(12\)",
+    r"^std::bad_alloc$",
 )
-HEAP: Final = _any(r"^std::bad_alloc$")
 LIBRARY: Final = _any(
     _CODE + r"(?:CU|HIP|ROC)[A-Z]+_STATUS_ALLOC_FAILED\b",
     _CODE + r"CUFFT_ALLOC_FAILED\b",

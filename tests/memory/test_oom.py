@@ -66,7 +66,7 @@ def test_an_os_error_counts_by_its_number_and_by_what_windows_adds() -> None:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_only_synchronous_allocation_failures_are_trustworthy(kind: Kind) -> None:
-    assert Verdict(kind, "").trustworthy is (kind in {Kind.ALLOCATOR, Kind.HOST, Kind.HEAP, Kind.LIBRARY})
+    assert Verdict(kind, "").trustworthy is (kind in {Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
 
 
 @given(text=st.text(max_size=80) | st.sampled_from(TEXTS), noise=st.text(alphabet="ab cd:\n", max_size=20))
@@ -87,7 +87,7 @@ def test_the_request_is_read_in_powers_of_1024(number: int, scale: str) -> None:
 
 def test_a_long_message_is_cut_and_an_empty_one_tells_the_type() -> None:
     assert oom.classify(torch.OutOfMemoryError("x" * 1000)) == Verdict(Kind.ALLOCATOR, "x" * 300)
-    assert oom.classify(MemoryError()) == Verdict(Kind.HEAP, "MemoryError")
+    assert oom.classify(MemoryError()) == Verdict(Kind.HOST, "MemoryError")
 
 
 def test_an_error_that_cannot_be_printed_is_still_judged_by_its_type() -> None:
