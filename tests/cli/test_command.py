@@ -3,7 +3,6 @@
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -28,15 +27,20 @@ from elastic_mbs.cli.command import NO_READER, main
         (["demo", "--budget", "1MiB", "--steps", "4", "--batch", "2"], "--budget"),
         (["demo", "--dtype", "float16"], "'float16'"),
         (["demo", "--device", "tpu"], "'tpu'"),
+        (["demo", "--device", "cuda"], "--device cpu"),
         (["demo", "--text", "no/such/place"], "no/such/place"),
         (["demo", "--out", "no/such/folder/demo.png"], "no/such/folder"),
         (["demo", "--out", "."], "this is a folder"),
         (["demo", "--log", "no/such/folder/run.jsonl"], "no/such/folder"),
         (["report"], "RUN.jsonl"),
         (["watch"], "RUN.jsonl"),
+        (["watch", "run.jsonl", "--interval", "0"], "--interval 0.0"),
     ],
 )
-def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert len(err.splitlines()) == 1
@@ -45,35 +49,24 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], t
     assert not out
 
 
-def test_cuda_without_a_device_is_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["demo", "--device", "cuda"]) == 2
-    assert "--device cpu" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "told"), [("--version", f"elastic-mbs {__version__}"), ("--help", "demo"), ("--help", "report"), ("--help", "watch")]
-)
-def test_it_tells_its_version_and_how_it_is_used(option: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_it_shows_its_version_and_its_commands(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([option])
     assert ended.value.code == 0
-    assert told in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for words in (f"elastic-mbs {__version__}",) if option == "--version" else ("demo", "doctor", "report", "watch", "stress"):
+        assert words in out
 
 
-def interrupted(_: argparse.Namespace) -> int:
-    raise KeyboardInterrupt
-
-
-def starved(_: argparse.Namespace) -> int:
-    raise MicroBatchFloorError("the smallest micro-batch does not fit")
-
-
-@pytest.mark.parametrize(("command", "code"), [(interrupted, 130), (starved, 1)])
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (MicroBatchFloorError("the smallest micro-batch does not fit"), 1)])
 def test_a_command_that_cannot_go_on_has_an_exit_code_of_its_own(
-    command: Callable[[argparse.Namespace], int], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "main", command)
+    def fail(_: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(demo, "main", fail)
     assert main(["demo"]) == code
     assert "Traceback" not in capsys.readouterr().err
 
@@ -85,7 +78,7 @@ def test_the_module_runs_as_a_program() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["demo", "--steps", "4", "--batch", "8", "--no-page"]], ids=["at the end", "in the middle"])
-def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback(arguments: list[str]) -> None:
+def test_output_that_is_not_read_any_more_ends_a_command_without_a_traceback(arguments: list[str]) -> None:
     with subprocess.Popen([sys.executable, "-m", "elastic_mbs", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

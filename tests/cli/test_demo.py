@@ -150,14 +150,6 @@ def test_a_text_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest
         text.read_documents(None, count=1, longest=64, seed=0)
 
 
-@given(st.binary(max_size=400), st.integers(32, 80))
-def test_passages_are_parts_of_the_text_and_of_a_bounded_length(content: bytes, longest: int) -> None:
-    rest = content
-    for passage in text.passages(content, longest):
-        assert text.SHORTEST <= len(passage) <= longest
-        rest = rest[rest.index(passage) + len(passage) :]
-
-
 def test_a_seed_gives_the_same_batches_each_time_and_moves_no_random_stream() -> None:
     before, python = torch.random.get_rng_state(), random.getstate()
 
@@ -184,17 +176,6 @@ def test_labels_are_the_next_bytes_and_padding_does_not_change_the_loss() -> Non
     alone, padded = text.collate([b"some document"]), text.collate([b"some document", b"and one that is longer by far"])
     first = {key: tensor[:1] for key, tensor in padded.items()}
     assert torch.isclose(token_loss(alone, model), token_loss(first, model), rtol=1e-14)
-
-
-def test_the_model_is_causal_and_its_embedding_is_tied() -> None:
-    model = make_model(SMALL, seed=0, dtype=torch.float64)
-    tokens = torch.arange(24).reshape(2, 12)
-    changed = tokens.clone()
-    changed[:, 7:] += 1
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :7], after[:, :7])
-    assert not torch.allclose(before[:, 7:], after[:, 7:])
-    assert model.head.weight is model.embedding.weight
 
 
 # ---------------------------------------------------------------------- the co-tenant

@@ -222,12 +222,6 @@ def test_the_panel_follows_the_file_until_ctrl_c(
     assert capsys.readouterr().err.startswith(f"elastic-mbs: {path}: line 3 is ")
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["--interval", "0"], "--interval 0.0"), (["--interval", "x"], "'x'")])
-def test_an_interval_that_makes_no_sense_is_refused(arguments: list[str], words: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["watch", str(path), *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_without_rich_it_says_which_extra_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
