@@ -66,7 +66,7 @@ class State:
                 found.append("a gradient that was empty is not empty")
             elif before is not None and "zero_grad()" not in notes and (after is None or error_of([after], [before]) > 0):
                 found.append("a gradient changed, and the error does not say so")
-        return found
+        return list(dict.fromkeys(found))
 
 
 def same_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -283,17 +284,27 @@ def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_th
 
 
 def test_rounds_that_all_end_badly_end_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def child(*args: Any, **kwargs: Any) -> Any:
-        raise Crashed("ended by SIGSEGV", "a stack", "SIGSEGV")
-        yield
-
-    monkeypatch.setattr("stress.endurance.hammer.run_child", child)
+    monkeypatch.setattr("stress.endurance.hammer.run_child", partial(_ended, Crashed("ended by SIGSEGV", "a stack", "SIGSEGV")))
     monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: None)
     assert run("--failures", "40", "--model", "mlp") == 4
     assert "not allowed: crash by SIGSEGV 5" in capsys.readouterr().out
 
 
-def test_a_kind_that_cannot_be_had_here_is_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: "there is no compiler")
-    assert run("--kind", "shim") == 2
+def _ended(error: Exception, *args: Any, **kwargs: Any) -> Any:
+    raise error
+    yield
+
+
+def test_how_the_process_of_a_soak_ends_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("stress.endurance.soak.available", lambda kind: None)
+    for error, code in (Hung("it had not ended", "stuck"), 5), (Failed("step 3: gradient off", "trace", 1, "WrongOutcomeError"), 3):
+        monkeypatch.setattr("stress.endurance.soak.run_child", partial(_ended, error))
+        assert main(["stress", "soak", "--minutes", "0.1", "--kind", "shim"]) == code
+        assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["hammer", "soak"])
+def test_a_kind_that_cannot_be_had_here_is_bad_input(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(f"stress.endurance.{command}.available", lambda kind: "there is no compiler")
+    assert main(["stress", command, "--kind", "shim"]) == 2
     assert "there is no compiler" in capsys.readouterr().err

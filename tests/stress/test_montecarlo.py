@@ -30,7 +30,6 @@ from stress.montecarlo import Fault, Outcome, Plan, case_seed, draw, run_trial
 from stress.montecarlo.faults import SENSORS, Faults
 from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, read
 from stress.montecarlo.shrink import shrink, smaller
-from stress.montecarlo.totals import Totals
 from stress.reference.state import error_of
 from stress.streams import Streams
 from stress.watchdog import Watchdog
@@ -278,21 +277,6 @@ def test_zeros_of_samples_that_do_not_count_are_no_wrong_gradient() -> None:
     """An expert that only such samples reach has none where they are skipped, and zeros where a failed attempt had them beside others."""
     case = {"seed": 681276007, "layers": ["experts", "tied"], "branches": 2, "tokens": "dense", "samples": 8, "count": "weights", "size": 4}
     assert run("--case", json.dumps({**case, "faults": [{"at": 0.7677}]})) == 0
-
-
-def test_totals_of_several_processes_are_those_of_one() -> None:
-    outcomes = [run_trial(draw(case_seed(1, number))) for number in range(6)]
-    together, parts = Totals(), [Totals(), Totals()]
-    for i, outcome in enumerate(outcomes):
-        together.add(outcome)
-        parts[i % 2].add(outcome)
-    together.fail("x")
-    parts[1].fail("x")
-    merged = Totals()
-    for part in parts:
-        merged.merge(json.loads(json.dumps(part.as_json())))
-    assert {**merged.as_json(), "seconds": 0, "lost": 0} == {**together.as_json(), "seconds": 0, "lost": 0}
-    assert "x 1" in merged.table()
 
 
 # ---------------------------------------------------------------------- what it compares with
