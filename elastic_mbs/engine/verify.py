@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -175,15 +176,18 @@ def verify(context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[
     if few.length < 2:
         raise UsageError(f"verify compares a whole with its parts, so it needs at least 2 samples, not {few.length}")
     modules, leaves = context.model.modules, context.model.leaves
-    with ExitStack() as undo:
+    with ExitStack() as backup, ExitStack() as undo:
+        backup.callback(undo.close)  # an interrupt can strike between the block and its exit
         for module in modules:
             undo.callback(setattr, module, "training", module.training)
         for leaf in leaves:  # set aside, whatever loss_fn does: nothing here adds to them
             undo.callback(setattr, leaf, "grad", leaf.grad)
         streams = context.retry("read the random streams", lambda: context.streams.read(hosts=True))
-        undo.callback(context.retry, "put the random streams back", lambda: context.streams.restore(streams))
+        for _ in range(2):  # should an interrupt strike one, the other is whole
+            undo.callback(context.retry, "put the random streams back", partial(context.streams.restore, streams))
         context.retry("copy the buffers", lambda: context.buffers.begin_call(modules, VerifyReport))
-        undo.callback(context.retry, "put the buffers back", lambda: context.buffers.restore(to_call_start=True))
+        for _ in range(2):
+            undo.callback(context.retry, "put the buffers back", partial(context.buffers.restore, to_call_start=True))
         for module in modules:
             module.training = False
         for leaf in leaves:

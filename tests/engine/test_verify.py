@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch.nn import functional
 from elastic_mbs import Event, MicroBatchFloorError, UsageError, VerifyReport, Warned, count_tokens
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs
-from tests.helpers.strikes import StrikeAt, until_clean
+from tests.helpers.strikes import StrikeAt, interrupt_before_line, until_clean
 
 pytestmark = pytest.mark.injectable
 
@@ -72,39 +74,35 @@ def test_verify_tells_a_loss_that_shifts_its_labels_from_one_that_does_not() -> 
     assert elastic(model, count=count_tokens("labels", shift=True)).verify(loss_fn, batch).ok
 
 
-def test_verify_names_a_sum_where_a_mean_was_said_and_the_reverse() -> None:
+def _sum(model: nn.Module, b: Pair) -> Tensor:
+    return functional.cross_entropy(model(b[0]), b[1], reduction="sum")
+
+
+def _regularised(model: nn.Module, b: Pair) -> Tensor:
+    return _sum(model, b) + 0.1 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+def _contrastive(model: nn.Module, b: Pair) -> Tensor:
+    features = functional.normalize(model(b[0]), dim=1)
+    return functional.cross_entropy(features @ features.T / 0.1, torch.arange(len(features)))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "loss", "words"),
+    [
+        ("mean", _sum, ("is a sum", "reduction='sum'")),
+        ("sum", lambda model, b: cross_entropy(model)(b), ("is a mean", "reduction='mean'")),
+        ("sum", _regularised, ("a part of about {:.6g} that", "once per piece")),
+        ("mean", _contrastive, ("compares samples", "contrastive")),
+    ],
+    ids=["sum", "mean", "regulariser", "contrastive"],
+)
+def test_verify_names_what_is_wrong(reduction: str, loss: Any, words: tuple[str, ...]) -> None:
     model = mlp()
-    report = elastic(model).verify(lambda b: functional.cross_entropy(model(b[0]), b[1], reduction="sum"), pairs())
-    assert not report.ok
-    assert _says(report, "is a sum", "reduction='sum'")
-    report = elastic(model, reduction="sum").verify(cross_entropy(model), pairs())
-    assert not report.ok
-    assert _says(report, "is a mean", "reduction='mean'")
-
-
-def test_verify_names_a_regulariser_under_a_sum() -> None:
-    model = mlp()
-
-    def loss_fn(b: Pair) -> Tensor:
-        regulariser = torch.stack([p.square().sum() for p in model.parameters()]).sum()
-        return functional.cross_entropy(model(b[0]), b[1], reduction="sum") + 0.1 * regulariser
-
-    report = elastic(model, reduction="sum").verify(loss_fn, pairs())
+    report = elastic(model, reduction=reduction).verify(partial(loss, model), pairs())
     assert not report.ok
     size = 0.1 * sum(p.square().sum().item() for p in model.parameters())
-    assert _says(report, f"{size:.6g}", "once per piece")
-
-
-def test_verify_names_a_loss_that_compares_samples() -> None:
-    model = mlp()
-
-    def contrastive(b: Pair) -> Tensor:
-        features = functional.normalize(model(b[0]), dim=1)
-        return functional.cross_entropy(features @ features.T / 0.1, torch.arange(len(features)))
-
-    report = elastic(model).verify(contrastive, pairs())
-    assert not report.ok
-    assert _says(report, "compares samples", "contrastive")
+    assert _says(report, *(word.format(size) for word in words))
 
 
 def test_verify_names_randomness_that_is_not_rolled_back() -> None:
@@ -207,6 +205,19 @@ def test_verify_survives_an_out_of_memory_error_at_any_operation_without_a_trace
         return strike.struck
 
     assert until_clean(run_with) > 50
+
+
+@pytest.mark.no_oom_injection
+def test_verify_that_is_interrupted_at_any_line_leaves_no_trace() -> None:
+    def run_with(n: int) -> bool:
+        traced = Traced()
+        mbs = elastic(traced.model)
+        with interrupt_before_line(5 * n, "engine/verify.py", "rollback/buffers.py") as struck, suppress(KeyboardInterrupt):
+            mbs.verify(traced.loss_fn, traced.batch, samples=2)
+        traced.check()
+        return bool(struck)
+
+    assert until_clean(run_with) > 20
 
 
 @pytest.mark.no_oom_injection

@@ -36,13 +36,13 @@ class StrikeAt(TorchDispatchMode):
 
 
 @contextmanager
-def interrupt_before_line(n: int, file: str) -> Iterator[list[int]]:
-    """Ctrl-C before the n-th line that runs in a file; the list that it gives holds that line's number once it has struck."""
+def interrupt_before_line(n: int, *files: str) -> Iterator[list[int]]:
+    """Ctrl-C before the n-th line that runs in one of these files; the list that it gives holds that line's number once it has struck."""
     seen, struck = 0, list[int]()
 
     def tracer(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal seen
-        if not frame.f_code.co_filename.endswith(file):
+        if not frame.f_code.co_filename.endswith(files):
             return None
         if event == "line":
             seen += 1
