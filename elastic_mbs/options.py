@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -148,6 +148,13 @@ class Settings:
             raise UsageError("scaler= and backward= were both given; a trainer's own backward scales the loss by itself, so leave scaler out")
         if self.scaler is not None and not (hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")):
             raise UsageError(f"scaler={self.scaler!r} is no torch.amp.GradScaler: it has no scale() and unscale_()")
+
+    def for_model(self, *, normalises_batch: bool) -> Settings:
+        """The settings with a smallest micro-batch, where the user gave none: one sample has no statistics to normalise with."""
+        policy = self.policy
+        if policy.min_micro_batch_size is not None or 1 in (self.micro_batch_size, policy.max_micro_batch_size):
+            return self
+        return replace(self, policy=replace(policy, min_micro_batch_size=2 if normalises_batch else 1))
 
     @property
     def plain(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
@@ -12,28 +11,25 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from elastic_mbs.batch.counts import CountFn, Counts
-from elastic_mbs.batch.lint import first_look
+from elastic_mbs.batch.reader import BatchReader, Count
 from elastic_mbs.batch.splitters import Dims
-from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.controller.policy import Policy
 from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context
-from elastic_mbs.engine.micro_batch import MicroBatch, PlainPass, micro_batches
+from elastic_mbs.engine.micro_batch import MicroBatch, PlainPass, loop, micro_batches
 from elastic_mbs.engine.misuse import check_capture, check_function, running_call
 from elastic_mbs.engine.model import TrainedModel, modules_of
 from elastic_mbs.engine.profile import identity_of, name_of
-from elastic_mbs.engine.result import MUCH, Stats, StepResult
+from elastic_mbs.engine.result import MUCH, Stats, StepResult, size_warning
 from elastic_mbs.engine.verify import VerifyReport, verify
-from elastic_mbs.errors import BatchError, IncompleteBatchError, NestedCallError, UsageError
-from elastic_mbs.events import EventLog, Sink, format_bytes
+from elastic_mbs.errors import IncompleteBatchError, NestedCallError, UsageError
+from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import Reading, oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
+from elastic_mbs.sinks.guarded import checked_sinks
 from elastic_mbs.sinks.run_log import RunLog
-
-Count = CountFn | Mapping[str, CountFn | None] | None
 
 
 class ElasticMBS:
@@ -90,37 +86,20 @@ class ElasticMBS:
         memory: MemoryOptions | None = None,
     ) -> None:
         trained = TrainedModel(modules_of(model))
-        if not (count is None or callable(count) or isinstance(count, Mapping)):
-            raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
-        settings = Settings(
-            name=name or "elastic_mbs",
-            micro_batch_size=micro_batch_size,
-            reduction=reduction,
-            scaler=scaler,
-            outputs=outputs,
-            policy=policy or Policy(),
-            gradients=gradients or GradientOptions(),
-            recovery=recovery or RecoveryOptions(),
-            memory=memory or MemoryOptions(),
+        policy, groups = policy or Policy(), (gradients or GradientOptions(), recovery or RecoveryOptions(), memory or MemoryOptions())
+        self.settings = Settings(name or "elastic_mbs", micro_batch_size, reduction, scaler, outputs, policy, *groups).for_model(
+            normalises_batch=trained.normalises_batch()
         )
-        if settings.policy.min_micro_batch_size is None and 1 not in (micro_batch_size, settings.policy.max_micro_batch_size):
-            # One sample has no statistics to normalise with.
-            smallest = 2 if trained.normalises_batch() else 1
-            settings = replace(settings, policy=replace(settings.policy, min_micro_batch_size=smallest))
-        self.settings = settings
         self.enabled = enabled
         self.last_result: StepResult | None = None
-        self._count = count
-        self._dims = dims
         self._call: Call | None = None
         self._totals: Any = None  # where there is no call: in verify, and when not enabled
-        self._known_lists: dict[str, Any] = {}
-        self._looked_at: set[str] = set()
         self._stats = Stats()
         self._steps = StepWatch()
-        run_log = () if log is None else (RunLog(log, partial(describe, settings, trained.devices)),)
-        events = EventLog((*run_log, *_sinks_of(on_event)))  # the run log first: a user's sink can raise
-        self._context = Context(settings, trained, events, enabled=enabled)
+        run_log = () if log is None else (RunLog(log, partial(describe, self.settings, trained.devices)),)
+        events = EventLog((*run_log, *checked_sinks(on_event)))  # the run log first: a user's sink can raise
+        self._context = Context(self.settings, trained, events, enabled=enabled)
+        self._batches = BatchReader(dims, count, counted=reduction == "sum", warn_once=self._context.warn_once)
         self._guarded_step = GuardedStep(self._context)
 
     # ------------------------------------------------------------------ lifetime
@@ -198,7 +177,7 @@ class ElasticMBS:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
             assert self.last_result is not None
             return self.last_result
-        with self._start(batch, name_of(loss_fn), identity_of(loss_fn), beside=(args, kwargs)) as call:
+        with self._start(batch, name_of(loss_fn), identity_of(loss_fn), arguments=(args, kwargs)) as call:
             for micro in micro_batches(call):
                 with micro:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
@@ -224,7 +203,7 @@ class ElasticMBS:
         """
         if not self.enabled:
             return self._loop_whole(batch)
-        return self._loop(self._start(batch, name, name, own_graph=own_graph))
+        return loop(self._start(batch, name, name, own_graph=own_graph), self._finish)
 
     def eval(self, fn: Callable[..., Any], batch: Any, /, *args: Any, to: Literal["cpu", "device"] = "device", **kwargs: Any) -> Any:
         """`fn(batch, *args, **kwargs)` without gradients, in pieces, outputs joined along the samples.
@@ -253,8 +232,8 @@ class ElasticMBS:
         check_function(fn, "eval(fn, batch)")
         if not self.enabled:
             with torch.no_grad():
-                return fn(self._loaded(batch), *args, **kwargs)
-        with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=to, beside=(args, kwargs)) as call, torch.no_grad():
+                return fn(self._context.load(batch), *args, **kwargs)
+        with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=to, arguments=(args, kwargs)) as call, torch.no_grad():
             for micro in micro_batches(call):
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))
@@ -280,9 +259,7 @@ class ElasticMBS:
             PoisonedDeviceError: the device cannot be trusted any more.
         """
         if closure is not None:
-            raise UsageError(
-                "optimizer_step() takes no closure: it would run forward and backward again with every try. Call mbs.backward first, then this"
-            )
+            raise UsageError("optimizer_step() takes no closure, which would run forward and backward with every try: call mbs.backward first")
         self._check_complete()
         if (call := running_call()) is not None:
             call.check_step(optimizer)
@@ -312,17 +289,12 @@ class ElasticMBS:
         self._check_complete()
         if running_call() is not None:
             raise NestedCallError("verify() was called inside a step function; call it beside the training loop")
-        few, counts = self._context.retry("take the first samples", lambda: self._first(batch, samples))
+        few, counts = self._context.retry("take the first samples", lambda: self._batches.first(batch, samples))
         self._totals = counts.total
         try:
             return verify(self._context, few, counts, lambda piece: loss_fn(piece, *args, **kwargs))
         finally:
             self._totals = None
-
-    def _first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
-        view = BatchView(batch, self._dims)
-        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.known_lists)
-        return few, Counts.read(self._count, few)
 
     # ------------------------------------------------------------------ what is seen from outside
 
@@ -336,7 +308,7 @@ class ElasticMBS:
         Raises:
             UsageError: the state is of another version or malformed; nothing has changed then.
         """
-        if not isinstance(state, Mapping) or state.get("version") != 1 or not isinstance(state.get("controller"), dict):
+        if not (isinstance(state, Mapping) and state.get("version") == 1 and isinstance(state.get("controller"), dict)):
             raise UsageError(f"this is no state of ElasticMBS version 1: {str(state)[:80]!r}; start without it, sizes are learned again")
         self._context.controller.load_state_dict(state["controller"])
 
@@ -374,7 +346,7 @@ class ElasticMBS:
         training: bool = True,
         own_graph: bool = False,
         outputs: OutputPlace = None,
-        beside: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
+        arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
     ) -> Call:
         if self._call is not None:
             self._check_complete()
@@ -388,52 +360,22 @@ class ElasticMBS:
             context.monitor.start()
         if context.telemetry is not None:
             context.telemetry.begin(context.devices[0])
-        view = BatchView(batch, self._dims, self._known_lists.get(name))
-        self._known_lists[name] = view.known_lists
-        if name not in self._looked_at:
-            self._look_at(view, training, *beside)
-            self._looked_at.add(name)
-        check_graphs(view)
-        if self._count is None or not training:
-            counts = Counts.samples(view.length)
-        else:
-            counts = context.retry("count the loss terms", lambda: Counts.read(self._count, view))
+        args, kwargs = arguments
+        view = context.retry("look at the batch", lambda: self._batches.view(batch, name, training=training, args=args, kwargs=kwargs))
+        counts = context.retry("count the loss terms", lambda: self._batches.counts(view, training=training))
         place = self.settings.outputs if training else outputs
         self._call = Call(context, view, counts, name=name, identity=identity, training=training, outputs=place, own_graph=own_graph)
         return self._call
 
-    def _loop(self, call: Call) -> Iterator[MicroBatch]:
-        try:
-            yield from micro_batches(call)
-        except GeneratorExit:
-            raise  # left early: the next call, or the end of the `with` block, says so
-        except BaseException as error:
-            call.abort(error)  # an interrupt between the lines of the engine itself
-            raise
-        finally:  # a `break` after the last piece ends the loop here
-            if call.state.result is not None:
-                self._finish(call)
-
     def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
-        names = tuple(self._count) if isinstance(self._count, Mapping) else None
-        batch = self._loaded(batch)
-        try:
-            view = BatchView(batch, self._dims)
-        except BatchError:  # nothing has to be cut, so nothing is refused
-            whole = PlainPass(self.settings, batch, names, 0, 0)
-        else:
-            self._totals = Counts.read(self._count, view).total
-            whole = PlainPass(self.settings, batch, names, self._totals, view.length)
+        batch = self._context.load(batch)
+        self._totals, length = self._batches.totals(batch)
+        whole = PlainPass(self.settings, batch, self._batches.count_names, self._totals, length)
         try:
             yield whole.micro
         finally:
             self._totals = None
         self.last_result = whole.result()
-
-    def _loaded(self, batch: Any) -> Any:
-        """The whole batch where pieces of it would be brought."""
-        self._context.follow_model()
-        return self._context.streamer.load(batch)
 
     def _finish(self, call: Call) -> StepResult:
         result = call.state.result
@@ -444,17 +386,10 @@ class ElasticMBS:
         if call.state.training:
             self.last_result = result
             if result.kept() > MUCH:
-                self._warn_of_outputs(call.state.key.name, result.kept())
+                self._context.warn_once(*size_warning(call.state.key.name, result.kept(), self.settings.outputs))
         if self._context.telemetry is not None:
             self._context.telemetry.done(call.state.done_event(result), result if call.state.training else None)
         return result
-
-    def _warn_of_outputs(self, name: str, kept: int) -> None:
-        self._context.warn_once(
-            f"outputs of {name}",
-            f"what {name} returns beside the loss takes {format_bytes(kept)} for this batch (outputs={self.settings.outputs!r}): return what you "
-            "read of it only (a decoder of transformers needs use_cache=False for that), or say outputs=None",
-        )
 
     def _check_complete(self) -> None:
         call = self._call
@@ -462,22 +397,3 @@ class ElasticMBS:
             error = call.left_early()
             call.abort(error)
             raise error
-
-    def _look_at(self, view: BatchView, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        counted = self._count is not None or self.settings.reduction == "sum"
-        look = partial(first_look, view, training=training, counted=counted, arguments=args, named=kwargs)
-        found = self._context.retry("look at the labels", lambda: list(look()))
-        for kind, sentence in found:
-            self._context.warn_once(kind, sentence)
-
-
-def _sinks_of(on_event: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
-    """The functions that get each event.
-
-    Raises:
-        UsageError: something in it cannot be called.
-    """
-    sinks = (on_event,) if callable(on_event) or not isinstance(on_event, Iterable) else tuple(on_event)
-    if not all(callable(sink) for sink in sinks):
-        raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
-    return sinks

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from elastic_mbs.batch.transfer import Streamer, choose_device
 from elastic_mbs.controller.controller import Controller
@@ -76,6 +76,11 @@ class Context:
         if leaves and leaves[0].device not in self.devices:
             self.monitor.stop()
             self._place()
+
+    def load(self, piece: Any) -> Any:
+        """The piece, or a whole batch, on the model's device."""
+        self.follow_model()
+        return self.streamer.load(piece)
 
     def _on_sensor_change(self, reading: Reading) -> None:
         problem, name = trouble_with(reading), self.settings.name

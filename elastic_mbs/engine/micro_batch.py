@@ -84,6 +84,20 @@ def micro_batches(call: Call) -> Iterator[MicroBatch]:
     return (MicroBatch(call, attempt) for attempt in call)
 
 
+def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
+    """The loop that the user writes out; `finish` is called when the batch is done, by the end of the loop or by a `break` after the last piece."""
+    try:
+        yield from micro_batches(call)
+    except GeneratorExit:
+        raise  # left early: the next call, or the end of the `with` block, says so
+    except BaseException as error:
+        call.abort(error)  # an interrupt between the lines of the engine itself
+        raise
+    finally:
+        if call.state.result is not None:
+            finish(call)
+
+
 class PlainPass:
     """What `enabled=False` does: one plain pass over the whole batch, with nothing caught and nothing watched."""
 

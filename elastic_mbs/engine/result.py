@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from elastic_mbs.batch.containers import Kind, Path, Role, kind_of, map_tensors, refilled, roles_in
 from elastic_mbs.batch.join import join
 from elastic_mbs.errors import BatchError
+from elastic_mbs.events import format_bytes
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.options import OutputPlace
 
@@ -82,6 +83,15 @@ class StepResult:
                 self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths, self._per_piece)
             self._outputs = []
         return self._joined
+
+
+def size_warning(name: str, kept: int, place: OutputPlace) -> tuple[str, str]:
+    """The kind and the text of a warning about outputs of that many bytes."""
+    return (
+        f"outputs of {name}",
+        f"what {name} returns beside the loss takes {format_bytes(kept)} for this batch (outputs={place!r}): return what you "
+        "read of it only (a decoder of transformers needs use_cache=False for that), or say outputs=None",
+    )
 
 
 @dataclass

@@ -298,13 +298,18 @@ def begin(
     )
     state.indistinct = bool(state.had_gradient) and (ledger.share_memory() or any(map(has_hook_after, ledger.leaves())))
     state.settled = state.is_settled()
-    if plan.learning:
+    _begin_measuring(state)
+    return state
+
+
+def _begin_measuring(state: CallState) -> None:
+    context = state.context
+    if state.plan.learning:
         context.drop_stale_cache()
         context.meter.reset_peak()
-        context.controller.holds(key, _held_at_start(state))
+        context.controller.holds(state.key, _held_at_start(state))
     state.resets = context.meter.resets
     context.clock.start(context.devices[0])
-    return state
 
 
 def _held_at_start(state: CallState) -> int | None:

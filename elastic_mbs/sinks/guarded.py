@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from elastic_mbs.events import ClosingSink, Event, logger
+from elastic_mbs.errors import UsageError
+from elastic_mbs.events import ClosingSink, Event, Sink, logger
 
 
 class GuardedSink(ClosingSink):
@@ -42,3 +43,15 @@ class GuardedSink(ClosingSink):
                 if not self._warned:
                     self._warned = True
                     logger.warning("%s misses events, and training goes on: %s: %s", self, type(error).__name__, error)
+
+
+def checked_sinks(on_event: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
+    """The functions that get each event.
+
+    Raises:
+        UsageError: something in it cannot be called.
+    """
+    sinks = (on_event,) if callable(on_event) or not isinstance(on_event, Iterable) else tuple(on_event)
+    if not all(callable(sink) for sink in sinks):
+        raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
+    return sinks

@@ -1,0 +1,75 @@
+"""Reading the batches of one runtime: as samples, with their counts, and a look at the first one of each loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_mbs.batch.counts import CountFn, Counts
+from elastic_mbs.batch.lint import first_look
+from elastic_mbs.batch.splitters import Dims
+from elastic_mbs.batch.view import BatchView, check_graphs
+from elastic_mbs.errors import BatchError, UsageError
+
+Count = CountFn | Mapping[str, CountFn | None] | None
+
+
+class BatchReader:
+    """Reads batches as `dims` and `count` say.
+
+    Args:
+        dims: see `BatchView`.
+        count: loss terms per sample: a function, a dict of those, or None to count samples.
+        counted: whether the loss is right without counts.
+        warn_once: takes the kind of a warning and its text.
+
+    Raises:
+        UsageError: `count` is none of these.
+    """
+
+    def __init__(self, dims: Dims | None, count: Count, *, counted: bool, warn_once: Callable[[str, str], None]) -> None:
+        if not (count is None or callable(count) or isinstance(count, Mapping)):
+            raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
+        self._dims, self._count = dims, count
+        self._counted = counted or count is not None
+        self._warn_once = warn_once
+        self._known_lists: dict[str, Any] = {}  # by the name of the loss function, see `BatchView`
+        self._looked_at: set[str] = set()
+
+    @property
+    def count_names(self) -> tuple[str, ...] | None:
+        """The names of the losses, where there are several."""
+        return tuple(self._count) if isinstance(self._count, Mapping) else None
+
+    def view(self, batch: Any, name: str, *, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchView:
+        """The batch as samples; the first one of each loss function is looked at. Can be repeated where memory ran out.
+
+        Raises:
+            BatchError: it cannot be cut, or carries a graph.
+        """
+        view = BatchView(batch, self._dims, self._known_lists.get(name))
+        self._known_lists[name] = view.known_lists
+        if name not in self._looked_at:
+            for kind, sentence in first_look(view, training=training, counted=self._counted, arguments=args, named=kwargs):
+                self._warn_once(kind, sentence)
+            self._looked_at.add(name)
+        check_graphs(view)
+        return view
+
+    def counts(self, view: BatchView, *, training: bool) -> Counts:
+        """The counts of a batch; an evaluation counts samples."""
+        return Counts.read(self._count, view) if training and self._count is not None else Counts.samples(view.length)
+
+    def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
+        """The first samples of a batch, with their counts."""
+        view = BatchView(batch, self._dims)
+        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.known_lists)
+        return few, Counts.read(self._count, few)
+
+    def totals(self, batch: Any) -> tuple[Any, int]:
+        """The counts of a whole batch and its length; zeros for one that cannot be cut, because nothing has to be cut."""
+        try:
+            view = BatchView(batch, self._dims)
+        except BatchError:
+            return 0, 0
+        return Counts.read(self._count, view).total, view.length
