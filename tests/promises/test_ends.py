@@ -11,19 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import (
-    ElasticMBS,
-    Event,
-    Headroom,
-    MemoryBudget,
-    MemoryOptions,
-    MicroBatchFloorError,
-    OutOfMemory,
-    Policy,
-    Resized,
-    Unavailable,
-    WaitingForMemory,
-)
+from elastic_mbs import ElasticMBS, Headroom, MemoryBudget, MemoryOptions, MicroBatchFloorError, Policy, Unavailable
+from elastic_mbs.events import Event, OutOfMemory, Resized, WaitingForMemory
 from elastic_mbs.memory import NoSensor, Reading
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
