@@ -88,7 +88,7 @@ def page(outcome: Outcome, rows: Mapping[str, str], log: Path) -> str:
         data,
         title="The run with elastic_mbs",
         marks=sorted([*data.marks, *moves], key=lambda mark: mark.t),
-        reference=[(t, loss) for (t, _), loss in zip(data.loss, outcome.reference, strict=True)],
+        reference=[(t, loss) for (t, _), loss in zip(data.loss, outcome.reference, strict=False)],
     )
     note = "".join(f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in rows.items())
     return document("elastic_mbs demo", verdict(outcome), section(data, remark=data.about[0][1], opened=True, note=f'<p class="about">{note}</p>'))
