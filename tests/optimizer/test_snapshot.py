@@ -170,15 +170,6 @@ def test_an_attribute_that_a_failed_step_has_added_is_taken_away() -> None:
     assert (inject.hits, optimizer.count) == (["aten::neg"], 1)
 
 
-def test_a_plain_step_of_any_optimizer_passes_under_the_watch() -> None:
-    model, batch = mlp(), pairs(8)
-    optimizer = Bare(model.parameters())
-    with ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)) as mbs:
-        for _ in range(3):
-            mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
-            optimizer.step()
-
-
 def test_a_closure_that_runs_a_batch_inside_the_step_is_no_step_that_did_not_end() -> None:
     model, batch = mlp(), pairs(8)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
