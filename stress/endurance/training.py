@@ -21,7 +21,7 @@ from elastic_mbs.testing import InjectOOM
 from ..flat_options import grouped
 from ..limits import MemoryLimit
 from ..models.factory import make
-from ..reference.by_hand import accumulate, by_loop, view_of
+from ..reference.by_hand import accumulate, by_loop, check_covered, view_of
 from ..reference.state import WrongOutcomeError, error_of, same_state, tolerance_of
 from ..scenarios.measure import smallest
 from ..streams import Streams
@@ -214,9 +214,7 @@ class Training:
     def check(self, number: int, result: StepResult, start: Streams, where: str) -> None:
         """Everything is as the twin has it after the same pieces by hand."""
         view = view_of(self.twin, self.twin.batch(number))
-        ranges = sorted([*result.partition, *result.skipped])
-        if [begin for begin, _ in ranges] + [view.length] != [0, *(stop for _, stop in ranges)]:
-            raise WrongOutcomeError(f"{where}: the pieces {ranges} do not cover the batch once")
+        check_covered([*result.partition, *result.skipped], view.length, f"{where}: ")
         after = Streams.now()
         start.restore()
         loss = accumulate(self.twin, view, result.partition)

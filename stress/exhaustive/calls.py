@@ -17,7 +17,7 @@ from elastic_mbs.batch.view import map_tensors
 
 from ..flat_options import grouped
 from ..models.subject import Subject
-from ..reference.by_hand import by_loop, view_of
+from ..reference.by_hand import by_loop, check_covered, view_of
 from ..reference.state import State, WrongOutcomeError, error_of, same_state
 from ..streams import Streams
 from .target import Partition, Target, reference, whole_batch
@@ -107,13 +107,7 @@ class Loop(Call):
         return by_loop(self.mbs, self._loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        covered = 0
-        for begin, stop in sorted([*product.partition, *product.skipped]):
-            if begin != covered:
-                raise WrongOutcomeError(f"samples {covered}:{begin} are missing or doubled in {product.partition}")
-            covered = stop
-        if covered != whole_batch(self.target)[-1][1]:
-            raise WrongOutcomeError(f"samples from {covered} on are missing in {product.partition}")
+        check_covered([*product.partition, *product.skipped], whole_batch(self.target)[-1][1])
         wanted = [reference(self.target, product.partition)]
         if self.case.separable:
             wanted.append(reference(self.target, whole_batch(self.target)))

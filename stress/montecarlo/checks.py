@@ -12,6 +12,7 @@ from torch import Tensor
 from elastic_mbs import StepResult
 from elastic_mbs.batch.view import map_tensors
 
+from ..reference.by_hand import check_covered
 from ..reference.state import State, WrongOutcomeError, error_of
 from ..streams import Streams
 from .batches import counts_by_hand
@@ -43,10 +44,7 @@ def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> N
     """The pieces cover the batch once, in its order, and keep to the options."""
     counts = counts_by_hand(plan, batch)
     ranges = sorted([*result.partition, *result.skipped])
-    demand(
-        [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])] and ranges[-1][1] == plan.samples,
-        f"{where}: {ranges} do not cover {plan.samples} samples once",
-    )
+    check_covered(ranges, plan.samples, f"{where}: ")
     demand(list(result.partition) == sorted(result.partition), f"{where}: pieces are not in the batch's order: {result.partition}")
     for start, stop in result.skipped:
         demand(not any(any(own[start:stop]) for own in counts.values()), f"{where}: samples {start}:{stop} count and were skipped")

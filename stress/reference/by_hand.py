@@ -14,6 +14,7 @@ from elastic_mbs.batch.loss_terms import read_losses
 from elastic_mbs.batch.view import BatchView
 
 from ..models.subject import Subject
+from .state import WrongOutcomeError
 
 Partition = Sequence[Sequence[int]]
 HALF = (torch.float16, torch.bfloat16)
@@ -81,6 +82,17 @@ def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward
         scale=(lambda loss: loss) if scaler is None else scaler.scale,
         backward=backward,
     )
+
+
+def check_covered(pieces: Iterable[tuple[int, int]], length: int, where: str = "") -> None:
+    """The pieces of a batch, those that were skipped among them, hold each sample once.
+
+    Raises:
+        WrongOutcomeError: they do not.
+    """
+    ranges = sorted(pieces)
+    if [start for start, _ in ranges] + [length] != [0, *(stop for _, stop in ranges)]:
+        raise WrongOutcomeError(f"{where}the pieces {ranges} do not cover the {length} samples of the batch once")
 
 
 def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Any], batch: Any) -> StepResult:
