@@ -10,11 +10,11 @@ import torch
 from tests.helpers.room import ROOT
 
 # Lower a number as soon as the code allows it, never raise one. Where all is done: lines 9,200 / 2,500 / 7,000 / 20,000 and nothing else but 0.
-LINES = {"core": 11_600, "cli": 2_850, "stress": 9_600, "tests": 26_000}
-CROWDED_FOLDERS = 1  # more than 13 modules
-LONG_FILES = 8  # more than 400 lines
-LONG_FUNCTIONS = 2  # more than 40 lines without the docstring
-FOREIGN_PRIVATES = 1  # a `_private` attribute of ours that another module reads or writes
+LINES = {"core": 11_500, "cli": 2_700, "stress": 9_500, "tests": 25_600}
+CROWDED_FOLDERS = 0  # more than 13 modules
+LONG_FILES = 2  # more than 400 lines
+LONG_FUNCTIONS = 0  # more than 40 lines without the docstring
+FOREIGN_PRIVATES = 0  # a `_private` attribute of ours that another module reads or writes
 
 NOT_CORE = ("cli", "integrations", "distributed", "recipes")
 SOURCES = {".py", ".c", ".js", ".css", ".html"}
