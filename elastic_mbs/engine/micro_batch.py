@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -76,12 +77,12 @@ class MicroBatch:
 
         It waits for the batch because until then a piece can still be replayed. What `fn` refers to stays in memory until then, too.
         """
-        self._attempt.callbacks.append(fn)
+        self._attempt.callbacks += (fn,)
 
 
 def micro_batches(call: Call) -> Iterator[MicroBatch]:
     """The attempts of a call, as the loop over them sees them."""
-    return (MicroBatch(call, attempt) for attempt in call)
+    return map(partial(MicroBatch, call), call)
 
 
 def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:

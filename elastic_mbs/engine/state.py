@@ -46,20 +46,21 @@ class Phase(Enum):
     DONE = "done"
 
 
-@dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at one piece of the batch."""
+    """One attempt at one piece of the batch. One is made for every piece, so its fields are set only when they change."""
 
-    piece: Range
     streams: StreamState | None = None  # random streams at its start; None until they were read
-    data: Any = None  # the piece, in the batch's own container type
     weighted: torch.Tensor | None = None  # the loss times the piece's weight, with its graph
     loss: torch.Tensor | None = None  # the same, detached
     terms: tuple[torch.Tensor, ...] = ()  # losses of the user's, where the user's frame can still hold them
     leaves: tuple[torch.Tensor, ...] | None = None  # that its graph reaches, where a census was taken
     custom: frozenset[str] = frozenset()  # functions written in Python in its graph
     outputs: StoredOutput | None = None
-    callbacks: list[Callable[[], object]] = field(default_factory=list)
+    callbacks: tuple[Callable[[], object], ...] = ()
+
+    def __init__(self, piece: Range, data: Any = None) -> None:
+        self.piece = piece
+        self.data = data  # the piece, in the batch's own container type
 
     def __len__(self) -> int:
         return self.piece.stop - self.piece.start
@@ -71,14 +72,15 @@ class Attempt:
 
     def drop_graph(self) -> None:
         """Drops what keeps the attempt's tensors alive, except its loss and outputs."""
-        self.data = self.weighted = self.leaves = None
-        self.terms = ()
+        self.data = self.weighted = None
+        if self.leaves is not None or self.terms:
+            self.leaves, self.terms = None, ()
 
     def drop(self) -> None:
         """Drops everything: a user's variable can still hold this attempt."""
         self.drop_graph()
         self.loss = self.outputs = None
-        self.callbacks.clear()
+        self.callbacks = ()
 
 
 @dataclass(frozen=True, slots=True)

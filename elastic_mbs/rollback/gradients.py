@@ -11,6 +11,7 @@ Source: torch/csrc/autograd/functions/accumulate_grad.h; shared/reference/autogr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import NamedTuple
@@ -25,7 +26,8 @@ Grads = list[torch.Tensor | None]
 NO_VERSION = -1
 """Version of a gradient that is not there, or of an inference tensor, which autograd does not write to."""
 
-_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRAD, _VERSION, _LAYOUT, _CDATA = attrgetter("grad"), attrgetter("_version"), attrgetter("layout"), attrgetter("_cdata")
+_STORAGE, _is_tensor = torch.Tensor.untyped_storage, partial(is_not, None)
 
 
 class Observation(NamedTuple):
@@ -132,8 +134,10 @@ class Ledger:
 
     def share_memory(self) -> bool:
         """Whether two leaves have gradients in one piece of memory, so that their versions are one."""
-        grads = [grad for grad in map(_GRAD, self.leaves() if self._extra else self._leaves) if grad is not None and grad.layout is torch.strided]
-        return len(set(map(_storage, grads))) < len(grads)
+        grads = list(filter(_is_tensor, map(_GRAD, self.leaves() if self._extra else self._leaves)))
+        if set(map(_LAYOUT, grads)) - {torch.strided}:
+            grads = [grad for grad in grads if grad.layout is torch.strided]
+        return len(set(map(_CDATA, map(_STORAGE, grads)))) < len(grads)
 
     def check_unchanged(self) -> None:
         """Checks that no other code has changed a gradient since the last note.
@@ -177,11 +181,6 @@ def _version(grad: torch.Tensor | None) -> int:
     return NO_VERSION if grad is None or grad.is_inference() else grad._version
 
 
-def _storage(grad: torch.Tensor) -> int:
-    place: int = grad.untyped_storage()._cdata
-    return place
-
-
 # ---------------------------------------------------------------------- gradients in one piece of memory
 
 
@@ -198,7 +197,7 @@ def separate(leaves: Sequence[torch.Tensor]) -> None:
 
 def overlapping(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those of `leaves` whose gradient lies where an earlier one's lies."""
-    held = [(_storage(grad), leaf, grad) for leaf in leaves if (grad := leaf.grad) is not None and grad.layout is torch.strided]
+    held = [(grad.untyped_storage()._cdata, leaf, grad) for leaf in leaves if (grad := leaf.grad) is not None and grad.layout is torch.strided]
     if len({storage for storage, _, _ in held}) == len(held):
         return []
     found: list[torch.Tensor] = []
