@@ -1,7 +1,6 @@
-"""What a batch can be made of: its containers, taken apart and rebuilt as the same type.
+"""The containers of a batch, taken apart and rebuilt as the same type; the type alone decides how.
 
-`torch.utils._pytree` sees HF `BatchEncoding`, `UserDict` and dataclasses as single leaves, so the walk is our own. The type alone decides how
-a value is handled (`kind_of`, cached); what its parts mean in a batch is decided in `layout.py`.
+`torch.utils._pytree` sees HF `BatchEncoding`, `UserDict` and dataclasses as single leaves, so the walk is our own.
 """
 
 from __future__ import annotations
@@ -234,8 +233,7 @@ _WALKED = frozenset({Role.TENSOR, Role.LIST, Role.FIELDS, Role.CUSTOM})
 
 
 def roles_in(values: Iterable[Any]) -> set[Role]:
-    """The roles of the values' types; one look per type, so that a list of many strings costs little."""
-    return {kind_of(cls).role for cls in set(map(type, values))}
+    return {kind_of(cls).role for cls in set(map(type, values))}  # once per type: a list of many strings costs little
 
 
 def tensors_in(obj: Any) -> list[Tensor]:
@@ -250,10 +248,7 @@ def tensors_in(obj: Any) -> list[Tensor]:
 
 
 def map_tensors(obj: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`obj` with `fn` applied to every tensor in it, in new containers of the same types.
-
-    Unknown objects are returned untouched, and so is what `fn` does not change: moving to the same device costs no rebuild.
-    """
+    """`obj` with `fn` applied to its tensors, in new containers of the same types; the same object where `fn` changes nothing."""
     kind = kind_of(type(obj))
     if kind.role is Role.TENSOR:
         return fn(obj)
@@ -302,7 +297,7 @@ def dotted(path: Path) -> str:
 
 
 def suffixes(path: Path) -> Iterator[str]:
-    """The names that mean `path`, the most specific first: the whole path, then its tails, but an index counts from the root only."""
+    """The names of `path`, the most specific first: the whole path, then its tails; an index counts from the root only."""
     yield dotted(path)
     for i in range(1, len(path)):
         if not isinstance(path[i], int):
@@ -323,11 +318,7 @@ def walk(obj: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def lookup(obj: Any, key: str | int) -> Any:
-    """The value that a name, a dotted path or an index means.
-
-    Raises:
-        LookupError: nothing or more than one value has that name; the text lists the names.
-    """
+    """The value that a name, a dotted path or an index means; a LookupError lists the names."""
     name, found = str(key), []
     for path, value in walk(obj):
         if dotted(path) == name:

@@ -1,7 +1,5 @@
-"""Counts of loss terms per sample, and the exact weights that follow from them.
+"""Counts of loss terms per sample. A piece with c of the batch's C terms has the weight c / C: exact for every split, also for one that changes.
 
-The loss of the batch is a mean over C terms, that of a piece a mean over its own c terms, so the piece is weighted by c / C. That is exact for every
-split and does not depend on the number of pieces, so accumulated gradients stay valid when the split changes in the middle of a batch.
 Micro-Batch Streaming (arXiv 2110.12484) divides by the number of pieces instead, which gives a tail of 1 after 16 samples 8.5 times its share.
 """
 
@@ -63,16 +61,7 @@ class Counts:
 
     @classmethod
     def read(cls, count: CountFn | Mapping[str, CountFn | None] | None, view: BatchView) -> Counts:
-        """Calls `count` on the whole batch and copies the result to the host (one copy per vector).
-
-        Args:
-            count: None (samples), a function batch → vector of length N (tensor, array or sequence of numbers ≥ 0), or such functions by name for a
-                `loss_fn` that returns a dict of losses with the same keys (None in it: samples).
-            view: the batch.
-
-        Raises:
-            CountError: `count` is something else, or its result is no vector of length N, negative, not finite or zero for every sample.
-        """
+        """Calls `count` on the whole batch, or each function of a dict (None in it: samples); one copy to the host per vector."""
         if count is None:
             return cls.samples(view.length)
         if not isinstance(count, Mapping):
@@ -99,11 +88,7 @@ class Counts:
         return {str(name): column.total for name, column in self._columns.items()}
 
     def weights(self, start: int, stop: int, *, reduction: str = "mean") -> dict[str | None, float] | None:
-        """The factor of each loss of samples `start` to `stop`, by name; None where they have no loss term at all.
-
-        Under "mean" it is c / C; under "sum" 1, or 0 where the loss has no terms. A piece without terms is skipped: its mean loss is 0/0, and no
-        weight mends a NaN.
-        """
+        """The weight of each loss of samples `start` to `stop`, by name: c / C, under "sum" 1 or 0; None where they have no loss term."""
         if not 0 <= start <= stop <= self.n:
             raise CountError(f"there are no samples {start}:{stop} in a batch of {self.n}")
         shares = {name: column.share(start, stop) for name, column in self._columns.items()}

@@ -17,14 +17,8 @@ from elastic_mbs.errors import BatchError
 def join(outputs: Sequence[Any], lengths: Sequence[int], per_piece: set[Path] | None = None) -> Any:
     """The batch's output from its pieces' outputs, in the same containers however the batch was split.
 
-    Tensors with one row per sample (and numpy arrays) are concatenated, lists of per-sample items chained, and equal texts, flags and None kept once.
-    Any other leaf (a number, a tensor of another shape), and containers that differ, become the `PerPiece` of their values.
-
-    Args:
-        outputs: of each piece, in the batch's order.
-        lengths: samples of each piece.
-        per_piece: places, by path, type and shape of a row, at which a tensor is known to come once per piece, because it once had another number of
-            rows than its piece had samples; new ones are added. So a matrix of four classes is not taken for four samples where pieces have four.
+    Tensors and arrays with one row per sample are concatenated, lists of per-sample items chained, equal texts, flags and None kept once; all else
+    becomes a `PerPiece`. `per_piece` remembers the places of tensors known to come once per piece; new ones are added.
     """
     if len(outputs) != len(lengths) or not outputs:
         raise ValueError(f"join needs one length per output and at least one output: got {len(outputs)} outputs and {len(lengths)} lengths")
@@ -58,6 +52,8 @@ class PerPiece(list[Any]):
         return found
 
 
+# A place: path, type and shape of a row of a tensor that once had another number of rows than its piece had samples. A matrix of four classes is not
+# taken for four samples where pieces have four.
 _MOST_PLACES = 256  # remembered: outputs of another shape in each call must not fill the memory
 _CONSTANT = (str, bytes, bool, Enum, torch.dtype, torch.device)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -37,23 +38,20 @@ class Cut(Enum):
     OPEN = auto()  # a list of containers: decided when N is known
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """One value of the batch and how it is cut."""
 
-    __slots__ = ("children", "cut", "dim", "keys", "kind", "path", "size", "value")
-
-    def __init__(self, cut: Cut, path: Path, value: Any, kind: Kind, dim: int = 0, size: int = -1) -> None:
-        self.cut = cut
-        self.path = path
-        self.value = value
-        self.kind = kind
-        self.dim = dim
-        self.size = size
-        self.keys: list[Any] = []
-        self.children: list[Node] = []
+    cut: Cut
+    path: Path
+    value: Any
+    kind: Kind
+    dim: int = 0
+    size: int = -1  # samples; of Cut.OPEN items
+    keys: list[Any] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
 
     def piece(self, start: int, stop: int) -> Any:
-        """Samples `start` to `stop` of this value."""
         cut, value = self.cut, self.value
         if cut is Cut.NARROW:
             return value.narrow(self.dim, start, stop - start)
@@ -206,7 +204,7 @@ class Layout:
     def _check_whole(self, path: Path, what: str, owner: Any) -> None:
         """Every piece would get the whole batch's: `dims` must say that this is right."""
         if self.given(path) is not None:
-            remedy = f"if that is right: {call('whole', path)}\n  if not: make it a part, or {to_register(type(owner))}"
+            remedy = f"if that is right: {argument('whole', path)}\n  if not: make it a part, or {to_register(type(owner))}"
             raise BatchError(f"{where(path)} {what}: every piece would get the whole batch's\n  {remedy}")
 
     def lengths(self) -> set[int]:
@@ -261,7 +259,7 @@ class Layout:
             if not self._given_below(node):
                 raise BatchError(
                     f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has rows: is it one item per sample?\n"
-                    f"  if so: {call('items', node.path)}\n  if every piece needs all of it: {call('whole', node.path)}"
+                    f"  if so: {argument('items', node.path)}\n  if every piece needs all of it: {argument('whole', node.path)}"
                 )
 
     def _given_below(self, node: Node) -> bool:
@@ -300,8 +298,8 @@ def quoted(path: Path) -> str:
     return f'"{dotted(path)}"'
 
 
-def call(helper: str, path: Path) -> str:
-    """The argument to paste."""
+def argument(helper: str, path: Path) -> str:
+    """What to add to the call, ready to paste."""
     return f"dims={helper}({quoted(path) if path else ''})"
 
 
@@ -314,14 +312,14 @@ def _line(leaf: Node) -> str:
 
 def _refusal(value: Any, path: Path, kind: Kind) -> str:
     way = f"{kind.why}: " if kind.why else "say how: "
-    also = f"\n  or, if every piece needs all of it: {call('whole', path)}" if path else ""
+    also = f"\n  or, if every piece needs all of it: {argument('whole', path)}" if path else ""
     return f"{where(path)} is of type {type_name(type(value))}, which cannot be cut into samples\n  {way}{to_register(type(value))}{also}"
 
 
 def _not_dense(value: Tensor, path: Path) -> str:
     what = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
     why = "its rows are no views of one block of memory" if value.is_nested else "a range of its rows would be a copy with indices of its own"
-    whole_hint = f"\n  if every piece needs all of it: {call('whole', path)}" if path else ""
+    whole_hint = f"\n  if every piece needs all of it: {argument('whole', path)}" if path else ""
     return (
         f"{where(path)} is a {what} tensor, which cannot be cut on dim 0 without a copy ({why})\n"
         f"  make it dense or padded, or put it in a class of yours and register_splitter(ThatClass, length=..., slice=...){whole_hint}"
@@ -331,7 +329,7 @@ def _not_dense(value: Tensor, path: Path) -> str:
 def _two_readings(node: Node, samples: int) -> str:
     return (
         f"{where(node.path)} can be read in two ways: as {node.size} items, one per sample, or as {node.size} fields of {samples} samples each\n"
-        f"  one item per sample: {call('items', node.path)}\n  fields: {call('fields', node.path)}"
+        f"  one item per sample: {argument('items', node.path)}\n  fields: {argument('fields', node.path)}"
     )
 
 
@@ -342,11 +340,11 @@ def _disagreement(batch: Any, leaves: list[Node], unused: list[str]) -> str:
     for path, group in groups.items():
         odd = [leaf for leaf in group if leaf.size != common]
         if odd and len(group) == common and len(group) > 1:
-            hints.append(call("items", path))
+            hints.append(argument("items", path))
         else:
             hints.extend(_hint(leaf, common) for leaf in odd)
     if isinstance(batch, list | tuple) and len(leaves) == len(batch) > 1 and all(isinstance(each, Tensor) for each in batch):
-        hints.append(f"{call('items', ())} (if the batch is {len(batch)} samples)")
+        hints.append(f"{argument('items', ())} (if the batch is {len(batch)} samples)")
     shown = [f"  {_line(leaf)}" for leaf in leaves[:12]] + ([f"  … and {len(leaves) - 12} more"] if len(leaves) > 12 else [])
     sizes = " and ".join(map(str, sorted({leaf.size for leaf in leaves})[:4]))
     missing = f"\n  dims names {some(unused)}, which the batch does not have" if unused else ""
@@ -380,4 +378,4 @@ def _other_dim(leaf: Node, size: int) -> int | None:
 
 def _hint(leaf: Node, common: int) -> str:
     dim = _other_dim(leaf, common)
-    return call("whole", leaf.path) if dim is None else f"dims={{{quoted(leaf.path)}: {dim}}}"
+    return argument("whole", leaf.path) if dim is None else f"dims={{{quoted(leaf.path)}: {dim}}}"

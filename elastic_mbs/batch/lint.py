@@ -14,15 +14,7 @@ from elastic_mbs.batch.view import BatchView
 def first_look(
     view: BatchView, *, training: bool, counted: bool, arguments: Iterable[Any] = (), named: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(topic, sentence) of each warning. It may read labels, so it is for the first batch only.
-
-    Args:
-        view: the batch.
-        training: whether a loss is to be computed.
-        counted: the user gave a count, or losses are sums.
-        arguments: what follows the batch by position.
-        named: what follows it by name.
-    """
+    """(topic, sentence) of each warning. It can read labels, so it is for the first batch only. `counted`: the loss is right without counts."""
     label = looks_like_token_labels(view) if training and not counted else None
     if label is not None:
         yield (

@@ -21,13 +21,7 @@ NO_GRAPH = (
 
 
 def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
-    """The loss terms in what `loss_fn` returned, and the outputs: None, or the mapping or object itself when the loss is a part of it.
-
-    Args:
-        value: a scalar tensor; `(loss, outputs…)`; a mapping with "loss"; an object with `.loss`; or, where counts have names, a mapping of losses
-            with the same names, alone or in place of the loss in one of the above.
-        names: the names of the counts, or None for a single loss.
-    """
+    """The loss terms in what `loss_fn` returned, one for each of `names` (None: a single loss), and the outputs."""
     if value is None:
         raise LossError(f"loss_fn returned None; is a `return` missing? {_WAYS}")
     loss, outputs = _separate(value, names)
@@ -48,6 +42,7 @@ def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
 def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
     if isinstance(value, torch.Tensor):
         return value, None
+    # A mapping or an object with the loss in it is the outputs, too.
     if isinstance(value, Mapping):
         if "loss" in value and (names is None or "loss" not in names):
             return value["loss"], value
@@ -85,15 +80,12 @@ _FULL = frozenset({torch.float32, torch.float64})
 
 
 def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:
-    """Σ weight · term over the terms whose weight is not zero, as a scalar with a graph.
-
-    A term of weight zero is left out, not multiplied: a mean over no terms is NaN, and NaN · 0 is NaN. Half-precision losses are weighted in float32,
-    because a small weight would cost them bits.
-    """
+    """Σ weight · term, as a scalar with a graph."""
     total: torch.Tensor | None = None
     for name, term in terms.items():
         weight = weights[name]
-        if weight != 0:
+        if weight != 0:  # a mean over no terms is NaN, and so is NaN · 0
+            # A small weight would cost a half-precision loss bits.
             wide = term.float() if term.dtype in (torch.float16, torch.bfloat16) else term
             part = wide * weight
             total = part if total is None else total + part

@@ -1,4 +1,4 @@
-"""Reading the batches of one runtime: as samples, with their counts, and a look at the first one of each loss function."""
+"""Reading the batches of one runtime."""
 
 from __future__ import annotations
 
@@ -15,38 +15,23 @@ Count = CountFn | Mapping[str, CountFn | None] | None
 
 
 class BatchReader:
-    """Reads batches as `dims` and `count` say.
-
-    Args:
-        dims: see `BatchView`.
-        count: loss terms per sample: a function, a dict of those, or None to count samples.
-        counted: whether the loss is right without counts.
-        warn_once: takes the kind of a warning and its text.
-
-    Raises:
-        UsageError: `count` is none of these.
-    """
+    """Reads batches as samples with their counts, as `dims` and `count` say, and warns about the first one of each loss function."""
 
     def __init__(self, dims: Dims | None, count: Count, *, counted: bool, warn_once: Callable[[str, str], None]) -> None:
         if not (count is None or callable(count) or isinstance(count, Mapping)):
             raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
         self._dims, self._count = dims, count
-        self._counted = counted or count is not None
-        self._warn_once = warn_once
+        self._counted = counted or count is not None  # the loss is right without counts
+        self._warn_once = warn_once  # takes the kind of a warning and its text
         self._known_lists: dict[str, Any] = {}  # by the name of the loss function, see `BatchView`
         self._looked_at: set[str] = set()
 
     @property
     def count_names(self) -> tuple[str, ...] | None:
-        """The names of the losses, where there are several."""
         return tuple(self._count) if isinstance(self._count, Mapping) else None
 
     def view(self, batch: Any, name: str, *, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchView:
-        """The batch as samples; the first one of each loss function is looked at. Can be repeated where memory ran out.
-
-        Raises:
-            BatchError: it cannot be cut, or carries a graph.
-        """
+        """The batch as samples; the first one of each loss function is looked at. Can be repeated where memory ran out."""
         view = BatchView(batch, self._dims, self._known_lists.get(name))
         self._known_lists[name] = view.known_lists
         if name not in self._looked_at:

@@ -36,15 +36,13 @@ LONG_RUN = 4  # a growth that has run clean for so many times the patience, and 
 
 
 class Controller:
-    """(state, observation) → size, for every kind of call that a runtime makes.
-
-    A call is `begin`, then any number of `piece_done` and `out_of_memory`, then `end` or `abandon`. Each takes the latest reading of the capacity, or
-    None. Sizes are in samples; `start` None probes for one; `clock` never goes back and is that of `Capacity.at`; `random` draws the jitter.
-    """
+    """(state, observation) → size in samples. A call is `begin`, any number of `piece_done` and `out_of_memory`, then `end` or `abandon`."""
 
     def __init__(self, *, start: int | None, policy: Policy, clock: Callable[[], float], random: Random) -> None:
-        self._start, self._policy, self._limits = start, policy, policy.limits
-        self._clock, self._random = clock, random
+        self._start = start  # None: probe for a size
+        self._policy, self._limits = policy, policy.limits
+        self._clock = clock  # never goes back; that of `Capacity.at`
+        self._random = random  # draws the jitter
         self._tracks: dict[Key, Track] = {}
 
     def begin(self, key: Key, samples: int, elements: int) -> Plan:
@@ -73,18 +71,15 @@ class Controller:
             self._running(key)[0].memory.hold(held)
 
     def piece_done(self, key: Key, size: int, peak: int | None, capacity: Capacity | None) -> int:
-        """A piece of `size` samples (its length) has committed, with this highest allocation since the call began; returns the size to go on with.
-
-        While probing, this is where the size doubles: until the batch is whole, the maximum is reached, memory has run out, or the double is
-        predicted not to fit. Without a prediction or a reading it doubles all the same: that is what "auto" means, and each step can be recovered.
-        That is the one place where a missing sensor does not stop growth.
-        """
+        """A piece of `size` samples has committed, with this highest allocation since the call began; returns the size to go on with."""
         track, call = self._running(key)
         call.longest = max(call.longest, size)
         if not track.probing:
             return call.size
         if peak is not None:
             track.memory.add(size * call.elements, peak)
+        # While probing the size doubles, without a prediction or a reading too: that is what "auto" means, and each step can be recovered. Only here
+        # does a missing sensor not stop growth.
         target = self._limits.clamp(2 * size)
         if size >= track.expected()[0]:
             track.state = Settled()
@@ -97,11 +92,7 @@ class Controller:
         return call.size
 
     def out_of_memory(self, key: Key, attempted: int, capacity: Capacity | None) -> int | None:
-        """A piece of `attempted` samples ran out of memory: halves it and remembers the failure.
-
-        Returns the size to go on with in this call, or None when a piece of that length cannot be cut any further. The reading may be from before the
-        failure; the next one corrects it.
-        """
+        """Halves a piece of `attempted` samples and remembers the failure; returns the size to go on with, or None where it cannot be cut further."""
         track, call = self._running(key)
         after = min(track.size, self._limits.clamp(attempted // 2))
         failed_trial = self._failed(track, attempted * call.elements, capacity)
@@ -113,7 +104,7 @@ class Controller:
         return after if self._limits.pieces(attempted, after) > 1 else None
 
     def end(self, key: Key, observation: Observation, capacity: Capacity | None) -> Move | None:
-        """A whole call has finished: the boundary at which sizes may grow.
+        """A whole call has finished: the boundary at which the size can grow.
 
         Growth needs all of: `patience` clean calls at this size; a reading newer than the last change of size; a predicted peak that, times the
         fragmentation and with the margin, fits (or, while no peak was ever measured, no ceiling); fewer pieces than now, and a time gain that is not
@@ -153,11 +144,7 @@ class Controller:
         return {"version": VERSION, "tracks": [{**key._asdict(), **track.saved(now)} for key, track in self._tracks.items()]}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Takes over what another controller has learned. Present limits win over saved sizes.
-
-        Raises:
-            UsageError: the state is of an unknown version or malformed; nothing has changed then.
-        """
+        """Takes over what another controller has learned; present limits win over saved sizes. After a UsageError nothing has changed."""
         version = state.get("version") if isinstance(state, dict) else state
         if version != VERSION:
             raise UsageError(f"controller state of version {version!r} cannot be loaded (this is {VERSION}): start without it")

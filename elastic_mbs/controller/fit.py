@@ -1,9 +1,6 @@
-"""Memory and time as functions of the micro-batch, fitted while it runs.
+"""Memory and time as functions of the micro-batch in elements, fitted while it runs. PAPAYA (arXiv 2303.14633) fits both by straight lines.
 
-PAPAYA (arXiv 2303.14633) fits both by straight lines. For time that holds above the flat floor of tiny sizes; for memory it does not: the peak is
-the maximum of many affine functions (end of forward, middle of backward, loss), so it is convex and piecewise linear, and a line through two small
-sizes is up to 48 % too low at a larger one. Hence: chords between measurements, which lie above a convex function, and beyond the largest size only
-one doubling, by the steepest slope seen. The controller's unit of size is elements; any other would do.
+For memory a line through two small sizes is up to 48 % too low at a larger one: the peak is a maximum of affine functions, so it is convex.
 """
 
 from __future__ import annotations
@@ -28,34 +25,23 @@ def _crowded(sizes: Sequence[int], keep: int) -> int:
 class _Knot:
     """What was measured at one size."""
 
-    readings: list[int]  # the latest ones, in bytes
-    seen: int  # when the last of them came, in readings of the fit
+    peaks: list[int]  # the latest ones, in bytes
+    seen: int  # when the last of them came, in measurements of the fit
 
     @property
     def peak(self) -> int:
-        return max(self.readings)
+        return max(self.peaks)
 
     def shift(self, by: int) -> None:
-        self.readings = [max(0, reading + by) for reading in self.readings]
+        self.peaks = [max(0, peak + by) for peak in self.peaks]
 
 
 class MemoryFit:
-    """Peak bytes as a convex, piecewise linear function of the micro-batch.
+    """Peak bytes as a convex, piecewise linear function of the micro-batch: chords between measurements, which lie above any convex function."""
 
-    - At a size that was measured: the highest of the latest `RECENT` readings.
-    - Between two of them: the chord, which lies above any convex function through both.
-    - Above the largest, up to `REACH` times: the last slope of the isotonic fit (the steepest chord that ends at the largest size). Chords that
-      begin above `SPREAD` of it are ignored, because noise would decide their slope; without any other, slope and peak are not known.
-    - Below the smallest: that one's peak, an upper bound.
-
-    What the process holds besides (optimizer state after the first step) moves all peaks alike: see `hold`. Where that is not known, a second reading
-    at one size shows it: readings older than its previous one move with it. A reading that contradicts an older one (less memory for more samples)
-    replaces it.
-    """
-
-    RECENT = 3
-    REACH = 2
-    SPREAD = 0.95
+    RECENT = 3  # measurements kept per size; the highest counts
+    REACH = 2  # times the largest size measured: as far as a peak is predicted, by the steepest chord that ends there
+    SPREAD = 0.95  # of the largest size: noise would decide the slope of a chord that begins above it
 
     def __init__(self) -> None:
         self._knots: dict[int, _Knot] = {}
@@ -63,11 +49,9 @@ class MemoryFit:
         self._held: int | None = None
 
     def hold(self, held: int) -> None:
-        """Moves all peaks by as much as the process now holds more or less than when they were measured, in bytes outside the call's own needs.
-
-        Without it, a size measured before there was an optimizer's state and the next one measured with it make a slope that is too steep by the
-        whole state: all larger sizes then seem not to fit, for good, because the smaller one is not measured again.
-        """
+        """Moves all peaks by as much as the process now holds more or less than when they were measured, in bytes outside the call's own needs."""
+        # Else a size measured before there was an optimizer's state and one measured with it make a slope that is too steep by the whole state: all
+        # larger sizes then seem not to fit, for good, because the smaller one is not measured again.
         before, self._held = self._held, held
         if before is not None and before != held:
             for knot in self._knots.values():
@@ -75,7 +59,6 @@ class MemoryFit:
 
     @property
     def largest_observed(self) -> int:
-        """The largest size measured; 0 if none was."""
         return max(self._knots, default=0)
 
     @property
@@ -99,8 +82,9 @@ class MemoryFit:
 
     def _measure_again(self, knot: _Knot, peak: int) -> None:
         before, since = knot.peak, knot.seen
-        knot.readings = [*knot.readings, peak][-self.RECENT :]
+        knot.peaks = [*knot.peaks, peak][-self.RECENT :]
         knot.seen = self._seen
+        # Where what the process holds besides is not known, a second measurement at one size shows it: older ones move with it.
         if knot.peak != before:
             for other in self._knots.values():
                 if other.seen < since:
@@ -140,32 +124,28 @@ class MemoryFit:
         return bisect.bisect_left(sizes, True, key=exceeds)
 
     def state(self) -> list[list[object]]:
-        """What is known, as JSON: `[size, readings, seen]` per size."""
-        return [[x, list(knot.readings), knot.seen] for x, knot in sorted(self._knots.items())]
+        """What is known, as JSON: `[size, peaks, seen]` per size."""
+        return [[x, list(knot.peaks), knot.seen] for x, knot in sorted(self._knots.items())]
 
     @classmethod
     def restored(cls, state: Any) -> MemoryFit:
         """The fit that `state()` was taken from; TypeError or ValueError if it is malformed."""
         fit = cls()
-        for x, readings, seen in state:
-            if not readings:
-                raise ValueError(f"no reading at {x!r} elements")
-            fit._knots[checked(x, int, 1)] = _Knot([checked(reading, int) for reading in readings], checked(seen, int))
+        for x, peaks, seen in state:
+            if not peaks:
+                raise ValueError(f"no peak at {x!r} elements")
+            fit._knots[checked(x, int, 1)] = _Knot([checked(peak, int) for peak in peaks], checked(seen, int))
         fit._seen = max((knot.seen for knot in fit._knots.values()), default=0)
         return fit
 
 
 class TimeFit:
-    """Seconds per piece as γ·m + δ (PAPAYA), for pieces of m.
-
-    Minima per size, because a shared machine has outliers of seconds in one direction only; relative weights, because the smallest sizes would
-    otherwise not count. γ and δ are never negative.
-    """
+    """Seconds per piece as γ·m + δ (PAPAYA), for pieces of m; γ and δ are never negative."""
 
     SPREAD = 0.8
 
     def __init__(self) -> None:
-        self._best: dict[int, float] = {}
+        self._best: dict[int, float] = {}  # least seconds by size: a shared machine has outliers of seconds in one direction only
 
     def add(self, x: int, seconds: float) -> None:
         """Takes one measurement: a positive, finite time for a piece of size `x`."""
@@ -189,14 +169,11 @@ class TimeFit:
         return (x1 / xx, 0.0) if delta < 0 else (gamma, delta)
 
     def gain(self, before: float, after: float) -> float | None:
-        """The fraction of a step's time that pieces of `after` instead of `before` save (negative: they cost), or None while it is not known.
-
-        For a fixed batch the step takes γ·B + δ·B/m, so efficiency is m / (m + δ/γ) and the saving does not depend on the batch.
-        """
+        """The fraction of a step's time that pieces of `after` instead of `before` save (negative: they cost), or None while it is not known."""
         fitted = self.coefficients()
         if fitted is None:
             return None
-        gamma, delta = fitted
+        gamma, delta = fitted  # a step takes γ·B + δ·B/m, so the saving does not depend on the batch B
         return 1 - (gamma + delta / after) / (gamma + delta / before)
 
     def state(self) -> list[list[float]]:

@@ -1,7 +1,6 @@
-"""How far a track may grow: the largest size that everything known allows, or none.
+"""How far a track can grow. From 32 to 63 samples, a batch of 64 is two pieces of 32: a target is always the smallest size for its number of pieces.
 
-A size matters only through the number of pieces that it cuts a batch into: from 32 to 63 samples, a batch of 64 is two pieces of 32. So a target is
-always the smallest size for its number of pieces, and a size that saves no piece is no target. It also keeps the number of distinct shapes small.
+That also keeps the number of distinct shapes small.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ def double_fits(track: Track, policy: Policy, present: int, target: int, capacit
 
 
 def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> int | None:
-    """The size to grow to, in samples, or None when the present one is the best that is known to be possible.
-
-    The largest batch and the longest sample among the recent calls decide: a size must fit for all of them.
-    """
-    samples, elements = track.expected()
+    """The size to grow to, in samples, or None when the present one is the best that is known to be possible."""
+    samples, elements = track.expected()  # a size must fit for all recent calls
     count = limits.pieces(samples, track.size)
     if count == 1:
         return None

@@ -1,8 +1,4 @@
-"""A range of samples and a size → balanced pieces.
-
-Pieces differ by at most one `align` unit instead of leaving a small tail: a tail would be one more shape to compile, would sit on the flat floor of
-the device's speed, and would make the pieces before it larger than they need to be.
-"""
+"""A range of samples and a size → balanced pieces: a small tail would be one more shape to compile, and would make the others larger than needed."""
 
 from __future__ import annotations
 
@@ -46,23 +42,12 @@ def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
 
 @lru_cache(maxsize=8)  # few: of a long range in small pieces each takes megabytes
 def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1) -> tuple[tuple[int, int], ...]:
-    """Cuts `[start, stop)` into balanced pieces that cover it once, in order: `(start, stop)` of each.
-
-    Lengths differ by at most `align`; all are multiples of it except the last, which takes the rest. Longer pieces come first where that is
-    possible, so that an allocator's blocks serve all the following ones.
-
-    Args:
-        start: first sample.
-        stop: one past the last sample.
-        size: largest piece wanted, in samples; `align` and `minimum` win over it.
-        minimum: no piece is smaller, unless the range itself is.
-        align: unit of the lengths, in samples.
-    """
+    """Cuts `[start, stop)` into pieces of up to `size` samples; `align` and `minimum` win over it. Lengths differ by at most one `align`."""
     count = piece_count(stop - start, size, minimum=minimum, align=align)
     if count == 0:
         return ()
     short, extra = divmod(_ceiling_division(stop - start, align), count)
-    lengths = [short + 1] * extra + [short] * (count - extra)
+    lengths = [short + 1] * extra + [short] * (count - extra)  # longer ones first: the allocator's blocks serve all that follow
     if extra and (stop - start) % align:
         # The last unit is not full: the last piece must be one of the longer ones, or it would differ by more than one unit.
         lengths.append(lengths.pop(0))

@@ -8,11 +8,7 @@ Value = TypeVar("Value", int, float, bool, str)
 
 
 def checked(value: Any, kind: type[Value], least: float = 0) -> Value:
-    """`value`, which must be of that type and, if it is a number, finite and not below `least`; an int serves as a float.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """`value`; a ValueError unless it is of that type and, if it is a number, finite and not below `least`. An int serves as a float."""
     fits = type(value) is kind or (kind is float and type(value) is int)
     if not fits or (kind is not str and not least <= value < 2**63):
         raise ValueError(f"{value!r} is not of type {kind.__name__}, or out of range")

@@ -1,8 +1,6 @@
 """What is known about one kind of call (a `Key`): its size, what failed, what was measured.
 
-Sizes are in samples, because that is what is compiled and what the user sees; limits are in elements (size × elements per sample), because samples of
-one shape class still differ by up to two. Fits are not shared between shape classes: at the same number of elements longer samples may need more
-(attention without a flash kernel is quadratic), and a mixture of both would be neither convex nor an upper bound.
+Sizes are in samples, limits in elements: samples of one shape class differ by up to two. Shape classes share no fit: attention can be quadratic.
 """
 
 from __future__ import annotations
@@ -119,11 +117,9 @@ class Track:
         self.ceilings = sorted([*self.ceilings, ceiling], key=lambda c: c.elements)[:MAX_CEILINGS]
 
     def confirm_ceilings(self, capacity: Capacity, changed: float) -> None:
-        """Considers the first reading made after a failure: the lower of it and the one at hand then is the evidence.
-
-        The reading at hand may be from before the co-tenant came. Left alone, it would make the memory's return look like no change. Where neither
-        shows less memory than as much had run with before, capacity explains nothing (a spike between two readings): then only time counts.
-        """
+        """Considers the first reading made after a failure: the lower of it and the one at hand then is the evidence."""
+        # The one at hand can be from before the co-tenant came. Where neither shows less memory than as much had run with before, capacity explains
+        # nothing (a spike between two readings): then only time counts.
         for ceiling in self.ceilings:
             if ceiling.confirmed or capacity.at <= ceiling.at:
                 continue

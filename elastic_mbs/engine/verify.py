@@ -135,7 +135,7 @@ class _Comparison:
         label = looks_like_token_labels(self.view) if self.counts.names is None else None
         if label is None:
             return None
-        labels = self.view.leaf(label)
+        labels = dict(self.view.named_tensors())[label]
         for shift in (False, True):
             if shift and labels.dim() < 2:
                 break

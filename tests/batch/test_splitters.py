@@ -57,7 +57,7 @@ def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged
     assert 'dims=whole("r")' in str(caught.value)
     register()
     view = BatchView(batch)
-    assert (view.length, view.elements, len(view.tensors())) == (3, 4, 2)
+    assert (view.length, view.elements, len(view.tensors)) == (3, 4, 2)
     piece = view.piece(1, 3)
     assert type(piece["r"]) is cls
     assert piece["r"].values.tolist() == [1, 2, 3, 4, 5, 6]
@@ -81,7 +81,7 @@ def test_a_registered_type_may_be_cut_into_another_type_and_hold_no_tensors() ->
     batch = Ragged(torch.ones(2), [1, 2])
     view = BatchView(batch)
     assert view.piece(0, 1) == [1]
-    assert view.tensors() == []
+    assert view.tensors == []
     assert map_tensors(batch, torch.clone) is batch
 
 
@@ -94,7 +94,7 @@ def test_a_registered_type_may_be_cut_into_another_type_and_hold_no_tensors() ->
         ({"length": lambda r: 2.0}, BatchView, r"length function.*returned 2\.0"),
         ({"slice": lambda r, a, b: None}, lambda r: BatchView(r).piece(0, 1), "slice function.*returned None for samples 0:1"),
         ({"slice": lambda r, a, b: r}, lambda r: BatchView(r).piece(0, 1), "slice function.*returned 3 samples for samples 0:1"),
-        ({"tensors": lambda r: [3]}, lambda r: BatchView(r).tensors(), "tensors function.*type int"),
+        ({"tensors": lambda r: [3]}, lambda r: BatchView(r).tensors, "tensors function.*type int"),
         ({"move": lambda r, fn: None}, lambda r: map_tensors(r, torch.clone), "move function.*returned None"),
     ],
 )

@@ -129,7 +129,7 @@ def test_what_holds_no_samples_passes_whole() -> None:
     assert piece["table"] is table
     assert piece["deep"]["config"] is config
     assert piece["adj"] is adjacency
-    assert view.tensors() == [named["x"], table, adjacency]
+    assert view.tensors == [named["x"], table, adjacency]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (2, 1), (-1, 2), (0, 5), (4, 5)])
@@ -165,22 +165,11 @@ def test_versions_notice_an_edit_in_place_anywhere() -> None:
     before = view.versions()
     assert len(before) == 6  # the inference tensor has none
     assert view.versions() == before
-    edits: list[Tensor] = [view.piece(1, 2)["x"], view.leaf("w"), view.piece(2, 3)["t"][0]["a"]]
+    edits: list[Tensor] = [view.piece(1, 2)["x"], view.tensors[1], view.piece(2, 3)["t"][0]["a"]]
     for edit in edits:
         edit.add_(1)
         assert view.versions() != before
         before = view.versions()
-
-
-def test_leaf_finds_a_tensor_by_name_path_or_index() -> None:
-    ids, y = rows(4, 2), rows(4)
-    view = BatchView(({"ids": ids, "n": 3}, y))
-    assert view.leaf("ids") is view.leaf("0.ids") is ids
-    assert view.leaf(1) is view.leaf("1") is y
-    with pytest.raises(BatchError, match=r"no 'labels': there is '0', '1', '0\.ids'"):
-        view.leaf("labels")
-    with pytest.raises(BatchError, match=r"'0\.n' is of type int, not a tensor"):
-        view.leaf("0.n")
 
 
 def test_named_tensors_are_the_fields() -> None:
