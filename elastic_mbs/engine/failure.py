@@ -88,4 +88,4 @@ def _drop(state: CallState, attempt: Attempt, error: Exception) -> None:
             if not loss._is_view():
                 loss.detach_()  # the caller still holds it, and through it whatever checkpointing was recomputing
     attempt.drop()
-    oom.forget(error)
+    oom.clear_traceback(error)

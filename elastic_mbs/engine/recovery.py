@@ -57,7 +57,7 @@ def _before_backward(state: CallState, failure: Failure) -> bool:
 
 def _can_be_late(state: CallState, failure: Failure) -> bool:
     pieces_at_risk = state.training and state.committed and state.isolation is None
-    return _before_backward(state, failure) and bool(pieces_at_risk) and not failure.verdict.trustworthy
+    return _before_backward(state, failure) and bool(pieces_at_risk) and not failure.verdict.synchronous
 
 
 def _host_streams_lost(state: CallState, failure: Failure) -> bool:
@@ -98,7 +98,7 @@ _RULES: tuple[_Rule, ...] = (
     (Replay(Mode.ISOLATED), lambda state, failure: state.isolation is not None),
     (
         Replay(Mode.STEP, "the error can be asynchronous, so it is not known which gradients it reached"),
-        lambda state, failure: not failure.verdict.trustworthy,
+        lambda state, failure: not failure.verdict.synchronous,
     ),
     (Replay(Mode.STEP, "no backward of this loss function has succeeded yet"), lambda state, failure: not state.profile.commits),
     (Replay(Mode.STEP, "its backward ran another one inside, so it is not known what it reached"), lambda state, failure: failure.surprising),
@@ -168,7 +168,7 @@ def recover(state: CallState) -> None:
     smaller = size is not None and splits(state, failure.piece, size)
     oom.release(devices=context.model.devices(), thorough=state.failures_in_row > 1 or not smaller)
     context.cache_is_stale = True
-    context.monitor.hurry()  # the memory can be free again before the next reading is due
+    context.monitor.request_reading()  # the memory can be free again before the next reading is due
     if size is not None:
         state.size = size
     _report(state, failure, replay.mode)
@@ -185,7 +185,7 @@ def recover(state: CallState) -> None:
 def _check_device(state: CallState, failure: Failure) -> None:
     verdict = failure.verdict
     reason = verdict.message if verdict.kind is oom.Kind.POISONED else None
-    if reason is None and not verdict.trustworthy:
+    if reason is None and not verdict.synchronous:
         answers = [answer for device in state.context.model.devices() if (answer := oom.probe(device)) is not None]
         reason = answers[0] if answers else None
     if reason is not None:
@@ -244,7 +244,7 @@ def _reset_half_made(scaler: torch.amp.GradScaler | None) -> None:
 
 def _report(state: CallState, failure: Failure, mode: Mode) -> None:
     context, verdict = state.context, failure.verdict
-    reading = context.monitor.last()
+    reading = context.monitor.cached()
     seen = reading if isinstance(reading, Headroom) else None
     context.log.emit(
         OutOfMemory(

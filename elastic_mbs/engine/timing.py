@@ -164,7 +164,7 @@ def _fetch(result: StepResult, device: torch.device) -> float | torch.Tensor | N
 
 def memory_figures(meter: UsageMeter, monitor: Monitor) -> dict[str, Any]:
     """The fields of `CallDone` about memory: our own use by the meter, the rest by the monitor's latest reading. Asks the device nothing."""
-    usage, reading = meter.usage(), monitor.last()
+    usage, reading = meter.usage(), monitor.cached()
     seen = reading if isinstance(reading, Headroom) else None
     figures = {name: getattr(usage, name, None) for name in ("allocated", "reserved", "peak_allocated", "peak_reserved")}
     figures |= {name: getattr(seen, name, None) for name in ("free", "held_by_others", "total")}

@@ -33,7 +33,7 @@ if hasattr(os, "register_at_fork"):
 class Monitor:
     """Reads a sensor once per interval in a daemon thread and keeps the latest reading.
 
-    A monitor that is garbage-collected ends its thread. A forked child has none; the first `latest` or `poll` there starts one again.
+    A monitor that is garbage-collected ends its thread. A forked child has none; the first `latest` or `read_now` there starts one again.
 
     Args:
         sensor: what to read. One that raises, or returns something else than a reading, counts as unavailable.
@@ -94,7 +94,7 @@ class Monitor:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
 
-    def hurry(self) -> None:
+    def request_reading(self) -> None:
         """Requests a reading now and not at the end of the interval, without waiting for it."""
         self._after_fork(restart=True)
         if (alarm := self._alarm) is not None:
@@ -103,15 +103,15 @@ class Monitor:
     def latest(self) -> Reading:
         """The latest reading, without waiting; `Unavailable("no reading yet")` before the first."""
         if self._interval == 0:
-            return self.poll()
+            return self.read_now()
         self._after_fork(restart=True)
         return self._latest.reading
 
-    def last(self) -> Reading:
+    def cached(self) -> Reading:
         """The latest reading and never a new one, not even at interval 0."""
         return self._latest.reading
 
-    def poll(self) -> Reading:
+    def read_now(self) -> Reading:
         """One reading now, in the caller's thread; it becomes the latest."""
         self._after_fork(restart=True)
         return self._latest.update()

@@ -46,7 +46,7 @@ class Kind(enum.Enum):
 
 
 _BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)  # each has a pattern of its name
-_TRUSTWORTHY = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
+_SYNCHRONOUS = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
 # Of several errors at once, the one that asks for the most caution decides.
 _CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.LIBRARY, Kind.HOST, Kind.ALLOCATOR)
 
@@ -60,9 +60,9 @@ class Verdict:
     requested: int | None = None  # bytes of the allocation that failed, where the text has them
 
     @property
-    def trustworthy(self) -> bool:
+    def synchronous(self) -> bool:
         """Whether the error came from the operation that failed, so that what was noted before it holds."""
-        return self.kind in _TRUSTWORTHY
+        return self.kind in _SYNCHRONOUS
 
 
 def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None = None) -> Verdict | None:
@@ -103,7 +103,7 @@ def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
         for name in ("last_exc", "last_value"):  # of an interactive shell; other errors are there to be looked at
             pinned = getattr(sys, name, None)
             if isinstance(pinned, BaseException) and classify(pinned) is not None:
-                forget(pinned)
+                clear_traceback(pinned)
                 traceback.clear_frames(getattr(sys, "last_traceback", None))
         gc.collect()
         empty_caches(devices)
@@ -120,7 +120,7 @@ def empty_caches(devices: Iterable[torch.device]) -> None:
             logger.debug("empty_cache on %s: %s", backend, _first_line(error, _text(error)))
 
 
-def forget(exc: BaseException) -> None:
+def clear_traceback(exc: BaseException) -> None:
     """Drops the local variables that an exception, its members and everything it is chained to hold through their tracebacks."""
     pending, seen = [exc], {id(exc)}
     while pending:
@@ -148,7 +148,7 @@ def probe(device: torch.device) -> str | None:
             return None
         except Exception as error:  # whatever it is, it is the answer
             verdict = classify(error)
-            if verdict is not None and verdict.trustworthy:
+            if verdict is not None and verdict.synchronous:
                 return None
             message = _first_line(error, _text(error))
             if verdict is None or verdict.kind is not Kind.RUNTIME:

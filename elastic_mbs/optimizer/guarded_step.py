@@ -71,7 +71,7 @@ class GuardedStep:
         # A way that worked before is tried twice: the last one leaves no other.
         for way in [*([began] if began else ()), *range(began, last + 1)]:
             if verdict is not None:
-                self._context.monitor.hurry()  # the next reading explains it
+                self._context.monitor.request_reading()  # the next reading explains it
                 self._context.log.emit(OptimizerOutOfMemory(self._context.settings.name, name, WAYS[way], verdict.kind.name.lower(), verdict.message))
                 self._release()
             verdict = self._attempt(step, way)
@@ -108,7 +108,7 @@ class GuardedStep:
             if verdict is None or verdict.kind is oom.Kind.MASKED:
                 error.add_note("elastic_mbs: parameters and optimizer state are as they were before this step.")
                 raise
-            oom.forget(error)
+            oom.clear_traceback(error)
         if verdict.kind is oom.Kind.POISONED:
             raise PoisonedDeviceError(f"the device cannot be trusted after this error; save what you need and restart the process: {verdict.message}")
         return verdict
@@ -160,7 +160,7 @@ class GuardedStep:
                     raise
                 interrupt = interrupt if isinstance(error, Exception) else error
                 message = f"{type(error).__name__}: {error}"
-                oom.forget(error)
+                oom.clear_traceback(error)
             else:
                 if interrupt is not None:
                     raise interrupt

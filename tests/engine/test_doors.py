@@ -174,7 +174,7 @@ def test_the_budget_around_a_runtime_is_found_by_itself() -> None:
         budget.limit = budget.live + 60_000
         with ElasticMBS(model, memory=MemoryOptions(wait_for_memory=0)) as mbs:
             result = mbs.backward(cross_entropy(model), batch)
-            assert isinstance(mbs._context.monitor.poll(), elastic_mbs.Headroom)
+            assert isinstance(mbs._context.monitor.read_now(), elastic_mbs.Headroom)
     assert budget.ooms == result.ooms
     assert off_by(model, wanted) <= 1e-12
     assert result.micro_batch_size < 64

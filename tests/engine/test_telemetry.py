@@ -251,7 +251,7 @@ ROOM = Headroom(free=50, total=100, held_by_others=30, source="test", at=0.0)
 def test_memory_is_reported_as_far_as_it_is_known(meter: NoMeter, reading: Reading, figures: tuple[int | None, ...]) -> None:
     sensor = Mock(read=Mock(return_value=reading))
     monitor = Monitor(sensor, interval=0)
-    monitor.poll()
+    monitor.read_now()
     assert tuple(memory_figures(meter, monitor).values()) == figures
     assert sensor.read.call_count == 1  # the latest reading, never a new one
 

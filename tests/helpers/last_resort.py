@@ -30,7 +30,7 @@ def tried(*, reserve: bool) -> dict[str, object]:
         made = True
     except torch.OutOfMemoryError as error:
         made = False
-        oom.forget(error)
+        oom.clear_traceback(error)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
     del pool

@@ -67,8 +67,8 @@ def test_before_the_first_reading_there_is_none() -> None:
 def test_a_poll_reads_now_and_becomes_the_latest() -> None:
     now = iter([3.0, 4.0])
     monitor = Monitor(Script(room(1, at=99.0), Unavailable("gone", at=99.0)), clock=lambda: next(now))
-    assert monitor.poll() == monitor.latest() == room(1, at=3.0)
-    assert monitor.poll() == monitor.latest() == Unavailable("gone", at=4.0)
+    assert monitor.read_now() == monitor.latest() == room(1, at=3.0)
+    assert monitor.read_now() == monitor.latest() == Unavailable("gone", at=4.0)
 
 
 def test_a_reading_is_stamped_before_the_sensor_is_asked() -> None:
@@ -78,7 +78,7 @@ def test_a_reading_is_stamped_before_the_sensor_is_asked() -> None:
         now[0] = 50.0
         return room()
 
-    assert Monitor(Script(slow), clock=lambda: now[0]).poll().at == 1.0
+    assert Monitor(Script(slow), clock=lambda: now[0]).read_now().at == 1.0
 
 
 def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread() -> None:
@@ -110,17 +110,17 @@ def test_the_thread_reads_at_once_and_then_every_interval() -> None:
     assert isinstance(monitor.latest(), Headroom)
 
 
-def test_a_hurried_thread_reads_before_its_interval_is_over() -> None:
+def test_a_requested_reading_comes_before_the_interval_is_over() -> None:
     sensor = Script(room())
     monitor = Monitor(sensor, interval=3600)
-    monitor.hurry()  # no thread yet: the first reading will come anyway
+    monitor.request_reading()  # no thread yet: the first reading will come anyway
     monitor.start()
     for reads in (1, 2, 3):
         wait_until(lambda reads=reads: sensor.reads == reads)  # type: ignore[misc]  # a default is no type that mypy infers
-        monitor.hurry()
+        monitor.request_reading()
     wait_until(lambda: sensor.reads == 4)
     monitor.stop()
-    monitor.hurry()
+    monitor.request_reading()
     assert sensor.reads == 4
 
 
@@ -146,12 +146,12 @@ def test_starting_twice_makes_one_thread() -> None:
     ],
 )
 def test_a_sensor_that_misbehaves_is_unavailable(answer: Any, reason: str) -> None:
-    assert Monitor(Script(answer), clock=lambda: 1.0).poll() == Unavailable(reason, 1.0)
+    assert Monitor(Script(answer), clock=lambda: 1.0).read_now() == Unavailable(reason, 1.0)
 
 
 def test_an_interrupt_passes_through() -> None:
     with pytest.raises(KeyboardInterrupt):
-        Monitor(Script(KeyboardInterrupt())).poll()
+        Monitor(Script(KeyboardInterrupt())).read_now()
 
 
 def test_a_change_is_told_once() -> None:
@@ -159,7 +159,7 @@ def test_a_change_is_told_once() -> None:
     lost = Unavailable("lost", 1.0)
     monitor = Monitor(Script(room(), room(6), lost, lost, room(), room()), clock=lambda: 1.0, on_change=seen.append)
     for _ in range(6):
-        monitor.poll()
+        monitor.read_now()
     assert seen == [lost, room(at=1.0)]
 
 
@@ -167,7 +167,7 @@ def test_a_sensor_that_never_answers_is_told_once() -> None:
     seen: list[Reading] = []
     monitor = Monitor(Script(Unavailable("no driver")), clock=lambda: 0.0, on_change=seen.append)
     for _ in range(3):
-        monitor.poll()
+        monitor.read_now()
     assert seen == [Unavailable("no driver")]
 
 
@@ -184,7 +184,7 @@ def test_an_error_in_on_change_does_not_end_the_thread(caplog: pytest.LogCapture
     assert isinstance(monitor.latest(), Headroom)
     assert [record.message for record in caplog.records] == ["an error in on_change of the memory monitor"] * 2
     with pytest.raises(RuntimeError, match="sink is full"):
-        Monitor(Script(Unavailable("lost")), on_change=fail).poll()
+        Monitor(Script(Unavailable("lost")), on_change=fail).read_now()
 
 
 class Owner:
@@ -218,7 +218,7 @@ def test_an_owner_that_is_gone_is_not_told() -> None:
     monitor._latest._sensor = Script(Unavailable("lost"))
     del owner
     gc.collect()
-    assert isinstance(monitor.poll(), Unavailable)
+    assert isinstance(monitor.read_now(), Unavailable)
 
 
 def test_stopping_does_not_wait_for_a_sensor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_a_forked_child_reads_on() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_may_hurry_first_of_all() -> None:
+def test_a_forked_child_may_first_of_all_request_a_reading() -> None:
     """The parent's alarm may have been locked at the fork, for as long as its thread goes to sleep."""
     output = run("""
         import os, signal
@@ -329,7 +329,7 @@ def test_a_forked_child_may_hurry_first_of_all() -> None:
             pid = os.fork()
             if pid == 0:
                 signal.alarm(10)
-                monitor.hurry()
+                monitor.request_reading()
                 os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         print("child done")

@@ -24,7 +24,7 @@ def test_out_of_memory_is_recognised_with_its_kind_and_request(error: Exception,
 def test_a_masked_out_of_memory_is_marked_as_such(text: str) -> None:
     verdict = judged(RuntimeError(text))
     assert verdict.kind is Kind.MASKED
-    assert not verdict.trustworthy
+    assert not verdict.synchronous
 
 
 @pytest.mark.parametrize("text", TABLE_C, ids=label)
@@ -32,7 +32,7 @@ def test_a_masked_out_of_memory_is_marked_as_such(text: str) -> None:
 def test_a_poisoned_process_is_recognised_whatever_the_type(text: str, error: type[Exception]) -> None:
     verdict = judged(error(text))
     assert verdict.kind is Kind.POISONED
-    assert not verdict.trustworthy
+    assert not verdict.synchronous
 
 
 @pytest.mark.parametrize("text", TABLE_D, ids=label)
@@ -65,8 +65,8 @@ def test_an_os_error_counts_by_its_number_and_by_what_windows_adds() -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_only_synchronous_allocation_failures_are_trustworthy(kind: Kind) -> None:
-    assert Verdict(kind, "").trustworthy is (kind in {Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
+def test_only_a_refused_allocation_is_a_synchronous_failure(kind: Kind) -> None:
+    assert Verdict(kind, "").synchronous is (kind in {Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
 
 
 @given(text=st.text(max_size=80) | st.sampled_from(TEXTS), noise=st.text(alphabet="ab cd:\n", max_size=20))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import MemoryBudget
 from elastic_mbs.memory import oom
-from elastic_mbs.memory.oom import Kind, classify, forget, probe, release
+from elastic_mbs.memory.oom import Kind, classify, clear_traceback, probe, release
 from tests.helpers.oom_chains import Wrapper, caught, fail
 from tests.helpers.oom_tables import CUDA_ADVICE
 from tests.helpers.steps import elastic
@@ -54,7 +54,7 @@ def test_a_verdict_keeps_nothing_of_the_failed_attempt_alive(wrap: bool) -> None
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_forgetting_frees_what_a_cycle_through_a_handlers_variable_would_keep() -> None:
+def test_clearing_a_traceback_frees_what_a_cycle_through_a_handlers_variable_keeps() -> None:
     def wrapping() -> None:
         activations = torch.zeros(1000)
         watch.append(weakref.ref(activations))
@@ -64,28 +64,28 @@ def test_forgetting_frees_what_a_cycle_through_a_handlers_variable_would_keep() 
             kept = inner  # this frame → kept → its traceback → this frame
             raise Wrapper("step failed") from kept
 
-    def run(forgetting: bool) -> None:
+    def run(clear: bool) -> None:
         try:
             wrapping()
         except Wrapper as error:
-            if forgetting:
-                forget(error)
+            if clear:
+                clear_traceback(error)
 
     watch: list[weakref.ref[torch.Tensor]] = []
-    run(forgetting=False)
+    run(clear=False)
     assert watch[0]() is not None
-    run(forgetting=True)
+    run(clear=True)
     assert watch[1]() is None
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_forgetting_an_exception_frees_its_tensors_although_it_is_kept() -> None:
+def test_clearing_a_traceback_frees_its_tensors_although_the_error_is_kept() -> None:
     watch: list[weakref.ref[torch.Tensor]] = []
     direct, context = caught(attempt, watch, False), caught(attempt, watch, True)
     wrapped = Wrapper("step failed")
     wrapped.__cause__, wrapped.__context__ = ExceptionGroup("pieces", [context, wrapped]) if isinstance(context, Exception) else None, direct
     direct.__cause__ = wrapped
-    forget(wrapped)
+    clear_traceback(wrapped)
     assert [ref() for ref in watch] == [None, None]
 
 

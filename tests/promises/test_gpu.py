@@ -313,7 +313,7 @@ def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(gpu: 
             verdict = oom.classify(error)
             seen.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]} -> {verdict.kind.name if verdict else None}")
             assert verdict is not None, seen[-1]
-            oom.forget(error)
+            oom.clear_traceback(error)
     ballast.clear()
     oom.release(devices=[gpu], thorough=True)
     answer = oom.probe(gpu)
