@@ -59,7 +59,7 @@ class OutOfMemory(Event):
     free: int | None = None  # bytes that this process could still get, by the latest reading; None without one
     held_by_others: int | None = None  # bytes, by the same reading
     holders: str = ""  # the biggest of the others in words, where they are known
-    reading_age: float | None = None  # seconds since that reading was taken: the others may have moved meanwhile
+    reading_age: float | None = None  # seconds since that reading was taken: the others can have changed since
     seconds_lost: float | None = None  # host seconds from the start of the undone work ("step": of the call) until it was undone; None without sinks
 
     def line(self) -> str:
@@ -87,8 +87,7 @@ class OptimizerOutOfMemory(Event):
 class CallDone(Event):
     """A call has finished. Made only where there is a sink of `on_event`, or a run log.
 
-    It comes once everything in it is known. On CUDA that is one or two calls later, because nothing waits for the device; the rest comes when the
-    runtime is closed.
+    On CUDA it comes one or two calls later, or when the runtime is closed, because nothing waits for the device.
     """
 
     level: ClassVar[int] = logging.DEBUG
@@ -210,18 +209,17 @@ Sink = Callable[[Event], None]
 
 
 class ClosingSink(ABC):
-    """A sink of this package, which writes out or closes something with its runtime; the next call begins again. Its methods raise nothing."""
+    """A sink of this package, which has something to do as a call begins, or to write out as the runtime is closed. Raises nothing."""
 
     def begin(self) -> None:  # noqa: B027  # not abstract: most sinks have nothing to do when a call begins
         """A call begins."""
 
     @abstractmethod
-    def __call__(self, event: Event) -> None:
-        """Takes an event."""
+    def __call__(self, event: Event) -> None: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Writes out what is waiting, and closes what is open."""
+        """Writes out what is waiting, and closes what is open; a later call begins again."""
 
 
 class EventLog:
@@ -238,7 +236,7 @@ class EventLog:
         return bool(self._sinks)
 
     def begin(self) -> None:
-        """Reports to the sinks of this package that a call begins."""
+        """A call begins."""
         for sink in self._closing:
             sink.begin()
 
@@ -262,13 +260,11 @@ class EventLog:
 
 
 class SizeReader:
-    """Follows the sizes of one runtime's tracks through its events, in order.
-
-    A finished call carries the size with which it ended. By then a newer one may have been reported: the size was changed at the call's end, or the
-    next call, which did not wait for this one's figures, has run out of memory.
-    """
+    """Follows the sizes of one runtime's tracks through its events, in order."""
 
     def __init__(self) -> None:
+        # Tracks whose next finished call has an outdated size: the size changed at its end, or the call after it, which did not wait for its figures,
+        # has run out of memory.
         self._newer: set[str] = set()
 
     def read(self, event: Event | None) -> tuple[str, int] | None:

@@ -89,7 +89,7 @@ class Splitter:
 
     def cut(self, value: Any, start: int, stop: int) -> Any:
         piece = self.slice_of(value, start, stop)
-        # The piece may be of another type (a plain tensor, say), which the registered length function does not know.
+        # The piece can be of another type (a plain tensor, say), which the registered length function does not know.
         if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):
             got = "None" if piece is None else f"{self.length(piece)} samples"
             raise self._error("slice", f"returned {got} for samples {start}:{stop}: it must return the {stop - start} samples from start to stop")

@@ -10,18 +10,11 @@ from elastic_mbs.batch.containers import map_tensors
 from elastic_mbs.errors import UsageError
 
 
-class Streamer:
-    """Brings pieces to a device, in the current stream's order: the host does not wait, and only the running piece takes device memory."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device  # None: pieces stay where they are
-
-    def load(self, piece: Any) -> Any:
-        """The piece with its tensors on the device; the piece itself when they are there already."""
-        return piece if self._device is None else map_tensors(piece, self._move)
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)
+def to_device(piece: Any, device: torch.device | None) -> Any:
+    """The piece with its tensors on the device (None: where they are), in the current stream's order: the host does not wait."""
+    if device is None:
+        return piece
+    return map_tensors(piece, lambda tensor: tensor if tensor.device == device else tensor.to(device, non_blocking=True))
 
 
 def choose_device(wanted: torch.device | str | None, model: list[torch.device]) -> torch.device | None:

@@ -12,7 +12,7 @@
 ```
 
 Shrinking needs no evidence but the failure; growing needs all of it (see `Controller.end`). A failure is remembered as a ceiling with the capacity
-seen then, and tried again only when that has risen and a cooldown has run. There may be several ceilings: one seen while a co-tenant was there is
+seen then, and tried again only when that has risen and a cooldown has run. There can be several ceilings: one seen while a co-tenant was there is
 lifted when it leaves, and an older one, seen with all the memory, counts again.
 """
 
@@ -174,7 +174,7 @@ class Controller:
         if self._start is not None:
             size = self._start
         elif known:
-            # Of two classes as near, the one of the longer samples: memory may grow faster than their length, never slower.
+            # Of two classes as near, the one of the longer samples: memory can grow faster than their length, never slower.
             _, track = min(known, key=lambda item: (abs(item[0].shape - key.shape), -item[0].shape))
             size = track.size * track.expected()[1] // elements
         else:
@@ -206,7 +206,7 @@ class Controller:
         elif call.learning:
             track.calls_without_peak += 1
         if observation.fragmentation >= 1:
-            # What was cached before may be of no use to this size, or of all: what is known stays as it is between the two.
+            # What was cached before can be of no use to this size, or of all: what is known stays as it is between the two.
             least = observation.least_fragmentation or observation.fragmentation
             track.fragmentation = min(max(track.fragmentation, least), observation.fragmentation)
         if not call.probing:

@@ -16,7 +16,7 @@ EXPLORE = 1.0625  # while one size only was measured, the next one must be this 
 
 
 def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
-    """Bytes that the peak allocation may reach: the margin stays free, and the allocator reserves more than it hands out."""
+    """Bytes that the peak allocation can reach: the margin stays free, and the allocator reserves more than it hands out."""
     return capacity.bytes * (1 - policy.margin) / track.fragmentation
 
 

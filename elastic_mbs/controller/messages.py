@@ -33,7 +33,7 @@ class Plan(NamedTuple):
 
     size: int  # micro-batch in samples; never above the batch, and aligned unless it is the whole batch
     epoch: int  # of the size; the call's observation carries it
-    probing: bool  # `piece_done` may raise the size after each piece
+    probing: bool  # `piece_done` can raise the size after each piece
     learning: bool  # peaks are wanted in this call
 
 

@@ -45,9 +45,9 @@ class Policy:
             no statistics.
         max_micro_batch_size: none is larger.
         align: sizes are multiples of it (the last piece takes the rest).
-        grow: whether the size may rise after it has settled.
+        grow: whether the size can rise after it has settled.
         seed: seed of the jitter; None draws one from the clock, so that two processes differ.
-        patience: clean calls at one size before it may grow.
+        patience: clean calls at one size before it can grow.
         jitter: patience and cooldown are longer by up to this fraction, drawn at random, so that two processes on one device do not act in step.
         margin: fraction of the capacity that is kept free.
         min_gain: smallest saving of step time worth a change of size, as a fraction.

@@ -40,11 +40,11 @@ class Ceiling:
     """A failure, and the evidence seen then."""
 
     elements: int  # what was attempted
-    limit: int  # the largest number of elements that may still be tried: one less, or after a failed growth what it grew from
+    limit: int  # the largest number of elements that can still be tried: one less, or after a failed growth what it grew from
     capacity: int | None  # in bytes; None where no reading explains the failure
     at: float
     proven: int | None = None  # capacity with which as much had run clean before
-    confirmed: bool = False  # by a reading made after the failure; the one at hand then may be from before the co-tenant came
+    confirmed: bool = False  # by a reading made after the failure; the one at hand then can be from before the co-tenant came
 
     @property
     def bisects(self) -> bool:
@@ -72,7 +72,7 @@ class Track:
 
     size: int  # the micro-batch, in samples
     state: Probing | Settled | Trial
-    patience: int  # clean calls at this size before it may grow (jitter drawn)
+    patience: int  # clean calls at this size before it can grow (jitter drawn)
     resized_at: float  # when the size last changed
     decided_at: float  # readings up to this one are not looked at: older than the size, or already decided on
     epoch: int = 0  # counts the changes of size; observations of an earlier one are discarded

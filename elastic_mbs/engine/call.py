@@ -13,6 +13,7 @@ import torch
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import Terms, is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
+from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.controller.messages import Key, shape_class
 from elastic_mbs.engine import misuse
@@ -131,7 +132,7 @@ class Call:
             data = state.view.piece(piece.start, piece.stop)
             if state.profile.edits_batch:
                 data = map_tensors(data, torch.Tensor.clone)
-            attempt.data = context.streamer.load(data)
+            attempt.data = to_device(data, context.piece_device)
         except Exception as error:
             if not note_failure(state, attempt, error):
                 raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from elastic_mbs.batch.transfer import Streamer, choose_device
+from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.messages import Capacity, Key, Observation
 from elastic_mbs.engine.model import TrainedModel
@@ -68,7 +68,7 @@ class Context:
         self.streams = RandomStreams(settings.recovery.generators, self.devices)
         self.monitor = Monitor(memory.sensor or found, interval=memory.monitor_interval, on_change=self._on_sensor_change)
         self.meter: UsageMeter = memory.sensor if isinstance(memory.sensor, UsageMeter) else meter
-        self.streamer = Streamer(choose_device(memory.device, self.devices))
+        self.piece_device = choose_device(memory.device, self.devices)
 
     def follow_model(self) -> None:
         """Moves with the model to another device."""
@@ -80,7 +80,7 @@ class Context:
     def load(self, piece: Any) -> Any:
         """The piece, or a whole batch, on the model's device."""
         self.follow_model()
-        return self.streamer.load(piece)
+        return to_device(piece, self.piece_device)
 
     def _on_sensor_change(self, reading: Reading) -> None:
         problem, name = trouble_with(reading), self.settings.name

@@ -1,4 +1,4 @@
-"""The result of a call: the loss of the whole batch, the outputs of its pieces, and how it was split; and the totals over all calls."""
+"""The result of a call (loss, outputs, how the batch was split), and the totals over all calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from elastic_mbs.events import format_bytes
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.options import OutputPlace
 
-MUCH = 2**30
-"""Bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a decoder's cache of keys and values."""
+MUCH = 2**30  # bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a decoder's cache
 
 
 @dataclass(eq=False)
@@ -89,7 +88,7 @@ def size_warning(name: str, kept: int, place: OutputPlace) -> tuple[str, str]:
     """The kind and the text of a warning about outputs of that many bytes."""
     return (
         f"outputs of {name}",
-        f"what {name} returns beside the loss takes {format_bytes(kept)} for this batch (outputs={place!r}): return what you "
+        f"what {name} returns besides the loss takes {format_bytes(kept)} for this batch (outputs={place!r}): return what you "
         "read of it only (a decoder of transformers needs use_cache=False for that), or say outputs=None",
     )
 
@@ -131,10 +130,7 @@ class Stats:
 
 
 class StoredOutput:
-    """One piece's outputs, detached, and moved to the host where that was asked for.
-
-    The copy to the host goes to pinned memory in the stream's order, so that storing waits for nothing; `get` waits for it.
-    """
+    """One piece's outputs, detached, and on their way to the host where that was asked for: `get` waits for the copy, storing does not."""
 
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self.on_host = place == "cpu"
@@ -159,7 +155,7 @@ class StoredOutput:
             return pinned
         virtual = (budget := MemoryBudget.current()) is not None and budget.covers(tensor.device)
         with on_host(virtual):
-            return tensor.to("cpu", copy=virtual or not own)  # what the step did not compute (a buffer, say) may change under us
+            return tensor.to("cpu", copy=virtual or not own)  # what the step did not compute (a buffer, say) can change later
 
     def get(self) -> Any:
         """The outputs, once the copy is done."""
@@ -182,11 +178,7 @@ _CONTAINERS = {  # that a batch cannot be made of
 
 
 def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`map_tensors`, and into the attributes of other objects too: models return objects of their own, such as a decoder's cache of keys and values.
-
-    The objects around a tensor are copied (shallowly). Objects without a tensor, modules, optimizers, datasets, and objects that cannot be copied or
-    have a finaliser, which would run for the copy too, are handed on as they are, and so are tensors in slots: these keep their graph.
-    """
+    """`map_tensors`, and into the attributes of other objects too, such as a decoder's cache; tensors in slots keep their graph."""
     return fn(value) if kind_of(type(value)).role is Role.TENSOR else _OutputMap(fn).of(value)
 
 
@@ -230,6 +222,7 @@ class _OutputMap:
         return made
 
     def _object(self, value: Any) -> Any:
+        """A shallow copy; the object itself where it holds no tensor or cannot be copied, or where its finaliser would run for the copy too."""
         if issubclass(type(value), _CLOSED) or hasattr(type(value), "__del__") or not self._reaches_tensor(value):
             return value
         try:

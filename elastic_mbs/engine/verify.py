@@ -15,6 +15,7 @@ from torch import nn
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import Terms, read_losses
 from elastic_mbs.batch.token_counts import looks_like_token_labels
+from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.context import Context
 from elastic_mbs.errors import UsageError
@@ -93,7 +94,7 @@ class _Comparison:
         self.context.streams.restore(self.streams)
         self.context.buffers.restore(to_call_start=True)
         with torch.enable_grad():  # a loss without a graph is an error that should be found here as well
-            piece = self.context.streamer.load(map_tensors(self.view.piece(start, stop), torch.clone))
+            piece = to_device(map_tensors(self.view.piece(start, stop), torch.clone), self.context.piece_device)
             terms: Terms = read_losses(self.loss_fn(piece), self.counts.names)[0]
         self.dtype = next(iter(terms.values())).dtype
         return {name: float(term.detach()) for name, term in terms.items()}

@@ -46,11 +46,7 @@ class GuardedSink(ClosingSink):
 
 
 def checked_sinks(on_event: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
-    """The functions that get each event.
-
-    Raises:
-        UsageError: something in it cannot be called.
-    """
+    """The functions that get each event; a UsageError where one of them cannot be called."""
     sinks = (on_event,) if callable(on_event) or not isinstance(on_event, Iterable) else tuple(on_event)
     if not all(callable(sink) for sink in sinks):
         raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")

@@ -3,7 +3,7 @@
 Schema 1. Every line is an object; a reader ignores fields that it does not know. A header opens each run, when its first call begins:
 
     kind        "run"
-    run         id of the run, 12 hexadecimal digits; each line of the run has it, so that runs may share a file, even at the same time
+    run         id of the run, 12 hexadecimal digits; each line of the run has it, so that runs can share a file, even at the same time
     schema      1
     time        unix seconds
     monotonic   the host's monotonic clock at that moment, in seconds
@@ -19,7 +19,7 @@ It is written again whenever the file is opened again; the first one of a run co
     event       class name: "CallDone", "OutOfMemory", "Resized", …
     run         id of its run
     time        unix seconds
-    t           seconds since the run's first header, by the monotonic clock. A `CallDone` has the time at which the call ended, which may be earlier
+    t           seconds since the run's first header, by the monotonic clock. A `CallDone` has the time at which the call ended, which can be earlier
                 than that of the line before it
     level       "DEBUG", "INFO" or "WARNING"
     …           the event's own fields, see `elastic_mbs.events`
@@ -125,11 +125,7 @@ class RunLog(GuardedSink):
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a log: the run may change its folder.
-
-    Raises:
-        UsageError: there is no folder to put the file in, or the path is no file's.
-    """
+    """The absolute path of a log (the run can change its folder); a UsageError where it cannot be one."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
         raise UsageError(f"log={path!r} is no path: give the name of a file, such as 'run.jsonl'")
     found = Path(path)

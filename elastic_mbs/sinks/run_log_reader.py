@@ -37,7 +37,7 @@ class Run:
 
 
 class Reader:
-    """Puts the lines of a run log together to runs; lines may come one by one, as the file grows."""
+    """Puts the lines of a run log together to runs; lines can come one by one, as the file grows."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}  # by id, in the order in which they began
@@ -45,11 +45,7 @@ class Reader:
         self._number = 0
 
     def feed(self, line: bytes) -> Run | None:
-        """Takes one line; returns the run that it belongs to, or None for an empty or a torn one.
-
-        Raises:
-            UsageError: the line is not of a run log, or of a schema that this version does not know.
-        """
+        """Takes one line; returns its run, or None for an empty or a torn one. Refuses what is not of a run log, or of an unknown schema."""
         self._number += 1
         line = line.strip()
         if not line:
@@ -73,11 +69,7 @@ class Reader:
 
 
 def read_runs(lines: Iterable[bytes]) -> list[Run]:
-    """The runs of a log, of whose file these are the lines.
-
-    Raises:
-        UsageError: a line is not of a run log, or there is none at all.
-    """
+    """The runs of a log, of whose file these are the lines; a UsageError where there is none."""
     reader = Reader()
     for line in lines:
         reader.feed(line)

@@ -1,3 +1,5 @@
+"""A piece goes to the model's device, in containers of its own."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -5,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_mbs.batch.transfer import Streamer, choose_device
+from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.errors import UsageError
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for another device
@@ -14,7 +16,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for another
 def test_pieces_go_to_the_device_in_their_own_containers() -> None:
     x = torch.zeros(2, 3)
     piece = {"x": x, "y": [torch.zeros(2)], "ids": ["a", "b"]}
-    loaded = Streamer(META).load(piece)
+    loaded = to_device(piece, META)
     assert type(loaded) is dict
     assert (loaded["x"].device, loaded["y"][0].device) == (META, META)
     assert loaded["x"].shape == (2, 3)
@@ -23,16 +25,12 @@ def test_pieces_go_to_the_device_in_their_own_containers() -> None:
     assert x.device == CPU
 
 
-def test_tensors_that_are_there_already_are_not_copied() -> None:
-    here, there = torch.zeros(2), torch.zeros(2, device=META)
-    loaded = Streamer(META).load([here, there])
-    assert loaded[1] is there
-    assert loaded[0].device == META
-
-
-def test_without_a_device_the_piece_passes_untouched() -> None:
+def test_tensors_that_are_on_the_device_already_are_not_copied() -> None:
     piece = [torch.zeros(2), torch.zeros(2, device=META)]
-    assert Streamer(None).load(piece) is piece
+    loaded = to_device(piece, META)
+    assert loaded[1] is piece[1]
+    assert loaded[0].device == META
+    assert to_device(piece, None) is piece, "without a device it stays where it is"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def test_without_a_device_the_piece_passes_untouched() -> None:
         ("cuda:3", [CPU], torch.device("cuda", 3)),
     ],
 )
-def test_the_device_is_chosen_as_asked(wanted: Any, model: list[torch.device], expected: torch.device | None) -> None:
+def test_the_device_is_the_models_one_or_the_users_choice(wanted: Any, model: list[torch.device], expected: torch.device | None) -> None:
     assert choose_device(wanted, model) == expected
 
 

@@ -121,4 +121,4 @@ def test_outputs_that_take_much_memory_are_told_of_once(place: Any, much: int, t
         mbs.backward(step, torch.zeros(8, 3))
     warned = [event.message for event in events if isinstance(event, Warned)]
     assert len(warned) == (told if place else 0)
-    assert all("beside the loss takes 256 B for this batch" in text and "outputs=None" in text for text in warned)
+    assert all("besides the loss takes 256 B for this batch" in text and "outputs=None" in text for text in warned)
