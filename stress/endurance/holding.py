@@ -7,6 +7,7 @@ from torch import nn
 from elastic_mbs import Event, OutOfMemory
 
 from ..limits import MemoryLimit, ShimLimit
+from ..limits.fence import MINIMUM
 from ..reference.state import WrongOutcomeError
 
 BOOKKEEPING = 16384
@@ -15,7 +16,7 @@ BOOKKEEPING = 16384
 
 def held_beside_gradients(limit: MemoryLimit, model: nn.Module) -> int:
     """Bytes that this process holds, as the limit counts them, without the gradients of a model."""
-    least = limit.fence.minimum if isinstance(limit, ShimLimit) else 1
+    least = MINIMUM if isinstance(limit, ShimLimit) else 1
     storages = {}
     for leaf in model.parameters():
         if leaf.grad is not None:

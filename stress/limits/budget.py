@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elastic_mbs.memory import MemoryBudget
-from elastic_mbs.memory.size import in_words, parse_bytes
+from elastic_mbs.memory.size import in_words
 
 from .limit import HostLimit
 
@@ -25,9 +25,9 @@ class BudgetLimit(HostLimit):
 
     kind = "budget"
 
-    def __init__(self, budget: MemoryBudget | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.budget = MemoryBudget(_UNLIMITED) if budget is None else budget
+        self.budget = MemoryBudget(_UNLIMITED)
         self._held = 0
         self._blocks = _BlockLimit(self.budget)
 
@@ -44,10 +44,10 @@ class BudgetLimit(HostLimit):
         self._blocks.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def fragment(self, largest: int | None) -> None:
-        self._blocks.largest = None if largest is None else parse_bytes(largest)
+        self._blocks.largest = largest
 
     def occupy(self, held: int) -> None:
-        self._held = parse_bytes(held)
+        self._held = held
         self.apply()
 
     def others(self) -> int:

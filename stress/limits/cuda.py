@@ -11,7 +11,6 @@ import torch
 from elastic_mbs.cli.demo.ballast import GRAIN, Ballast
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
-from elastic_mbs.memory.size import parse_bytes
 
 from . import checkerboard
 from .checkerboard import Checkerboard
@@ -43,9 +42,6 @@ class CudaLimit(MemoryLimit):
     sensor = None  # NVML and the allocator's own statistics
 
     def __init__(self, device: torch.device | str = "cuda", *, shared: bool = False) -> None:
-        problem = trouble()
-        if problem is not None:
-            raise UsageError(problem)
         self.device = _with_index(device)
         self._held = self._wanted = 0
         self._undo = contextlib.ExitStack()
@@ -77,21 +73,19 @@ class CudaLimit(MemoryLimit):
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
         torch.cuda.empty_cache()
 
-    def resize(self, capacity: int | str | None) -> None:
+    def resize(self, capacity: int | None) -> None:
         total = torch.cuda.mem_get_info(self.device)[1]
-        size = None if capacity is None else parse_bytes(capacity)
-        if size is not None and size > total:
-            raise UsageError(f"{format_bytes(size)} is more than {self.device} has ({format_bytes(total)})")
-        self.capacity, self._board = size, None
+        if capacity is not None and capacity > total:
+            raise UsageError(f"{format_bytes(capacity)} is more than {self.device} has ({format_bytes(total)})")
+        self.capacity, self._board = capacity, None
         torch.cuda.empty_cache()  # the fraction is asked when the allocator takes more, not for what it has cached
-        torch.cuda.set_per_process_memory_fraction(1.0 if size is None else size / total, self.device)
+        torch.cuda.set_per_process_memory_fraction(1.0 if capacity is None else capacity / total, self.device)
         self.occupy(self._held)
         self._break_up()
 
     def fragment(self, largest: int | None) -> None:
         """Breaks up what the capacity leaves us, now and whenever that changes. Expandable segments make it whole again, see `expandable`."""
-        self._largest = None if largest is None else parse_bytes(largest)
-        self._board = None
+        self._largest, self._board = largest, None
         self._break_up()
 
     def _break_up(self) -> None:
@@ -112,7 +106,7 @@ class CudaLimit(MemoryLimit):
 
         What our allocator keeps in reserve cannot be taken from it, so it is given back first: otherwise it would never notice a neighbour.
         """
-        self._held = parse_bytes(held)
+        self._held = held
         if self._neighbour is None:
             if not self._held:
                 return

@@ -1,7 +1,7 @@
 """One device for several processes: the file that they share, and the library that holds them to it (`fence.c`).
 
 ```
-   parent: Fence.create() ── budget, largest, minimum ──► file ◄── live, peak, failures ── every process under `environment(file)`
+   parent: Fence.create() ── budget, largest ──► file ◄── live, peak, failures ── every process under `environment(file)`
 ```
 """
 
@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,14 +28,12 @@ from typing import Self
 
 from elastic_mbs.errors import UsageError
 
-__all__ = ["UNLIMITED", "Fence", "Slot", "environment", "library", "trouble"]
-
 VARIABLE = "ELASTIC_MBS_FENCE"
 """Names the file, in the environment of the processes that share it."""
 UNLIMITED = 2**63 - 1
 MINIMUM = 8192
-"""Bytes from which a block counts, and may be refused, by default: more than the state of a random generator (5 KiB) and other
-bookkeeping, which is on the host where there is a real device."""
+"""Bytes from which a block counts and can be refused: more than the state of a random generator (5 KiB) and other bookkeeping, which is on the host
+where there is a real device."""
 
 _SOURCE = Path(__file__).with_name("fence.c")
 _FILE_SIZE, _SLOTS = 4096, 62
@@ -46,10 +45,10 @@ class Slot:
     """One process's account."""
 
     pid: int
+    started: int  # see `start_time`
     live: int  # bytes that it holds
     peak: int  # most bytes that it held since `Fence.reset_peak`
     failures: int  # allocations that were refused
-    blocks: int  # that it holds
 
 
 class _Word:
@@ -70,7 +69,6 @@ class Fence:
 
     budget = _Word(0)  # bytes that all processes may hold together; may be set at any time
     largest = _Word(1)  # bytes of the largest single block there is room for, however much is free; likewise
-    minimum = _Word(2)  # bytes from which a block counts, and may fail
     failures = _Word(3)  # allocations refused to any process so far
 
     def __init__(self, path: Path) -> None:
@@ -84,12 +82,12 @@ class Fence:
         self._words = memoryview(self._map).cast("q")
 
     @classmethod
-    def create(cls, budget: int = UNLIMITED, *, minimum: int = MINIMUM) -> Fence:
-        """A new device: bytes that all its processes may hold together, and bytes from which a block counts."""
+    def create(cls, budget: int = UNLIMITED) -> Fence:
+        """A new device of so many bytes for all its processes together."""
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory, where there is such a place
         number, name = tempfile.mkstemp(prefix="elastic_mbs_fence_", dir=folder)
         with open(number, "wb") as file:
-            file.write(struct.pack("3q", budget, UNLIMITED, minimum).ljust(_FILE_SIZE, b"\0"))
+            file.write(struct.pack("3q", budget, UNLIMITED, MINIMUM).ljust(_FILE_SIZE, b"\0"))
         fence = cls(Path(name))
         fence._created = True
         return fence
@@ -113,9 +111,7 @@ class Fence:
 
     def slots(self) -> list[Slot]:
         """The processes that have come so far and are still alive."""
-        places = range(_FIRST_SLOT, _FIRST_SLOT + _SLOTS * _SLOT_SIZE, _SLOT_SIZE)
-        found = (tuple(self._words[place : place + 6]) for place in places if self._words[place])
-        return [Slot(pid, *figures) for pid, started, *figures in found if start_time(pid) == started]
+        return [slot for slot in self._used() if start_time(slot.pid) == slot.started]
 
     def live(self) -> int:
         """Bytes that all processes hold."""
@@ -123,10 +119,12 @@ class Fence:
 
     def of(self, pid: int) -> Slot:
         """The account of one process, all zero before its first block."""
+        return next((slot for slot in self._used() if slot.pid == pid), Slot(pid, 0, 0, 0, 0))
+
+    def _used(self) -> Iterator[Slot]:
         for place in range(_FIRST_SLOT, _FIRST_SLOT + _SLOTS * _SLOT_SIZE, _SLOT_SIZE):
-            if self._words[place] == pid:
-                return Slot(pid, *self._words[place + 2 : place + 6])
-        return Slot(pid, 0, 0, 0, 0)
+            if self._words[place]:
+                yield Slot(*self._words[place : place + 5])
 
     def reset_peak(self) -> None:
         """Starts a new interval for this process's peak; nothing happens where it was not started under the fence."""

@@ -13,7 +13,6 @@ import torch
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import Headroom, MemorySensor, Reading, Unavailable, Usage
-from elastic_mbs.memory.size import parse_bytes
 
 
 class MemoryLimit(ABC):
@@ -42,7 +41,7 @@ class MemoryLimit(ABC):
         """Runs a piece of each size once, where a first time under pressure could end the process."""
 
     @abstractmethod
-    def resize(self, capacity: int | str | None) -> None:
+    def resize(self, capacity: int | None) -> None:
         """Sets how many bytes there are for all; None lifts the limit."""
 
     @abstractmethod
@@ -91,8 +90,8 @@ class HostLimit(MemoryLimit):
         self.sensor = HostGauge(self)
         self._highest = 0
 
-    def resize(self, capacity: int | str | None) -> None:
-        self.capacity = None if capacity is None else parse_bytes(capacity)
+    def resize(self, capacity: int | None) -> None:
+        self.capacity = capacity
         self.apply()
 
     def fragment(self, largest: int | None) -> None:

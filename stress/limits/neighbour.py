@@ -1,13 +1,7 @@
-"""A co-tenant that is another process: it holds as much of the heap as the parent says, and exits when its parent does.
+"""A co-tenant that is another process: it holds as much of the heap as its parent asks for, and exits when its parent does.
 
-```
-   parent                         child
-   hold BYTES  ──────────────►    frees, or takes what it can get at once
-               ◄──────────────    holding BYTES
-                                  goes on trying to get the rest, as any process does that waits for memory
-```
-
-Imports the standard library only, so that the process is there in a moment. A GPU's co-tenant is `elastic_mbs.cli.demo.ballast.Ballast`.
+Each line of its input is a number of bytes to hold, each line of its output the number that it got at once; it goes on trying to get the rest.
+Imports the standard library only, so that the process starts in a moment. A GPU's co-tenant is `elastic_mbs.cli.demo.ballast.Ballast`.
 """
 
 from __future__ import annotations
@@ -17,7 +11,6 @@ import ctypes
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -33,7 +26,6 @@ class Heap:
 
     def __init__(self) -> None:
         self.wanted = 0
-        self.grain = GRAIN
         self._blocks: list[tuple[ctypes.c_void_p, int]] = []
         self._libc = ctypes.CDLL(None)
         self._libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
@@ -47,8 +39,8 @@ class Heap:
         while self.held > self.wanted:
             self._libc.free(self._blocks.pop()[0])
         size = self.wanted - self.held
-        while size >= self.grain:
-            size = min(size, self.wanted - self.held) if self._take(size) else size // 2 // self.grain * self.grain
+        while size >= GRAIN:
+            size = min(size, self.wanted - self.held) if self._take(size) else size // 2 // GRAIN * GRAIN
 
     def _take(self, size: int) -> bool:
         block = ctypes.c_void_p()
@@ -59,41 +51,25 @@ class Heap:
 
 
 def _serve(heap: Heap) -> None:
-    """Does what the lines of standard input say, until there are no more."""
-    print("ready", flush=True)
     while True:
-        short = heap.wanted - heap.held >= heap.grain
-        if select.select([sys.stdin], [], [], PATIENCE if short else None)[0]:  # one line at a time: the parent waits for each answer
+        short = heap.wanted - heap.held >= GRAIN
+        asked = select.select([sys.stdin], [], [], PATIENCE if short else None)[0]  # one line at a time: the parent waits for each answer
+        if asked:
             line = sys.stdin.readline()
             if not line:
                 return
-            heap.wanted = int(line.removeprefix("hold "))
-            heap.adjust()
-            print(f"holding {heap.held}", flush=True)
-        else:
-            heap.adjust()
+            heap.wanted = int(line)
+        heap.adjust()
+        if asked:
+            print(heap.held, flush=True)
 
 
 class Neighbour:
-    """The parent's end. A context manager: the process is there inside the block.
-
-    Args:
-        environment: its variables; None for this process's.
-    """
-
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = environment
+    """The parent's end. A context manager: the process runs inside the block."""
 
     def __enter__(self) -> Self:
-        """Starts the process, and waits until it has what it needs for itself."""
-        command = [sys.executable, "-P", "-S", __file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment)
+        self._process = subprocess.Popen([sys.executable, "-P", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
-        try:
-            self._answer("ready")
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -103,19 +79,13 @@ class Neighbour:
 
     def hold(self, size: int) -> int:
         """Makes it hold so many bytes; returns how many it holds. RuntimeError where the process has ended."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer shows
-            self._process.stdin.write(f"hold {size}\n")
-            self._process.stdin.flush()
-        return int(self._answer("holding"))
-
-    def _answer(self, word: str) -> str:
-        """The rest of a line that begins with `word`."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.startswith(word):
-            raise RuntimeError(f"the neighbour process said {line!r} where {word!r} was expected (exit code {self._process.poll()})")
-        return line.removeprefix(word)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer shows
+            print(size, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the neighbour process has ended (exit code {self._process.wait()})")
+        return int(answer)
 
 
 if __name__ == "__main__":  # pragma: no cover  # in a process of its own

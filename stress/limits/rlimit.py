@@ -15,9 +15,6 @@ from typing import Self
 
 import torch
 
-from elastic_mbs.errors import UsageError
-from elastic_mbs.memory.size import parse_bytes
-
 from .limit import HostLimit, switch_onednn_off
 
 try:
@@ -32,26 +29,18 @@ _PARALLEL = 2**20  # elements, enough for all threads
 
 
 class ProcessLimit(HostLimit):
-    """RLIMIT_DATA of this process, moved while it trains: by itself, or by another process with `move`.
+    """RLIMIT_DATA of this process, moved while it trains.
 
     Counts all private memory that was mapped since it was entered. Freed blocks below 64 KiB stay counted. The co-tenant is the limit itself: what it
     holds is taken off, at once. Needs a process of its own, see `run_child`: the heap's settings cannot be undone, and a library that does not expect
-    a refusal ends the process. So run every size once with `warm`; oneDNN is off unless asked for.
-
-    Args:
-        onednn: leave oneDNN on. It crashes when it has no memory to make a convolution of a new shape.
+    a refusal ends the process. So run every size once with `warm`.
     """
 
     kind = "rlimit"
 
-    def __init__(self, *, onednn: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        problem = trouble()
-        if problem is not None:
-            raise UsageError(problem)
-        self.base = 0
-        self._held = 0
-        self._onednn = onednn
+        self.base = self._held = 0
         self._limit = resource.getrlimit(resource.RLIMIT_DATA)
         self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))  # opened while there is room
         for number in (self._statm, self._status):
@@ -61,8 +50,7 @@ class ProcessLimit(HostLimit):
 
     def __enter__(self) -> Self:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
-        if not self._onednn:
-            self._undo.callback(switch_onednn_off())
+        self._undo.callback(switch_onednn_off())
         _prepare_libraries()
         self.base = self._mapped()
         self.begin_interval()
@@ -83,13 +71,11 @@ class ProcessLimit(HostLimit):
             self.apply()
 
     def occupy(self, held: int) -> None:
-        self._held = parse_bytes(held)
+        self._held = held
         self.apply()
 
     def others(self) -> int:
-        """What the co-tenant was made to hold; or what another process has taken off the limit."""
-        soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
-        return self._held if self.capacity is None or soft == resource.RLIM_INFINITY else max(0, self.base + self.capacity - soft)
+        return self._held
 
     def live(self) -> int:
         return max(0, self._mapped() - self.base)
@@ -98,10 +84,11 @@ class ProcessLimit(HostLimit):
         return  # the kernel does not count what it refuses
 
     def apply(self) -> None:
-        if self.capacity is None:
-            resource.setrlimit(resource.RLIMIT_DATA, self._limit)
-        else:
-            move(os.getpid(), self.base + max(0, self.capacity - self._held))
+        hard, soft = self._limit[1], self._limit[0]
+        if self.capacity is not None:
+            soft = self.base + max(0, self.capacity - self._held)
+            soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     def peak_of_interval(self) -> int:
         """What was live at its start plus the rise of resident memory since: the kernel keeps no peak of what is mapped."""
@@ -118,12 +105,6 @@ class ProcessLimit(HostLimit):
     def _resident(self, which: str = "VmRSS") -> int:
         lines = (line.split() for line in os.pread(self._status, 8192, 0).decode().splitlines())
         return next((int(words[1]) * 1024 for words in lines if words and words[0] == f"{which}:"), 0)
-
-
-def move(pid: int, limit: int) -> None:
-    """Moves the soft limit of a process of this user to `limit` bytes in all, its `base` among them."""
-    hard = resource.prlimit(pid, resource.RLIMIT_DATA)[1]
-    resource.prlimit(pid, resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def trouble() -> str | None:

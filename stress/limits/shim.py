@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Self
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.memory.size import parse_bytes
 
 from .fence import UNLIMITED, VARIABLE, Fence, under
 from .limit import HostLimit, switch_onednn_off
@@ -19,17 +18,16 @@ from .neighbour import Neighbour
 class ShimLimit(HostLimit):
     """The device that `fence.c` makes, in a process that was started under it by `run_child`.
 
-    Counts tensors, in blocks of `Fence.minimum` bytes and more: at rest that is model, gradients and optimizer, as on a GPU. The co-tenant competes
-    for memory: what it cannot have at once it takes when we free it, which depends on timing.
+    Counts tensors of 8 KiB and more: at rest that is model, gradients and optimizer, as on a GPU. The co-tenant competes for memory: what it cannot
+    have at once it takes when we free it, which depends on timing.
 
     Args:
         shared: other processes train on the device, too: its capacity stays as it is when this one leaves.
-        onednn: leave oneDNN on, whose own buffers count as well. It crashes where it does not get them.
     """
 
     kind = "shim"
 
-    def __init__(self, *, shared: bool = False, onednn: bool = False) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
         super().__init__()
         path = os.environ.get(VARIABLE)
         if path is None or not under(Path(path)):
@@ -37,13 +35,11 @@ class ShimLimit(HostLimit):
         self.fence = Fence(Path(path))
         self._pid = os.getpid()
         self._shared = shared
-        self._onednn = onednn
         self._undo = contextlib.ExitStack()
         self._neighbour: Neighbour | None = None
 
     def __enter__(self) -> Self:
-        if not self._onednn:
-            self._undo.callback(switch_onednn_off())
+        self._undo.callback(switch_onednn_off())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -54,13 +50,13 @@ class ShimLimit(HostLimit):
             self.fragment(None)
 
     def fragment(self, largest: int | None) -> None:
-        self.fence.largest = UNLIMITED if largest is None else parse_bytes(largest)  # for all processes on the device
+        self.fence.largest = UNLIMITED if largest is None else largest  # for all processes on the device
 
     def occupy(self, held: int) -> None:
         if self._neighbour is None and held:
             self._neighbour = self._undo.enter_context(Neighbour())
         if self._neighbour is not None:
-            self._neighbour.hold(parse_bytes(held))
+            self._neighbour.hold(held)
 
     def total(self) -> int | None:
         return None if self.fence.budget == UNLIMITED else self.fence.budget

@@ -136,18 +136,3 @@ def share(emit: Emit, size: int, hold: float) -> None:
         else:
             emit({"pid": os.getpid(), "held": len(blocks) * MEBI, "kind": "none", "others": memory.others()})
         time.sleep(hold)
-
-
-def be_limited_from_outside(emit: Emit) -> None:
-    """Says where its limit begins, waits until somebody moves it, and runs into it."""
-    memory = open_limit("rlimit")
-    with memory:
-        memory.resize(1 << 40)
-        emit({"pid": os.getpid(), "base": getattr(memory, "base", 0)})
-        try:
-            for _ in range(6000):
-                torch.zeros(MEBI, dtype=torch.uint8).add_(1)
-                time.sleep(0.001)
-        except RuntimeError as error:
-            verdict = oom.classify(error)
-            emit({"kind": None if verdict is None else verdict.kind.value, "others": memory.others()})

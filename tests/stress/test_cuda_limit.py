@@ -71,11 +71,11 @@ def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monke
         assert memory.failures() == 3
         memory.fragment(None)
         with pytest.raises(UsageError, match=r"2\.0 GiB is more than cuda:0 has"):
-            memory.resize("2GiB")
+            memory.resize(2 << 30)
         memory.resize(None)
         assert card.fraction == 1.0
         memory.occupy(300 * MEBI)
-        memory.resize("100MiB")
+        memory.resize(100 * MEBI)
     assert card.told[-1] == -1, "its process has ended"
     assert card.fraction == 1.0
 
@@ -178,7 +178,7 @@ def test_on_a_gpu_memory_is_broken_up_unless_segments_are_expandable() -> None: 
     with CudaLimit() as memory:
         torch.zeros(1, device=memory.device)
         memory.fragment(256 * MEBI)
-        memory.resize("4GiB")
+        memory.resize(4 << 30)
         assert torch.cuda.memory_reserved(memory.device) - memory.live() > 3 << 30 or memory.expandable()
         assert had(200 * MEBI)
         assert had(1 << 30) is memory.expandable()
@@ -190,7 +190,7 @@ def test_on_a_gpu_memory_is_broken_up_unless_segments_are_expandable() -> None: 
 def test_on_a_gpu_the_limit_strikes_and_the_co_tenant_comes_and_goes() -> None:  # cuda-only
     with CudaLimit() as memory:
         torch.zeros(1, device=memory.device)
-        memory.resize("1GiB")
+        memory.resize(1 << 30)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2 << 30, dtype=torch.uint8, device=memory.device)
         assert memory.failures() == 1

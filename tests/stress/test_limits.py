@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import types
 from itertools import islice
@@ -19,7 +18,6 @@ from stress.limits import (
     KINDS,
     BudgetLimit,
     Child,
-    CudaLimit,
     Fence,
     ProcessLimit,
     ShimLimit,
@@ -114,17 +112,6 @@ def test_a_killed_process_gives_its_memory_to_the_other() -> None:
         assert second["others"] == 0
 
 
-@needs_rlimit
-def test_the_process_limit_can_be_moved_from_outside() -> None:
-    with Child("rlimit", limit_jobs.be_limited_from_outside, deadline=LONG) as child:
-        messages = iter(child)
-        start = next(messages)
-        rlimit_module.move(start["pid"], start["base"])
-        end = next(messages)
-    assert end["kind"] == "host"
-    assert end["others"] == 1 << 40, "all of it"
-
-
 # ---------------------------------------------------------------------- the kinds
 
 
@@ -135,8 +122,6 @@ def test_each_kind_tells_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -
     assert "CUDA device" in str(available("cuda"))
     with pytest.raises(UsageError, match="needs a CUDA device"):
         open_limit("cuda")
-    with pytest.raises(UsageError, match="needs a CUDA device"):
-        CudaLimit()
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "no-such-compiler" in str(available("shim"))
     if sys.platform == "linux":
@@ -145,7 +130,7 @@ def test_each_kind_tells_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -
             assert "needs glibc" in str(available("rlimit")), "mallopt is missing"
     monkeypatch.setattr(rlimit_module, "resource", None)
     with pytest.raises(UsageError, match="needs Linux"):
-        ProcessLimit()
+        open_limit("rlimit")
     monkeypatch.delenv(fences.VARIABLE, raising=False)
     with pytest.raises(UsageError, match="run_child"):
         ShimLimit()
@@ -162,7 +147,7 @@ def test_an_unknown_kind_is_refused_with_those_there_are(ask: Any) -> None:
 
 def test_the_budget_is_what_the_co_tenant_leaves_and_never_negative() -> None:
     with BudgetLimit() as memory:
-        memory.resize("64MiB")
+        memory.resize(64 * MEBI)
         memory.occupy(24 * MEBI)
         assert memory.budget.limit == 40 * MEBI
         memory.occupy(80 * MEBI)
@@ -176,8 +161,6 @@ def test_the_budget_is_what_the_co_tenant_leaves_and_never_negative() -> None:
         unlimited = memory.sensor.read()
         assert isinstance(unlimited, Headroom)
         assert unlimited.free > 1 << 28, "the machine's memory"
-        with pytest.raises(UsageError, match="much"):
-            memory.resize("much")
         kept = torch.zeros(3 * MEBI, dtype=torch.uint8)
         torch.zeros(5 * MEBI, dtype=torch.uint8)
         resets = memory.sensor.resets
@@ -252,13 +235,6 @@ class Limits:
     def setrlimit(self, which: int, limits: tuple[int, int]) -> None:
         self.soft, self.hard = limits
 
-    def prlimit(self, pid: int, which: int, limits: tuple[int, int] | None = None) -> tuple[int, int]:
-        before = self.soft, self.hard
-        if limits is not None:
-            assert pid == os.getpid()
-            self.soft, self.hard = limits
-        return before
-
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
@@ -282,8 +258,6 @@ def test_the_limit_counts_from_what_was_mapped_when_the_memory_was_opened(limits
         memory.occupy(10 * MEBI)
         assert limits.soft == memory.base + 20 * MEBI
         assert memory.others() == 10 * MEBI
-        rlimit_module.move(os.getpid(), memory.base + 5 * MEBI)
-        assert memory.others() == 25 * MEBI, "somebody else has moved it"
         memory.occupy(90 * MEBI)
         assert limits.soft == memory.base, "what is there stays"
         memory.occupy(0)
@@ -295,17 +269,11 @@ def test_the_limit_counts_from_what_was_mapped_when_the_memory_was_opened(limits
             memory.fragment(5)
         memory.resize(None)
         assert limits.soft == -1
-        assert memory.others() == 0
         memory.resize(1)
     assert (limits.soft, limits.hard) == (-1, -1)
     assert torch.backends.mkldnn.enabled == onednn
-
-
-@needs_rlimit
-def test_the_users_hard_limit_is_kept(limits: Limits) -> None:
-    limits.hard = limits.soft = 1000 * MEBI
-    with ProcessLimit(onednn=True) as memory:
-        assert torch.backends.mkldnn.enabled
+    limits.hard = limits.soft = 1000 * MEBI  # the user's own, which is kept
+    with ProcessLimit() as memory:
         memory.resize(1 << 50)
         assert limits.soft == 1000 * MEBI
     assert (limits.soft, limits.hard) == (1000 * MEBI, 1000 * MEBI)

@@ -19,22 +19,25 @@ pytestmark = pytest.mark.skipif(fences.trouble() is not None, reason=str(fences.
 MEBI = 1 << 20
 
 
-def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is() -> None:
-    with Fence.create(10 * MEBI) as fence, Neighbour(os.environ | fences.environment(fence)) as neighbour:
-        assert neighbour.hold(4 * MEBI) == 4 * MEBI == fence.live()
-        assert neighbour.hold(30 * MEBI) == fence.live() == 10 * MEBI, "to the last block"
-        fence.budget = 20 * MEBI
-        while fence.live() < 20 * MEBI:
-            time.sleep(0.002)
-        assert neighbour.hold(MEBI) == MEBI == fence.live()
-        assert fence.of(neighbour.pid).failures > 0
-        assert neighbour.hold(0) == 0 == fence.live()
-        neighbour.hold(5 * MEBI)
-        os.kill(neighbour.pid, signal.SIGKILL)
-        while fence.live():
-            time.sleep(0.002)
-        with pytest.raises(RuntimeError, match="said '' where 'holding' was expected"):
-            neighbour.hold(MEBI)
+def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Fence.create(10 * MEBI) as fence:
+        for name, value in fences.environment(fence).items():
+            monkeypatch.setenv(name, value)
+        with Neighbour() as neighbour:
+            assert neighbour.hold(4 * MEBI) == 4 * MEBI == fence.live()
+            assert neighbour.hold(30 * MEBI) == fence.live() == 10 * MEBI, "to the last block"
+            fence.budget = 20 * MEBI
+            while fence.live() < 20 * MEBI:
+                time.sleep(0.002)
+            assert neighbour.hold(MEBI) == MEBI == fence.live()
+            assert fence.of(neighbour.pid).failures > 0
+            assert neighbour.hold(0) == 0 == fence.live()
+            neighbour.hold(5 * MEBI)
+            os.kill(neighbour.pid, signal.SIGKILL)
+            while fence.live():
+                time.sleep(0.002)
+            with pytest.raises(RuntimeError, match=r"has ended \(exit code -9\)"):
+                neighbour.hold(MEBI)
 
 
 def test_a_heap_frees_whole_blocks_and_takes_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +51,6 @@ def test_a_heap_frees_whole_blocks_and_takes_what_is_missing(monkeypatch: pytest
     heap.wanted = 8 * MEBI
     heap.adjust()
     assert heap.held == 8 * MEBI
-    heap.wanted, heap.grain = heap.held + (1 << 60), 1 << 50
-    heap.adjust()
-    assert heap.held == 8 * MEBI, "the machine has no more"
     heap.wanted = 0
     heap.adjust()
 
