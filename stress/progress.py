@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -18,7 +19,8 @@ class Progress:
         """Prints it, unless the one before is too fresh."""
         if time.monotonic() - self._told >= self._every:
             self._told = time.monotonic()
-            print(f"\r\x1b[K{line}" if self._live else line, end="" if self._live else "\n", flush=True)
+            width = shutil.get_terminal_size().columns - 1  # a longer line would stay on the row above
+            print(f"\r\x1b[K{line[:width]}" if self._live else line, end="" if self._live else "\n", flush=True)
 
     def clear(self) -> None:
         """Makes room for a line that stays."""

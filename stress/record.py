@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 
 import elastic_mbs
 
-from .tally import from_plain, to_plain
+from .tally import to_plain
 
 SCHEMA = "elastic-mbs/stress/1"
 
@@ -42,7 +43,6 @@ class Needs:
     peaks: list[int]  # for each of them the peak of a step that adds to gradients which are there
     optimizer: int = 0  # peak of the optimizer's first step, which creates its state
     held: int = 0  # after that step, with the gradients still there
-    seconds: float = 0.0  # a step of the whole batch
     floor: int = 0  # peak of what is done besides the pieces: making a batch, the copies of the optimizer step. No peak is below it
 
     @property
@@ -193,9 +193,9 @@ class Run:
         return self.scenario if self.process == 0 else f"{self.scenario} ({self.process + 1})"
 
     @property
-    def shown(self) -> bool:
-        """Whether it is a proof: nothing was wrong, and what the scenario is about took place."""
-        return self.passed and not self.unshown
+    def verdict(self) -> str:
+        """In a word; "ok" is a proof: nothing was wrong, and what the scenario is about took place."""
+        return "FAILED" if not self.passed else "not shown" if self.unshown else "ok"
 
     @property
     def ooms(self) -> int:
@@ -233,9 +233,10 @@ class Run:
 
 def count(runs: Sequence[Run]) -> str:
     """How many passed, in words. Those that showed nothing are not among them: nothing was wrong, and nothing was proved."""
-    failed, unshown = sum(not run.passed for run in runs), sum(run.passed and not run.shown for run in runs)
-    words = f"{sum(run.shown for run in runs)} of {len(runs)} passed"
-    return words + (f", {unshown} showed nothing" if unshown else "") + (f", {failed} FAILED" if failed else "")
+    verdicts = Counter(run.verdict for run in runs)
+    words = f"{verdicts['ok']} of {len(runs)} passed"
+    words += f", {verdicts['not shown']} showed nothing" if verdicts["not shown"] else ""
+    return words + (f", {verdicts['FAILED']} FAILED" if verdicts["FAILED"] else "")
 
 
 def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
@@ -248,11 +249,3 @@ def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
         "runs": [to_plain(run) | {"totals": to_plain(run.totals())} for run in runs],
     }
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> list[Run]:
-    """The runs of a document; ValueError where it is none."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise ValueError(f"{path} is no record of the stress tool ({SCHEMA})")
-    return [from_plain(Run, run) for run in document["runs"]]

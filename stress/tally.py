@@ -6,10 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
-
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from typing import Any
 
 
 def to_plain(value: Any) -> Any:
@@ -21,20 +18,6 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
     return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def from_plain(kind: Any, value: Any) -> Any:
-    """What `to_plain` was given, by its type. Unknown fields are left alone, so that a reader can be older than the file."""
-    if value is None:
-        return None
-    if get_origin(kind) is UnionType:
-        return from_plain(get_args(kind)[0], value)
-    if get_origin(kind) is list:
-        return [from_plain(get_args(kind)[0], item) for item in value]
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: from_plain(hints[name], item) for name, item in value.items() if name in hints})
-    return _WORDS.get(value, value) if kind is float else value
 
 
 class Tally:

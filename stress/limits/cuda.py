@@ -61,7 +61,7 @@ class CudaLimit(MemoryLimit):
         if not self._shared and free < MOSTLY_FREE * total:
             raise UsageError(
                 f"{format_bytes(total - free)} of {self.device} are in use, and the stress tool's co-tenant fills a device to the brim: run it on an "
-                "idle one, or with --device cpu"
+                "idle one, or leave it out: --kind budget"
             )
         self._failed_before = self._ooms()
         return self

@@ -52,7 +52,7 @@ def overview(runs: Sequence[Run]) -> tuple[Tile, ...]:
     worst = max((run for run in runs if run.differences is not None), key=_largest, default=None)
     kinds = Counter(run.kind for run in runs)
     return (
-        ("runs passed", f"{sum(run.shown for run in runs)} of {len(runs)}", ", ".join(f"{kind} {count}" for kind, count in kinds.items())),
+        ("runs passed", f"{sum(run.verdict == 'ok' for run in runs)} of {len(runs)}", ", ".join(f"{kind} {count}" for kind, count in kinds.items())),
         ("steps", f"{sum(len(run.steps) for run in runs):,}", f"{samples:,} samples"),
         ("OOMs survived", f"{sum(run.ooms for run in runs):,}", ""),
         ("allocator failures", f"{real:,}", "real ones, not counted memory" if real else "memory was counted only"),

@@ -10,7 +10,6 @@ from pathlib import Path
 from elastic_mbs import __version__
 from elastic_mbs.cli.report.page import document, section, tiles
 from elastic_mbs.cli.report.scale import duration
-from elastic_mbs.errors import UsageError
 
 from ..record import Run, count
 from .data import difference, overview, run_data, sizes
@@ -22,18 +21,15 @@ KINDS = {
     "cuda": "a GPU, shared with another process",
 }
 _BADGES = {
-    "passed": '<span class="badge passed">✓ passed</span>',
+    "ok": '<span class="badge passed">✓ passed</span>',
     "not shown": '<span class="badge">– not shown</span>',
-    "failed": '<span class="badge failed">✗ FAILED</span>',
+    "FAILED": '<span class="badge failed">✗ FAILED</span>',
 }
 
 
 def write_html(runs: Sequence[Run], path: Path) -> None:
-    """Writes the runs as one HTML file that needs nothing else. UsageError where it cannot be written."""
-    try:
-        path.write_text(render(runs), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html {path}: it cannot be written: {error.strerror or error}") from error
+    """Writes the runs as one HTML file that needs nothing else. OSError where it cannot be written."""
+    path.write_text(render(runs), encoding="utf-8")
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -46,7 +42,7 @@ def render(runs: Sequence[Run]) -> str:
             remark=f"{run.kind} · {run.model}",
             opened=number in (failed or [0]),
             name=f"run-{number + 1}",
-            badge=_badge(run),
+            badge=_BADGES[run.verdict],
             note=_complaints(run),
         )
         for number, run in enumerate(runs)
@@ -65,7 +61,7 @@ def _table(runs: Sequence[Run]) -> str:
     for number, run in enumerate(runs):
         link = f'<a href="#run-{number + 1}">{escape(run.title).replace("_", "_<wbr>")}</a>'
         figures = (f"{len(run.steps):,}", f"{run.ooms:,}", f"{run.replayed:.1%}", sizes(run), difference(run), duration(run.time_lost))
-        values = (_badge(run), link, *map(escape, (run.kind, *figures, f"{run.seconds:.1f}")))
+        values = (_BADGES[run.verdict], link, *map(escape, (run.kind, *figures, f"{run.seconds:.1f}")))
         cells = "".join(f'<td class="{look}">{value}</td>' for value, look in zip(values, looks, strict=True))
         rows.append(f'<tr class="{"" if run.passed else "failed"}">{cells}</tr>')
     kinds = [f"<span><b>{escape(kind)}</b> {escape(KINDS.get(kind, ''))}</span>" for kind in dict.fromkeys(run.kind for run in runs)]
@@ -73,12 +69,8 @@ def _table(runs: Sequence[Run]) -> str:
     return f'<div class="scroll">{table}</div><p class="about kinds">{"".join(kinds)}</p>' if runs else ""
 
 
-def _badge(run: Run) -> str:
-    return _BADGES["failed" if not run.passed else "passed" if run.shown else "not shown"]
-
-
 def _complaints(run: Run) -> str:
-    if run.passed and not run.shown:
+    if run.verdict == "not shown":
         return f'<p class="about">It shows nothing: {escape(run.unshown)}</p>'
     lines = "".join(f"<li>{escape(complaint)}</li>" for complaint in run.complaints)
     return f'<ul class="complaints">{lines}</ul>' if lines else ""

@@ -48,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind", action="append", metavar="KIND", help=f"kind of limit: {', '.join(KINDS)}; may be given again (default: all that can be had here)"
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the CPU, and CUDA where there is one (default: auto)"
-    )
     parser.add_argument("--model", metavar="NAME", help="a built-in model, or your own as path.py:factory (default: the scenario's)")
     parser.add_argument("--steps", type=whole(FEWEST, why="for a script"), metavar="N", help="optimizer steps (default: the scenario's)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of models, batches and scripts (default: 0)")
@@ -120,12 +117,9 @@ def _kinds(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     for kind in options.kind or ():
         if kind not in KINDS:
             raise UsageError(f"--kind {kind}: no such kind of limit; one of {', '.join(KINDS)}")
-    on_gpu = {"auto": {True, False}, "cpu": {False}, "cuda": {True}}[options.device]
-    wanted = [kind for kind in KINDS if (options.kind is None or kind in options.kind) and (kind == "cuda") in on_gpu]
-    if not wanted:
-        raise UsageError(f"--device {options.device} leaves none of --kind {' '.join(options.kind)}")
+    wanted = [kind for kind in KINDS if kind in (options.kind or KINDS)]
     troubles = {kind: trouble for kind in wanted if (trouble := available(kind)) is not None}
-    for kind in {*(options.kind or ()), *({"cuda"} if options.device == "cuda" else ())} & troubles.keys():
+    for kind in troubles if options.kind else ():
         raise UsageError(f"--kind {kind}: {troubles[kind]}")
     return [kind for kind in wanted if kind not in troubles], [f"not run: {trouble}" for trouble in troubles.values()]
 
@@ -169,12 +163,11 @@ def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
 
 
 def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
-    """Writes what was asked for; an error in one file does not cost the other."""
+    """Writes what was asked for. UsageError where that is impossible."""
     try:
         if options.json is not None:
             write_json(runs, options.seed, options.json)
-    except OSError as error:
-        raise UsageError(f"--json {options.json}: it cannot be written: {error.strerror}") from error
-    finally:
         if options.html is not None:
             write_html(runs, options.html)
+    except OSError as error:
+        raise UsageError(f"the records cannot be written: {error}") from error

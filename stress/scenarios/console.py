@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
+import math
 from collections.abc import Sequence
-from typing import TextIO
 
+from ..progress import Progress as Line
 from ..record import Run, Step, count
 from .catalogue import Order
 
@@ -14,43 +13,31 @@ from .catalogue import Order
 class Progress:
     """One line per scenario. On a terminal it is rewritten in place while training runs."""
 
-    def __init__(self, orders: Sequence[Order], out: TextIO | None = None) -> None:
-        self._out = sys.stdout if out is None else out
-        self._live = self._out.isatty()
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self._line = Line(piped=math.inf)
         self._count = len(orders)
         self._wide = max((len(order.scenario) for order in orders), default=0) + 4
-        self._done = self._ooms = 0
+        self._done = 0
 
     def begin(self, order: Order) -> None:
         self._order, self._ooms = order, 0
         self._done += 1
-        self._rewrite(f"{self._head(order.scenario)} measuring")
+        self._line.tell(f"{self._head(order.scenario)} measuring")
 
     def step(self, step: Step) -> None:
         self._ooms += step.ooms
         where = f"step {step.step + 1}/{self._order.steps}"
-        self._rewrite(f"{self._head(self._order.scenario)} {where}, micro-batch {step.size}, loss {step.loss:.4g}, {_ooms(self._ooms)}")
+        self._line.tell(f"{self._head(self._order.scenario)} {where}, micro-batch {step.size}, loss {step.loss:.4g}, {_ooms(self._ooms)}")
 
     def end(self, runs: Sequence[Run]) -> None:
+        self._line.clear()
         for run in runs:
             sizes = f"micro-batch {run.sizes[0]}–{run.sizes[-1]}" if run.sizes else "no step"
             figures = f"{len(run.steps)} steps, {sizes}, {_ooms(run.ooms)}, {run.seconds:.1f} s"
-            self._rewrite(f"{self._head(run.title)} {verdict(run):<6} {figures}", last=True)
+            print(f"{self._head(run.title)} {run.verdict:<6} {figures}", flush=True)
 
     def _head(self, title: str) -> str:
         return f"[{self._done:>{len(str(self._count))}}/{self._count}] {title:<{self._wide}} {self._order.kind:<6}"
-
-    def _rewrite(self, text: str, *, last: bool = False) -> None:
-        if self._live:
-            width = shutil.get_terminal_size().columns - 1
-            self._out.write(f"\r{text[:width]:<{width}}" + ("\n" if last else ""))
-        elif last:
-            self._out.write(f"{text}\n")
-        self._out.flush()
-
-
-def verdict(run: Run) -> str:
-    return "FAILED" if not run.passed else "not shown" if run.unshown else "ok"
 
 
 def _ooms(count: int) -> str:
@@ -70,7 +57,7 @@ def _row(run: Run) -> tuple[str, ...]:
     sizes = [str(size) for size in run.sizes]
     short = " ".join(sizes if len(sizes) <= 6 else [*sizes[:3], "…", *sizes[-2:]])
     figures = str(len(run.steps)), str(run.ooms), f"{run.replayed:.1%}", short, difference, f"{run.seconds:.1f}"
-    return (run.title, run.kind, run.model, *figures, verdict(run))
+    return (run.title, run.kind, run.model, *figures, run.verdict)
 
 
 def summary(runs: Sequence[Run]) -> str:

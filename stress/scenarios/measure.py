@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -121,12 +120,10 @@ def _measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     first, held = memory.peak(), memory.live()
     optimizer.zero_grad()
     pieces.run(sizes[0])
-    peaks, seconds = [], 0.0
+    peaks = []
     for size in sizes:
         memory.reset_peak()
-        began = time.perf_counter()
         pieces.run(size)
-        seconds = time.perf_counter() - began
         peaks.append(memory.peak())
     memory.reset_peak()
     optimizer.step()
@@ -141,7 +138,7 @@ def _measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     for step in range(min(steps, LOOKED_AT)):  # batches are made outside the runtime, and on the device where that is the host
         batch_of(subject, step)
     floor = max(held + copies, memory.peak())
-    return Needs(samples, rest, sizes, [max(floor, peak) for peak in _rising(peaks)], first, held, seconds, floor)
+    return Needs(samples, rest, sizes, [max(floor, peak) for peak in _rising(peaks)], first, held, floor)
 
 
 def _measure_by_trial(memory: MemoryLimit, subject: Subject, needs: Needs, steps: int) -> Needs:

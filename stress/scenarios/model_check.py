@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elastic_mbs import ElasticMBS
-from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.errors import UsageError
 
 from ..flat_options import grouped
@@ -17,7 +16,7 @@ from ..models.factory import make
 from ..models.subject import Subject, naming
 from ..reference.by_hand import accumulate, view_of
 from .measure import batch_of
-from .reference import generators_of, norm_of, relative, rounding_of, state_of, weight_difference
+from .reference import generators_of, norm_of, on_device, relative, rounding_of, state_of, weight_difference
 
 
 def check(model: str, seed: int, device: str) -> Subject:
@@ -45,7 +44,7 @@ def check(model: str, seed: int, device: str) -> Subject:
 def _run(subject: Subject, model: str, device: str) -> None:
     """Runs the first batch, and its loss once more from the same streams and buffers."""
     with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
-        view = _first_batch(subject, device)
+        view = view_of(subject, on_device(subject, 0, device))
         streams, buffers = generators_of(subject), [buffer.clone() for buffer in subject.model.buffers()]
         start = streams.read(hosts=True)
         loss = accumulate(subject, view, [[0, view.length]])
@@ -72,10 +71,6 @@ def _batch_in_words(subject: Subject) -> str:
     if isinstance(subject.batches, tuple) and all(isinstance(each, Tensor) for each in subject.batches):
         return f" (batches are a tuple of {len(subject.batches)} tensors, each of which is taken for a batch: is it one batch? then give [batch])"
     return ""
-
-
-def _first_batch(subject: Subject, device: str) -> BatchView:
-    return view_of(subject, map_tensors(batch_of(subject, 0), lambda tensor: tensor.to(device)))
 
 
 def _same(first: Subject, second: Subject) -> bool:

@@ -71,9 +71,9 @@ class Timeline:
             hooks = [self._move] if supply is not None and supply.when == "backward" else []
             hooks += [] if inside is None else [inside]
             leaf = next((each for each in tree_leaves(loss) if isinstance(each, Tensor) and each.requires_grad), None)
-            for hook in hooks:
-                if leaf is not None:
-                    leaf.register_hook(functools.partial(_call, hook))
+            if leaf is not None:
+                for hook in hooks:
+                    leaf.register_hook(lambda gradient, hook=hook: hook())
             return loss
 
         return watched
@@ -102,7 +102,3 @@ class Timeline:
             self._memory.occupy(wanted[1])
         who = f"a co-tenant holds {format_bytes(wanted[1])} of" if wanted[1] else "there are"
         self._note(f"{who} {format_bytes(wanted[0])}")
-
-
-def _call(hook: Callable[[], None], gradient: Tensor) -> None:
-    hook()

@@ -6,14 +6,11 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic_mbs.errors import UsageError
 from stress.record import End, Mark, Needs, Run
-from stress.report import write_html
 from stress.report.data import MOVES, overview, run_data
 from stress.report.page import render
 from tests.helpers.records import SAME, halves, record, step
@@ -121,8 +118,3 @@ def test_the_overview_counts_real_failures_apart_and_names_the_worst_run() -> No
     assert told["OOMs survived"][0] == "3"
     runs = [*runs, run("sawtooth", differences=replace(SAME, loss=math.nan))]
     assert {name: remark for name, _, remark in overview(runs)}["largest difference"] == "sawtooth · budget"
-
-
-def test_where_nothing_can_be_written_one_line_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--html .*nowhere.*: it cannot be written: No such file or directory$"):
-        write_html([run()], tmp_path / "nowhere" / "runs")
