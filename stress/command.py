@@ -24,11 +24,7 @@ COMMANDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The tool's options and its other commands; each sets `run`, a function of the parsed options that returns the exit code.
-
-    Args:
-        parser: of `python -m stress`, or of `elastic-mbs stress`.
-    """
+    """The tool's options and its other commands; each sets `run`, a function of the parsed options that returns the exit code."""
     scenarios.add_arguments(parser)
     parser.set_defaults(run=_on_one_line(scenarios.main))
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", action=Commands)

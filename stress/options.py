@@ -16,13 +16,7 @@ MOST = 1_000_000.0
 
 
 def whole(least: int, most: int | None = None, *, why: str = "") -> Callable[[str], int]:
-    """Reads a whole number.
-
-    Args:
-        least: the smallest that is allowed.
-        most: the largest; None for no limit.
-        why: what a number below `least` is too few for, in words.
-    """
+    """Reads a whole number; `why` says in words what one below `least` is too few for."""
     allowed = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
 
     def read(text: str) -> int:
@@ -44,12 +38,7 @@ seed = whole(0, LARGEST_SEED)
 
 
 def duration(unit: str, *, zero: bool = False) -> Callable[[str], float]:
-    """Reads a length of time.
-
-    Args:
-        unit: "seconds" or "minutes".
-        zero: whether there may be none.
-    """
+    """Reads a length of time in seconds or minutes."""
     allowed = f"a number of {unit} {'from 0 on' if zero else 'above 0'}, up to {MOST:.0f}"
 
     def read(text: str) -> float:

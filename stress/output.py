@@ -8,11 +8,7 @@ from elastic_mbs.errors import UsageError
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Looks before minutes of work whether a file can be written after them, by opening it. What is in it stays.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Opens a file before minutes of work, so that UsageError comes before them where it cannot be written. What is in it stays."""
     if path is None:
         return
     try:

@@ -21,19 +21,16 @@ class Streams:
 
     @classmethod
     def now(cls) -> Streams:
-        """As they stand now."""
         numpy = sys.modules.get("numpy.random")
         return cls(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state())
 
     def restore(self) -> None:
-        """Puts them back."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
 
     def same(self, other: Streams) -> bool:
-        """Whether all of them stand at the same place."""
         return torch.equal(self.torch, other.torch) and self.python == other.python and repr(self.numpy) == repr(other.numpy)
 
 

@@ -13,8 +13,7 @@ from typing import Self
 
 from .exit_codes import HANG
 
-GRACE = 0.25
-"""Seconds that the thread waits for faulthandler, which needs no Python to write the stacks."""
+GRACE = 0.25  # seconds that the thread waits for faulthandler, which needs no Python to write the stacks
 
 
 def end_process(report: str) -> None:
@@ -25,13 +24,7 @@ def end_process(report: str) -> None:
 
 
 class Watchdog:
-    """Watches over one block of code.
-
-    Args:
-        seconds: how long it may take.
-        text: what to tell of it.
-        on_hang: gets the text and the stacks when it takes longer.
-    """
+    """Limits the seconds that a block of code can take; `on_hang` gets `text()` and the stacks when it takes longer."""
 
     def __init__(self, seconds: float, text: Callable[[], str], on_hang: Callable[[str], None] = end_process) -> None:
         self._seconds, self._text, self._on_hang = seconds, text, on_hang
@@ -40,13 +33,11 @@ class Watchdog:
         self._timer.daemon = True
 
     def __enter__(self) -> Self:
-        """Starts the clock."""
         faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
         self._timer.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stops it."""
         self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
         self._timer.join()

@@ -62,12 +62,12 @@ KINDS = tuple(_LIMITS)
 
 def available(kind: str) -> str | None:
     """Why a kind of limit cannot be had on this machine, in words; None if it can."""
-    return _entry(kind)[1]()
+    return _LIMITS[kind][1]()
 
 
 def in_child(kind: str) -> bool:
     """Whether a limit of this kind has to be opened in a process of its own, by `run_child`."""
-    return _entry(kind)[0] in {ShimLimit, ProcessLimit}
+    return _LIMITS[kind][0] in {ShimLimit, ProcessLimit}
 
 
 def open_limit(kind: str, **options: Any) -> MemoryLimit:
@@ -75,10 +75,4 @@ def open_limit(kind: str, **options: Any) -> MemoryLimit:
     problem = available(kind)
     if problem is not None:
         raise UsageError(problem)
-    return _entry(kind)[0](**options)
-
-
-def _entry(kind: str) -> tuple[Callable[..., MemoryLimit], Callable[[], str | None]]:
-    if kind not in _LIMITS:
-        raise UsageError(f"there is no memory limit {kind!r}; one of {', '.join(KINDS)}")
-    return _LIMITS[kind]
+    return _LIMITS[kind][0](**options)

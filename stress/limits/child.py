@@ -81,13 +81,7 @@ class Line:
 
 
 def run_child(kind: str, job: Callable[..., object], arguments: Mapping[str, Any] | None = None, *, deadline: float) -> Iterator[Any]:
-    """Runs a job under a limit of this kind and yields what it emits.
-
-    Args:
-        kind: the limit that the job will open; decides on the environment.
-        job: a function at the top of a module, called as `job(line, **arguments)` in the child.
-        arguments: by name; pickled.
-        deadline: seconds after which the job counts as hung.
+    """Runs one `Child` and yields what it emits.
 
     Raises:
         UsageError: the job has raised one, or cannot be started here.
@@ -109,7 +103,10 @@ class Child:
     """One process: runs inside the `with` block and is gone after it. Iteration yields what it emits.
 
     Args:
-        kind, job, arguments, deadline: as for `run_child`.
+        kind: the limit that the job will open; decides on the environment.
+        job: a function at the top of a module, called as `job(line, **arguments)` in the child.
+        arguments: by name; pickled.
+        deadline: seconds after which the job counts as hung.
         fence: for "shim", the device that it shares with others; None for one of its own.
     """
 

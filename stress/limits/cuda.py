@@ -32,10 +32,7 @@ class CudaLimit(MemoryLimit):
     A capacity alone is a memory fraction, which is exact. With a co-tenant, the ballast process fills the device up to what is left to us, so that
     `cudaMalloc` itself fails; what our allocator has reserved it gets when we free it. Fragmented memory is a checkerboard of our own blocks in what
     the capacity leaves us; see `Checkerboard`.
-
-    Args:
-        device: with its index, or the current one.
-        shared: another one of us trains on the device, too, and a `Confined` decides how much both have.
+    Where it is `shared`, another one of us trains on the device, too, and a `Confined` decides how much both have.
     """
 
     kind = "cuda"

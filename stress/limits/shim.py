@@ -20,9 +20,7 @@ class ShimLimit(HostLimit):
 
     Counts tensors of 8 KiB and more: at rest that is model, gradients and optimizer, as on a GPU. The co-tenant competes for memory: what it cannot
     have at once it takes when we free it, which depends on timing.
-
-    Args:
-        shared: other processes train on the device, too: its capacity stays as it is when this one leaves.
+    Where it is `shared`, others train on the device, too: its capacity stays as it is when this one leaves.
     """
 
     kind = "shim"

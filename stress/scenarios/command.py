@@ -58,10 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs scenarios.
-
-    Returns:
-        0 if all assertions held; 1 if one did not, or a scenario could not be carried out. The records of all are written in both cases.
+    """Runs scenarios. Returns 0 if all assertions held, 1 if one did not or a scenario could not be carried out; the records are written anyhow.
 
     Raises:
         UsageError: an option makes no sense, or the model cannot be used.

@@ -65,13 +65,7 @@ def longest_batch(subject: Subject, steps: int) -> BatchView:
 
 
 def measure(memory: MemoryLimit, make: Callable[[], Subject], steps: int) -> Needs:
-    """Runs steps of several sizes, without a limit.
-
-    Args:
-        memory: open, without a limit yet.
-        make: makes the subject, the same each time.
-        steps: of the run to come.
-    """
+    """Runs pieces of several sizes and optimizer steps; `memory` is open, without a limit yet, and `make` makes the same subject each time."""
     needs = _measure(memory, make(), steps)
     if memory.kind != "rlimit":
         return needs

@@ -24,14 +24,7 @@ FLAT = 0.1
 
 
 def perform(order: Order, tell: Tell) -> list[Run]:
-    """Carries an order out and judges it.
-
-    Args:
-        order: what to run; fields of single processes are set here.
-        tell: called with each step of the (first) process.
-
-    Returns:
-        The record; two where the scenario has two processes.
+    """Carries an order out and judges its record; two where the scenario has two processes. `tell` is called with each step of the first.
 
     Raises:
         UsageError: the model cannot be trained like this, or the budget is below it.

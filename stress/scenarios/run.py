@@ -34,13 +34,7 @@ Meet = Callable[[str, Any], int | None]
 
 
 def run(order: Order, memory: MemoryLimit, tell: Tell = lambda step: None, meet: Meet = lambda moment, known: None) -> Run:
-    """Carries an order out.
-
-    Args:
-        order: what to run.
-        memory: a limit of its kind, not open yet.
-        tell: called with each step.
-        meet: called when what is trained has been made ("made"), and between training and comparison ("trained").
+    """Carries an order out under a limit that is not open yet. There is a `meet` after what is trained was made, and one after it was trained.
 
     Raises:
         UsageError: the model cannot be trained like this, or the budget is below it.

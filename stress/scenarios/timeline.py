@@ -16,15 +16,7 @@ from .scripts import Room, Supply
 
 
 class Timeline:
-    """Follows a script.
-
-    Args:
-        memory: whose limit and co-tenant are moved.
-        room: what shares are in bytes.
-        script: the step's supply.
-        note: called with each move, in words.
-        moves: False where two processes share a device, whose size is set once for both.
-    """
+    """Follows a script; `note` is called with each move, in words. Nothing `moves` where two share a device, whose size is set once for both."""
 
     def __init__(
         self, memory: MemoryLimit, room: Room, script: Callable[[int], Supply], note: Callable[[str], object], *, moves: bool = True

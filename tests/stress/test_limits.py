@@ -136,12 +136,6 @@ def test_each_kind_tells_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -
         ShimLimit()
 
 
-@pytest.mark.parametrize("ask", [available, in_child, open_limit], ids=["available", "in_child", "open_limit"])
-def test_an_unknown_kind_is_refused_with_those_there_are(ask: Any) -> None:
-    with pytest.raises(UsageError, match="no memory limit 'moon'; one of budget, shim, rlimit, cuda"):
-        ask("moon")
-
-
 # ---------------------------------------------------------------------- budget
 
 

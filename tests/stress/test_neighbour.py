@@ -11,7 +11,7 @@ import pytest
 
 from stress.limits import Fence
 from stress.limits import fence as fences
-from stress.limits.neighbour import Heap, Neighbour
+from stress.limits.neighbour import Neighbour
 from tests.helpers.fenced import start, wait_for_end
 
 pytestmark = pytest.mark.skipif(fences.trouble() is not None, reason=str(fences.trouble()))
@@ -38,21 +38,6 @@ def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(monkeypatch: pyt
                 time.sleep(0.002)
             with pytest.raises(RuntimeError, match=r"has ended \(exit code -9\)"):
                 neighbour.hold(MEBI)
-
-
-def test_a_heap_frees_whole_blocks_and_takes_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap()
-    for wanted, held in ((4 * MEBI, 4 * MEBI), (10 * MEBI + 5, 10 * MEBI), (5 * MEBI, 5 * MEBI), (0, 0)):
-        heap.wanted = wanted
-        heap.adjust()
-        assert held <= heap.held <= wanted
-    there = heap._take
-    monkeypatch.setattr(heap, "_take", lambda size: size <= 3 * MEBI and there(size))  # no larger block is to be had
-    heap.wanted = 8 * MEBI
-    heap.adjust()
-    assert heap.held == 8 * MEBI
-    heap.wanted = 0
-    heap.adjust()
 
 
 def test_a_neighbour_ends_with_its_parent() -> None:

@@ -16,7 +16,7 @@ from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
-from stress.limits import Fence, available
+from stress.limits import available
 from stress.record import Needs, Step, write_json
 from stress.scenarios import scripts
 from stress.scenarios.catalogue import SCENARIOS, Order
@@ -202,13 +202,3 @@ def test_two_of_whom_one_fails_are_one_complaint(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("stress.scenarios.processes.carry_out", jobs.fail)
     (run,) = perform(Order("two_elastic", "shim", "wide", 0, 8), ignore)
     assert "TypeError" in run.complaints[0]
-
-
-def test_a_fence_has_its_size_from_the_moment_that_both_models_are_there() -> None:
-    if available("shim") is not None:
-        pytest.skip(str(available("shim")))
-    with Fence.create() as fence:
-        fence.leave(5000, held=400)
-        assert fence.budget == 5000, "what is held counts in it"
-        fence.leave(None)
-        assert fence.budget > 1 << 60
