@@ -359,7 +359,7 @@ class ElasticMBS:
         if not context.monitor.running:
             context.monitor.start()
         if context.telemetry is not None:
-            context.telemetry.begin(context.devices[0])
+            context.log.begin()
         args, kwargs = arguments
         view = context.retry("look at the batch", lambda: self._batches.view(batch, name, training=training, args=args, kwargs=kwargs))
         counts = context.retry("count the loss terms", lambda: self._batches.counts(view, training=training))
@@ -388,7 +388,7 @@ class ElasticMBS:
             if result.kept() > MUCH:
                 self._context.warn_once(*size_warning(call.state.key.name, result.kept(), self.settings.outputs))
         if self._context.telemetry is not None:
-            self._context.telemetry.done(call.state.done_event(result), result if call.state.training else None)
+            self._context.telemetry.done(call.state.done_event(result), call.state.watch, result if call.state.training else None)
         return result
 
     def _check_complete(self) -> None:

@@ -23,6 +23,7 @@ from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
 from elastic_mbs.engine.result import StoredOutput
 from elastic_mbs.engine.state import Attempt, CallState, Phase, begin
+from elastic_mbs.engine.timing import known
 from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError
 from elastic_mbs.events import Resized
 from elastic_mbs.memory import oom
@@ -119,7 +120,7 @@ class Call:
         state, context = self.state, self.context
         attempt = Attempt(piece)
         if context.telemetry is not None:
-            context.telemetry.attempt()
+            state.watch.attempt()
         try:
             if state.streams is None:
                 streams = context.streams.read(hosts=True)
@@ -293,7 +294,7 @@ class Call:
                 self.context.controller.abandon(state.key)
                 self._close()
                 if self.context.telemetry is not None:
-                    self.context.telemetry.ended(state.failed_event(error), error)
+                    self.context.telemetry.ended(state.failed_event(error), state.watch, error)
             call_on_fatal(state, error)
 
     def _unwind(self, error: BaseException) -> None:
@@ -362,8 +363,9 @@ def _inform_controller(state: CallState) -> None:
     """Gives the controller what the call has shown, and emits the move that follows."""
     context, seen = state.context, state.observation()
     if not state.plan.probing:
-        context.clock.stop((state.key, seen))
-    for (key, timed), seconds in context.clock.done():
+        state.watch.stop()
+        context.timed.append((state.watch, (state.key, seen)))
+    for (key, timed), seconds in known(context.timed):
         if timed is seen:
             seen = seen._replace(seconds=seconds)
         else:

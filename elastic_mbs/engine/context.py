@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.messages import Capacity, Key, Observation
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile
-from elastic_mbs.engine.timing import CallClock, Telemetry
+from elastic_mbs.engine.timing import Telemetry, Timed
 from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
 from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, Monitor, Reading, UsageMeter, margin_of, oom, refuse_devices, sensor_for
@@ -40,7 +41,7 @@ class Context:
             clock=time.monotonic,
             random=random.Random(time.time_ns() if policy.seed is None else policy.seed),
         )
-        self.clock: CallClock[tuple[Key, Observation]] = CallClock()
+        self.timed: Timed[tuple[Key, Observation]] = deque()
         self.telemetry = Telemetry(log) if enabled and log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)

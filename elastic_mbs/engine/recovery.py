@@ -264,7 +264,7 @@ def _report(state: CallState, failure: Failure, mode: Mode) -> None:
             held_by_others=None if seen is None else seen.held_by_others,
             holders="" if seen is None else describe(seen.holders),
             reading_age=None if seen is None else max(0.0, time.monotonic() - seen.at),
-            seconds_lost=None if context.telemetry is None else context.telemetry.failed(mode.value),
+            seconds_lost=None if context.telemetry is None else state.watch.failed(mode.value),
         )
     )
 

@@ -25,7 +25,7 @@ from elastic_mbs.controller.messages import Key, Observation, Plan
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.result import StepResult, StoredOutput
-from elastic_mbs.engine.timing import memory_figures
+from elastic_mbs.engine.timing import Stopwatch, memory_figures
 from elastic_mbs.events import CallDone, CallFailed
 from elastic_mbs.memory.oom import Verdict
 from elastic_mbs.options import OutputPlace
@@ -118,6 +118,7 @@ class CallState:
     table: SavedTensorTable | None  # of autograd's saved tensors (door 3)
     batch_versions: Any  # of the batch's tensors at the start
 
+    watch: Stopwatch = field(init=False)
     resets: int = 0  # of the memory statistics, before the call
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None  # the one that runs
@@ -311,7 +312,7 @@ def _begin_measuring(state: CallState) -> None:
         context.meter.reset_peak()
         context.controller.holds(state.key, _held_at_start(state))
     state.resets = context.meter.resets
-    context.clock.start(context.devices[0])
+    state.watch = Stopwatch(context.devices[0])
 
 
 def _held_at_start(state: CallState) -> int | None:

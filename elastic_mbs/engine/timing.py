@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from time import monotonic
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,115 +16,100 @@ from elastic_mbs.engine.result import StepResult
 from elastic_mbs.events import CallDone, CallFailed, EventLog
 from elastic_mbs.memory import Headroom, Monitor, UsageMeter
 
-Payload = TypeVar("Payload")
+T = TypeVar("T")
 
 
-class _Span(NamedTuple):
-    """A call that has ended on the host."""
+class Stopwatch:
+    """Times one call: by the host's clock, or by events in the device's own queue of work where that is asynchronous."""
 
-    payload: Any
-    start: torch.cuda.Event | None
-    end: torch.cuda.Event | None
-    seconds: float | None  # where the host knows them
+    def __init__(self, device: torch.device) -> None:
+        self.device = device  # the model's, which need not be the thread's current one
+        self.lost = 0.0  # seconds of failed attempts, always the host's: an allocator refuses there, while the device still runs earlier work
+        self._seconds: float | None = None  # where the host knows them
+        self._start = _stamp(device)
+        self._end: torch.cuda.Event | None = None
+        self._began = self._attempted = monotonic()
 
-    def ended(self, *, wait: bool) -> bool:
-        if self.end is None:
+    def attempt(self) -> None:
+        """An attempt at a piece begins."""
+        self._attempted = monotonic()
+
+    def failed(self, mode: str) -> float:
+        """An attempt has failed and is undone, and with `mode` "step" everything since the call began; returns the seconds that this has cost."""
+        now = monotonic()
+        seconds = now - self._began - self.lost if mode == "step" else now - self._attempted
+        self._attempted = now
+        self.lost += seconds
+        return seconds
+
+    def elapsed(self) -> float:
+        """Seconds since the call began, by the host's clock."""
+        return monotonic() - self._began
+
+    def stop(self) -> None:
+        """The call has ended on the host."""
+        if self.device.type != "cuda":
+            self._seconds = self.elapsed()
+        elif self._start is not None:
+            self._end = _stamp(self.device)
+
+    def done(self, *, wait: bool = False) -> bool:
+        """Whether the device has ended the call, too."""
+        if self._end is None:
             return True
         try:  # cuda-only
             if wait:
-                self.end.synchronize()
-            return bool(self.end.query())
+                self._end.synchronize()
+            return bool(self._end.query())
         except RuntimeError:  # cuda-only
             return True  # a lost device: the next step says more
 
-    def read(self) -> float | None:
-        if self.start is None or self.end is None:
-            return self.seconds
+    def seconds(self) -> float | None:
+        """Seconds of a call that is done; None where the device was lost."""
+        if self._start is None or self._end is None:
+            return self._seconds
         try:  # cuda-only
-            return float(self.start.elapsed_time(self.end)) / 1000
+            return float(self._start.elapsed_time(self._end)) / 1000
         except RuntimeError:  # cuda-only
             return None
 
 
-class CallClock(Generic[Payload]):
-    """Times calls: with the host's clock, or with events in the device's own queue of work where that is asynchronous.
+Timed = deque[tuple[Stopwatch, T]]  # calls that have ended on the host, each with what its seconds are wanted for
 
-    Args:
-        host: the host's clock, in seconds.
-    """
 
-    def __init__(self, host: Callable[[], float] = time.monotonic) -> None:
-        self.host = host
-        self.began = 0.0  # when the call began, by the host's clock
-        self.device = torch.device("cpu")  # where its work is done
-        self._start: torch.cuda.Event | None = None
-        self._open: deque[_Span] = deque()
-
-    def start(self, device: torch.device) -> None:
-        """A call begins, with its model on `device`, which need not be the thread's current one."""
-        self.device, self._start, self.began = device, _stamp(device), self.host()
-
-    def stop(self, payload: Payload) -> None:
-        """The call has ended; `payload` comes back from `done` with its seconds."""
-        seconds = None if self.device.type == "cuda" else self.host() - self.began
-        self._open.append(_Span(payload, self._start, None if self._start is None else _stamp(self.device), seconds))
-
-    def done(self, *, wait: bool = False) -> Iterator[tuple[Payload, float | None]]:
-        """The calls whose seconds are known by now, in order, each once; None where the device was lost. With `wait`, all of them."""
-        while self._open and self._open[0].ended(wait=wait):
-            span = self._open.popleft()
-            yield span.payload, span.read()
+def known(timed: Timed[T], *, wait: bool = False) -> Iterator[tuple[T, float | None]]:
+    """Takes out the calls whose seconds are known by now, in order; with `wait`, all of them."""
+    while timed and timed[0][0].done(wait=wait):
+        watch, payload = timed.popleft()
+        yield payload, watch.seconds()
 
 
 class Telemetry:
-    """Times the calls of one runtime and emits a `CallDone` for each. A runtime has one only where something listens.
+    """Emits a `CallDone` for each call of one runtime. A runtime has one only where something listens."""
 
-    Times of failed attempts are the host's: an allocator refuses on the host, but work that was queued on the device before can still be running.
-    """
-
-    def __init__(self, log: EventLog, clock: CallClock[tuple[CallDone, float | torch.Tensor | None]] | None = None) -> None:
+    def __init__(self, log: EventLog) -> None:
         self._log = log
-        self._clock: CallClock[tuple[CallDone, float | torch.Tensor | None]] = clock or CallClock()
-        self._attempted = self._lost = 0.0
+        self._timed: Timed[tuple[CallDone, float | torch.Tensor | None]] = deque()
         self._pid = os.getpid()
 
-    def begin(self, device: torch.device) -> None:
-        """A call begins, with its model on `device`."""
-        self._log.begin()
-        self._clock.start(device)
-        self._attempted, self._lost = self._clock.began, 0.0
-
-    def attempt(self) -> None:
-        """An attempt at a piece begins."""
-        self._attempted = self._clock.host()
-
-    def failed(self, mode: str) -> float:
-        """An attempt has failed and is undone; with `mode` "step" everything since the call began is.
-
-        Returns:
-            Seconds that this failure has cost.
-        """
-        now = self._clock.host()
-        seconds = now - self._clock.began - self._lost if mode == "step" else now - self._attempted
-        self._attempted = now
-        self._lost += seconds
-        return seconds
-
-    def done(self, event: CallDone, result: StepResult | None) -> None:
+    def done(self, event: CallDone, watch: Stopwatch, result: StepResult | None) -> None:
         """A call has finished. Emits what is known by now, of this one and of those before it.
 
         Args:
             event: of the call; its times and its loss are filled in here.
+            watch: the call's.
             result: of a call that trained, for the loss.
         """
-        loss = None if result is None else _fetch(result, self._clock.device)
-        self._clock.stop((replace(event, seconds_lost=self._lost, ended=self._clock.host()), loss))
+        loss = None if result is None else _fetch(result, watch.device)
+        watch = copy.copy(watch)
+        watch.stop()  # again: its callbacks have run since, and the loss is being copied
+        self._timed.append((watch, (replace(event, seconds_lost=watch.lost, ended=monotonic()), loss)))
         self._emit(wait=False)
 
-    def ended(self, event: CallFailed, error: BaseException) -> None:
+    def ended(self, event: CallFailed, watch: Stopwatch, error: BaseException) -> None:
         """A call has ended by `error`. A sink that fails now is noted on it: it must not take its place."""
         try:
-            self._log.emit(replace(event, seconds=self._clock.host() - self._clock.began, seconds_lost=self._lost))
+            self._log.emit(replace(event, seconds=watch.elapsed(), seconds_lost=watch.lost))
         except Exception as problem:
             error.add_note(f"elastic_mbs: a function in on_event failed at CallFailed: {type(problem).__name__}: {problem}")
 
@@ -133,7 +119,7 @@ class Telemetry:
             self._emit(wait=True)
 
     def _emit(self, *, wait: bool) -> None:
-        for (event, loss), seconds in self._clock.done(wait=wait):
+        for (event, loss), seconds in known(self._timed, wait=wait):
             self._log.emit(replace(event, seconds=seconds, loss=None if loss is None or seconds is None else float(loss)))
 
 

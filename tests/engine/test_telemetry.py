@@ -1,11 +1,10 @@
-"""How long calls take, and what is reported of them: once, in order, without waiting, and at no cost where nothing listens."""
+"""What is reported of a call: once, in order, without waiting, and at no cost where nothing listens."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,18 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import CallDone, CallFailed, ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, OutOfMemory, Policy, Unavailable
-from elastic_mbs.engine import state
+from elastic_mbs.engine import state, timing
 from elastic_mbs.engine.result import StepResult
-from elastic_mbs.engine.timing import CallClock, Telemetry, memory_figures
-from elastic_mbs.events import EventLog
+from elastic_mbs.engine.timing import Telemetry, Timed, memory_figures
 from elastic_mbs.memory import NoMeter
 from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.sensor import Reading, Usage
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.events import Heard
 from tests.helpers.steps import cross_entropy, elastic, mlp, pairs, through
-
-CPU = torch.device("cpu")
 
 
 class Clock:
@@ -36,37 +32,38 @@ class Clock:
         return self.now
 
 
-class LateClock(CallClock[Any]):
-    """A clock of a device that has done only as many calls as the test says."""
-
-    def __init__(self, host: Callable[[], float]) -> None:
-        super().__init__(host)
-        self.arrived, self.count, self.calls = 0, 0, list[Any]()
-
-    def stop(self, payload: Any) -> None:
-        self.calls.append(payload)
-
-    def done(self, *, wait: bool = False) -> Iterator[tuple[Any, float | None]]:
-        while self.calls and (wait or self.count < self.arrived):
-            self.count += 1
-            yield self.calls.pop(0), float(self.count)
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "monotonic", clock)
+    return clock
 
 
-def runtime(heard: Heard, kind: type[CallClock[Any]] = CallClock, **options: Any) -> tuple[ElasticMBS, Telemetry, Clock, Any, nn.Module]:
-    model, host = mlp(), Clock()
-    mbs, clock = elastic(model, on_event=heard, **options), kind(host)
-    telemetry = mbs._context.telemetry = Telemetry(mbs._context.log, clock)
-    return mbs, telemetry, host, clock, model
+class Device:
+    """A device that has ended only as many calls as the test says. The n-th took n seconds."""
+
+    arrived = ended = 0
+
+    def known(self, timed: Timed[Any], *, wait: bool = False) -> Iterator[tuple[Any, float | None]]:
+        while timed and (wait or self.ended < self.arrived):
+            self.ended += 1
+            yield timed.popleft()[1], float(self.ended)
 
 
-# ---------------------------------------------------------------------- where nothing listens
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    late = Device()
+    monkeypatch.setattr(timing, "known", late.known)
+    return late
+
+
+def telemetry_of(mbs: ElasticMBS) -> Telemetry:
+    assert mbs._context.telemetry is not None
+    return mbs._context.telemetry
 
 
 def test_without_a_sink_or_a_log_no_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object, **__: object) -> CallDone:
-        raise AssertionError("CallDone was built")
-
-    monkeypatch.setattr(state, "CallDone", never)
+    monkeypatch.setattr(state, "CallDone", Mock(side_effect=AssertionError("CallDone was built")))
     model = mlp()
     with elastic(model, micro_batch_size=4) as mbs:
         mbs.backward(cross_entropy(model), pairs())
@@ -82,13 +79,13 @@ def test_without_a_sink_or_a_log_no_call_is_reported(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", [1, 3])
-def test_each_call_is_reported_once_with_its_loss(door: int) -> None:
+def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_begins(door: int) -> None:
     heard, model = Heard(), mlp()
     with elastic(model, on_event=heard, micro_batch_size=3) as mbs:
-        for number in range(3):
+        for number in range(1, 4):
             model.zero_grad()
             result = through(door, mbs, cross_entropy(model), pairs())
-            assert len(heard.calls) == number + 1
+            assert (heard.begun, len(heard.calls), heard.closed) == (number, number, 0)
             done = heard.calls[-1]
             assert done.loss == pytest.approx(float(result), rel=1e-14)
             assert (done.samples, done.pieces, done.size_before, done.micro_batch_size) == (8, 3, 3, 3)
@@ -96,23 +93,19 @@ def test_each_call_is_reported_once_with_its_loss(door: int) -> None:
             assert done.seconds is not None
             assert done.seconds > 0
             assert (done.free, done.held_by_others, done.total) == (None, None, None)  # it has no sensor
-            assert replace(done, name="x").line()
         mbs.eval(lambda batch: model(batch[0]), pairs())
         done = heard.calls[-1]
         assert (done.mode, done.loss, done.samples, done.pieces) == ("eval", None, 8, 3)
+    assert heard.closed == 1
 
 
 def test_a_call_that_fails_is_reported_as_that_and_not_as_finished() -> None:
     heard, model = Heard(), mlp()
-
-    def broken(batch: object) -> Tensor:
-        raise ZeroDivisionError("by zero\nand more")
-
+    batch = pairs()
     with elastic(model, on_event=heard) as mbs:
         with pytest.raises(ZeroDivisionError):
-            mbs.backward(broken, pairs())
-        mbs.backward(cross_entropy(model), pairs())
-        batch = pairs()
+            mbs.backward(Mock(side_effect=ZeroDivisionError("by zero\nand more")), batch)
+        mbs.backward(cross_entropy(model), batch)
         with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
             mbs.backward(cross_entropy(model), batch)
     failed = [event for event in heard.events if isinstance(event, CallFailed)]
@@ -124,14 +117,8 @@ def test_a_call_that_fails_is_reported_as_that_and_not_as_finished() -> None:
 
 
 def test_a_sink_that_fails_when_a_call_has_failed_does_not_hide_why() -> None:
-    def broken(event: Event) -> None:
-        raise ValueError("disk")
-
-    def loss_fn(batch: object) -> Tensor:
-        raise ZeroDivisionError
-
-    with elastic(mlp(), on_event=broken) as mbs, pytest.raises(ZeroDivisionError) as caught:
-        mbs.backward(loss_fn, pairs())
+    with elastic(mlp(), on_event=Mock(side_effect=ValueError("disk"))) as mbs, pytest.raises(ZeroDivisionError) as caught:
+        mbs.backward(Mock(side_effect=ZeroDivisionError), pairs())
     assert caught.value.__notes__ == ["elastic_mbs: a function in on_event failed at CallFailed: ValueError: disk"]
 
 
@@ -151,59 +138,49 @@ def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_w
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("mode", ["piece", "step"])
-def test_lost_is_the_time_of_the_attempts_that_failed(mode: str) -> None:
-    heard = Heard()
-    mbs, _, host, _, model = runtime(heard, micro_batch_size=4)
-    loss_fn, attempts = cross_entropy(model), 0
+def test_lost_is_the_time_of_the_attempts_that_failed(host: Clock, mode: str) -> None:
+    heard, model = Heard(), mlp()
+    failing = False
 
     def step(batch: Any) -> Tensor:
-        nonlocal attempts
-        attempts += 1
+        nonlocal failing
         host.now += 1.0
-        loss: Tensor = loss_fn(batch)
-        if attempts == 2:
-            if mode == "step":  # a failure in a backward before any has succeeded is replayed from the start
-                loss.register_hook(fail)
-            else:
+        loss: Tensor = cross_entropy(model)(batch)
+        if failing:
+            failing = False
+            if mode == "piece":
                 fail(loss)
+            loss.register_hook(fail)  # a failure in a backward before any has succeeded is replayed from the start
         return loss
 
     def fail(_: Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
-    with mbs:
+    with elastic(model, micro_batch_size=4, on_event=heard) as mbs:
         if mode == "piece":
-            attempts = -2
-            mbs.backward(step, pairs())  # two clean pieces first
-            attempts, heard.events = 0, []
+            mbs.backward(step, pairs())
             model.zero_grad()
-        else:
-            attempts = 1
+        began, failing = host.now, True
         mbs.backward(step, pairs())
     failures = [event for event in heard.events if isinstance(event, OutOfMemory)]
     assert [(event.mode, event.seconds_lost, event.requested) for event in failures] == [(mode, 1.0, 2 << 20)]
-    (done,) = heard.calls
-    assert done.seconds_lost == 1.0
-    assert done.seconds == host.now - 100.0 - (2.0 if mode == "piece" else 0.0)
-    assert done.ended == host.now
+    done = heard.calls[-1]
+    assert (done.seconds_lost, done.seconds, done.ended) == (1.0, host.now - began, host.now)
 
 
-def test_what_a_replay_from_the_start_loses_is_counted_once() -> None:
-    host = Clock()
-    telemetry = Telemetry(EventLog(), CallClock(host))
-    telemetry.begin(CPU)
-    host.now += 1  # a piece that commits
-    telemetry.attempt()
-    host.now += 2
-    assert telemetry.failed("piece") == 2
-    telemetry.attempt()
-    host.now += 4
-    assert telemetry.failed("step") == 5  # this attempt and the piece that had committed
-    telemetry.attempt()
-    host.now += 8
-    assert telemetry.failed("isolate") == 8
-    telemetry.begin(CPU)
-    assert telemetry.failed("step") == 0
+@pytest.mark.parametrize("inner", ["eval", "backward"])
+def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(host: Clock, inner: str) -> None:
+    heard, model = Heard(), mlp()
+    with elastic(model, micro_batch_size=8, on_event=heard) as mbs:
+        for micro in mbs.micro_batches(pairs()):
+            with micro:
+                host.now += 4.0
+                micro.backward(cross_entropy(model)(micro.data))
+                if inner == "eval":
+                    micro.on_commit(lambda: mbs.eval(lambda batch: model(batch[0]), pairs()))
+                else:
+                    micro.on_commit(lambda: mbs.backward(cross_entropy(model), pairs()))
+    assert [done.seconds for done in heard.calls] == [0.0, 4.0]
 
 
 def test_reading_the_loss_takes_no_memory_and_waits_for_nothing() -> None:
@@ -216,15 +193,6 @@ def test_reading_the_loss_takes_no_memory_and_waits_for_nothing() -> None:
         rest = budget.live
         assert result.loss_on_host() is not None
         assert budget.peak == rest
-
-
-def test_the_sinks_of_this_package_hear_when_calls_begin_and_when_the_runtime_is_closed() -> None:
-    heard, model = Heard(), mlp()
-    with elastic(model, on_event=heard) as mbs:
-        mbs.backward(cross_entropy(model), pairs())
-        mbs.backward(cross_entropy(model), pairs())
-        assert (heard.begun, heard.closed) == (2, 0)
-    assert heard.closed == 1
 
 
 # ---------------------------------------------------------------------- memory
@@ -259,41 +227,41 @@ def test_memory_is_reported_as_far_as_it_is_known(meter: NoMeter, reading: Readi
 # ---------------------------------------------------------------------- figures that come late
 
 
-def test_a_call_is_reported_when_its_figures_have_arrived_and_in_order() -> None:
-    heard = Heard()
-    mbs, _, _, clock, model = runtime(heard, LateClock)
-    with mbs:
+def test_a_call_is_reported_when_its_figures_have_arrived_and_in_order(device: Device) -> None:
+    heard, model = Heard(), mlp()
+    with elastic(model, on_event=heard) as mbs:
         for arrived in (0, 0, 1, 3):
-            clock.arrived = arrived
+            device.arrived = arrived
             mbs.backward(cross_entropy(model), pairs())
             assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0][:arrived]
     assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0, 4.0]  # the rest when the runtime was closed
     assert heard.closed == 1
 
 
+@pytest.mark.usefixtures("device")
 def test_a_users_sink_that_raises_at_the_end_keeps_no_file_open_and_loses_no_other_call() -> None:
-    heard = Heard()
-    mbs, telemetry, _, _, model = runtime(heard, LateClock)
+    heard, model, broken = Heard(), mlp(), True
+    mbs = elastic(model, on_event=[heard, lambda event: refuse_done(event) if broken else None])
     for _ in range(2):
         mbs.backward(cross_entropy(model), pairs())
-    sinks, mbs._context.log._sinks, mbs._context.log._closing = mbs._context.log._sinks, (heard, refuse_done), (heard,)
     with pytest.raises(ZeroDivisionError):
         mbs.close()
     assert heard.closed == 1
-    mbs._context.log._sinks = sinks
-    telemetry.rest()
+    broken = False
+    telemetry_of(mbs).rest()
     assert len(heard.calls) == 2
 
 
+@pytest.mark.usefixtures("device")
 def test_a_forked_child_reports_nothing_of_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Heard()
-    mbs, telemetry, _, _, model = runtime(heard, LateClock)
+    heard, model = Heard(), mlp()
+    mbs = elastic(model, on_event=heard)
     mbs.backward(cross_entropy(model), pairs())
     own = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: own + 1)
-    telemetry.rest()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: own + 1)
+        telemetry_of(mbs).rest()
     assert heard.calls == []
-    monkeypatch.undo()
     mbs.close()
     assert len(heard.calls) == 1
 
@@ -301,10 +269,10 @@ def test_a_forked_child_reports_nothing_of_its_parents_calls(monkeypatch: pytest
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # said once in a process, by whichever test is the first
 def test_reporting_calls_never_waits_for_the_device() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    where = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8)).to(device)
-    batch = torch.randn(64, 64, device=device)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8)).to(where)
+    batch = torch.randn(64, 64, device=where)
     heard = Heard()
     losses = []
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from elastic_mbs.engine.timing import CallClock
+from elastic_mbs.engine import timing
+from elastic_mbs.engine.timing import Stopwatch, Timed, known
 
 CPU = torch.device("cpu")
 
@@ -22,18 +22,34 @@ class Clock:
         return self.now
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3), st.booleans()), max_size=8))
-def test_on_a_cpu_the_seconds_of_a_call_are_known_when_it_ends(calls: list[tuple[float, float, bool]]) -> None:
-    host = Clock()
-    clock: CallClock[int] = CallClock(host)
-    for number, (pause, seconds, ends) in enumerate(calls):
-        host.now += pause
-        clock.start(CPU)
-        began = host.now
-        host.now += seconds
-        if ends:  # one that ended by an exception leaves no time
-            clock.stop(number)
-        assert list(clock.done()) == ([(number, host.now - began)] if ends else [])
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "monotonic", clock)
+    return clock
+
+
+def test_on_a_cpu_the_seconds_of_a_call_are_known_when_it_ends(host: Clock) -> None:
+    watch = Stopwatch(CPU)
+    host.now += 3
+    watch.stop()
+    host.now += 1
+    assert list(known(deque([(watch, "it")]))) == [("it", 3.0)]
+
+
+def test_what_a_replay_from_the_start_loses_is_counted_once(host: Clock) -> None:
+    watch = Stopwatch(CPU)
+    host.now += 1  # a piece that commits
+    watch.attempt()
+    host.now += 2
+    assert watch.failed("piece") == 2
+    watch.attempt()
+    host.now += 4
+    assert watch.failed("step") == 5  # this attempt and the piece that had committed
+    watch.attempt()
+    host.now += 8
+    assert watch.failed("isolate") == 8
+    assert (watch.lost, watch.elapsed()) == (15, 15)
 
 
 class DeviceEvent:
@@ -76,22 +92,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(device: torch.device) -> None:
-    clock: CallClock[int] = CallClock()
+    timed: Timed[int] = deque()
     for number in range(4):
-        clock.start(device)
+        watch = Stopwatch(device)
         DeviceEvent.now += 1 + number
-        clock.stop(number)
-    assert list(clock.done()) == []
+        watch.stop()
+        timed.append((watch, number))
+    assert list(known(timed)) == []
     DeviceEvent.horizon = 3
-    assert list(clock.done()) == [(0, 1.0), (1, 2.0)]
-    assert list(clock.done()) == []
-    assert list(clock.done(wait=True)) == [(2, 3.0), (3, 4.0)]
+    assert list(known(timed)) == [(0, 1.0), (1, 2.0)]
+    assert list(known(timed)) == []
+    assert list(known(timed, wait=True)) == [(2, 3.0), (3, 4.0)]
     assert DeviceEvent.streams == [device] * 8  # the model's, whichever is current
 
 
 def test_a_device_that_is_lost_leaves_times_unknown_and_raises_nothing(device: torch.device) -> None:
-    clock: CallClock[int] = CallClock()
-    clock.start(device)
-    clock.stop(0)
+    watch = Stopwatch(device)
+    watch.stop()
     DeviceEvent.lost = True
-    assert list(clock.done()) == [(0, None)]
+    assert list(known(deque([(watch, 0)]))) == [(0, None)]
