@@ -11,9 +11,9 @@
                                            Settled
 ```
 
-Shrinking needs no evidence but the failure; growing needs all of it (see `Controller.end`). A failure is remembered as a ceiling with the capacity
-seen then, and tried again only when that has risen and a cooldown has run. There can be several ceilings: one seen while a co-tenant was there is
-lifted when it leaves, and an older one, seen with all the memory, counts again.
+Shrinking needs no evidence but the failure; growing needs all of it: `growth.is_due` says when, `growth.next_size` how far. A failure is remembered
+as a ceiling with the capacity seen then, and tried again only when that has risen and a cooldown has run. There can be several: one seen while a
+co-tenant was there is lifted when it leaves, and an older one, seen with all the memory, counts again.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from elastic_mbs.controller.growth import double_fits, next_size
-from elastic_mbs.controller.messages import Capacity, Key, Move, Observation, Plan, shape_class
+from elastic_mbs.controller.growth import double_fits, is_due, next_size
+from elastic_mbs.controller.plan import CallOutcome, Capacity, Key, Move, Plan, shape_class
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.controller.saved import checked
+from elastic_mbs.controller.saved_value import checked
 from elastic_mbs.controller.track import Call, Ceiling, Probing, Settled, Track, Trial
 from elastic_mbs.errors import UsageError
 
-__all__ = ["Capacity", "Controller", "Key", "Limits", "Move", "Observation", "Plan", "Policy", "shape_class"]
+__all__ = ["CallOutcome", "Capacity", "Controller", "Key", "Limits", "Move", "Plan", "Policy", "shape_class"]
 
 VERSION = 1
 LONG_RUN = 4  # a growth that has run clean for so many times the patience, and for the length of the cooldown, ends the row of failed growths
 
 
 class Controller:
-    """(state, observation) → size in samples. A call is `begin`, any number of `piece_done` and `out_of_memory`, then `end` or `abandon`."""
+    """(state, what a call has seen) → size in samples. A call is `begin`, any number of `piece_done` and `out_of_memory`, then `end` or `abandon`."""
 
     def __init__(self, *, start: int | None, policy: Policy, clock: Callable[[], float], random: Random) -> None:
         self._start = start  # None: probe for a size
@@ -53,17 +53,17 @@ class Controller:
         elif track.call is not None:
             self.abandon(key)
         track.recent.append((samples, elements))
-        size, failed_at, probing = track.size, track.failed_at(), track.probing
+        size, probing = track.size, track.probing
         length = self._limits.longest(samples, size)
-        if failed_at is not None and length * elements >= failed_at:
-            size = min(size, self._limits.clamp((failed_at - 1) // elements))
+        if track.ceilings and length * elements >= track.ceilings[0].elements:
+            size = min(size, self._limits.clamp((track.ceilings[0].elements - 1) // elements))
             length = self._limits.longest(samples, size)
         known = track.calls >= self._policy.patience and length * elements <= track.memory.largest_observed
         # Peak statistics are the process's: someone else who resets them would be disturbed for ever, so a few calls without a peak end the attempt.
         learning = probing or (self._policy.grow and not known and track.calls_without_peak < self._policy.patience)
         size = min(size, samples)
-        track.call = Call(size, samples, elements, learning, probing)
-        return Plan(size, track.epoch, probing, learning)
+        track.call = Call(size, track.epoch, samples, elements, learning, probing)
+        return Plan(size, probing, learning)
 
     def holds(self, key: Key, held: int | None) -> None:
         """Takes the bytes in use outside the call's own needs (None: not known), as a call whose peaks are wanted begins."""
@@ -103,35 +103,30 @@ class Controller:
         call.fallback = failed_trial.before if failed_trial is not None and call.ooms == 1 else None
         return after if self._limits.pieces(attempted, after) > 1 else None
 
-    def end(self, key: Key, observation: Observation, capacity: Capacity | None) -> Move | None:
-        """A whole call has finished: the boundary at which the size can grow.
-
-        Growth needs all of: `patience` clean calls at this size; a reading newer than the last change of size; a predicted peak that, times the
-        fragmentation and with the margin, fits (or, while no peak was ever measured, no ceiling); fewer pieces than now, and a time gain that is not
-        known to be too small; no cooldown. It goes at most to the double, and no further than the recent batches need.
-        """
+    def end(self, key: Key, outcome: CallOutcome, capacity: Capacity | None) -> Move | None:
+        """A whole call has finished: the boundary at which the size can grow."""
         track, call = self._running(key)
         if capacity is not None and track.ceilings:
             track.confirm_ceilings(capacity, self._policy.changed)
-        if call.ooms or observation.ooms:
+        if call.ooms:
             return self._end_failed(track, call)
         track.call = None
-        length = call.longest if call.probing and call.longest else self._limits.longest(call.samples, observation.size)
-        self._measure(track, call, observation, length)
-        if track.probing and observation.epoch == track.epoch and call.samples == track.expected()[0]:
+        length = call.longest or self._limits.longest(call.samples, call.size)
+        self._measure(track, call, outcome, length)
+        if track.probing and call.epoch == track.epoch and call.samples == track.expected()[0]:
             track.state = Settled()  # a whole call at one size: there was nothing left to double
-        if observation.retries:
+        if outcome.retries:
             return self._end_thrashing(track, length, call.elements, capacity)
-        return self._end_clean(track, length * call.elements, observation.epoch, capacity)
+        return self._end_clean(track, length * call.elements, call.epoch, capacity)
 
-    def timed(self, key: Key, observation: Observation) -> None:
+    def timed(self, key: Key, outcome: CallOutcome) -> None:
         """The time of an earlier call has become known: device events are read when they are done, never waited for."""
         track = self._tracks.get(key)
-        if track is not None and not observation.ooms:
-            self._time(track, observation)
+        if track is not None and not outcome.ooms:
+            self._time(track, outcome)
 
     def abandon(self, key: Key) -> None:
-        """The call ended by an exception: what it learned about failures stays, its observations do not count."""
+        """The call ended by an exception: what it learned about failures stays, its measurements do not count."""
         track = self._tracks.get(key)
         if track is not None and track.call is not None:
             call, track.call = track.call, None
@@ -149,18 +144,19 @@ class Controller:
         if version != VERSION:
             raise UsageError(f"controller state of version {version!r} cannot be loaded (this is {VERSION}): start without it")
         try:
-            self._tracks = {_key(row): self._restored(row) for row in state["tracks"]}  # type: ignore[attr-defined]  # it is checked as it is read
+            self._tracks = dict(map(self._restored, state["tracks"]))  # type: ignore[call-overload]  # it is checked as it is read
         except (LookupError, TypeError, ValueError) as error:
             raise UsageError(f"malformed controller state ({type(error).__name__}: {error}): start without it") from error
 
-    def _restored(self, row: dict[str, object]) -> Track:
+    def _restored(self, row: dict[str, object]) -> tuple[Key, Track]:
+        key = Key(checked(row["name"], str), checked(row["mode"], str), checked(row["shape"], int))
         track = Track.restored(row, self._clock())
         if self._start is not None and not self._policy.grow:
             track.size = min(track.size, self._start)
         track.size = self._limits.clamp(track.size)
         if self._start is not None and track.probing:
             track.state = Settled()
-        return track
+        return key, track
 
     def _running(self, key: Key) -> tuple[Track, Call]:
         track = self._tracks.get(key)
@@ -193,29 +189,29 @@ class Controller:
             track.resize(size, self._clock(), self._patience())
 
     def _move(self, track: Track, after: int, reason: str) -> Move:
-        before = track.size
+        move = Move(track.size, after, reason)
         self._resize(track, after)
-        return Move(before, after, reason)
+        return move
 
-    def _measure(self, track: Track, call: Call, observation: Observation, length: int) -> None:
+    def _measure(self, track: Track, call: Call, outcome: CallOutcome, length: int) -> None:
         """Feeds the fits with a call that did not fail; after a failure peak and time are those of the failed attempt too."""
         track.calls += 1
-        if observation.peak is not None:
-            track.memory.add(length * call.elements, observation.peak)
+        if outcome.peak is not None:
+            track.memory.add(length * call.elements, outcome.peak)
             track.calls_without_peak = 0
         elif call.learning:
             track.calls_without_peak += 1
-        if observation.fragmentation >= 1:
+        if outcome.fragmentation >= 1:
             # What was cached before can be of no use to this size, or of all: what is known stays as it is between the two.
-            least = observation.least_fragmentation or observation.fragmentation
-            track.fragmentation = min(max(track.fragmentation, least), observation.fragmentation)
+            least = outcome.least_fragmentation or outcome.fragmentation
+            track.fragmentation = min(max(track.fragmentation, least), outcome.fragmentation)
         if not call.probing:
-            self._time(track, observation)
+            self._time(track, outcome)
 
-    def _time(self, track: Track, observation: Observation) -> None:
-        pieces, seconds = observation.pieces, observation.seconds
-        if pieces and seconds is not None and 0 < seconds < math.inf and not observation.retries:
-            track.time.add(max(1, round(observation.samples * observation.elements / pieces)), seconds / pieces)
+    def _time(self, track: Track, outcome: CallOutcome) -> None:
+        pieces, seconds = outcome.pieces, outcome.seconds
+        if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
+            track.time.add(max(1, round(outcome.samples * outcome.elements / pieces)), seconds / pieces)
 
     def _failed(self, track: Track, elements: int, capacity: Capacity | None) -> Trial | None:
         """Remembers a failure at so many elements, and settles; returns the growth that has failed by it."""
@@ -261,10 +257,8 @@ class Controller:
         now = self._clock()
         if track.grown and track.clean >= LONG_RUN * self._policy.patience and now - track.resized_at >= self._cooldown(track):
             track.grown, track.failed_growths = False, 0
-        ready = self._policy.grow and not track.probing and track.clean >= track.patience and now >= track.cooldown_until
-        return self._grow(track, capacity) if ready and capacity is not None and capacity.at > track.decided_at else None
-
-    def _grow(self, track: Track, capacity: Capacity) -> Move | None:
+        if capacity is None or not is_due(track, self._policy, capacity, now):
+            return None
         track.decided_at = capacity.at
         track.lift_ceilings(capacity, self._policy.changed)
         after = next_size(track, self._limits, self._policy, capacity)
@@ -274,7 +268,3 @@ class Controller:
         track.state = Trial(track.size, self._limits.longest(samples, track.size) * elements, self._policy.patience)
         track.grown = True
         return self._move(track, after, "grow")
-
-
-def _key(row: dict[str, object]) -> Key:
-    return Key(checked(row["name"], str), checked(row["mode"], str), checked(row["shape"], int))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_mbs.controller.saved import checked
+from elastic_mbs.controller.saved_value import checked
 
 KNOTS = 32  # sizes remembered per fit: sequence lengths vary without end, memory of them must not
 

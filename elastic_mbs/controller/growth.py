@@ -1,14 +1,11 @@
-"""How far a track can grow. From 32 to 63 samples, a batch of 64 is two pieces of 32: a target is always the smallest size for its number of pieces.
-
-That also keeps the number of distinct shapes small.
-"""
+"""When a size grows, and how far: a target is always the smallest size for its number of pieces, so that there are few distinct shapes."""
 
 from __future__ import annotations
 
 import math
 
-from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.controller.partition import smallest_size
+from elastic_mbs.controller.plan import Capacity
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.track import Track
 
@@ -20,6 +17,12 @@ def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
     return capacity.bytes * (1 - policy.margin) / track.fragmentation
 
 
+def is_due(track: Track, policy: Policy, capacity: Capacity, now: float) -> bool:
+    """When: after `patience` clean calls at this size, with a reading newer than it and not decided on yet, and while no cooldown runs."""
+    ready = policy.grow and not track.probing and track.clean >= track.patience
+    return ready and now >= track.cooldown_until and capacity.at > track.decided_at
+
+
 def double_fits(track: Track, policy: Policy, present: int, target: int, capacity: Capacity | None) -> bool:
     """Whether nothing speaks against going from `present` to `target` elements while probing."""
     predicted = track.memory.predict(target)
@@ -29,7 +32,10 @@ def double_fits(track: Track, policy: Policy, present: int, target: int, capacit
 
 
 def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> int | None:
-    """The size to grow to, in samples, or None when the present one is the best that is known to be possible."""
+    """How far: the size to grow to, in samples, or None when the present one is the best that is known to be possible.
+
+    At most the double, below the ceilings, with a peak that is predicted to fit; fewer pieces than now, and a gain of time not known to be too small.
+    """
     samples, elements = track.expected()  # a size must fit for all recent calls
     count = limits.pieces(samples, track.size)
     if count == 1:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_mbs.controller.fit import MemoryFit, TimeFit
-from elastic_mbs.controller.messages import Capacity
-from elastic_mbs.controller.saved import checked
+from elastic_mbs.controller.plan import Capacity
+from elastic_mbs.controller.saved_value import checked
 
 RECENT_CALLS = 16  # calls whose batches decide how large a batch and how long a sample must be expected
 MAX_CEILINGS = 8
@@ -57,6 +57,7 @@ class Call:
     """The call that is running on a track."""
 
     size: int  # in use now, in samples
+    epoch: int  # of the size that it began with
     samples: int  # length of the batch
     elements: int  # per sample
     learning: bool  # peaks are measured
@@ -75,7 +76,7 @@ class Track:
     patience: int  # clean calls at this size before it can grow (jitter drawn)
     resized_at: float  # when the size last changed
     decided_at: float  # readings up to this one are not looked at: older than the size, or already decided on
-    epoch: int = 0  # counts the changes of size; observations of an earlier one are discarded
+    epoch: int = 0  # counts the changes of size: a call that changed it is no clean call at the new one
     clean: int = 0  # clean calls at this size in a row
     calls: int = 0  # calls at this size
     calls_without_peak: int = 0  # calls in a row whose peak was wanted and not measured
@@ -108,10 +109,6 @@ class Track:
     def lowest(self) -> Ceiling | None:
         """The ceiling that binds most."""
         return min(self.ceilings, key=lambda ceiling: (ceiling.limit, ceiling.elements), default=None)
-
-    def failed_at(self) -> int | None:
-        """The fewest elements that are known to fail."""
-        return self.ceilings[0].elements if self.ceilings else None
 
     def add_ceiling(self, ceiling: Ceiling) -> None:
         self.ceilings = sorted([*self.ceilings, ceiling], key=lambda c: c.elements)[:MAX_CEILINGS]

@@ -15,7 +15,7 @@ from elastic_mbs.batch.loss_terms import Terms, is_plain, read_losses, weighted_
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
-from elastic_mbs.controller.messages import Key, shape_class
+from elastic_mbs.controller.plan import Key, shape_class
 from elastic_mbs.engine import misuse
 from elastic_mbs.engine.backward import commit, run_backward
 from elastic_mbs.engine.context import Context
@@ -236,7 +236,7 @@ class Call:
             state.size = context.controller.piece_done(state.key, len(attempt), peak, context.capacity())
 
     def _finish(self) -> None:
-        """Ends the call whose last piece has committed: its result, the controller's observation, and the callbacks."""
+        """Ends the call whose last piece has committed: its result, what the controller learns of it, and the callbacks."""
         state, context = self.state, self.context
         if state.isolation is not None:
             context.retry("write the gradient in its own type", state.isolation.finish)
@@ -361,7 +361,7 @@ def _check_outer(context: Context, training: bool) -> None:
 
 def _inform_controller(state: CallState) -> None:
     """Gives the controller what the call has shown, and emits the move that follows."""
-    context, seen = state.context, state.observation()
+    context, seen = state.context, state.outcome()
     if not state.plan.probing:
         state.watch.stop()
         context.timed.append((state.watch, (state.key, seen)))

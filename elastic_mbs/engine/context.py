@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.controller import Controller
-from elastic_mbs.controller.messages import Capacity, Key, Observation
+from elastic_mbs.controller.plan import CallOutcome, Capacity, Key
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.timing import Telemetry, Timed
@@ -41,7 +41,7 @@ class Context:
             clock=time.monotonic,
             random=random.Random(time.time_ns() if policy.seed is None else policy.seed),
         )
-        self.timed: Timed[tuple[Key, Observation]] = deque()
+        self.timed: Timed[tuple[Key, CallOutcome]] = deque()
         self.telemetry = Telemetry(log) if enabled and log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)

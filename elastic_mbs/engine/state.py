@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.messages import Key, Observation, Plan
+from elastic_mbs.controller.plan import CallOutcome, Key, Plan
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.result import StepResult, StoredOutput
@@ -214,16 +214,14 @@ class CallState:
 
     # ------------------------------------------------------------------ what others learn of the call
 
-    def observation(self) -> Observation:
+    def outcome(self) -> CallOutcome:
         """For the controller; the seconds are not known yet."""
         context, plan = self.context, self.plan
         # Once a size is learned, only an allocator that can thrash has something to show.
         usage = context.meter.usage() if plan.learning or context.devices[0].type != "cpu" else None
         # A peak counts when it belongs to this call alone: other code can have reset the process's statistics meanwhile.
         own_peak = plan.learning and context.meter.resets == self.resets
-        return Observation(
-            size=self.size,
-            epoch=plan.epoch,
+        return CallOutcome(
             samples=self.view.length,
             elements=self.view.elements,
             pieces=len(self.committed),

@@ -15,7 +15,7 @@ from tests.helpers.controller_driver import KEY, Driver
 def test_auto_doubles_from_piece_to_piece_until_the_batch_is_whole() -> None:
     driver = Driver()
     assert driver.probe(40, [1, 2, 4, 8, 13, 12]) == [2, 4, 8, 16, 26, 26]
-    assert driver.controller.begin(KEY, 40, 1) == Plan(size=26, epoch=5, probing=True, learning=True)
+    assert driver.controller.begin(KEY, 40, 1) == Plan(size=26, probing=True, learning=True)
     assert driver.controller.piece_done(KEY, 20, 300, driver.reading()) == 40
     driver.controller.abandon(KEY)
     driver.probe(40, [40])
@@ -67,7 +67,7 @@ def test_a_small_batch_after_a_large_one_does_not_end_probing() -> None:
 
 def test_an_int_starts_there_and_does_not_probe() -> None:
     driver = Driver(9, align=2)
-    assert driver.controller.begin(KEY, 64, 1) == Plan(size=8, epoch=0, probing=False, learning=True)
+    assert driver.controller.begin(KEY, 64, 1) == Plan(size=8, probing=False, learning=True)
     assert driver.controller.piece_done(KEY, 8, 100, driver.reading()) == 8
 
 
@@ -175,7 +175,7 @@ def test_a_new_shape_class_starts_from_the_nearest_one_by_elements() -> None:
     for n in ([1, 2, 4, 8, 16, 32], [64]):
         driver.probe(64, n, elements=100, key=Key("loss", "train", shape_class(100)))
     new = Key("loss", "train", shape_class(300))
-    assert driver.controller.begin(new, 64, 300) == Plan(size=21, epoch=0, probing=False, learning=True)
+    assert driver.controller.begin(new, 64, 300) == Plan(size=21, probing=False, learning=True)
     assert driver.controller.begin(Key("loss", "train", 1), 9999, 3).size == 64 * 100 // 3
     assert driver.controller.begin(Key("loss", "eval", 8), 64, 300).probing
     assert driver.controller.begin(Key("other", "train", 8), 64, 300).probing

@@ -1,6 +1,6 @@
 """When a size grows and how far: not without evidence, not beyond what is predicted to fit, and not where no piece is saved."""
 
-from elastic_mbs.controller.controller import Capacity, Key, Move, Observation
+from elastic_mbs.controller.controller import CallOutcome, Capacity, Key, Move
 from tests.helpers.controller_driver import KEY, Driver
 
 
@@ -23,19 +23,19 @@ def test_growth_needs_a_reading_and_one_newer_than_the_last_move() -> None:
     assert driver.clean() == Move(8, 16, "grow")
     stale = Capacity(10_000, driver.now)
     for _ in range(20):
-        plan = driver.controller.begin(KEY, 64, 1)
+        driver.controller.begin(KEY, 64, 1)
         driver.now += 1
-        observation = Observation(plan.size, plan.epoch, 64, 1, 4, 300, 1.0, None, 0, 0)
-        assert driver.controller.end(KEY, observation, stale) is None
+        assert driver.controller.end(KEY, CallOutcome(64, 1, 4, 300, 1.0, None, 0), stale) is None
     assert driver.clean() == Move(16, 32, "grow")
 
 
-def test_observations_of_an_older_epoch_do_not_count() -> None:
-    driver = Driver(8)
-    driver.until_move()
-    for _ in range(20):
-        plan = driver.controller.begin(KEY, 64, 1)
-        assert driver.finish(plan, 64, 1, KEY, size=plan.size, pieces=4, epoch=plan.epoch - 1) is None
+def test_a_call_that_changed_the_size_is_no_clean_call_at_the_new_one() -> None:
+    driver = Driver()
+    driver.probe(48, [1, 2, 4, 8, 16])
+    driver.capacity = 200
+    driver.probe(48, [16])  # stops probing
+    driver.capacity = 10_000
+    assert driver.until_move(samples=48) == (3, Move(32, 48, "grow")), "the call that stopped probing was the first of four"
 
 
 def test_growth_counts_margin_and_fragmentation() -> None:
@@ -80,16 +80,16 @@ def test_times_that_become_known_later_count_as_well() -> None:
     for delta, grows in ((0.0001, False), (1.0, True)):
         driver = Driver(4)
         while True:
-            observation = Observation(4, 0, 64, 1, 16, None, 1.0, None, 0, 0)
+            outcome = CallOutcome(64, 1, 16, None, 1.0, None, 0)
             move = driver.until_move()[1]
             if move is None:
                 break
             pieces = -(-64 // move.before)
-            driver.controller.timed(KEY, observation._replace(pieces=pieces, seconds=pieces * (delta + 0.01 * 64 / pieces)))
-            driver.controller.timed(KEY, observation._replace(seconds=1e-9, ooms=1))
-            driver.controller.timed(KEY, observation._replace(seconds=float("nan")))
+            driver.controller.timed(KEY, outcome._replace(pieces=pieces, seconds=pieces * (delta + 0.01 * 64 / pieces)))
+            driver.controller.timed(KEY, outcome._replace(seconds=1e-9, ooms=1))
+            driver.controller.timed(KEY, outcome._replace(seconds=float("nan")))
         assert (driver.size() == 64) is grows
-    driver.controller.timed(Key("unknown", "train", 0), observation)
+    driver.controller.timed(Key("unknown", "train", 0), outcome)
 
 
 def test_with_one_size_measured_growth_takes_the_smallest_step_that_says_something() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, Policy
-from elastic_mbs.controller.controller import Controller, Key, Observation
+from elastic_mbs.controller.controller import CallOutcome, Controller, Key
 from elastic_mbs.memory import Reading, Usage, oom
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.room import Pair, batch_on, loss_of, wide
@@ -130,8 +130,8 @@ def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is
 def test_fragmentation_is_what_is_known_as_far_as_the_cache_allows(known: float, usage: Usage, after: float) -> None:
     controller = Controller(start=8, policy=Policy(), clock=lambda: 0.0, random=random.Random(0))
     for least, most in ((known, known), (usage.least_fragmentation, usage.fragmentation)):
-        plan = controller.begin(KEY, 16, 1)
-        seen = Observation(plan.size, plan.epoch, 16, 1, 2, None, most, None, 0, 0, least)
+        controller.begin(KEY, 16, 1)
+        seen = CallOutcome(16, 1, 2, None, most, None, 0, 0, least)
         controller.end(KEY, seen, None)
     tracks = controller.state_dict()["tracks"]
     assert isinstance(tracks, list)

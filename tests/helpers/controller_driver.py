@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from elastic_mbs.controller.controller import Capacity, Controller, Key, Move, Observation, Plan, Policy
+from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Move, Plan, Policy
 
 KEY = Key("loss", "train", 0)
 
@@ -49,13 +49,10 @@ class Driver:
         pieces: int = 1,
         retries: int = 0,
         ooms: int = 0,
-        epoch: int | None = None,
     ) -> Move | None:
         self.now += 1
         longest = -(-samples // -(-samples // size))
-        observation = Observation(
-            size=size,
-            epoch=plan.epoch if epoch is None else epoch,
+        outcome = CallOutcome(
             samples=samples,
             elements=elements,
             pieces=pieces,
@@ -65,7 +62,7 @@ class Driver:
             retries=retries,
             ooms=ooms,
         )
-        return self.controller.end(key, observation, self.reading())
+        return self.controller.end(key, outcome, self.reading())
 
     def clean(self, samples: int = 64, elements: int = 1, *, retries: int = 0, key: Key = KEY) -> Move | None:
         plan = self.controller.begin(key, samples, elements)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic_mbs.controller.controller import Capacity, Controller, Key, Move, Observation, Policy, shape_class
+from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Move, Policy, shape_class
 from elastic_mbs.controller.partition import partition
 
 
@@ -124,9 +124,7 @@ class Job:
                 size, waiting = following, list(self._cut(last, samples, following))
             at += length
         assert at == samples
-        observation = Observation(
-            size=size,
-            epoch=plan.epoch,
+        outcome = CallOutcome(
             samples=samples,
             elements=elements,
             pieces=len(done),
@@ -136,7 +134,7 @@ class Job:
             retries=retries,
             ooms=failures,
         )
-        move = self.controller.end(key, observation, self.reading())
+        move = self.controller.end(key, outcome, self.reading())
         return self._ran(began, plan.size, done, failures, move, plan.probing, floor=False)
 
     def _cut(self, begin: int, end: int, size: int) -> tuple[tuple[int, int], ...]:

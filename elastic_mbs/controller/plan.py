@@ -1,4 +1,4 @@
-"""What passes between a call and the controller: plain values. Tuples and not dataclasses, because several are made and hashed in every call."""
+"""What a call and the controller exchange: its key, its plan, what came of it, and the move that follows. Tuples, because each call makes several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def shape_class(elements: int) -> int:
 
 
 class Key(NamedTuple):
-    """Which track a call belongs to."""
+    """Names the track that a call belongs to."""
 
     name: str  # of the loss function
     mode: str  # "train" or "eval"
@@ -32,16 +32,13 @@ class Plan(NamedTuple):
     """How to run a call."""
 
     size: int  # micro-batch in samples; never above the batch, and aligned unless it is the whole batch
-    epoch: int  # of the size; the call's observation carries it
     probing: bool  # `piece_done` can raise the size after each piece
     learning: bool  # peaks are wanted in this call
 
 
-class Observation(NamedTuple):
-    """What a finished call saw."""
+class CallOutcome(NamedTuple):
+    """What a finished call has measured."""
 
-    size: int  # micro-batch in samples that its pieces were cut with (the last one, if it changed)
-    epoch: int  # from its plan
     samples: int  # length of the batch
     elements: int  # per sample
     pieces: int  # pieces that committed
@@ -49,7 +46,7 @@ class Observation(NamedTuple):
     fragmentation: float  # peak reserved / peak allocated; at least 1. An upper bound, where something was cached before
     seconds: float | None  # time of the whole call, where it is known
     retries: int  # allocator retries during the call
-    ooms: int  # failures during the call
+    ooms: int = 0  # failures during the call
     least_fragmentation: float | None = None  # a lower bound of `fragmentation`; None where that is exact
 
 
