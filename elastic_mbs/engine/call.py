@@ -150,8 +150,8 @@ class Call:
             state.table.__enter__()
         if context.guard is not None:
             context.guard.renew()
-        if misuse.attempt_watch is not None:
-            misuse.attempt_watch.begin(self, context.model.modules, ready=state.failures_in_row == 0)
+        if misuse.fault_injector is not None:
+            misuse.fault_injector.begin(self, context.model.modules, ready=state.failures_in_row == 0)
         state.phase = Phase.FORWARD  # last: until here the loop stands between two attempts
 
     def backward(self, attempt: Attempt, value: Any) -> None:
@@ -191,8 +191,8 @@ class Call:
         state, context = self.state, self.context
         if context.guard is not None:
             context.guard.lift()  # first of all: what follows needs memory itself
-        if misuse.attempt_watch is not None:
-            misuse.attempt_watch.end()
+        if misuse.fault_injector is not None:
+            misuse.fault_injector.end()
         if state.table is not None:
             state.table.__exit__(None, None, None)
         try:

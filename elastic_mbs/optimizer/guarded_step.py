@@ -257,17 +257,17 @@ class _DeferredHooks:
 
 def _run(scaler: torch.amp.GradScaler | None, step: _Step, make: Callable[[], object]) -> None:
     """Runs one try, through the scaler where there is one."""
-    watch = misuse.attempt_watch
-    if watch is not None:
-        watch.begin(step, (), ready=step.snapshot.complete and not step.hooks.fired, protected=lambda: step.hooks.failed)
+    injector = misuse.fault_injector
+    if injector is not None:
+        injector.begin(step, (), ready=step.snapshot.complete and not step.hooks.fired, protected=lambda: step.hooks.failed)
     try:
         if scaler is None:
             make()
         else:
             _through(scaler, step.optimizer, make)
     finally:
-        if watch is not None:
-            watch.end()
+        if injector is not None:
+            injector.end()
 
 
 def _through(scaler: torch.amp.GradScaler, optimizer: Optimizer, make: Callable[[], object]) -> None:

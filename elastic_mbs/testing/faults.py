@@ -73,11 +73,11 @@ class RandomFaults:
         self._thread = threading.get_ident()
         self._compile = torch.compile
         self._note = torch.compile = self._noting(torch.compile)
-        self._watch_before, misuse.attempt_watch = misuse.attempt_watch, self
+        self._injector_before, misuse.fault_injector = misuse.fault_injector, self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        misuse.attempt_watch = self._watch_before
+        misuse.fault_injector = self._injector_before
         self.put_compile_back()
         while self._open:  # attempts that were left open
             self._open.pop().leave()
@@ -94,10 +94,17 @@ class RandomFaults:
 
         return noted
 
-    # ------------------------------------------------------------------ misuse.AttemptWatch
+    # ------------------------------------------------------------------ as `misuse.fault_injector`
 
     def begin(self, owner: object, modules: Iterable[nn.Module], *, ready: bool, protected: Callable[[], bool] | None = None) -> None:
-        """An attempt begins."""
+        """An attempt begins.
+
+        Args:
+            owner: what it belongs to: a call, or a step of an optimizer.
+            modules: what runs in it.
+            ready: whether nothing has failed since something last succeeded, so that one more failure is not the last.
+            protected: whether what runs now must not fail, because it is the user's and is not tried again; None for never.
+        """
         if threading.get_ident() != self._thread:
             return
         self.attempts += 1

@@ -114,7 +114,7 @@ def test_code_outside_of_attempts_is_never_hit() -> None:
             assert stack() == []
         cross_entropy(model)(batch).backward()
     assert faults.hits
-    assert misuse.attempt_watch is None
+    assert misuse.fault_injector is None
 
 
 def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it() -> None:
@@ -268,7 +268,7 @@ def test_always_strikes_every_test_but_those_that_are_marked(suite: pytest.Pytes
         + """
 @pytest.fixture
 def before():
-    assert misuse.attempt_watch is None
+    assert misuse.fault_injector is None
     assert run() == 0
     yield
     assert run() == 0
@@ -290,7 +290,7 @@ def test_marked():
 
 
 def test_never_installs_nothing(suite: pytest.Pytester) -> None:
-    suite.makepyfile(SUITE + "\ndef test_free():\n    assert misuse.attempt_watch is None\n    assert run() == 0\n")
+    suite.makepyfile(SUITE + "\ndef test_free():\n    assert misuse.fault_injector is None\n    assert run() == 0\n")
     done = suite.runpytest_inprocess()
     done.assert_outcomes(passed=1)
     assert not _told(str(done.stdout), "oom injection")
