@@ -18,6 +18,7 @@ from .plan import Plan
 
 FEATURES = 3
 IGNORED = -100
+TOKENS = count_tokens("labels")
 
 
 @dataclass
@@ -29,13 +30,56 @@ class Record:
     names: list[str]
 
 
+@dataclass(frozen=True)
+class Container:
+    """How a batch holds inputs, labels and weights."""
+
+    pack: Callable[[Tensor, Tensor, Tensor], Any]
+    unpack: Callable[[Any], tuple[Tensor, Tensor, Tensor]]
+    tokens: Any = TOKENS  # counts the labels of each sample
+    dims: Any = None  # how it is cut, where shapes do not say
+
+
+def _names(x: Tensor) -> list[str]:
+    return [f"sample {i}" for i in range(len(x))]
+
+
+CONTAINERS = {
+    "pair": Container(lambda x, y, w: (x, y, w), lambda b: b, count_tokens(1)),
+    "dict": Container(
+        lambda x, y, w: {"x": x, "labels": y, "weights": w, "names": _names(x), "scale": 1.0}, lambda b: (b["x"], b["labels"], b["weights"])
+    ),
+    "nested": Container(
+        lambda x, y, w: {"inputs": (x, {"labels": y}), "more": [w, {"nothing": None}]},
+        lambda b: (b["inputs"][0], b["inputs"][1]["labels"], b["more"][0]),
+        count_tokens("inputs.1.labels"),
+        fields("more"),
+    ),
+    "items": Container(
+        lambda x, y, w: {"x": list(x.unbind()), "labels": y, "weights": w},
+        lambda b: (torch.stack(b["x"]), b["labels"], b["weights"]),
+        dims=items("x"),
+    ),
+    "record": Container(
+        lambda x, y, w: Record(x, {"labels": y, "weights": w}, _names(x)),
+        lambda b: (b.x, b.rest["labels"], b.rest["weights"]),
+        count_tokens("rest.labels"),
+    ),
+    "columns": Container(  # positions first
+        lambda x, y, w: {"x": x.transpose(0, 1).contiguous(), "labels": y.T.contiguous(), "weights": w},
+        lambda b: (b["x"].transpose(0, 1), b["labels"].T, b["weights"]),
+        lambda b: (b["labels"] != IGNORED).sum(0),
+        {"x": 1, "labels": 1},
+    ),
+}
+
+
 def make_batch(plan: Plan, step: int) -> Any:
     """The batch of a step, from the plan's seed."""
     stream = torch.Generator().manual_seed(plan.seed * 1009 + step)
     n, length = plan.samples, plan.length
-    dtype = torch.bfloat16 if plan.half else torch.float64
     if plan.tokens == "no":
-        x = torch.randn(n, length, FEATURES, generator=stream, dtype=torch.float64).to(dtype)
+        x = torch.randn(n, length, FEATURES, generator=stream, dtype=torch.float64).to(torch.bfloat16 if plan.half else torch.float64)
     else:
         x = torch.randint(0, VOCABULARY, (n, length), generator=stream)
     y = torch.randint(0, CLASSES, (n, length), generator=stream)
@@ -45,76 +89,35 @@ def make_batch(plan: Plan, step: int) -> Any:
         kept = torch.randint(0, length + 1, (n, 1), generator=stream)
         kept[int(torch.randint(0, n, (), generator=stream))] = length
         y = torch.where(torch.arange(length) < kept, y, IGNORED)
-    match plan.container:
-        case "pair":
-            return (x, y, weights)
-        case "dict":
-            return {"x": x, "labels": y, "weights": weights, "names": [f"sample {i}" for i in range(n)], "scale": 1.0}
-        case "nested":
-            return {"inputs": (x, {"labels": y}), "more": [weights, {"nothing": None}]}
-        case "items":
-            return {"x": list(x.unbind()), "labels": y, "weights": weights}
-        case "record":
-            return Record(x, {"labels": y, "weights": weights}, [f"sample {i}" for i in range(n)])
-        case _:  # positions first
-            return {"x": x.transpose(0, 1).contiguous(), "labels": y.T.contiguous(), "weights": weights}
-
-
-def dims_of(plan: Plan) -> Any:
-    """How a batch of this plan is cut, where shapes do not say."""
-    return {"columns": {"x": 1, "labels": 1}, "items": items("x"), "nested": fields("more")}.get(plan.container)
-
-
-def unpack(plan: Plan, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, labels and weights of a batch or a piece."""
-    match plan.container:
-        case "pair":
-            return batch[0], batch[1], batch[2]
-        case "nested":
-            return batch["inputs"][0], batch["inputs"][1]["labels"], batch["more"][0]
-        case "items":
-            return torch.stack(batch["x"]), batch["labels"], batch["weights"]
-        case "record":
-            return batch.x, batch.rest["labels"], batch.rest["weights"]
-        case "columns":
-            return batch["x"].transpose(0, 1), batch["labels"].T, batch["weights"]
-        case _:
-            return batch["x"], batch["labels"], batch["weights"]
-
-
-LABELS: dict[str, Any] = {"pair": 1, "nested": "inputs.1.labels", "record": "rest.labels"}
+    return CONTAINERS[plan.container].pack(x, y, weights)
 
 
 def count_of(plan: Plan) -> Any:
     """`count=` for ElasticMBS."""
-    if plan.container == "columns":
-        tokens: Callable[[Any], Any] = lambda batch: (batch["labels"] != IGNORED).sum(0)  # noqa: E731  # the other branch is an object
-    else:
-        tokens = count_tokens(LABELS.get(plan.container, "labels"))
-    return {"samples": None, "tokens": tokens, "weights": lambda batch: unpack(plan, batch)[2], "both": {"words": tokens, "rows": None}}[plan.count]
+    container = CONTAINERS[plan.container]
+    tokens, weights = container.tokens, lambda batch: container.unpack(batch)[2]
+    return {"samples": None, "tokens": tokens, "weights": weights, "both": {"words": tokens, "rows": None}}[plan.count]
 
 
 def counts_by_hand(plan: Plan, batch: Any) -> dict[str, list[Fraction]]:
     """The terms of each loss by sample, without the package's own reading of them."""
-    _, labels, weights = unpack(plan, batch)
+    _, labels, weights = CONTAINERS[plan.container].unpack(batch)
     rows = [Fraction(1)] * plan.samples
     words = [Fraction(int((row != IGNORED).sum())) for row in labels]
-    found = {"samples": {"loss": rows}, "tokens": {"loss": words}, "weights": {"loss": [Fraction(float(w)) for w in weights]}}
-    return {"words": words, "rows": rows} if plan.count == "both" else found[plan.count]
+    if plan.count == "both":
+        return {"words": words, "rows": rows}
+    return {"loss": {"samples": rows, "tokens": words, "weights": [Fraction(float(w)) for w in weights]}[plan.count]}
 
 
 def losses(plan: Plan, scores: Tensor, labels: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """The losses of a piece by name, each a mean or a sum over what it counts."""
     total = plan.reduction == "sum"
-    if plan.count == "weights":
+    if plan.count in ("samples", "weights"):
         rows = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean(1)
+        if plan.count == "samples":
+            return {"loss": rows.sum() if total else rows.mean()}
         summed = (rows * weights.to(rows.dtype)).sum()
         return {"loss": summed if total else summed / weights.sum().to(rows.dtype)}
+    words = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=plan.reduction)
     rows = scores.pow(2).mean((1, 2))
-    if plan.count == "samples":
-        row_loss = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean(1)
-        return {"loss": row_loss.sum() if total else row_loss.mean()}
-    words = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum" if total else "mean")
-    if plan.count == "tokens":
-        return {"loss": words}
-    return {"words": words, "rows": rows.sum() if total else rows.mean()}
+    return {"loss": words} if plan.count == "tokens" else {"words": words, "rows": rows.sum() if total else rows.mean()}

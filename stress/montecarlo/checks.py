@@ -1,23 +1,21 @@
-"""What a call of a case has to leave behind."""
+"""What a call of a case has to leave behind: what an accumulation loop written by hand, without the runtime, gives over the same pieces."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elastic_mbs import StepResult
-from elastic_mbs.batch.view import map_tensors
+from elastic_mbs.batch.view import BatchView, map_tensors
 
-from ..reference.by_hand import check_covered
-from ..reference.state import State, WrongOutcomeError, error_of
-from ..streams import Streams
-from .batches import counts_by_hand
+from ..reference.by_hand import Partition, add_up, check_covered
+from ..reference.state import State, demand, error_of
+from .batches import CONTAINERS, counts_by_hand
 from .plan import Plan
-from .reference import Wanted, accumulate
 from .setup import Setup
 
 TOLERANCE = 1e-12
@@ -29,107 +27,89 @@ SCALE = 4.0
 """What a GradScaler multiplies by."""
 
 
-def demand(holds: bool, what: Callable[[], str] | str) -> None:
-    """Ends the case unless `holds`."""
-    if not holds:
-        raise WrongOutcomeError(what if isinstance(what, str) else what())
+def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tensor]:
+    """Adds the gradient of a whole batch's loss to a setup, over these pieces; returns the loss, and the scores of the pieces in their order."""
+    plan, scores = setup.plan, list[Tensor]()
+    view, counts = BatchView(batch, CONTAINERS[plan.container].dims), counts_by_hand(plan, batch)
 
+    def terms(start: int, stop: int) -> dict[str, Tensor]:
+        found, scored = setup.terms(view.piece(start, stop))
+        scores.append(scored.detach())
+        return found
 
-def grads_of(setup: Setup) -> list[Tensor | None]:
-    """The gradients that are there."""
-    return [leaf.grad for leaf in setup.leaves()]
+    def weigh(start: int, stop: int) -> dict[str, float]:
+        own = {name: sum(each[start:stop], Fraction(0)) for name, each in counts.items()}
+        demand(any(own.values()), f"samples {start}:{stop} were run, and nothing in them counts")
+        if plan.reduction == "sum":
+            return {name: float(bool(part)) for name, part in own.items()}  # a mean over nothing is 0/0, and left out
+        return {name: float(part / sum(counts[name], Fraction(0))) for name, part in own.items()}
+
+    wide, scale = torch.float32 if plan.half else None, SCALE if plan.scaler else 1.0
+    return add_up(terms, pieces, weigh, setup.leaves(), wide=wide, scale=lambda loss: loss * scale), torch.cat(scores)
 
 
 def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> None:
     """The pieces cover the batch once, in its order, and keep to the options."""
     counts = counts_by_hand(plan, batch)
     ranges = sorted([*result.partition, *result.skipped])
-    check_covered(ranges, plan.samples, f"{where}: ")
-    demand(list(result.partition) == sorted(result.partition), f"{where}: pieces are not in the batch's order: {result.partition}")
+    check_covered(ranges, plan.samples, where)
+    demand(list(result.partition) == sorted(result.partition), f"{where}pieces are not in the batch's order: {result.partition}")
     for start, stop in result.skipped:
-        demand(not any(any(own[start:stop]) for own in counts.values()), f"{where}: samples {start}:{stop} count and were skipped")
+        demand(not any(any(own[start:stop]) for own in counts.values()), f"{where}samples {start}:{stop} count and were skipped")
     for start, stop in ranges:
-        demand(stop - start >= min(plan.minimum, plan.samples), f"{where}: the piece {start}:{stop} is below the minimum of {plan.minimum}")
-        demand(start % plan.align == 0, f"{where}: the piece {start}:{stop} does not begin at a multiple of {plan.align}")
-        if plan.maximum and plan.minimum == plan.align == 1:
-            demand(stop - start <= plan.maximum, f"{where}: the piece {start}:{stop} is above the maximum of {plan.maximum}")
+        piece = f"{where}the piece {start}:{stop}"
+        demand(stop - start >= min(plan.minimum, plan.samples), f"{piece} is below the minimum of {plan.minimum}")
+        demand(start % plan.align == 0, f"{piece} does not begin at a multiple of {plan.align}")
+        bounded = plan.maximum and plan.minimum == plan.align == 1
+        demand(not bounded or stop - start <= plan.maximum, f"{piece} is above the maximum of {plan.maximum}")
 
 
-def _beside_skipped(wanted: list[Tensor | None], found: list[Tensor | None], result: StepResult) -> list[Tensor | None]:
-    """What is wanted, with a gradient of zeros in place of none where samples that do not count are skipped.
+def check_result(before: Setup, start: State, real: Setup, result: StepResult, batch: Any, where: str) -> float:
+    """Gradients, buffers, streams, loss and outputs are those of a loop by hand over the same pieces; gradients also the whole batch's.
 
-    A piece of such samples alone is skipped. In an attempt that failed half-way they may have been in a piece with others, as in the whole batch:
-    then they have added zeros to leaves that only they reach.
+    `before` and `start` are what `real` was before the call, `batch` what was given to it. Returns the largest relative error of a gradient.
     """
-    if not result.skipped:
-        return wanted
-    return [
-        torch.zeros_like(mine) if other is None and mine is not None and not mine.count_nonzero() else other
-        for other, mine in zip(wanted, found, strict=True)
-    ]
-
-
-def check_state(real: Setup, twin: Setup, result: StepResult, batch: Any, before: State, where: str) -> float:
-    """Gradients, buffers, random streams, loss and outputs are those of a loop by hand over the same pieces; gradients also the whole batch's.
-
-    Args:
-        real: after the call.
-        twin: as `real` was before it.
-        result: of the call.
-        batch: as it was before it.
-        before: what `real` had.
-        where: for the error.
-
-    Returns:
-        The largest relative error of a gradient.
-    """
-    plan = real.plan
-    after = Streams.now()
-    scale = SCALE if plan.scaler else 1.0
-    before.streams.restore()
-    wanted = accumulate(twin, map_tensors(batch, torch.clone), result.partition, scale)
-    worst = error_of(grads_of(real), _beside_skipped(grads_of(twin), grads_of(real), result))
-    demand(worst <= TOLERANCE, f"{where}: gradient off by {worst:.3g} over the pieces {result.partition}")
-    demand(after.same(Streams.now()), f"{where}: random streams are not where a run without failures leaves them")
-    pairs = zip(real.model.buffers(), twin.model.buffers(), strict=True)
-    demand(all(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-14) for a, b in pairs), f"{where}: buffers differ from a run without failures")
-    demand(real.counters() == twin.counters(), f"{where}: a module's own count differs from a run without failures")
-    _check_loss_and_outputs(plan, result, wanted, where)
+    plan, now = real.plan, State.of(real.leaves(), real.model)
+    twin, whole = before.twin(), before.twin()
+    start.streams.restore()
+    loss, scores = accumulate(twin, map_tensors(batch, torch.clone), result.partition)
+    worst = error_of(real.grads(), _with_zeros(twin.grads(), real.grads(), left_out=bool(result.skipped)))
+    demand(worst <= TOLERANCE, f"{where}gradient off by {worst:.3g} over the pieces {result.partition}")
+    now.demand_rest_of(State.of(twin.leaves(), twin.model), TOLERANCE, where)
+    close = math.isclose(float(result), loss, rel_tol=1e-2 if plan.half else 1e-11, abs_tol=1e-12)
+    demand(close, f"{where}the loss is {float(result)!r}, not {loss!r}")
+    _check_outputs(plan, result.outputs, scores, where)
     if plan.separable:
-        worst = max(worst, _check_whole(real, twin, batch, before, scale, where))
-    after.restore()
+        accumulate(whole, map_tensors(batch, torch.clone), [(0, plan.samples)])
+        # a piece of samples that count nothing is left out, and with it what only they reach
+        error = error_of(_with_zeros(real.grads(), whole.grads(), left_out=True), whole.grads(), floor=FLOOR)
+        demand(error <= TOLERANCE, f"{where}gradient off by {error:.3g} from the whole batch's")
+        worst = max(worst, error)
+    now.streams.restore()
     return worst
 
 
-def _check_whole(real: Setup, twin: Setup, batch: Any, before: State, scale: float, where: str) -> float:
-    for leaf, grad in zip(twin.leaves(), before.grads, strict=True):
-        leaf.grad = None if grad is None else grad.clone()
-    accumulate(twin, map_tensors(batch, torch.clone), [(0, real.plan.samples)], scale)
-    for leaf, other in zip(twin.leaves(), real.leaves(), strict=True):
-        if leaf.grad is not None and other.grad is None and not leaf.grad.to_dense().any():
-            leaf.grad = None  # only samples that count nothing reach it, and those are left out where a piece has no others
-    error = error_of(grads_of(real), grads_of(twin), floor=FLOOR)
-    demand(error <= TOLERANCE, f"{where}: gradient off by {error:.3g} from the whole batch's")
-    return error
+def _with_zeros(grads: list[Tensor | None], others: list[Tensor | None], *, left_out: bool) -> list[Tensor | None]:
+    """Gradients, with zeros in place of none where the others have zeros and samples that do not count were left out.
+
+    A piece of such samples alone is skipped. Beside others, as in the whole batch or in an attempt that failed half-way, they add zeros to leaves
+    that only they reach.
+    """
+    pairs = zip(grads, others, strict=True)
+    return [torch.zeros_like(b) if left_out and a is None and b is not None and not b.to_dense().any() else a for a, b in pairs]
 
 
-def _check_loss_and_outputs(plan: Plan, result: StepResult, wanted: Wanted, where: str) -> None:
-    close = math.isclose(float(result), wanted.loss, rel_tol=1e-2 if plan.half else 1e-11, abs_tol=1e-12)
-    demand(close, f"{where}: the loss is {float(result)!r}, not {wanted.loss!r}")
-    outputs = result.outputs
+def _check_outputs(plan: Plan, outputs: Any, scores: Tensor, where: str) -> None:
     if plan.returns == "loss" or plan.outputs == "none":
-        demand(outputs is None, f"{where}: there are outputs although none were returned or wanted")
+        demand(outputs is None, f"{where}there are outputs although none were returned or wanted")
         return
-    scores = outputs if plan.returns == "pair" else outputs["scores"] if plan.returns == "dict" else outputs.scores
-    demand(
-        isinstance(scores, Tensor) and scores.shape == wanted.scores.shape and torch.allclose(scores, wanted.scores, rtol=1e-10, atol=1e-12),
-        f"{where}: the outputs are not those of the committed pieces in their order",
-    )
+    found = outputs if plan.returns == "pair" else outputs["scores"] if plan.returns == "dict" else outputs.scores
+    same = isinstance(found, Tensor) and found.shape == scores.shape and torch.allclose(found, scores, rtol=1e-10, atol=1e-12)
+    demand(same, f"{where}the outputs are not those of the committed pieces in their order")
 
 
 def check_nothing_left(real: Setup) -> None:
     """A closed runtime has left no hook."""
-    for leaf in real.leaves():
-        demand(not leaf._post_accumulate_grad_hooks and not leaf._backward_hooks, "a closed runtime has left a hook on a leaf")
-    for module in real.model.modules():
-        demand(not module._forward_hooks and not module._forward_pre_hooks, "a closed runtime has left a hook on a module")
+    hooks = [len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in real.leaves()]
+    hooks += [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in real.model.modules()]
+    demand(not any(hooks), "a closed runtime has left a hook on the model")

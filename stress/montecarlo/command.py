@@ -13,7 +13,9 @@ import importlib
 import json
 import shlex
 import time
+import traceback
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -27,19 +29,13 @@ from ..exit_codes import HANG, PASSED, UNEXPECTED, WRONG
 from ..options import duration, seed, whole
 from ..output import check_writable
 from ..progress import Progress
-from ..reference.state import WrongOutcomeError
+from ..reference.state import WrongOutcomeError, demand
 from ..repeat import TOOL, case_seed
 from ..watchdog import Watchdog
 from .plan import Plan, draw, read
 from .shrink import shrink
 from .totals import Outcome, Totals
 from .trial import run_trial
-
-SHARED = ("runs", "seed", "minutes", "baseline", "deadline", "shrink")
-"""Options that other processes need."""
-
-EVERY = 10.0
-"""Seconds between two lines of progress where the output is piped."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,22 +59,24 @@ def main(options: argparse.Namespace) -> int:
         raise UsageError(f"--only {options.only} and --case were both given: it is one or the other")
     check_writable(options.json, "--json")
     _prepare()
+    cases = _Cases(options)
     if options.only is not None or options.case is not None:
         plan = draw(options.only) if options.only is not None else read(options.case)
-        plan = plan.calmed() if options.baseline else plan
         print(plan.words())
-        totals = Totals()
-        code = _Cases(options, totals).case(plan, _repeat(plan, options.only, options.baseline))
+        cases.case(plan, options.only)
     else:
         options.seed = time.time_ns() % 10**9 if options.seed is None else options.seed
         what = "without faults" if options.baseline else "with faults and limits"
         print(f"Monte Carlo, seed {options.seed}, {options.runs} runs {what}, torch {torch.__version__}", flush=True)
-        code, totals = _shared(options) if options.jobs > 1 else _many(options)
-    print(totals.table(), flush=True)
+        if options.jobs > 1:
+            cases.share()
+        else:
+            cases.many()
+    print(cases.totals.table(), flush=True)
     if options.json is not None:
-        figures = {"seed": options.seed, "torch": torch.__version__, "baseline": options.baseline, "exit_code": code, **totals.as_json()}
+        figures = {"seed": options.seed, "torch": torch.__version__, "baseline": options.baseline, "exit_code": cases.code, **cases.totals.as_json()}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return code
+    return cases.code
 
 
 def _prepare() -> None:
@@ -88,88 +86,95 @@ def _prepare() -> None:
     gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
 
 
-def _shared(options: argparse.Namespace) -> tuple[int, Totals]:
-    """The cases shared out among processes: each runs every n-th of them."""
-    code, totals = PASSED, Totals()
-    with ProcessPoolExecutor(options.jobs, get_context("spawn"), _prepare) as pool:
-        plain = argparse.Namespace(**{name: value for name, value in vars(options).items() if name in SHARED})
-        for running in [pool.submit(_many, plain, number, options.jobs) for number in range(options.jobs)]:
-            try:
-                ended, told = running.result()
-            except BrokenProcessPool:
-                ended, told = HANG, Totals(failures=Counter({"a process that hung or crashed": 1}))
-            code = max(code, ended)
-            totals.merge(told.as_json())
-    return code, totals
-
-
-def _many(options: argparse.Namespace, first: int = 0, every: int = 1) -> tuple[int, Totals]:
-    totals, code, began, progress = Totals(), PASSED, time.monotonic(), Progress(EVERY)
-    cases = _Cases(options, totals)
-    for number in range(first, options.runs, every):
-        seed = case_seed(options.seed, number)
-        plan = draw(seed).calmed() if options.baseline else draw(seed)
-        code = max(code, cases.case(plan, _repeat(plan, seed, options.baseline)))
-        took = time.monotonic() - began
-        if options.minutes is not None and took > 60 * options.minutes:
-            break
-        bad = sum(totals.failures.values())
-        progress.tell(f"{totals.runs} runs, {totals.struck + totals.limits_hit} failures made, {bad} not allowed, {took:.0f} s")
-    progress.clear()
-    return code, totals
-
-
-def _repeat(plan: Plan, seed: int | None, baseline: bool) -> str:
-    what = f"--only {seed}" if seed is not None else f"--case {shlex.quote(json.dumps(plan.changes()))}"
-    return f"python -m {TOOL} montecarlo {what}{' --baseline' if baseline else ''}"
+def _part(options: argparse.Namespace, first: int) -> tuple[int, Totals]:
+    """The cases of one process among several."""
+    cases = _Cases(options)
+    cases.many(first, options.jobs)
+    return cases.code, cases.totals
 
 
 class _Cases:
-    """Runs cases one after the other, and tells of those that fail."""
+    """Runs cases one after the other, and prints those that fail."""
 
-    def __init__(self, options: argparse.Namespace, totals: Totals) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._totals = totals
+        self.totals, self.code = Totals(), PASSED
 
-    def case(self, plan: Plan, repeat: str) -> int:
-        """One case; returns its exit code."""
+    def share(self) -> None:
+        """Each of several processes runs every n-th case."""
+        jobs = self._options.jobs
+        plain = argparse.Namespace(**{name: value for name, value in vars(self._options).items() if not callable(value)})
+        with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare) as pool:
+            for running in [pool.submit(_part, plain, number) for number in range(jobs)]:
+                try:
+                    code, totals = running.result()
+                except BrokenProcessPool:
+                    code, totals = HANG, Totals(failures=Counter({"a process that hung or crashed": 1}))
+                self.code = max(self.code, code)
+                self.totals.merge(totals.as_json())
+
+    def many(self, first: int = 0, every: int = 1) -> None:
+        options, totals, began, progress = self._options, self.totals, time.monotonic(), Progress()
+        for number in range(first, options.runs, every):
+            seed = case_seed(options.seed, number)
+            self.case(draw(seed), seed)
+            took = time.monotonic() - began
+            if options.minutes is not None and took > 60 * options.minutes:
+                break
+            made, bad = totals.struck + totals.limits_hit, totals.failures.total()
+            progress.tell(f"{totals.runs} runs, {made} failures made, {bad} not allowed, {took:.0f} s")
+        progress.clear()
+
+    def case(self, plan: Plan, seed: int | None) -> None:
+        """One case, drawn from a seed or given."""
+        baseline, totals = self._options.baseline, self.totals
+        plan = plan.calmed() if baseline else plan
+        repeat = (f"--only {seed}" if seed is not None else _given(plan)) + (" --baseline" if baseline else "")
+        totals.runs += 1
         try:
             outcome = self._run(plan, repeat)
-            if self._options.baseline and (outcome.phases or outcome.errors):
-                raise WrongOutcomeError(f"there were out-of-memory events although nothing was made to fail: {dict(outcome.phases)}")
+            failures = dict(outcome.phases + outcome.errors)
+            demand(not (baseline and failures), f"there were out-of-memory events although nothing was made to fail: {failures}")
         except Exception as error:
-            self._totals.fail(_kind(error))
-            print(self._told(plan, error, repeat), flush=True)
-            return _code(error)
-        self._totals.add(outcome)
-        return PASSED
+            totals.failures[_kind(error)] += 1
+            self.code = max(self.code, _code(error))
+            print("\n".join(self._report(plan, error, repeat)), flush=True)
+            return
+        totals.clean += not (outcome.struck or outcome.limits_hit)
+        totals.merge(outcome.as_json())
 
     def _run(self, plan: Plan, repeat: str) -> Outcome:
-        told = f"HANG: not done after {self._options.deadline:g} s\n  case: {plan.words()}\n  repeat: {repeat}"
-        with Watchdog(self._options.deadline, lambda: told):
+        report = f"HANG: not done after {self._options.deadline:g} s\n" + "\n".join(_lines("case", plan, repeat))
+        with Watchdog(self._options.deadline, lambda: report):
             return run_trial(plan)
 
-    def _told(self, plan: Plan, error: Exception, repeat: str) -> str:
-        kind = _kind(error)
+    def _report(self, plan: Plan, error: Exception, repeat: str) -> Iterator[str]:
+        """A failure in lines: what, the case, and the smallest that fails in the same way."""
+        wrong = _code(error) == WRONG
+        yield f"{'WRONG' if wrong else f'UNEXPECTED {type(error).__name__}'}: {str(error).partition(chr(10))[0][:300]}"
+        yield from _lines("case", plan, repeat)
+        if not wrong:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            yield f"  raised in {last.filename}:{last.lineno}"
 
         def fails(candidate: Plan) -> bool:
             try:
                 self._run(candidate, repeat)
             except Exception as found:
-                return _kind(found) == kind
+                return _kind(found) == _kind(error)
             return False
 
         small = shrink(plan, fails, seconds=self._options.shrink)
-        head = "WRONG" if _code(error) == WRONG else f"UNEXPECTED {type(error).__name__}"
-        lines = [f"{head}: {str(error).partition(chr(10))[0][:300]}", f"  case: {plan.words()}", f"  repeat: {repeat}"]
         if small != plan:
-            lines += [f"  smallest that fails: {small.words()}", f"  repeat: {_repeat(small, None, False)}"]
-        if _code(error) != WRONG and error.__traceback__ is not None:
-            last = error.__traceback__
-            while last.tb_next is not None:
-                last = last.tb_next
-            lines.append(f"  raised in {last.tb_frame.f_code.co_filename}:{last.tb_lineno}")
-        return "\n".join(lines)
+            yield from _lines("smallest that fails", small, _given(small))
+
+
+def _given(plan: Plan) -> str:
+    return f"--case {shlex.quote(json.dumps(plan.changes()))}"
+
+
+def _lines(what: str, plan: Plan, repeat: str) -> list[str]:
+    return [f"  {what}: {plan.words()}", f"  repeat: python -m {TOOL} montecarlo {repeat}"]
 
 
 def _kind(error: Exception) -> str:

@@ -27,20 +27,12 @@ ERRORS: dict[str, Callable[[str], BaseException]] = {
 
 
 class Faults(InjectOOM):
-    """Fails operations of one block as its faults say.
-
-    Args:
-        faults: those of the block.
-        operations: how many it has without a fault, about.
-
-    Attributes:
-        alien: the error that has to pass through, once it was raised.
-    """
+    """Fails operations of one block, which has so many without a fault, about."""
 
     def __init__(self, faults: Sequence[Fault], operations: int) -> None:
         super().__init__()
         self._faults = [(1 + int(fault.at * operations), fault) for fault in faults]
-        self.alien: BaseException | None = None
+        self.alien: BaseException | None = None  # the error that has to pass through, once it was raised
 
     def step(self, name: str) -> None:
         """Counts one operation, and fails it where it is its turn."""
@@ -82,4 +74,3 @@ SENSORS: dict[str, Callable[[], MemorySensor | None]] = {
     "low": lambda: _Sensor(_free(0)),
     "nonsense": lambda: _Sensor(Headroom(-5, -1, 1 << 60, "nonsense", float("nan"))),
 }
-"""The sensors that a plan names."""

@@ -1,7 +1,4 @@
-"""A random case as plain values: what is trained, in which way, and what goes wrong. Everything else follows from it.
-
-The default of each field is the plainest there is, so that a case that fails can be made smaller by putting one field after the other back to it.
-"""
+"""A random case as plain values. The default of each field is the plainest there is, so that a case that fails can be made smaller field by field."""
 
 from __future__ import annotations
 
@@ -18,6 +15,8 @@ from ..models.layers import LAYERS
 PLACES = ("call", "eval", "optimizer")
 ERRORS = ("device", "host", "heap", "library", "alien")
 CONTAINERS = ("pair", "dict", "nested", "items", "record", "columns")
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adam foreach", "adam fused", "adagrad", "rmsprop", "nadam")
+SPARSE = ("sgd", "adagrad")  # those that take sparse gradients
 
 
 @dataclass(frozen=True)
@@ -77,62 +76,41 @@ class Plan:
         """Whether the gradient of the batch does not depend on how it is split."""
         return not self.half and all(LAYERS[name].separable for name in self.layers)
 
-    @property
-    def calm(self) -> bool:
-        """Whether nothing may go wrong."""
-        return not self.faults and not self.limits and not self.moves
-
     def calmed(self) -> Plan:
         """The same without anything that goes wrong: for the baseline."""
         return replace(self, faults=(), limits=(), moves=())
 
     def changes(self) -> dict[str, Any]:
         """What differs from the plainest case, ready for JSON."""
-        plain = Plan()
-        found = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != getattr(plain, each.name)}
-        if self.faults:
-            found["faults"] = [{key: value for key, value in vars(fault).items() if value != getattr(Fault(), key)} for fault in self.faults]
-        return found
+        found = changed(self)
+        return found | {"faults": [changed(fault) for fault in self.faults]} if self.faults else found
 
     def words(self) -> str:
         """What differs from the plainest case, for a person."""
-        return ", ".join(f"{name} {_shown(value)}" for name, value in self.changes().items()) or "the plainest case"
+        shown = {name: json.dumps(value, separators=(",", ":")).replace('"', "") for name, value in self.changes().items()}
+        return ", ".join(f"{name} {value}" for name, value in shown.items()) or "the plainest case"
 
 
-def _shown(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":")).replace('"', "")
+def changed(value: Plan | Fault) -> dict[str, Any]:
+    """The fields that are not at their default."""
+    return {each.name: getattr(value, each.name) for each in fields(value) if getattr(value, each.name) != each.default}
 
 
 def read(text: str) -> Plan:
-    """The plan that `json.dumps(plan.changes())` has written.
-
-    Raises:
-        UsageError: it is no such thing.
-    """
+    """The plan that `json.dumps(plan.changes())` has written. UsageError where it is no such thing."""
     try:
-        given = json.loads(text)
-        if not isinstance(given, Mapping):
-            raise TypeError("it is no object")
-        kinds = {each.name: type(getattr(Plan(), each.name)) for each in fields(Plan)}
-        unknown = [name for name in given if name not in kinds]
-        if unknown:
-            raise TypeError(f"there is no field {unknown[0]!r}")
-        values: dict[str, Any] = {name: tuple(value) if kinds[name] is tuple else kinds[name](value) for name, value in given.items()}
-        values["faults"] = tuple(_fault_of(each) for each in given.get("faults", ()))
-        values["limits"] = tuple(map(float, given.get("limits", ())))
-        values["moves"] = tuple((int(at), float(to)) for at, to in given.get("moves", ()))
-        plan = Plan(**values)
-        missing = [name for name in plan.layers if name not in LAYERS]
-        if missing:
-            raise TypeError(f"there is no layer {missing[0]!r}")
-    except (ValueError, TypeError, AttributeError) as error:
+        values = _typed(Plan(), json.loads(text))
+        faults = tuple(Fault(**_typed(Fault(), fault)) for fault in values.pop("faults", ()))
+        moves = tuple((int(at), float(to)) for at, to in values.pop("moves", ()))
+        plan = Plan(**values, faults=faults, moves=moves)
+        return replace(plan, layers=tuple(name for name in plan.layers if LAYERS[name]), limits=tuple(map(float, plan.limits)))
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"--case {text}: this is no case, which is an object as JSON such as the tool prints: {error}") from error
-    return plan
 
 
-def _fault_of(given: Mapping[str, Any]) -> Fault:
-    kinds = {each.name: type(getattr(Fault(), each.name)) for each in fields(Fault)}
-    return Fault(**{name: kinds[name](value) if name in kinds else value for name, value in given.items()})
+def _typed(plain: Plan | Fault, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values in the types that they have in a plain one."""
+    return {name: type(getattr(plain, name))(value) for name, value in given.items()}
 
 
 def draw(seed: int) -> Plan:
@@ -213,11 +191,6 @@ def _branched(plan: Plan, rng: random.Random) -> Plan:
     plan = replace(plan, branches=rng.randint(1, 3), steps=steps, layers=layers, samples=max(plan.samples, 4 * unit), maximum=0)
     plan = replace(plan, size=max(plan.size, 2 * unit), replay=plan.replay if any(LAYERS[name].hidden_mixing for name in layers) else "auto")
     return replace(plan, limits=(), moves=(), faults=(*plan.faults[:1], *late)) if rng.random() < 0.7 else plan
-
-
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adam foreach", "adam fused", "adagrad", "rmsprop", "nadam")
-SPARSE = ("sgd", "adagrad")
-"""Those that take sparse gradients."""
 
 
 def _fault(rng: random.Random, steps: int) -> Fault:

@@ -4,51 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from .plan import Fault, Plan
+from .plan import Plan, changed
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
     """Cases that are a little plainer than this one, the greatest steps first."""
-    for name in ("faults", "layers", "limits", "moves"):
-        parts = getattr(plan, name)
-        if parts:
-            yield _with(plan, name, ())
-        if len(parts) > 1:
-            for i in range(len(parts)):
-                yield _with(plan, name, (*parts[:i], *parts[i + 1 :]))
-    plain = Plan()
-    for each in fields(Plan):
-        if each.name not in ("seed", "faults", "layers", "limits", "moves") and getattr(plan, each.name) != getattr(plain, each.name):
-            yield _with(plan, each.name, getattr(plain, each.name))
+    parts = {name: value for name, value in changed(plan).items() if name != "seed"}
+    for name in reversed(parts):  # faults and limits come last in a plan, and matter most
+        yield _with(plan, name, getattr(Plan(), name))
+    for name, value in parts.items():
+        if isinstance(value, tuple):
+            yield from (_with(plan, name, (*value[:i], *value[i + 1 :])) for i in range(len(value)))
     if plan.samples > 1:
-        yield replace(plan, samples=plan.samples // 2)
-        yield replace(plan, samples=plan.samples - 1)
+        yield from (replace(plan, samples=samples) for samples in (plan.samples // 2, plan.samples - 1))
     if plan.steps > 1:
         yield replace(plan, steps=plan.steps - 1)
     for i, fault in enumerate(plan.faults):
-        for name in ("times", "gap", "error"):
-            if getattr(fault, name) != getattr(Fault(), name):
-                made = replace(fault, **{name: getattr(Fault(), name)})
-                yield replace(plan, faults=(*plan.faults[:i], made, *plan.faults[i + 1 :]))
+        for name in changed(fault):
+            plainer = replace(fault, **{name: getattr(type(fault)(), name)})
+            yield replace(plan, faults=(*plan.faults[:i], plainer, *plan.faults[i + 1 :]))
 
 
 def _with(plan: Plan, name: str, value: Any) -> Plan:
-    values: dict[str, Any] = {name: value}
-    return replace(plan, **values)
+    return replace(plan, **{name: value})
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool], *, seconds: float = 30.0, clock: Callable[[], float] = time.monotonic) -> Plan:
-    """The smallest case found that still fails, greedily.
-
-    Args:
-        plan: fails.
-        fails: whether a case fails in the same way.
-        seconds: not longer than this.
-        clock: gives the time.
-    """
+    """The smallest case found in so many seconds that still fails in the same way, greedily."""
     end = clock() + seconds
     found = True
     while found:

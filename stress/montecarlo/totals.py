@@ -1,4 +1,4 @@
-"""What one case came to, and what many of them did."""
+"""What cases came to."""
 
 from __future__ import annotations
 
@@ -33,17 +33,6 @@ class Totals(Outcome):
     runs: int = 0
     clean: int = 0  # cases in which nothing went wrong that could
     failures: Counter[str] = field(default_factory=Counter)  # cases with an outcome that is not allowed, by kind
-
-    def add(self, outcome: Outcome) -> None:
-        """Counts a case whose outcome is allowed."""
-        self.runs += 1
-        self.clean += not (outcome.struck or outcome.limits_hit)
-        self.merge(outcome.as_json())
-
-    def fail(self, kind: str) -> None:
-        """Counts a case whose outcome is not."""
-        self.runs += 1
-        self.failures[kind] += 1
 
     def table(self) -> str:
         """For a person."""

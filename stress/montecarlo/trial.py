@@ -1,4 +1,4 @@
-"""One case from its start to its end, each step held against the reference.
+"""One case from its start to its end, each step held against a loop by hand.
 
 What may come out of a call: the right gradient, with loss, outputs, buffers and random streams of a run without faults over the same pieces; or a
 typed error with everything as it was. The optimizer's step and an evaluation likewise. Nothing of it may stay alive, and what the events tell has
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -34,13 +35,12 @@ from elastic_mbs.testing import InjectOOM
 
 from ..flat_options import grouped
 from ..reference.by_hand import by_loop
-from ..reference.state import State, error_of, same_state, same_tensors
+from ..reference.state import State, demand, error_of, same_state, same_tensors
 from ..streams import Streams
-from .batches import count_of, dims_of, make_batch
-from .checks import SCALE, check_nothing_left, check_partition, check_state, demand
+from .batches import CONTAINERS, count_of, make_batch
+from .checks import SCALE, accumulate, check_nothing_left, check_partition, check_result
 from .faults import SENSORS, AlienError, Faults
 from .plan import Plan
-from .reference import accumulate
 from .setup import set_up
 from .totals import Outcome
 
@@ -48,12 +48,7 @@ PLENTY = "1TiB"
 
 
 def run_trial(plan: Plan) -> Outcome:
-    """Runs a case.
-
-    Raises:
-        WrongOutcomeError: an outcome is not one of those allowed; the text says which.
-        Exception: any error that may not come of what was made to go wrong passes through.
-    """
+    """Runs a case. WrongOutcomeError where an outcome is not allowed; any error that may not come of what went wrong passes through."""
     streams = Streams.now()
     try:
         with warnings.catch_warnings():
@@ -67,16 +62,12 @@ class _Trial:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.outcome = Outcome(faults=len(plan.faults))
-        self.real, self.twin = set_up(plan), set_up(plan)
+        self.real = set_up(plan)
         self.budget = MemoryBudget(PLENTY, track=(self.real.model, self.real.guests, self.real.flat))
-        self.rest = self.budget.live - sum(_bytes(leaf.grad) for leaf in self.real.leaves())
         self.events: list[Event] = []
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if plan.scaler else None
-        self.forwards = 0
-        self.finished = self.pieces = self.replayed = self.ooms = self.samples = 0
-        self.operations = self.need = 0
-
-    # ------------------------------------------------------------------ the run
+        self.forwards = 0  # of the call
+        self.results: Counter[str] = Counter()  # what the results of finished calls add up to
 
     def run(self) -> Outcome:
         plan = self.plan
@@ -95,71 +86,65 @@ class _Trial:
         return self.outcome
 
     def _measure(self) -> None:
-        """How many operations a batch has and how much memory it takes, on the twin, which is then as it was."""
-        streams, batch = Streams.now(), make_batch(self.plan, 0)
-        counting, budget = InjectOOM(), MemoryBudget(PLENTY, track=(self.twin.model, self.twin.guests, self.twin.flat))
+        """How many operations a batch has and how much memory it takes."""
+        streams, batch, twin = Streams.now(), make_batch(self.plan, 0), self.real.twin()
+        counting, budget = InjectOOM(), MemoryBudget(PLENTY, track=(twin.model, twin.guests))
         before = budget.live
         with budget, counting:
-            accumulate(self.twin, batch, [(0, self.plan.samples)])
+            accumulate(twin, batch, [(0, self.plan.samples)])
         self.operations, self.need = counting.count, budget.peak - before
         streams.restore()
 
     def _runtime(self) -> tuple[Callable[[Any], StepResult], ElasticMBS]:
         plan, real = self.plan, self.real
-        options: dict[str, Any] = {
-            "micro_batch_size": plan.size or "auto",
-            "min_micro_batch_size": plan.minimum,
-            "max_micro_batch_size": plan.maximum or None,
-            "align": plan.align,
-            "grow": plan.grow,
-            "reduction": plan.reduction,
-            "count": count_of(plan),
-            "dims": dims_of(plan),
-            "accumulate_dtype": torch.float32 if plan.half else None,
-            "outputs": None if plan.outputs == "none" else plan.outputs,
-            "scaler": self.scaler,
-            "backward": torch.Tensor.backward if plan.backward else None,
-            "replay": plan.replay,
-            "sensor": SENSORS[plan.sensor](),
-            "monitor_interval": 0,
-            "wait_for_memory": 0,
-            "on_event": self.events.append,
-            "policy": Policy(patience=1, cooldown=0.0, max_cooldown=0.0),
-            "seed": plan.seed,
-        }
+        options = grouped(
+            {
+                "micro_batch_size": plan.size or "auto",
+                "min_micro_batch_size": plan.minimum,
+                "max_micro_batch_size": plan.maximum or None,
+                "align": plan.align,
+                "grow": plan.grow,
+                "reduction": plan.reduction,
+                "count": count_of(plan),
+                "dims": CONTAINERS[plan.container].dims,
+                "accumulate_dtype": torch.float32 if plan.half else None,
+                "outputs": None if plan.outputs == "none" else plan.outputs,
+                "scaler": self.scaler,
+                "backward": torch.Tensor.backward if plan.backward else None,
+                "replay": plan.replay,
+                "sensor": SENSORS[plan.sensor](),
+                "monitor_interval": 0,
+                "wait_for_memory": 0,
+                "on_event": self.events.append,
+                "policy": Policy(patience=1, cooldown=0.0, max_cooldown=0.0),
+                "seed": plan.seed,
+            }
+        )
 
         def loss_fn(piece: Any) -> Any:
-            self._forward()
+            self.forwards += 1
+            for at, factor in plan.moves:
+                if at == self.forwards:
+                    self._limit(factor)
             return real.loss_fn(piece)
 
         if plan.door == 2:
-            step = elastic_step(real.model, **grouped(options))(loss_fn)
+            step = elastic_step(real.model, **options)(loss_fn)
             return step, step.mbs
-        mbs = ElasticMBS(real.model, **grouped(options))
+        mbs = ElasticMBS(real.model, **options)
         if plan.door == 1:
             return (lambda batch: mbs.backward(loss_fn, batch)), mbs
         return (lambda batch: by_loop(mbs, loss_fn, batch)), mbs
 
-    def _forward(self) -> None:
-        self.forwards += 1
-        for at, factor in self.plan.moves:
-            if at == self.forwards:
-                self._limit(factor)
-
     def _limit(self, factor: float) -> None:
-        self.budget.limit = PLENTY if factor == 0 else max(1, self.start + int(factor * self.need))
+        self.budget.limit = PLENTY if factor == 0 else max(1, self.held + int(factor * self.need))
 
     # ------------------------------------------------------------------ a step
 
-    def _state(self) -> tuple[State, list[int]]:
-        """What no failure may change, and what modules count by themselves."""
-        return State.of(self.real.leaves(), self.real.model), self.real.counters()
-
-    def _unchanged(self, before: tuple[State, list[int]], where: str, notes: str = "") -> None:
-        """Everything is as before: parameters, buffers, modes, random streams, modules' own counts, and gradients unless `notes` say otherwise."""
-        state, counters = self._state()
-        trouble = before[0].trouble(state, notes)
-        demand(not trouble and counters == before[1], f"{where}: {', '.join(trouble) or 'what a module counts is not as before'}")
+    def _unchanged(self, before: State, where: str, notes: str = "") -> None:
+        """Everything is as before, gradients unless `notes` say otherwise."""
+        trouble = before.trouble(State.of(self.real.leaves(), self.real.model), notes)
+        demand(not trouble, f"{where}{', '.join(trouble)}")
 
     def _guarded(self, place: str, number: int, operations: int, where: str, call: Callable[[], Any]) -> tuple[Any, Exception | None, int]:
         """A call under the faults of its place; returns its result, or the error it ended in, and how many failures were made."""
@@ -176,21 +161,19 @@ class _Trial:
         self.outcome.limits_hit += limits_hit
         made = len(faults.hits) + limits_hit
         if error is None:
-            demand(faults.alien is None, f"{where}: an error that is no lack of memory was swallowed")
+            demand(faults.alien is None, f"{where}an error that is no lack of memory was swallowed")
         else:
             self.outcome.errors[type(error).__name__] += 1
-            demand(bool(made), f"{where}: {type(error).__name__} although nothing failed: {error}")
-            demand(not isinstance(error, AlienError) or error is faults.alien, f"{where}: another error than the one that was raised came out")
+            demand(bool(made), f"{where}{type(error).__name__} although nothing failed: {error}")
+            demand(not isinstance(error, AlienError) or error is faults.alien, f"{where}another error than the one that was raised came out")
         return result, error, made
 
     def _step(self, mbs: ElasticMBS, step: Callable[[Any], StepResult], number: int) -> None:
-        plan, real, twin = self.plan, self.real, self.twin
-        where = f"step {number}"
+        plan, real, where = self.plan, self.real, f"step {number}: "
         batch = make_batch(plan, number)
         pristine = map_tensors(batch, torch.clone)
-        twin.take(real)
-        before = self._state()
-        self.forwards, self.start = 0, self.budget.live
+        before, start = real.twin(), State.of(real.leaves(), real.model)
+        self.forwards, self.held = 0, self.budget.live
         if plan.limits:
             self._limit(plan.limits[number % len(plan.limits)])
         operations = self.operations * max(1, -(-plan.samples // (plan.size or 4)))
@@ -199,65 +182,57 @@ class _Trial:
         self.outcome.calls += 1
         if error is not None:
             notes = "\n".join(getattr(error, "__notes__", []))
-            self._unchanged(before, f"{where}, {type(error).__name__}", notes)
+            self._unchanged(start, f"{where}{type(error).__name__}: ", notes)
             if "zero_grad()" in notes:
                 real.optimizer.zero_grad()
             return
-        demand(same_tensors(before[0].parameters, real.leaves()), f"{where}: a parameter changed in backward")
+        demand(same_tensors(start.parameters, real.leaves()), f"{where}a parameter changed in backward")
         check_partition(plan, result, pristine, where)
-        self.outcome.worst = max(self.outcome.worst, check_state(real, twin, result, pristine, before[0], where))
+        self.outcome.worst = max(self.outcome.worst, check_result(before, start, real, result, pristine, where))
         self._check_attempts(result, made, where)
-        del result
+        del result, before
         if plan.evaluate:
             self._evaluate(mbs, pristine, number)
         self._optimize(mbs, number)
 
     def _check_attempts(self, result: StepResult, failures: int, where: str) -> None:
-        demand(result.ooms <= failures, f"{where}: {result.ooms} failures are told of, and only {failures} operations failed")
+        samples = self.plan.samples
+        demand(result.ooms <= failures, f"{where}{result.ooms} failures are told of, and only {failures} operations failed")
         restarts = sum(isinstance(event, OutOfMemory) and event.mode == "step" for event in self.events)
-        bound = self.plan.samples * (1 + restarts) + failures
-        demand(self.forwards <= bound, f"{where}: {self.forwards} attempts for {self.plan.samples} samples and {failures} failures")
-        self.finished += 1
-        self.samples += self.plan.samples
-        self.pieces += len(result.partition)
-        self.ooms += result.ooms
-        self.replayed += result.replayed_samples
-
-    # ------------------------------------------------------------------ after the call
+        demand(self.forwards <= samples * (1 + restarts) + failures, f"{where}{self.forwards} attempts for {samples} samples and {failures} failures")
+        self.results.update(calls=1, samples=samples, pieces=len(result.partition), ooms=result.ooms, replayed=result.replayed_samples)
 
     def _evaluate(self, mbs: ElasticMBS, batch: Any, number: int) -> None:
-        real, where = self.real, f"evaluation after step {number}"
+        real, where = self.real, f"evaluation after step {number}: "
         real.model.eval()
-        before = self._state()
+        before = State.of(real.leaves(), real.model)
         with torch.no_grad():
-            view = BatchView(batch, dims_of(self.plan))
+            view = BatchView(batch, CONTAINERS[self.plan.container].dims)
             wanted = real.scores(view.piece(0, view.length))
         found, error, _ = self._guarded("eval", number, max(1, self.operations // 3), where, lambda: mbs.eval(real.scores, batch))
         self._unchanged(before, where)
         real.model.train()
         if error is None:
             rounding = 2e-2 if self.plan.half else 1e-11
-            demand(found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rounding, atol=rounding), f"{where}: the outputs are wrong")
+            demand(found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rounding, atol=rounding), f"{where}the outputs are wrong")
 
     def _optimize(self, mbs: ElasticMBS, number: int) -> None:
-        plan, real, twin = self.plan, self.real, self.twin
-        where = f"optimizer after step {number}"
+        plan, real, where = self.plan, self.real, f"optimizer after step {number}: "
         leaves = [leaf for leaf in real.leaves() if leaf.grad is not None]
         if self.scaler is not None and plan.clip:
             self.scaler.unscale_(real.optimizer)
         if plan.clip:
             torch.nn.utils.clip_grad_norm_([leaf for leaf in leaves if leaf.grad is not None and not leaf.grad.is_sparse], 0.5)
-        twin.take(real)
-        twin.take_optimizer(real)
+        twin = real.twin()
+        before = [leaf.detach().clone() for leaf in real.leaves()]
         if self.scaler is not None and not plan.clip:
             for leaf in twin.leaves():
                 leaf.grad = None if leaf.grad is None else leaf.grad / SCALE
-        before = [p.detach().clone() for p in real.leaves()]
         twin.optimizer.step()
         if plan.guarded:
             _, error, _ = self._guarded("optimizer", number, 8 * len(leaves), where, lambda: mbs.optimizer_step(real.optimizer))
             if error is not None:
-                demand(same_tensors(before, real.leaves()), f"{where}: parameters are not as before after {type(error).__name__}")
+                demand(same_tensors(before, real.leaves()), f"{where}parameters are not as before after {type(error).__name__}")
                 with self.budget:
                     mbs.optimizer_step(real.optimizer)
         else:
@@ -266,15 +241,15 @@ class _Trial:
         if self.scaler is not None:
             self.scaler.update(SCALE)
         off = error_of([leaf.detach() for leaf in real.leaves()], [leaf.detach() for leaf in twin.leaves()])
-        demand(off <= 1e-15, f"{where}: parameters off by {off:.3g} from a plain step")
-        demand(same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}: the optimizer's state differs from a plain step's")
+        demand(off <= 1e-15, f"{where}parameters off by {off:.3g} from a plain step")
+        demand(same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}the optimizer's state differs from a plain step's")
         if not plan.keep:
             real.optimizer.zero_grad()
 
     # ------------------------------------------------------------------ the end
 
     def _check_events(self, mbs: ElasticMBS) -> None:
-        out, events, stats = self.outcome, self.events, mbs.stats
+        out, events, stats, results = self.outcome, self.events, mbs.stats, self.results
         failures = [event for event in events if isinstance(event, OutOfMemory)]
         out.modes.update(event.mode for event in failures)
         out.phases.update(event.phase for event in failures)
@@ -288,11 +263,11 @@ class _Trial:
         trained = [event for event in done if event.mode == "train"]
         refused = out.errors["ReplayUnsafeError"]  # which comes in the place of the event
         sums = {
-            "finished calls": (len(trained), stats.calls, self.finished),
-            "samples": (stats.samples, self.samples),
-            "pieces": (stats.pieces, self.pieces),
-            "out-of-memory errors of finished calls": (sum(event.ooms for event in trained), self.ooms),
-            "replayed samples": (sum(event.replayed_samples for event in trained), self.replayed),
+            "finished calls": (len(trained), stats.calls, results["calls"]),
+            "samples": (stats.samples, results["samples"]),
+            "pieces": (stats.pieces, results["pieces"]),
+            "out-of-memory errors of finished calls": (sum(event.ooms for event in trained), results["ooms"]),
+            "replayed samples": (sum(event.replayed_samples for event in trained), results["replayed"]),
             "out-of-memory errors in stats": (stats.ooms, sum(event.ooms for event in done)),
             "out-of-memory events": (sum(event.ooms for event in ended), len(failures) + refused),
         }
@@ -309,13 +284,9 @@ class _Trial:
         self.scaler = None
         if self.budget.live != self._at_rest():
             gc.collect()  # what checkpointing and custom functions leave in cycles is torch's
-        live, rest = self.budget.live, self._at_rest()
-        demand(live == rest, f"{live - rest} bytes are still alive at the end")
+        more = self.budget.live - self._at_rest()
+        demand(more == 0, f"{more} bytes are still alive at the end")
 
     def _at_rest(self) -> int:
-        unique = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*self.real.model.parameters(), *self.real.model.buffers())}
-        return sum(unique.values()) + sum(_bytes(guest) for guest in self.real.guests)
-
-
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+        tensors: list[Tensor] = [*self.real.model.parameters(), *self.real.model.buffers(), *self.real.guests]
+        return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

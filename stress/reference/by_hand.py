@@ -14,7 +14,7 @@ from elastic_mbs.batch.loss_terms import read_losses
 from elastic_mbs.batch.view import BatchView
 
 from ..models.subject import Subject
-from .state import WrongOutcomeError
+from .state import demand
 
 Partition = Sequence[Sequence[int]]
 HALF = (torch.float16, torch.bfloat16)
@@ -26,26 +26,16 @@ def view_of(subject: Subject, batch: Any) -> BatchView:
 
 
 def add_up(
-    terms: Callable[[int, int], Mapping[Any, Tensor]],
+    terms: Callable[[int, int], Mapping[Any, Tensor]],  # runs a piece and gives its losses by name
     pieces: Partition,
-    weigh: Callable[[int, int], Mapping[Any, float] | None],
+    weigh: Callable[[int, int], Mapping[Any, float] | None],  # the weight of each loss of a piece; None leaves the piece out
     leaves: Iterable[Tensor] = (),
     *,
-    wide: torch.dtype | None = None,
-    scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    wide: torch.dtype | None = None,  # the type in which the leaves' gradients are summed, where it is another
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss,  # what a GradScaler does
     backward: bool = True,
 ) -> float:
-    """Adds the gradient of a batch piece by piece, unless only its loss is wanted; returns that.
-
-    Args:
-        terms: runs a piece and gives its losses by name.
-        pieces: ranges of samples.
-        weigh: the weight of each loss of a piece; None leaves the piece out.
-        leaves: whose gradients are summed in another type.
-        wide: that type.
-        scale: what a GradScaler does.
-        backward: whether gradients are wanted.
-    """
+    """Adds the gradient of a batch piece by piece, unless only its loss is wanted; returns that."""
     leaves = [] if wide is None else list(leaves)
     sums = {leaf: leaf.grad.to(wide) for leaf in leaves if leaf.grad is not None}
     total = 0.0
@@ -70,7 +60,7 @@ def add_up(
 
 
 def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward: bool = True, scaler: torch.amp.GradScaler | None = None) -> float:
-    """Adds the gradient of a subject's batch piece by piece, unless only its loss is wanted; returns that."""
+    """The same for a subject's batch, weighed as its options say."""
     options = subject.options
     counts = Counts.read(options.get("count"), view)
     return add_up(
@@ -85,14 +75,10 @@ def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward
 
 
 def check_covered(pieces: Iterable[tuple[int, int]], length: int, where: str = "") -> None:
-    """The pieces of a batch, those that were skipped among them, hold each sample once.
-
-    Raises:
-        WrongOutcomeError: they do not.
-    """
+    """WrongOutcomeError unless the pieces of a batch, those that were skipped among them, hold each sample once."""
     ranges = sorted(pieces)
-    if [start for start, _ in ranges] + [length] != [0, *(stop for _, stop in ranges)]:
-        raise WrongOutcomeError(f"{where}the pieces {ranges} do not cover the {length} samples of the batch once")
+    covered = [start for start, _ in ranges] + [length] == [0, *(stop for _, stop in ranges)]
+    demand(covered, f"{where}the pieces {ranges} do not cover the {length} samples of the batch once")
 
 
 def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Any], batch: Any) -> StepResult:

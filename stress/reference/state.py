@@ -17,14 +17,20 @@ class WrongOutcomeError(AssertionError):
     """Neither the right gradient nor a typed error with its state."""
 
 
+def demand(holds: bool, what: str) -> None:
+    """WrongOutcomeError unless `holds`."""
+    if not holds:
+        raise WrongOutcomeError(what)
+
+
 @dataclass(frozen=True)
 class State:
-    """Gradients, parameters, buffers, modes and random streams, copied."""
+    """Gradients, parameters, buffers, what modules keep beside them, and random streams, copied."""
 
     grads: list[Tensor | None]
     parameters: list[Tensor]
     buffers: list[Tensor]
-    modes: list[bool]  # of the modules: training or not
+    modules: list[tuple[bool, Any]]  # of each: training or not, and what it counts by itself
     streams: Streams
 
     @classmethod
@@ -34,7 +40,7 @@ class State:
             [None if leaf.grad is None else leaf.grad.detach().clone() for leaf in leaves],
             [leaf.detach().clone() for leaf in leaves],
             [buffer.detach().clone() for buffer in model.buffers()],
-            [module.training for module in model.modules()],
+            [(module.training, getattr(module, "count", None)) for module in model.modules()],
             Streams.now(),
         )
 
@@ -53,12 +59,12 @@ class State:
         pairs = {
             "parameters": same_tensors(self.parameters, now.parameters),
             "buffers": same_tensors(self.buffers, now.buffers),
-            "modes of modules": self.modes == now.modes,
+            "modes or counts of modules": self.modules == now.modules,
             "random streams": self.streams.same(now.streams),
         }
         return [f"{name} are not as before" for name, same in pairs.items() if not same]
 
-    def trouble(self, now: State, notes: str) -> list[str]:
+    def trouble(self, now: State, notes: str = "") -> list[str]:
         """What an error has left behind that it may not: gradients may be left where `notes` say that they have to be zeroed."""
         found = self.changes(now)
         for before, after in zip(self.grads, now.grads, strict=True):
@@ -68,14 +74,21 @@ class State:
                 found.append("a gradient changed, and the error does not say so")
         return list(dict.fromkeys(found))
 
+    def demand_rest_of(self, wanted: State, tolerance: float, where: str = "") -> None:
+        """WrongOutcomeError unless buffers, modules and random streams are those of a run without failures, but for rounding."""
+        pairs = zip(self.buffers, wanted.buffers, strict=True)
+        same = all(torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance / 100, equal_nan=True) for a, b in pairs)
+        demand(same, f"{where}buffers differ from a run without failures")
+        demand(self.modules == wanted.modules, f"{where}modes or counts of modules differ from a run without failures")
+        demand(self.streams.same(wanted.streams), f"{where}random streams are not where a run without failures leaves them")
+
 
 def same_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in zip(a, b, strict=True))
 
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-"""Largest difference of a gradient, relative to its largest entry, by the narrowest type of the parameters: pieces are summed in another order than
-the whole."""
+"""Largest difference of a gradient, relative to its largest entry, by the narrowest type of the parameters: a split sums in another order."""
 
 
 def tolerance_of(model: nn.Module) -> float:
@@ -97,12 +110,8 @@ def same_state(a: Any, b: Any, tolerance: float = 1e-15) -> bool:
 def error_of(got: Sequence[Tensor | None], wanted: Sequence[Tensor | None], *, floor: float = 0.0) -> float:
     """Largest difference over the leaves, relative to the largest entry of each; infinite where only one has a gradient, or one is not finite.
 
-    Args:
-        got: gradients.
-        wanted: what they should be.
-        floor: a leaf's largest entry counts as at least this part of the largest of all.
+    A leaf's largest entry counts as at least `floor` of the largest of all.
     """
-    worst = 0.0
     pairs = []
     for a, b in zip(got, wanted, strict=True):
         if (a is None) != (b is None):
@@ -111,10 +120,5 @@ def error_of(got: Sequence[Tensor | None], wanted: Sequence[Tensor | None], *, f
             left, right = a.to_dense().double(), b.to_dense().double()
             pairs.append(((left - right).abs().max().item(), right.abs().max().item()))
     least = floor * max((scale for _, scale in pairs), default=0.0)
-    for off, own in pairs:
-        scale = max(own, least)
-        relative = off / scale if scale > 0 else off
-        if not math.isfinite(relative):
-            return math.inf
-        worst = max(worst, relative)
-    return worst
+    errors = [off / max(own, least) if max(own, least) > 0 else off for off, own in pairs]
+    return max(errors, default=0.0) if all(map(math.isfinite, errors)) else math.inf
