@@ -64,7 +64,7 @@ def _scalar(loss: Any, what: str) -> torch.Tensor:
         raise LossError(f"{what} has shape {tuple(loss.shape)}; it must be a scalar: reduce it with .mean() (or .sum() and reduction='sum')")
     if not loss.is_floating_point():
         raise LossError(f"{what} has dtype {loss.dtype}; it must be a real floating-point scalar")
-    return loss.reshape(())
+    return loss if loss.ndim == 0 else loss.reshape(())  # not a view: a failed attempt detaches it
 
 
 def _kind(value: Any) -> str:

@@ -141,8 +141,8 @@ def commit(state: CallState, attempt: Attempt) -> None:
         state.settled = state.settled and state.is_settled()
     separate_gradients(state)
     if state.isolation is not None:
-        context.retry("add a piece's gradient to the batch's", state.isolation.fold)
         state.modified = True
+        context.retry("add a piece's gradient to the batch's", state.isolation.fold)
     ledger.note()
 
 

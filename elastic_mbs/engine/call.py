@@ -24,7 +24,7 @@ from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
 from elastic_mbs.engine.result import StoredOutput
 from elastic_mbs.engine.state import Attempt, CallState, Phase, begin
 from elastic_mbs.engine.timing import known
-from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError
+from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError, UsageError
 from elastic_mbs.events import Resized
 from elastic_mbs.memory import oom
 from elastic_mbs.options import OutputPlace
@@ -65,6 +65,8 @@ class Call:
         except BaseException:
             misuse.leave_call(self)
             context.model.forget()  # it can have changed without the ledger's knowledge
+            context.ledger.forget()
+            context.controller.abandon(key)
             raise
 
     @property
@@ -74,7 +76,8 @@ class Call:
 
     @property
     def finished(self) -> bool:
-        return self.state.phase is Phase.DONE
+        """Whether the gradient is whole, or the call has ended early."""
+        return self.state.phase in (Phase.WHOLE, Phase.DONE)
 
     # ------------------------------------------------------------------ the loop, in the order of a step
 
@@ -197,11 +200,12 @@ class Call:
             state.table.__exit__(None, None, None)
         try:
             if error is None:
+                if state.phase is Phase.DONE:
+                    raise IncompleteBatchError("the runtime was closed inside a `with micro:` block, so its batch is incomplete")
                 self._commit(attempt)
                 if not state.schedule:
                     self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
                 return False
-            state.attempt = None
             if isinstance(error, Exception) and note_failure(state, attempt, error):
                 return True
         except BaseException as refusal:
@@ -244,50 +248,52 @@ class Call:
         if state.had_gradient and not state.profile.draws and state.streams is not None:
             start = state.streams
             state.profile.draws = context.retry("read the random streams", lambda: context.streams.moved(start))
-        state.result = state.make_result()
+        result = state.make_result()
         _inform_controller(state)
-        self._leave()  # the gradient is whole: a callback may step, or evaluate
+        state.phase = Phase.WHOLE  # a callback may step, or evaluate
+        misuse.leave_call(self)
         try:
             for attempt in state.in_order():
                 for callback in attempt.callbacks:
                     callback()
-        except BaseException as error:
-            self._unwind(error)
+        except BaseException as error:  # the user's own, so it stays as it is
+            self.abort(error)
             raise
-        finally:
-            self._close()
-
-    def _leave(self) -> None:
-        self.state.phase = Phase.DONE
-        if self.context.guard is not None:
-            self.context.guard.lift()  # an interrupt between the lines can have left it up
-        misuse.leave_call(self)
+        self._close()
+        state.result = result
 
     def _close(self) -> None:
-        self._leave()
-        self.context.ledger.forget()
-        self.state.drop_committed()
+        state, context = self.state, self.context
+        if context.guard is not None:
+            context.guard.lift()  # an interrupt between the lines can have left it up
+        misuse.leave_call(self)
+        context.buffers.end_call()
+        state.drop_committed()
+        context.ledger.forget()
+        state.phase = Phase.DONE
 
     # ------------------------------------------------------------------ what ends a call early
 
     def _ended_by(self, error: BaseException) -> MicroBatchFloorError | None:
-        """Ends the call by `error`; returns the error to raise in its place where the library itself ran out of memory."""
-        self.abort(error)
-        if isinstance(error, ElasticMBSError):
-            return None
-        verdict = oom.classify(error, self.context.settings.recovery.is_oom)
-        if verdict is None:
-            return None
-        typed = MicroBatchFloorError(f"there is no room for the library's own bookkeeping after an out-of-memory error: {verdict.message}")
-        for note in getattr(error, "__notes__", ()):
-            typed.add_note(note)
+        """Ends the call by `error`, or, where the library itself ran out of memory, by a typed error, which is returned."""
+        typed = None
+        if self.state.phase is not Phase.DONE and not isinstance(error, ElasticMBSError):
+            verdict = oom.classify(error, self.context.settings.recovery.is_oom)
+            if verdict is not None:
+                typed = MicroBatchFloorError(f"there is no room for the library's own bookkeeping after an out-of-memory error: {verdict.message}")
+        self.abort(typed or error)
         return typed
 
     def abort(self, error: BaseException) -> None:
         """Ends the call by `error`: state goes back to the call's start, and what could not is noted on the error."""
-        if not self.finished:
-            state = self.state
-            state.attempt = None
+        state = self.state
+        if state.phase is not Phase.DONE:
+            if state.attempt is not None:
+                state.attempt.drop()  # a variable of the user's can still hold it
+                state.attempt = None
+            if state.table is not None:
+                state.table.__exit__(None, None, None)  # an interrupt between the lines can have left its hooks
+                state.table.empty()
             try:
                 self._unwind(error)
             finally:
@@ -306,8 +312,8 @@ class Call:
                 unwind(self.state, error)
             except Exception as problem:  # a lost device: the error that is on its way says more
                 error.add_note(f"elastic_mbs: buffers could not be restored: {type(problem).__name__}: {problem}")
-        except BaseException:
-            unwind(self.state, error)
+        except BaseException as interrupt:
+            unwind(self.state, interrupt)
             raise
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -327,6 +333,15 @@ class Call:
         error = self.left_early(f"{type(optimizer).__name__}.step() ran before the whole batch was accumulated")
         self.abort(error)
         raise error
+
+    def check_inside(self, attempt: Attempt, what: str) -> None:
+        """Checks that `attempt` is being made.
+
+        Raises:
+            UsageError: it has not begun, or is over: what it is given now would be lost.
+        """
+        if attempt is not self.state.attempt or not self.inside:
+            raise UsageError(f"{what} is called inside its own `with micro:` block, where it belongs to the samples of that block")
 
     @property
     def inside(self) -> bool:

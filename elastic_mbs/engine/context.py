@@ -15,7 +15,6 @@ from elastic_mbs.controller.plan import CallOutcome, Capacity, Key
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.timing import Telemetry, Timed
-from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
 from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, Monitor, Reading, UsageMeter, margin_of, oom, refuse_devices, sensor_for
 from elastic_mbs.memory.sensor import trouble_with
@@ -129,23 +128,5 @@ class Context:
         return known[1]
 
     def retry(self, what: str, operation: Callable[[], T]) -> T:
-        """Runs bookkeeping that can itself run out of memory and can be repeated, releasing more memory before each retry.
-
-        Args:
-            what: what there is no room for, for the error.
-            operation: done once it returns; after an error in the middle a second call goes on where the first one stopped.
-
-        Raises:
-            MicroBatchFloorError: it still ran out.
-        """
-        message = ""
-        for attempt in range(3):
-            try:
-                return operation()
-            except Exception as error:
-                verdict = oom.classify(error, self.settings.recovery.is_oom)
-                if verdict is None or verdict.kind is oom.Kind.MASKED:  # the latter says nothing of room by itself
-                    raise
-                message = verdict.message
-            oom.release(devices=self.model.devices(), thorough=attempt > 0)
-        raise MicroBatchFloorError(f"there is no room to {what}: {message}")
+        """See `oom.retry`."""
+        return oom.retry(what, operation, self.devices, self.settings.recovery.is_oom)

@@ -25,10 +25,10 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
     ledger, phase = state.context.ledger, state.phase
     if phase is Phase.FORWARD and state.training:
         state.check_gradients()
-    drain({leaf.device for leaf in ledger.leaves()})
     committed: list[torch.Tensor] = []
     indistinct = False
     if phase in (Phase.BACKWARD, Phase.COMMIT):
+        drain(ledger.leaves())
         committed = ledger.changed()
         indistinct = ledger.share_memory() or any(map(has_hook_after, ledger.leaves()))
     unknown: tuple[str, ...] = ()
@@ -40,6 +40,8 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
         normalises_batch = census.normalises_batch
         ids = set(map(id, committed))
         surprising = len(ids) < len(committed) or not ids <= set(map(id, census.leaves)) or not census.custom <= state.profile.custom
+    edited = state.view.versions() != state.batch_versions and not state.edited
+    state.profile.edits_batch = state.profile.edits_batch or edited
     state.failure = Failure(
         piece=attempt.piece,
         phase=phase,
@@ -49,11 +51,11 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
         normalises_batch=normalises_batch,
         surprising=surprising,
         indistinct=indistinct,
-        edited=state.view.versions() != state.batch_versions and not state.edited,
+        edited=edited,
         streams=attempt.streams,
     )
     _drop(state, attempt, error)
-    state.phase = Phase.FAILED
+    state.attempt, state.phase = None, Phase.FAILED
     return True
 
 

@@ -70,6 +70,7 @@ class MicroBatch:
 
     def keep(self, outputs: Any) -> None:
         """Keeps the piece's outputs for the result; `backward` does so by itself with the outputs that come with the loss."""
+        self._owner.check_inside(self._attempt, "micro.keep(outputs)")
         self._owner.keep(self._attempt, outputs)
 
     def on_commit(self, fn: Callable[[], object]) -> None:
@@ -77,6 +78,7 @@ class MicroBatch:
 
         It waits for the batch because until then a piece can still be replayed. What `fn` refers to stays in memory until then, too.
         """
+        self._owner.check_inside(self._attempt, "micro.on_commit(fn)")
         self._attempt.callbacks += (fn,)
 
 
@@ -89,8 +91,10 @@ def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
     """The loop that the user writes out; `finish` is called when the batch is done, by the end of the loop or by a `break` after the last piece."""
     try:
         yield from micro_batches(call)
-    except GeneratorExit:
-        raise  # left early: the next call, or the end of the `with` block, says so
+    except GeneratorExit:  # left early: the next call, or the end of the `with` block, says so
+        if call.inside:  # an interrupt between the lines of the engine itself: nobody could say so inside a piece
+            call.abort(call.left_early())
+        raise
     except BaseException as error:
         call.abort(error)  # an interrupt between the lines of the engine itself
         raise
@@ -111,6 +115,9 @@ class PlainPass:
 
     def begin(self, attempt: Attempt) -> None:
         """Nothing to prepare."""
+
+    def check_inside(self, attempt: Attempt, what: str) -> None:
+        """Nothing is lost here: the one pass is never over."""
 
     def end(self, attempt: Attempt, error: BaseException | None) -> bool:
         """Runs the callbacks; swallows nothing."""

@@ -124,18 +124,14 @@ def choose_replay(state: CallState, failure: Failure) -> Replay:
     if replay.mode is Mode.REFUSED:
         unknown = failure.unknown[0] if failure.unknown else ""
         return Replay(Mode.REFUSED, replay.reason.format(start=failure.piece.start, stop=failure.piece.stop, unknown=unknown))
-    if replay.mode is Mode.STEP and state.had_gradient:
-        return Replay(
-            Mode.REFUSED,
-            f"the batch has to be replayed from its start ({replay.reason}), and .grad was not empty when it began, so its part is not known: "
-            "call zero_grad() before each batch, or use recovery=RecoveryOptions(replay='isolate')",
+    if replay.mode is Mode.STEP and (state.had_gradient or state.edited):
+        isolate = "" if state.isolation is not None else ", or use recovery=RecoveryOptions(replay='isolate')"
+        obstacle = (
+            f".grad was not empty when it began, so its part is not known: call zero_grad() before each batch{isolate}"
+            if state.had_gradient
+            else "loss_fn had edited earlier samples in place: work on a copy inside loss_fn"
         )
-    if replay.mode is Mode.STEP and state.edited:
-        return Replay(
-            Mode.REFUSED,
-            f"the batch has to be replayed from its start ({replay.reason}), but loss_fn had edited earlier samples in place: "
-            "work on a copy inside loss_fn",
-        )
+        return Replay(Mode.REFUSED, f"the batch has to be replayed from its start ({replay.reason}), but {obstacle}")
     return replay
 
 
@@ -160,13 +156,13 @@ def recover(state: CallState) -> None:
     state.failures += 1
     state.failures_in_row += 1
     _check_device(state, failure)
+    size = context.controller.out_of_memory(state.key, len(failure.piece), context.capacity())
     replay = choose_replay(state, failure)
     if replay.mode is Mode.REFUSED:
         raise ReplayUnsafeError(replay.reason)
     _roll_back(state, failure, replay.mode)
-    size = context.controller.out_of_memory(state.key, len(failure.piece), context.capacity())
     smaller = size is not None and splits(state, failure.piece, size)
-    oom.release(devices=context.model.devices(), thorough=state.failures_in_row > 1 or not smaller)
+    oom.release(devices=context.devices, thorough=state.failures_in_row > 1 or not smaller)
     context.cache_is_stale = True
     context.monitor.request_reading()  # the memory can be free again before the next reading is due
     if size is not None:
@@ -186,7 +182,7 @@ def _check_device(state: CallState, failure: Failure) -> None:
     verdict = failure.verdict
     reason = verdict.message if verdict.kind is oom.Kind.POISONED else None
     if reason is None and not verdict.synchronous:
-        answers = [answer for device in state.context.model.devices() if (answer := oom.probe(device)) is not None]
+        answers = [answer for device in state.context.devices if (answer := oom.probe(device)) is not None]
         reason = answers[0] if answers else None
     if reason is not None:
         raise PoisonedDeviceError(
@@ -216,7 +212,8 @@ def _roll_back(state: CallState, failure: Failure, mode: Mode) -> None:
         state.replayed_samples += len(failure.piece)
         committed = failure.piece.committed if mode is Mode.ISOLATED else failure.piece.committed | failure.committed
         state.schedule.push(Range(failure.piece.start, failure.piece.stop, committed))
-        separate_gradients(state)
+        if state.training:
+            separate_gradients(state)
     ledger.note()
     _restore(state, failure, to_call_start=mode is Mode.STEP)
 
@@ -353,10 +350,10 @@ def _unwind_gradients(state: CallState, error: BaseException) -> None:
     dirty = state.modified and not state.had_gradient <= intact
     if isolation is not None:
         isolation.rewind()
+    state.isolation, state.modified = None, dirty  # as they are now, should this be repeated
     for leaf in leaves:
         if id(leaf) not in state.had_gradient:
             leaf.grad = None
-    state.context.ledger.forget()  # gradients can go before `on_fatal` needs memory
     if dirty:
         _add_note(
             error,

@@ -19,6 +19,7 @@ from elastic_mbs.batch.containers import Kind, Path, Role, kind_of, map_tensors,
 from elastic_mbs.batch.join import join
 from elastic_mbs.errors import BatchError
 from elastic_mbs.events import format_bytes
+from elastic_mbs.memory import oom
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.options import OutputPlace
 
@@ -59,7 +60,7 @@ class StepResult:
 
     def __float__(self) -> float:
         """The loss as a number; waits for the device."""
-        return float(self.loss)
+        return oom.retry("read the loss", lambda: float(self.loss), {loss.device for loss in self._losses})
 
     def loss_on_host(self) -> float | None:
         """The loss where reading it waits for nothing. Takes no memory, as a sum of tensors would."""

@@ -1,9 +1,11 @@
 """All data of one call.
 
-begin            backward()                 end
-WAITING ─────────► FORWARD ───────────► BACKWARD ────► COMMIT ─────────► WAITING …    → DONE
-▲                  │ OOM                │ OOM          │ OOM
-└── recover() ◄── FAILED ◄──────────────┴──────────────┘       any other error → abort() → DONE
+    begin()          backward()                 end()
+WAITING ────────► FORWARD ─────────► BACKWARD ────► COMMIT ────────► WAITING … → WHOLE → DONE
+▲    │ OOM           │ OOM              │ OOM          │ OOM
+└────┴─ recover() ◄─ FAILED ◄───────────┴──────────────┘         any other error → abort() → DONE
+
+`loss_fn` without a graph, as in an evaluation, goes from FORWARD to WAITING.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Phase(Enum):
     BACKWARD = "backward"
     COMMIT = "commit"
     FAILED = "failed"  # an attempt ran out of memory, and was not recovered from yet
+    WHOLE = "whole"  # every piece has committed, and the user's callbacks run
     DONE = "done"
 
 

@@ -14,12 +14,15 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import TypeVar
 
 import torch
 
 from elastic_mbs.errors import ElasticMBSError, MicroBatchFloorError
 from elastic_mbs.events import logger
 from elastic_mbs.memory import oom_patterns as patterns
+
+T = TypeVar("T")
 
 _MESSAGE_LENGTH = 300  # characters of an error's first line that are kept
 _TEXT_LENGTH = 8192  # characters of an error's text that are looked at: C++ stacks make some of them very long
@@ -107,6 +110,31 @@ def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
                 traceback.clear_frames(getattr(sys, "last_traceback", None))
         gc.collect()
         empty_caches(devices)
+
+
+def retry(what: str, operation: Callable[[], T], devices: Iterable[torch.device], is_oom: Callable[[BaseException], bool] | None = None) -> T:
+    """Runs bookkeeping of this package that can itself run out of memory and can be repeated, releasing more memory before each retry.
+
+    Args:
+        what: what there is no room for, for the error.
+        operation: done once it returns; after an error in the middle a second call goes on where the first one stopped.
+        devices: whose caches are emptied.
+        is_oom: see `classify`.
+
+    Raises:
+        MicroBatchFloorError: it still ran out.
+    """
+    message = ""
+    for attempt in range(3):
+        try:
+            return operation()
+        except Exception as error:
+            verdict = classify(error, is_oom)
+            if verdict is None or verdict.kind is Kind.MASKED:  # the latter says nothing of room by itself
+                raise
+            message = verdict.message
+        release(devices=devices, thorough=attempt > 0)
+    raise MicroBatchFloorError(f"there is no room to {what}: {message}")
 
 
 def empty_caches(devices: Iterable[torch.device]) -> None:

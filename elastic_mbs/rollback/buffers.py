@@ -175,6 +175,10 @@ class BufferCopies:
         self._still, self._moved = still, set()
         self._call = self._piece = self._take(0)
 
+    def end_call(self) -> None:
+        """Drops the snapshots: a later call that fails before it has its own leaves the buffers alone."""
+        self._call = self._piece = None
+
     def _look(self, layout: _Layout) -> _Layout:
         """Finds out which buffers change."""
         known = (layout.key, layout.modes) in self._learned

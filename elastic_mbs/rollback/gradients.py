@@ -93,8 +93,7 @@ class Ledger:
 
     def forget(self) -> None:
         """Drops the notes and the extra leaves: gradients can be changed freely, and are not kept alive."""
-        self._grads, self._versions = [], []
-        self._extra = {}
+        self._grads, self._versions, self._extra = [], [], {}  # at once: an interrupt leaves all or nothing
 
     def with_gradient(self) -> set[int]:
         """The ids of the model's leaves that had a gradient."""

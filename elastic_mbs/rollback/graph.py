@@ -61,16 +61,19 @@ def has_hook_after(leaf: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------- after a failed backward
 
 
-def drain(devices: Iterable[torch.device]) -> None:
-    """Runs a trivial backward on each device, so that no autograd worker is still accumulating when commits are counted.
+def drain(leaves: Iterable[torch.Tensor]) -> None:
+    """Runs a trivial backward on each device of the leaves, so that no autograd worker is still accumulating when commits are counted.
 
     With leaves on several devices an error reaches the caller while another device's worker can still be at work; there is one worker per device,
-    and it takes its tasks in order.
+    and it takes its tasks in order. Views are all that it makes, so it takes no memory.
     """
-    several = list(devices)
-    if len(several) > 1:  # cuda-only
-        for device in several:
-            torch.zeros((), device=device, requires_grad=True).clone().backward()
+    one_each = {leaf.device: leaf for leaf in leaves}
+    if len(one_each) > 1:
+        with torch.inference_mode(False), torch.enable_grad():
+            for leaf in one_each.values():
+                seed = leaf.detach()
+                source = leaf.detach().requires_grad_()
+                torch.autograd.grad(source.view_as(source), source, seed)
 
 
 _LEAF, _SEED = torch.zeros((), device="cpu", requires_grad=True), torch.zeros((), device="cpu")

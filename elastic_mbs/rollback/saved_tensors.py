@@ -47,6 +47,7 @@ class SavedTensorTable:
     def __init__(self) -> None:
         self._slots: list[weakref.ref[_Slot]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._entered = False
 
     def _pack(self, tensor: torch.Tensor) -> _Slot:
         slot = _Slot(tensor)
@@ -55,10 +56,13 @@ class SavedTensorTable:
 
     def __enter__(self) -> SavedTensorTable:
         self._hooks.__enter__()
+        self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._hooks.__exit__(kind, error, trace)
+        if self._entered:
+            self._entered = False
+            self._hooks.__exit__(kind, error, trace)
 
     def empty(self) -> None:
         """Lets go of every tensor saved so far."""

@@ -224,7 +224,9 @@ def test_exactly_the_leaves_that_a_failed_backward_reached_have_changed(filled: 
     assert partial >= 5
 
 
-def test_drain_changes_no_gradient() -> None:
-    w = leaf(2)
-    drain([torch.device("cpu")])
-    assert w.grad is None
+def test_drain_changes_no_gradient_and_takes_no_memory() -> None:
+    leaves = [leaf(2), torch.zeros(2, device="meta", requires_grad=True)]  # on two devices
+    with torch.no_grad(), InjectOOM(always_from=1) as oom:
+        drain(leaves)
+    assert not oom.hits
+    assert all(each.grad is None for each in leaves)

@@ -1,0 +1,234 @@
+"""How a call ends: by its result, by an error of anybody's, or by an interrupt between any two lines."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs import MicroBatch
+from elastic_mbs.errors import IncompleteBatchError, MicroBatchFloorError, ReplayUnsafeError, UsageError
+from elastic_mbs.events import CallDone, CallFailed, Event
+from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, off_by, pairs, still_works, through, whole_gradient
+from tests.helpers.strikes import interrupt_before_line, until_clean
+
+ENGINE = ("engine/call.py", "engine/micro_batch.py", "engine/failure.py", "engine/recovery.py", "engine/backward.py")
+DOORS = [1, 3]
+
+
+def failing(model: nn.Module, *calls: int) -> Any:
+    """A loss function that runs out of memory when it is called for these times."""
+    fail = FailOn(*calls)
+
+    def loss_fn(batch: Any) -> Tensor:
+        fail()
+        loss: Tensor = cross_entropy(model)(batch)
+        return loss
+
+    return loss_fn
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("door", DOORS)
+def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: int) -> None:
+    def run(n: int) -> bool:
+        model = mlp()
+        mbs = elastic(model, micro_batch_size=4)
+        with interrupt_before_line(3 * n, *ENGINE) as struck:
+            try:
+                through(door, mbs, failing(model, 2), pairs(8))
+            except KeyboardInterrupt:
+                del struck[1:]
+        if mbs._call is not None and not mbs._call.finished:
+            assert not mbs._call.inside
+            with pytest.raises(IncompleteBatchError):
+                mbs.backward(cross_entropy(model), pairs(8))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks on saved tensors were left on this thread"
+        assert still_works(mbs, model)
+        return bool(struck)
+
+    assert until_clean(run) > 100
+
+
+# ---------------------------------------------------------------------- the user's callbacks
+
+
+@pytest.mark.no_oom_injection
+def test_a_call_whose_callback_fails_has_failed_and_is_not_counted_as_done() -> None:
+    model, events = mlp(), list[Event]()
+    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
+    with pytest.raises(torch.OutOfMemoryError) as caught:  # as it was raised: it is the user's, and not of the library's bookkeeping
+        for micro in mbs.micro_batches(pairs(8)):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+                micro.on_commit(FailOn(1))
+    assert str(caught.value).startswith("CUDA out of memory")
+    assert (mbs.last_result, mbs.stats.calls) == (None, 0)
+    assert [type(event) for event in events if isinstance(event, CallDone | CallFailed)] == [CallFailed]
+
+
+@pytest.mark.parametrize("late", ["on_commit", "keep"])
+def test_what_is_given_to_a_micro_batch_that_is_over_is_refused(late: str) -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+    kept = list[MicroBatch]()
+    for micro in mbs.micro_batches(pairs(8)):
+        with micro:
+            micro.backward(cross_entropy(model)(micro.data))
+        kept.append(micro)
+    for micro in kept:
+        with pytest.raises(UsageError, match=f"{late}.* inside its own `with micro:`"):
+            getattr(micro, late)(print)
+
+
+def test_a_runtime_closed_inside_a_block_says_that_its_batch_is_incomplete() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+    with pytest.raises(IncompleteBatchError, match="closed inside"):
+        for micro in mbs.micro_batches(pairs(8)):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+                mbs.close()
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---------------------------------------------------------------------- the library itself without memory
+
+
+@pytest.mark.no_oom_injection
+def test_on_fatal_and_the_events_get_the_typed_error_where_bookkeeping_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, events, fatal = mlp(), list[Event](), list[BaseException]()
+    mbs = elastic(model, micro_batch_size=4, on_event=events.append, on_fatal=fatal.append)
+    monkeypatch.setattr(mbs._context.controller, "end", FailOn(1))
+    monkeypatch.setattr(mbs._context, "capacity", FailOn(1, 2))
+    with pytest.raises(MicroBatchFloorError, match="bookkeeping") as caught:
+        mbs.backward(cross_entropy(model), pairs(8))
+    assert fatal == [caught.value]
+    assert [event.error for event in events if isinstance(event, CallFailed)] == ["MicroBatchFloorError"]
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.no_oom_injection
+def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+    mbs = elastic(model, micro_batch_size=4)
+    mbs.backward(cross_entropy(model), pairs(8))
+    mean = model[1].running_mean
+    assert isinstance(mean, Tensor)
+    mean.fill_(5.0)  # a checkpoint loaded between two calls, say
+    seen = list[float]()
+    read, fail = mbs._context.streams.read, FailOn(1)
+
+    def read_streams(**options: bool) -> Any:
+        fail()
+        return read(**options)
+
+    monkeypatch.setattr(mbs._context.streams, "read", read_streams)
+
+    def loss_fn(batch: Any) -> Tensor:
+        seen.append(float(mean[0]))
+        loss: Tensor = cross_entropy(model)(batch)
+        return loss
+
+    mbs.backward(loss_fn, pairs(8))
+    assert fail.count > 1
+    assert seen[0] == 5.0
+
+
+# ---------------------------------------------------------------------- what a failed attempt leaves to the user's frame
+
+
+@pytest.mark.no_oom_injection
+def test_the_losses_of_a_failed_attempt_let_go_of_their_graph_whatever_they_were_returned_with() -> None:
+    model, losses = mlp(), list[Tensor]()
+    mbs = elastic(model, micro_batch_size=4)
+    hook = FailOn(1)
+    handle = list(model.parameters())[2].register_hook(lambda grad: hook())
+    for micro in mbs.micro_batches(pairs(8)):
+        with micro:
+            loss = cross_entropy(model)(micro.data)
+            losses.append(loss)
+            micro.backward((loss, {"kept": loss.detach()}))
+    handle.remove()
+    assert mbs.stats.ooms == 1
+    assert [loss.grad_fn is None for loss in losses] == [True] + [False] * (len(losses) - 1)
+
+
+def test_an_attempt_that_ends_by_an_error_is_not_kept_alive_by_the_loops_variable() -> None:
+    model, alive = mlp(), list[weakref.ref[Tensor]]()
+    mbs = elastic(model, micro_batch_size=4)
+    micro = None
+    try:
+        for micro in mbs.micro_batches(pairs(8)):
+            with micro:
+                alive.append(weakref.ref(micro.data[0]))
+                raise ValueError("a mistake")
+    except ValueError:
+        pass
+    gc.collect()
+    assert micro is not None
+    assert micro.data is None
+    assert alive[0]() is None
+
+
+# ---------------------------------------------------------------------- recovery
+
+
+@pytest.mark.no_oom_injection
+def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered_from_in_the_next_call() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+
+    def edits(fail: FailOn) -> Any:
+        def loss_fn(batch: Any) -> Tensor:
+            batch[0].mul_(2.0)
+            fail()
+            loss: Tensor = cross_entropy(model)(batch)
+            return loss
+
+        return loss_fn
+
+    with pytest.raises(ReplayUnsafeError, match=r"changed in place.* From the next call on pieces are copies"):
+        mbs.backward(edits(FailOn(1)), pairs(8))
+    batch = pairs(8)
+    result = mbs.backward(edits(FailOn(1)), batch)
+    assert result.ooms == 1
+    assert result.micro_batch_size < 4, "the refused failure counts for the size, too"
+    assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)((2 * pairs(8)[0], pairs(8)[1])))) <= 1e-12
+
+
+@pytest.mark.no_oom_injection
+def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie() -> None:
+    model = mlp()
+    bucket = torch.zeros(8, 6, dtype=torch.float64)
+    model[0].weight.grad, model[0].bias.grad = bucket, bucket[:, 0]  # they overlap, which is the user's doing
+    before = [p.grad for p in model.parameters()]
+    fail = FailOn(1)
+
+    def evaluate(x: Tensor) -> Tensor:
+        fail()
+        scores: Tensor = model(x)
+        return scores
+
+    assert elastic(model, micro_batch_size=4).eval(evaluate, pairs(8)[0]).shape == (8, 4)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.no_oom_injection
+def test_the_loss_of_a_result_is_read_after_memory_was_made_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    result = elastic(model, micro_batch_size=4).backward(cross_entropy(model), pairs(8))
+    stack, fail = torch.stack, FailOn(1)
+
+    def stack_once(*args: Any) -> Tensor:
+        fail()
+        return stack(*args)
+
+    monkeypatch.setattr(torch, "stack", stack_once)
+    assert float(result) == pytest.approx(float(cross_entropy(model)(pairs(8)).detach()), rel=1e-12)
+    assert fail.count == 2
