@@ -75,18 +75,18 @@ class _Join:
             return self._rows(values, path)
         if alike and kind.role is Role.LIST and self._are_items(values):
             items = [item for value in values for item in value]
-            return kind.put(first, list(range(len(items))), items)
+            return kind.put(first, dict(enumerate(items)))
         if alike and kind.role in (Role.LIST, Role.FIELDS):
             return self._fields(values, kind, path)
         return PerPiece(values, self._lengths)
 
     def _fields(self, values: list[Any], kind: Kind, path: Path) -> Any:
-        parts = [dict(zip(*kind.take(value), strict=True)) for value in values]
+        parts = [kind.take(value) for value in values]
         if any(each.keys() != parts[0].keys() for each in parts):
             return PerPiece(values, self._lengths)
-        joined = [self.of([each[key] for each in parts], (*path, key)) for key in parts[0]]
+        joined = {key: self.of([each[key] for each in parts], (*path, key)) for key in parts[0]}
         try:
-            return kind.put(values[0], list(parts[0]), joined)
+            return kind.put(values[0], joined)
         except BatchError:
             return PerPiece(values, self._lengths)  # a type that takes certain values only, such as torch.Size
 
@@ -134,4 +134,4 @@ def _row_counts(value: Any) -> set[int]:
         return {value.shape[0] if value.ndim else 0}
     if kind.role is Role.LIST and Role.TENSOR not in roles_in(value):
         return {len(value)}
-    return {count for part in kind.take(value)[1] for count in _row_counts(part)}
+    return {count for part in kind.take(value).values() for count in _row_counts(part)}

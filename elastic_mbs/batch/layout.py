@@ -12,8 +12,8 @@ In this order:
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Kind, Path, Role, attributes_with_rows, dotted, fresh, kind_of, roles_in, some, suffixes, to_register
+from elastic_mbs.batch.containers import Kind, Path, Role, attributes_with_rows, dotted, fresh, kind_of, roles_in, some, suffixes, to_register, walk
 from elastic_mbs.batch.splitters import Dims, ListLayout, type_name
 from elastic_mbs.errors import BatchError
 
@@ -35,7 +35,6 @@ class Cut(Enum):
     FIELDS = auto()
     CUSTOM = auto()
     WHOLE = auto()
-    OPEN = auto()  # a list of containers: decided when N is known
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +46,8 @@ class Node:
     value: Any
     kind: Kind
     dim: int = 0
-    size: int = -1  # samples; of Cut.OPEN items
-    keys: list[Any] = field(default_factory=list)
-    children: list[Node] = field(default_factory=list)
+    size: int = -1  # samples
+    children: dict[Any, Node] = field(default_factory=dict)
 
     def piece(self, start: int, stop: int) -> Any:
         cut, value = self.cut, self.value
@@ -57,23 +55,23 @@ class Node:
             return value.narrow(self.dim, start, stop - start)
         if cut is Cut.FIELDS:
             length = stop - start
-            parts = [
-                child.value.narrow(child.dim, start, length) if child.cut is Cut.NARROW else child.piece(start, stop)  # a frame less for most
-                for child in self.children
-            ]
-            return self.kind.put(value, self.keys, parts)
+            parts = {
+                key: child.value.narrow(child.dim, start, length) if child.cut is Cut.NARROW else child.piece(start, stop)  # a frame less for most
+                for key, child in self.children.items()
+            }
+            return self.kind.put(value, parts)
         if cut is Cut.ITEMS:
             items = value[start:stop]
             if roles_in(items) & {Role.LIST, Role.FIELDS}:
                 items = [fresh(item) for item in items]  # a pop from an item must not reach a replay
-            return self.kind.put(value, list(range(len(items))), list(items))
+            return self.kind.put(value, dict(enumerate(items)))
         if cut is Cut.COPY:
             return value[(*(slice(None),) * self.dim, slice(start, stop))].copy()
         return self.kind.splitter.cut(value, start, stop) if self.kind.splitter is not None and cut is Cut.CUSTOM else value
 
     def ends(self) -> list[Node]:
         """The nodes below that have no parts, in order; itself where it has none."""
-        return [end for child in self.children for end in child.ends()] if self.children else [self]
+        return [end for child in self.children.values() for end in child.ends()] if self.children else [self]
 
 
 _NOT_GIVEN = object()
@@ -84,21 +82,15 @@ _MANY = 7  # tensors of one shape in a list that are still taken as fields: ids,
 class Layout:
     """Reads one batch into a tree of nodes."""
 
-    def __init__(self, dims: Dims, known: dict[Path, ListLayout], used: set[str]) -> None:
+    def __init__(self, dims: Dims, known: dict[Path, ListLayout]) -> None:
         self.dims = dims
         self.known = known  # how lists of containers were read in this batch and earlier ones
-        self.used = used  # keys of dims that were found
         self.leaves: list[Node] = []  # what is cut
-        self.open: list[tuple[Node, Layout | None]] = []  # lists of containers, each with its layout as fields
+        self.open: list[tuple[Node, Node | None, Layout]] = []  # lists of containers: as items, as fields where they can be, and the layout of those
         self.unclear: list[Node] = []  # tuples without rows: items, or the same for all samples
-        self.root: Node | None = None
 
-    def given(self, path: Path, inherited: Any = _NOT_GIVEN) -> Any:
-        for name in suffixes(path):
-            if name in self.dims:
-                self.used.add(name)
-                return self.dims[name]
-        return inherited
+    def given(self, path: Path) -> Any:
+        return next((self.dims[name] for name in suffixes(path) if name in self.dims), _NOT_GIVEN)
 
     def _leaf(self, node: Node) -> Node:
         self.leaves.append(node)
@@ -106,25 +98,27 @@ class Layout:
 
     def read(self, value: Any, path: Path = (), inherited: Any = _NOT_GIVEN) -> Node:
         """The node of a value; its leaves and open lists are collected."""
-        given = self.given(path, inherited) if self.dims else inherited
+        given = self.given(path) if self.dims else _NOT_GIVEN
+        if given is _NOT_GIVEN:
+            given = inherited
         kind = kind_of(type(value))
-        if given is _NOT_GIVEN and type(value) is Tensor and value.layout is torch.strided and value.ndim and not value.is_nested:
-            return self._leaf(Node(Cut.NARROW, path, value, kind, 0, value.shape[0]))  # most of a batch, without the questions below
         role = kind.role
         if given is None or role is Role.SCALAR:
             return Node(Cut.WHOLE, path, value, kind)
         if role is Role.TENSOR or role is Role.ARRAY:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
-            items = given is ListLayout.ITEMS or (given is not ListLayout.FIELDS and _is_texts(value))
-            return self._items(value, path, kind, given) if items else self._fields(value, path, kind, given)
+            texts = given is not ListLayout.FIELDS and _is_texts(value)
+            return self._items(value, path, kind, given) if texts or given is ListLayout.ITEMS else self._fields(value, path, kind, given)
         if role is Role.LIST:
             return self._list(value, path, kind, given)
-        if kind.splitter is not None:
-            if isinstance(given, int):
-                raise BatchError(f"{where(path)} is of type {type_name(type(value))}: register_splitter says how it is cut, and dim {given} cannot")
-            return self._leaf(Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value)))
-        raise BatchError(_refusal(value, path, kind))
+        if kind.splitter is None:
+            whole = f"\n  or, if every piece needs all of it: {argument('whole', path)}" if path else ""
+            what = f"{where(path)} is of type {type_name(type(value))}, which cannot be cut into samples"
+            raise BatchError(f"{what}\n  {kind.why}: {to_register(type(value))}{whole}")
+        if isinstance(given, int):
+            raise BatchError(f"{where(path)} is of type {type_name(type(value))}: register_splitter says how it is cut, and dim {given} cannot")
+        return self._leaf(Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value)))
 
     def _tensor(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         is_tensor = kind.role is Role.TENSOR
@@ -135,149 +129,160 @@ class Layout:
         if ndim == 0 and not isinstance(given, int):
             return Node(Cut.WHOLE, path, value, kind)
         if not -ndim <= dim < ndim:
-            raise BatchError(
-                f"{where(path)} has no dim {dim}: its shape is {tuple(value.shape)}\n  dims={{{quoted(path)}: d}} needs {-ndim} ≤ d < {ndim}"
-                if ndim
-                else f"{where(path)} has no dim {dim}: it is 0-d\n  leave it out of dims (0-d tensors pass whole)"
-            )
+            remedy = f"dims={{{quoted(path)}: d}} needs {-ndim} ≤ d < {ndim}" if ndim else "leave it out of dims: 0-d tensors pass whole"
+            raise BatchError(f"{where(path)} has no dim {dim}: its shape is {tuple(value.shape)}\n  {remedy}")
         dim %= ndim
         return self._leaf(Node(Cut.NARROW if is_tensor else Cut.COPY, path, value, kind, dim, value.shape[dim]))
 
     def _fields(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         node = Node(Cut.FIELDS, path, value, kind)
-        node.keys, parts = kind.take(value)
-        if hasattr(value, "__dict__"):
-            self._check_attributes(value, path, parts)
+        found = len(self.leaves) + len(self.open)
         inherited = given if isinstance(given, int) else _NOT_GIVEN
-        cut = len(self.leaves) + len(self.open)
-        for key, part in zip(node.keys, parts, strict=True):
-            before = len(self.leaves) + len(self.open)
-            child = self.read(part, (*path, key), inherited)
-            node.children.append(child)
-            if key in kind.computed and part is not None and part is not kind.computed[key] and before == len(self.leaves) + len(self.open):
-                self._check_whole(child.path, f"is computed by {type_name(type(value))} (init=False)", value)
-        if isinstance(value, tuple) and cut == len(self.leaves) + len(self.open):
-            if all(child.cut is Cut.WHOLE for child in node.children):
-                node.cut = Cut.WHOLE
-            if type(value) is tuple and given in (0, -1) and self.given(path) == given:
-                return self._items(value, path, kind, given)
-            if type(value) is tuple and given is _NOT_GIVEN and any(end.value is not None for child in node.children for end in child.ends()):
+        for key, part in kind.take(value).items():
+            node.children[key] = self.read(part, (*path, key), inherited)
+        if type(value) not in (tuple, list, dict):
+            self._check_attributes(node)
+        if type(value) is tuple and given is not ListLayout.FIELDS and found == len(self.leaves) + len(self.open):
+            named = self.dims and any(self.given((*path, *below)) is not _NOT_GIVEN for below, _ in walk(value))
+            if not named and any(end.value is not None for child in node.children.values() for end in child.ends()):
                 self.unclear.append(node)
         return node
 
     def _list(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         roles = roles_in(value)
-        with_rows = Role.TENSOR in roles and (given is not _NOT_GIVEN or _has_rows(value, roles))
-        if given is ListLayout.ITEMS:
-            return self._items(value, path, kind, given)
-        if given is ListLayout.FIELDS or with_rows or (isinstance(given, int) and roles & _CONTAINERS):
-            return self._fields(value, path, kind, given)
-        known = self.known.get(path)
-        if not roles & _CONTAINERS or known is ListLayout.ITEMS:
-            return self._items(value, path, kind, given)
-        if known is ListLayout.FIELDS:
-            return self._fields(value, path, kind, given)
-        node = Node(Cut.OPEN, path, value, kind, size=len(value))
-        self.open.append((node, self._as_fields(node)))
-        return node
-
-    def _as_fields(self, node: Node) -> Layout | None:
-        layout = Layout(self.dims, self.known, self.used)
-        try:
-            layout.root = layout._fields(node.value, node.path, node.kind, _NOT_GIVEN)
-        except BatchError:
-            return None
-        return layout
+        if given is _NOT_GIVEN and not _has_rows(value, roles):
+            given = self.known.get(path, given) if roles & _CONTAINERS else ListLayout.ITEMS
+            if given is _NOT_GIVEN:
+                node, layout = Node(Cut.ITEMS, path, value, kind, size=len(value)), Layout(self.dims, self.known)
+                try:
+                    self.open.append((node, layout._fields(value, path, kind, given), layout))
+                except BatchError:
+                    self.open.append((node, None, layout))
+                return node
+        plain = isinstance(given, int) and not roles & (_CONTAINERS | {Role.TENSOR})
+        return self._items(value, path, kind, given) if plain or given is ListLayout.ITEMS else self._fields(value, path, kind, given)
 
     def _items(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.role is not Role.LIST and type(value) is not tuple:
             raise BatchError(f"{where(path)} is of type {type_name(type(value))}, and items() is for lists and tuples")
         if isinstance(given, int) and given not in (0, -1):
             raise BatchError(f"{where(path)} has no dim {given}: it is a {type(value).__name__} of {len(value)} items")
-        self._check_attributes(value, path, ())
-        return self._leaf(Node(Cut.ITEMS, path, value, kind, size=len(value)))
+        node = self._leaf(Node(Cut.ITEMS, path, value, kind, size=len(value)))
+        self._check_attributes(node)
+        return node
 
-    def _check_attributes(self, value: Any, path: Path, parts: Sequence[Any]) -> None:
-        for name in attributes_with_rows(value, parts):
-            self._check_whole((*path, name), f"is an attribute next to the parts of {type_name(type(value))}", value)
-
-    def _check_whole(self, path: Path, what: str, owner: Any) -> None:
-        """Every piece would get the whole batch's: `dims` must say that this is right."""
-        if self.given(path) is not None:
-            remedy = f"if that is right: {argument('whole', path)}\n  if not: make it a part, or {to_register(type(owner))}"
-            raise BatchError(f"{where(path)} {what}: every piece would get the whole batch's\n  {remedy}")
+    def _check_attributes(self, node: Node) -> None:
+        """Refuses what every piece would get of the whole batch, unless `dims` says that this is right."""
+        value, parts = node.value, {key: child.value for key, child in node.children.items()}
+        suspects = dict.fromkeys(attributes_with_rows(value, parts), "is an attribute next to the parts of")
+        for each in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            computed = not each.init and parts.get(each.name) is not None and parts[each.name] is not each.default
+            if computed and all(end.cut is Cut.WHOLE for end in node.children[each.name].ends()):
+                suspects[each.name] = "is computed (init=False) by"
+        for name, what in suspects.items():
+            path = (*node.path, name)
+            if self.given(path) is not None:
+                remedy = f"if that is right: {argument('whole', path)}\n  if not: make it a part, or {to_register(type(value))}"
+                raise BatchError(f"{where(path)} {what} {type_name(type(value))}: every piece would get the whole batch's\n  {remedy}")
 
     def lengths(self) -> set[int]:
         """The lengths that the batch can have, with the open lists read either way."""
-        choices = [{node.size, *(fields.lengths() if fields is not None else ())} for node, fields in self.open]
+        choices = [{node.size} | (set() if fields is None else layout.lengths()) for node, fields, layout in self.open]
         sizes = {leaf.size for leaf in self.leaves}
-        if len(sizes) > 1 or not (sizes or choices):
-            return set()
-        return set.intersection(*choices, *([sizes] if sizes else []))
+        if sizes:
+            choices.append(sizes if len(sizes) == 1 else set())
+        return set.intersection(*choices) if choices else set()
 
     def decide(self, length: int) -> None:
         """Decides the open lists. A batch of one sample is not remembered: both readings give the same, only, piece."""
-        for node, fields in self.open:
-            as_fields = fields is not None and length in fields.lengths()
+        for node, fields, layout in self.open:
+            as_fields = fields is not None and length in layout.lengths()
             if as_fields and node.size == length != 1:
-                raise BatchError(_two_readings(node, length))
-            if fields is None or fields.root is None or not as_fields or node.size == length:
-                node.cut = Cut.ITEMS
-                self.leaves.append(node)
+                raise BatchError(_two_readings([node], length))
+            if fields is not None and as_fields and node.size != length:
+                layout.decide(length)
+                node.cut, node.children = fields.cut, fields.children
+                self.leaves += layout.leaves
+                self.unclear += layout.unclear
             else:
-                fields.decide(length)
-                node.cut, node.keys, node.children = fields.root.cut, fields.root.keys, fields.root.children
-                self.leaves += fields.leaves
-                self.unclear += fields.unclear
+                self.leaves.append(node)
             if length != 1:
                 self.known[node.path] = ListLayout.ITEMS if node.cut is Cut.ITEMS else ListLayout.FIELDS
 
     def finish(self, root: Node) -> int:
         """N, once everything is decided."""
-        lengths = self.lengths()
-        if not self.leaves and all(node.size == 1 for node, _ in self.open):
-            lengths &= {1}
-        if len(lengths) > 1:
-            node = self.open[0][0]
-            raise BatchError(_two_readings(node, min(lengths - {node.size})))
-        self.decide(lengths.pop() if lengths else -1)
-        self._check_unclear()
+        if self.open:
+            lengths = self.lengths()
+            if not self.leaves and all(node.size == 1 for node, _, _ in self.open):
+                lengths &= {1}
+            if len(lengths) > 1:
+                node = self.open[0][0]
+                raise BatchError(_two_readings([node], min(lengths - {node.size})))
+            self.decide(lengths.pop() if lengths else -1)
+        if self.unclear:
+            node = self.unclear[-1]  # the outermost: its parts come before it
+            raise BatchError(
+                f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has rows: is it one item per sample?\n"
+                f"  if so: {argument('items', node.path)}\n  if every piece needs all of it: {argument('whole', node.path)}"
+            )
         sizes = {leaf.size for leaf in self.leaves}
+        if len(sizes) > 1:
+            raise BatchError(self._disagreement(root.value))
         if not sizes:
             what = f"there is nothing to cut in the batch (type {type_name(type(root.value))})"
             raise BatchError(f"{what}: no tensor with a dimension and no list of samples\n  every part of it passes whole")
-        if len(sizes) > 1:
-            raise BatchError(_disagreement(root.value, self.leaves, [key for key in self.dims if key not in self.used]))
-        if 0 in sizes:
+        size = sizes.pop()
+        if not size:
             raise BatchError(f"the batch is empty: {_line(self.leaves[0])}\n  skip it before the call")
-        if len(root.children) > _MANY or (root.children and root.children[0].cut is Cut.FIELDS):
-            self._check_lists_of_samples(root)
-        return sizes.pop()
+        lists = self._could_be_samples(root) if root.cut is Cut.FIELDS else []
+        if lists:
+            raise BatchError(_two_readings(lists, size))
+        return size
 
-    def _check_unclear(self) -> None:
-        for node in sorted(self.unclear, key=lambda each: len(each.path)):
-            if not self._given_below(node):
-                raise BatchError(
-                    f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has rows: is it one item per sample?\n"
-                    f"  if so: {argument('items', node.path)}\n  if every piece needs all of it: {argument('whole', node.path)}"
-                )
-
-    def _given_below(self, node: Node) -> bool:
-        return bool(self.dims) and any(self.given(child.path) is not _NOT_GIVEN or self._given_below(child) for child in node.children)
-
-    def _check_lists_of_samples(self, root: Node) -> None:
-        """Refuses fields that could be the samples: many alike tensors in a list, or lists of one length each (zip(*samples))."""
-        lists = [root] if root.children[0].cut is not Cut.FIELDS else root.children
+    def _could_be_samples(self, root: Node) -> list[Node]:
+        """Fields that could be the samples: many alike tensors in a list, or lists of one length that are all there is (zip(*samples))."""
+        first, *others = root.children.values()
+        if first.cut is not Cut.FIELDS and len(others) < _MANY:
+            return []
+        lists = [first, *others] if first.cut is Cut.FIELDS else [root]
         if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.given(each.path) is not _NOT_GIVEN for each in lists):
-            return
-        n, rows = len(lists[0].value), self.leaves[0].size
-        looks = {(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in root.ends()}
-        if (n > _MANY and len(looks) == 1) if len(lists) == 1 else (n > 1 and len({len(each.value) for each in lists}) == 1):
-            names = ", ".join(quoted(each.path) for each in lists if each.path)
-            raise BatchError(
-                f"{where(lists[0].path)} is a {type(lists[0].value).__name__} of {n} parts with {rows} rows each: "
-                f"{n} fields of {rows} samples, or {n} samples?\n  one sample each: dims=items({names})\n  fields: dims=fields({names})"
-            )
+            return []
+        if len(lists) == 1 and len({(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}) > 1:
+            return []
+        counts = {len(each.value) for each in lists}
+        return lists if len(counts) == 1 and counts.pop() > (_MANY if len(lists) == 1 else 1) else []
+
+    def _disagreement(self, batch: Any) -> str:
+        """Names each leaf and its shape, and the line to add for each length that the batch can have."""
+        lists = Counter(leaf.path[:-1] for leaf in self.leaves if leaf.path and isinstance(leaf.path[-1], int))
+        sizes = {leaf.size for leaf in self.leaves}
+        ways = {length: _line_to_add(self.leaves, lists, length) for length in sorted(sizes | {*lists.values()} - {1}, reverse=True)}
+        unused = [((name,), None) for name in self.dims if name and not any(name in suffixes(path) for path, _ in walk(batch))]
+        return "\n".join(
+            [
+                f"the parts of the batch disagree on its length: {' and '.join(map(str, sorted(sizes)[:4]))}",
+                *[f"  {_line(leaf)}" for leaf in self.leaves[:12]],
+                *([f"  … and {len(self.leaves) - 12} more"] if len(self.leaves) > 12 else []),
+                *[f"  if it has {length} samples: {ways[length]}" for length in sorted(ways, key=lambda each: len(ways[each]))[:3]],
+                *([f"  dims names {some(unused)}, which the batch does not have"] if unused else []),
+            ]
+        )
+
+
+def _line_to_add(leaves: list[Node], lists: Counter[Path], length: int) -> str:
+    dims, names = [], dict[str, dict[str, None]](items={}, whole={})
+    for leaf in leaves:
+        shape = tuple(leaf.value.shape) if leaf.cut in (Cut.NARROW, Cut.COPY) else ()
+        if leaf.size == length:
+            continue
+        if lists[leaf.path[:-1]] == length:
+            names["items"][quoted(leaf.path[:-1]) if leaf.path[:-1] else ""] = None
+        elif length in shape:
+            dims.append(f"{quoted(leaf.path)}: {shape.index(length)}")
+        else:
+            names["whole"][quoted(leaf.path)] = None
+    helpers = [f"{helper}({', '.join(each)})" for helper, each in names.items() if each]
+    return "dims=" + " | ".join(([f"{{{', '.join(dims)}}}"] if dims else []) + helpers)
 
 
 def _is_texts(value: Any) -> bool:
@@ -286,8 +291,8 @@ def _is_texts(value: Any) -> bool:
 
 
 def _has_rows(value: Any, roles: set[Role]) -> bool:
-    """Whether a list that holds tensors has more in it than 0-d ones and numbers, which would be one item per sample."""
-    return not roles <= {Role.TENSOR, Role.SCALAR} or any(isinstance(part, Tensor) and part.ndim > 0 for part in value)
+    """Whether a list holds tensors, and more than 0-d ones and numbers, which would be one item per sample."""
+    return Role.TENSOR in roles and (not roles <= {Role.TENSOR, Role.SCALAR} or any(isinstance(part, Tensor) and part.ndim > 0 for part in value))
 
 
 def where(path: Path) -> str:
@@ -298,9 +303,9 @@ def quoted(path: Path) -> str:
     return f'"{dotted(path)}"'
 
 
-def argument(helper: str, path: Path) -> str:
+def argument(helper: str, *paths: Path) -> str:
     """What to add to the call, ready to paste."""
-    return f"dims={helper}({quoted(path) if path else ''})"
+    return f"dims={helper}({', '.join([quoted(path) for path in paths if path])})"
 
 
 def _line(leaf: Node) -> str:
@@ -310,72 +315,16 @@ def _line(leaf: Node) -> str:
     return f"{where(leaf.path)}: {type_name(type(leaf.value))} of {leaf.size} {'samples' if leaf.cut is Cut.CUSTOM else 'items'}"
 
 
-def _refusal(value: Any, path: Path, kind: Kind) -> str:
-    way = f"{kind.why}: " if kind.why else "say how: "
-    also = f"\n  or, if every piece needs all of it: {argument('whole', path)}" if path else ""
-    return f"{where(path)} is of type {type_name(type(value))}, which cannot be cut into samples\n  {way}{to_register(type(value))}{also}"
-
-
 def _not_dense(value: Tensor, path: Path) -> str:
     what = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-    why = "its rows are no views of one block of memory" if value.is_nested else "a range of its rows would be a copy with indices of its own"
     whole_hint = f"\n  if every piece needs all of it: {argument('whole', path)}" if path else ""
     return (
-        f"{where(path)} is a {what} tensor, which cannot be cut on dim 0 without a copy ({why})\n"
+        f"{where(path)} is a {what} tensor, which cannot be cut on dim 0 without a copy\n"
         f"  make it dense or padded, or put it in a class of yours and register_splitter(ThatClass, length=..., slice=...){whole_hint}"
     )
 
 
-def _two_readings(node: Node, samples: int) -> str:
-    return (
-        f"{where(node.path)} can be read in two ways: as {node.size} items, one per sample, or as {node.size} fields of {samples} samples each\n"
-        f"  one item per sample: {argument('items', node.path)}\n  fields: {argument('fields', node.path)}"
-    )
-
-
-def _disagreement(batch: Any, leaves: list[Node], unused: list[str]) -> str:
-    """Names each leaf, its shape, and the line to add."""
-    common, groups = _common_length(leaves)
-    hints = []
-    for path, group in groups.items():
-        odd = [leaf for leaf in group if leaf.size != common]
-        if odd and len(group) == common and len(group) > 1:
-            hints.append(argument("items", path))
-        else:
-            hints.extend(_hint(leaf, common) for leaf in odd)
-    if isinstance(batch, list | tuple) and len(leaves) == len(batch) > 1 and all(isinstance(each, Tensor) for each in batch):
-        hints.append(f"{argument('items', ())} (if the batch is {len(batch)} samples)")
-    shown = [f"  {_line(leaf)}" for leaf in leaves[:12]] + ([f"  … and {len(leaves) - 12} more"] if len(leaves) > 12 else [])
-    sizes = " and ".join(map(str, sorted({leaf.size for leaf in leaves})[:4]))
-    missing = f"\n  dims names {some(unused)}, which the batch does not have" if unused else ""
-    return "\n".join([f"the parts of the batch disagree on its length: {sizes}", *shown, f"  say which is right: {'; '.join(hints[:6])}"]) + missing
-
-
-def _common_length(leaves: list[Node]) -> tuple[int, dict[Path, list[Node]]]:
-    """The length that the batch most likely has, and the leaves by the list that they are in."""
-    groups: dict[Path, list[Node]] = {}
-    for leaf in leaves:
-        in_list = len(leaf.path) > 1 and isinstance(leaf.path[-1], int) and leaf.cut is Cut.NARROW
-        groups.setdefault(leaf.path[:-1] if in_list else leaf.path, []).append(leaf)
-    # 256 images in a list must not outvote the labels next to it.
-    single = [group[0] for group in groups.values() if len(group) == 1]
-    votes = Counter(leaf.size for leaf in single or leaves)
-    fewest = min((leaf.value.ndim for leaf in leaves if leaf.cut in (Cut.NARROW, Cut.COPY)), default=0)
-
-    def standing(size: int) -> tuple[int, int, bool]:
-        # A leaf with more dimensions than others, one of them this long, probably has something else in front: positions of shape (3, N, L).
-        fronted = sum(_other_dim(leaf, size) is not None and leaf.value.ndim > fewest for leaf in leaves if leaf.size != size)
-        return votes[size], fronted, size != 1  # what has length 1 is usually there to be broadcast
-
-    return max(votes, key=standing), groups
-
-
-def _other_dim(leaf: Node, size: int) -> int | None:
-    if leaf.cut not in (Cut.NARROW, Cut.COPY) or size not in tuple(leaf.value.shape):
-        return None
-    return tuple(leaf.value.shape).index(size)
-
-
-def _hint(leaf: Node, common: int) -> str:
-    dim = _other_dim(leaf, common)
-    return argument("whole", leaf.path) if dim is None else f"dims={{{quoted(leaf.path)}: {dim}}}"
+def _two_readings(lists: list[Node], samples: int) -> str:
+    paths = [node.path for node in lists]
+    ways = f"as {len(lists[0].value)} items, one per sample, or as {len(lists[0].value)} fields of {samples} samples each"
+    return f"{where(paths[0])} can be read in two ways: {ways}\n  items: {argument('items', *paths)}\n  fields: {argument('fields', *paths)}"

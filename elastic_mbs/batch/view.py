@@ -20,7 +20,7 @@ class BatchView:
     """A batch as N samples; a BatchError where it cannot be cut. Construction looks at shapes only: no copy, no device synchronisation."""
 
     def __init__(self, batch: Any, dims: Dims | None = None, known_lists: Mapping[Path, ListLayout] | None = None) -> None:
-        layout = Layout(checked(dims) if dims else {}, dict(known_lists) if known_lists else {}, set())
+        layout = Layout(checked(dims) if dims else {}, dict(known_lists) if known_lists else {})
         self.batch = batch
         self._root = layout.read(batch)
         self.length = layout.finish(self._root)  # N
@@ -64,7 +64,7 @@ class BatchView:
             node = todo.pop()
             if node.value is value and node.cut is not Cut.WHOLE:
                 return None if node.cut is Cut.FIELDS else node.dim
-            todo.extend(node.children)
+            todo.extend(node.children.values())
         return 0
 
     @cached_property

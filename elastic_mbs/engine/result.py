@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
-from elastic_mbs.batch.containers import Kind, Path, Role, kind_of, map_tensors, refilled, roles_in
+from elastic_mbs.batch.containers import Kind, Parts, Path, Role, kind_of, map_tensors, refilled, roles_in
 from elastic_mbs.batch.join import join
 from elastic_mbs.errors import BatchError
 from elastic_mbs.events import format_bytes
@@ -165,16 +165,16 @@ class StoredOutput:
         return self._value
 
 
-def _fill_deque(new: Any, keys: list[Any], values: list[Any]) -> None:
+def _fill_deque(new: Any, parts: Parts) -> None:
     new.clear()
-    new.extend(values)
+    new.extend(parts.values())
 
 
 _CLOSED = (nn.Module, torch.optim.Optimizer, Dataset, DataLoader, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _PLAIN = frozenset({Role.SCALAR, Role.ARRAY})
 _CONTAINERS = {  # that a batch cannot be made of
-    deque: Kind(Role.LIST, lambda obj: ([], list(obj)), refilled(_fill_deque)),
-    PackedSequence: Kind(Role.LIST, lambda obj: ([], list(obj)), lambda obj, keys, values: type(obj)(*values)),
+    deque: Kind(Role.LIST, lambda obj: dict(enumerate(obj)), refilled(_fill_deque)),
+    PackedSequence: Kind(Role.LIST, lambda obj: dict(enumerate(obj)), lambda obj, parts: type(obj)(*parts.values())),
 }
 
 
@@ -208,14 +208,14 @@ class _OutputMap:
             return map_tensors(value, self._fn)
         if kind.role not in (Role.LIST, Role.FIELDS):
             return self._object(value)
-        keys, parts = kind.take(value)
+        parts = kind.take(value)
         attributes = _attributes(value)
-        mapped = [self.of(part) for part in parts] if not roles_in(parts) <= _PLAIN else parts
+        mapped = {key: self.of(part) for key, part in parts.items()} if not roles_in(parts.values()) <= _PLAIN else parts
         changed = {name: new for name, old in attributes.items() if (new := self.of(old)) is not old}
-        if not changed and all(new is old for new, old in zip(mapped, parts, strict=True)):
+        if not changed and all(mapped[key] is part for key, part in parts.items()):
             return value
         try:
-            made = kind.put(value, keys, mapped)
+            made = kind.put(value, mapped)
         except BatchError:  # a type that cannot be rebuilt
             return value
         present = _attributes(made)

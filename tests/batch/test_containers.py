@@ -318,7 +318,7 @@ def test_lookup_takes_names_paths_and_indexes_and_says_what_there_is() -> None:
     assert lookup(batch, "0.a.b") is Y
     assert lookup(batch, 2) == "text"
     assert lookup(batch, "1.0") is X
-    with pytest.raises(LookupError, match=r"no 'label': there is '0', '1', '2', '0\.ids'"):
+    with pytest.raises(LookupError, match=r"no 'label': tuple has the parts '0', '0\.ids', '0\.a\.b'"):
         lookup(batch, "label")
     with pytest.raises(LookupError, match=r"not unique: it could be '0\.m', '1\.m'"):
         lookup([{"m": X}, {"m": Y}], "m")
@@ -326,7 +326,7 @@ def test_lookup_takes_names_paths_and_indexes_and_says_what_there_is() -> None:
         lookup(X, "m")
     with pytest.raises(LookupError, match="and 1 more"):
         lookup({str(i): i for i in range(13)}, "m")
-    with pytest.raises(LookupError, match=r"there is 'names'$"):  # a list of plain items is not opened
+    with pytest.raises(LookupError, match=r"the parts 'names'$"):  # a list of plain items is not opened
         lookup({"names": ["a", "b"]}, "m")
     with pytest.raises(LookupError):
         lookup({"a": {"b": 1}}, "a.c")

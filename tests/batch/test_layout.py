@@ -149,7 +149,7 @@ def test_lists_that_can_only_be_items_are_not_asked_about(batch: Any, length: in
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_many_alike_tensors_in_a_list_are_samples_or_fields_as_dims_say(kind: Any) -> None:
     samples = [torch.zeros(5) for _ in range(8)]
-    with pytest.raises(BatchError, match=r"8 fields of 5 samples, or 8 samples\?\n.*dims=items\(\)\n.*dims=fields\(\)"):
+    with pytest.raises(BatchError, match=r"as 8 items, .* or as 8 fields of 5 samples each\n.*dims=items\(\)\n.*dims=fields\(\)"):
         BatchView(kind(samples))
     assert (BatchView(kind(samples), items()).length, BatchView(kind(samples), fields()).length) == (8, 5)
     with pytest.raises(BatchError, match=r'dims=items\("images"\)'):
@@ -163,7 +163,7 @@ def test_lists_of_one_length_that_could_be_the_samples_are_asked_about(parts: li
     # what zip(*samples) makes of pairs: taken as fields it would be cut along the samples' own rows
     lists = [torch.zeros(5)] * 3, [torch.ones(5)] * 3
     batch: Any = lists if parts[0] == "0" else dict(zip(parts, lists, strict=True))
-    with pytest.raises(BatchError, match="3 fields of 5 samples, or 3 samples") as caught:
+    with pytest.raises(BatchError, match="as 3 items, one per sample, or as 3 fields of 5 samples each") as caught:
         BatchView(batch)
     assert f'dims=items("{parts[0]}", "{parts[1]}")' in str(caught.value)
     assert (BatchView(batch, items(*parts)).length, BatchView(batch, fields(*parts)).length) == (3, 5)
@@ -244,12 +244,13 @@ def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, na
         ({"x": rows(8), "classes": ["cat", "dog"]}, ['dims=whole("classes")', '"classes": list of 2 items']),
         ({"x": rows(8), "extra": []}, ['dims=whole("extra")']),
         ({"x": rows(8), "t": [{"a": rows(5)}, {"a": rows(6)}]}, ['dims=whole("t")', '"t": list of 2 items']),
-        ({"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]}, ['dims=whole("t")', "disagree on its length: 1 and 7 and 8"]),
+        ({"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]}, ['if it has 8 samples: dims=whole("y", "t")', "disagree on its length: 1 and 7 and 8"]),
         ({"x": rows(8), "a": np.zeros((2, 8))}, ['dims={"a": 1}', '"a": shape (2, 8), 2 on dim 0']),
-        ([rows(5), rows(7)], ['dims=whole("1")', "dims=items() (if the batch is 2 samples)"]),
+        ([rows(5), rows(7)], ['if it has 5 samples: dims=whole("1")', "if it has 2 samples: dims=items()"]),
         ({str(i): rows(8 + i % 2) for i in range(15)}, ["… and 3 more"]),
+        ({"p": rows(3, 8), "m": rows(5), "t": ["a"] * 3, "x": rows(8)}, ['if it has 8 samples: dims={"p": 1} | whole("m", "t")']),
         ({"position_ids": rows(3, 8, 5), "input_ids": rows(8, 5)}, ['dims={"position_ids": 1}']),
-        ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, ['dims=whole("v.0")', 'dims=whole("v.1")']),
+        ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, ['dims=whole("v.0", "v.1")']),
     ],
 )
 def test_lengths_that_disagree_are_named_with_the_line_to_add(batch: Any, expected: list[str]) -> None:
@@ -276,7 +277,7 @@ def test_a_typing_error_in_dims_is_named_when_the_lengths_disagree() -> None:
     [
         ({"x": rows(2)}, {"x": 1}, r'"x" has no dim 1: its shape is \(2,\)\n  dims=\{"x": d\} needs -1 ≤ d < 1'),
         ({"x": rows(2)}, {"x": -2}, '"x" has no dim -2'),
-        ({"x": torch.tensor(1)}, {"x": 0}, '"x" has no dim 0: it is 0-d'),
+        ({"x": torch.tensor(1)}, {"x": 0}, r'"x" has no dim 0: its shape is \(\)\n  leave it out'),
         ({"x": rows(2), "n": ["a", "b"]}, {"n": 1}, '"n" has no dim 1: it is a list of 2 items'),
         ({"x": rows(2)}, {"x": True}, "dims says True of 'x'"),
         ({"x": rows(2)}, {"x": "0"}, "dims says '0' of 'x'"),
@@ -331,15 +332,16 @@ def test_a_tuple_without_rows_is_asked_about_whatever_its_length(labels: Any, sa
     assert BatchView(batch, whole("y")).piece(1, 3)["y"] == labels
     batch = {"x": rows(3), "y": labels}
     assert BatchView(batch, items("y")).piece(1, 3)["y"] == labels[1:3]
-    if not isinstance(labels[0], Tensor):  # of which it is said, too, and one has no dim 0
-        assert BatchView(batch, {"y": 0}).piece(1, 3)["y"] == labels[1:3]
+    with pytest.raises(BatchError, match=r'"y" is a tuple of 3|has no dim 0'):
+        BatchView(batch, {"y": 0})
 
 
 def test_of_nested_tuples_the_outer_one_is_asked_about_unless_dims_name_its_parts() -> None:
     with pytest.raises(BatchError, match='"y" is a tuple of 2'):
         BatchView({"x": rows(2), "y": ((1, 2), (3, 4))})
     assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
-    assert BatchView({"x": rows(2), "y": {"size": (3, 4)}}, {"x": 0, "y": 0}).piece(0, 1)["y"]["size"] == (3, 4), "said of the dict, not of the size"
+    with pytest.raises(BatchError, match=r'"y\.size" is a tuple of 2'):
+        BatchView({"x": rows(2), "y": {"size": (3, 4)}}, {"x": 0, "y": 0})
     said = {"x": rows(2), "pair": (rows(3), {"mask": rows(4)})}
     assert BatchView(said, whole("pair.0", "mask")).piece(0, 1)["pair"][0].shape == (3,)
 

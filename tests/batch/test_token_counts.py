@@ -81,8 +81,8 @@ def test_labels_in_a_list_of_fields_are_not_counted_as_samples() -> None:
 @pytest.mark.parametrize(
     ("counter", "batch", "message"),
     [
-        (count_tokens(), {"ids": LABELS, "y": LABELS}, r"no 'labels': there is 'ids', 'y'\n.*count_tokens\(key=\.\.\.\)"),
-        (count_tokens("a.b"), {"a": {"c": LABELS}}, r"no 'a\.b': there is 'a', 'a\.c'"),
+        (count_tokens(), {"ids": LABELS, "y": LABELS}, r"no 'labels': dict has the parts 'ids', 'y'\n.*count_tokens\(key=\.\.\.\)"),
+        (count_tokens("a.b"), {"a": {"c": LABELS}}, r"no 'a\.b': dict has the parts 'a', 'a\.c'"),
         (count_tokens(), LABELS, "no 'labels': .*Tensor has no named parts"),
         (count_tokens("m"), [{"m": LABELS}, {"m": LABELS}], "'m' is not unique"),
         (count_tokens(shift=True), {"labels": LABELS[:, 0]}, r"found labels of shape \(3,\): they must be \(N, L, \.\.\.\)"),
