@@ -16,7 +16,7 @@ from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.controller.policy import Policy
 from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context
-from elastic_mbs.engine.micro_batch import MicroBatch, PlainPass, loop, micro_batches
+from elastic_mbs.engine.micro_batch import DisabledPass, MicroBatch, loop, micro_batches
 from elastic_mbs.engine.misuse import check_capture, check_function, running_call
 from elastic_mbs.engine.model import TrainedModel, modules_of
 from elastic_mbs.engine.profile import identity_of, name_of
@@ -370,7 +370,7 @@ class ElasticMBS:
     def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
         batch = self._context.load(batch)
         self._totals, length = self._batches.totals(batch)
-        whole = PlainPass(self.settings, batch, self._batches.count_names, self._totals, length)
+        whole = DisabledPass(self.settings, batch, self._batches.count_names, self._totals, length)
         try:
             yield whole.micro
         finally:

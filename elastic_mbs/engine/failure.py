@@ -59,7 +59,7 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
     return True
 
 
-def splits(state: CallState, piece: Range, size: int) -> bool:
+def can_split(state: CallState, piece: Range, size: int) -> bool:
     """Whether a piece can be cut at a size."""
     limits = state.context.settings.limits
     return len(partition(piece.start, piece.stop, size, minimum=limits.minimum, align=limits.align)) > 1
@@ -72,7 +72,7 @@ def _classify(state: CallState, attempt: Attempt, error: Exception) -> oom.Verdi
         return verdict
     if context.guard is not None and context.guard.explains(verdict.message):
         return replace(verdict, kind=oom.Kind.HOST)
-    if state.tried_masked or not splits(state, attempt.piece, max(1, len(attempt) // 2)):
+    if state.tried_masked or not can_split(state, attempt.piece, max(1, len(attempt) // 2)):
         return None
     state.tried_masked = True
     context.warn_once(

@@ -28,7 +28,7 @@ class MicroBatch:
 
     __slots__ = ("_attempt", "_owner", "start", "stop")
 
-    def __init__(self, owner: Call | PlainPass, attempt: Attempt) -> None:
+    def __init__(self, owner: Call | DisabledPass, attempt: Attempt) -> None:
         self._owner = owner
         self._attempt = attempt
         self.start, self.stop = attempt.piece.start, attempt.piece.stop
@@ -103,7 +103,7 @@ def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
             finish(call)
 
 
-class PlainPass:
+class DisabledPass:
     """What `enabled=False` does: one plain pass over the whole batch, with nothing caught and nothing watched."""
 
     def __init__(self, settings: Settings, batch: Any, count_names: tuple[str, ...] | None, totals: Any, length: int) -> None:

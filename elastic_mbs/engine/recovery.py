@@ -3,9 +3,10 @@
 - PIECE: the failed piece is replayed. Leaves that had committed are left out (`backward(inputs=…)`), so that each gets every sample once.
 - STEP: all gradients of the call are dropped and the batch is replayed from its start, because the piece had partly committed and a replay in halves
   would mix two masks or two batch statistics in one gradient, or because it is not known what had committed.
-- ISOLATED: gradients had been set aside, so that the failed piece left nothing behind.
+- ISOLATED: gradients had been set aside, so that the failed piece left nothing behind, and is replayed.
 
-Everything else is refused. Nothing here runs while the exception is alive: its traceback would keep the failed attempt's tensors.
+Everything else is refused. `recover` runs when the exception is gone: its traceback would keep the failed attempt's tensors. `unwind` is for a call
+that ends by an error.
 Source: shared/reference/autograd.md and errors.md.
 """
 
@@ -15,12 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.backward import separate_gradients
-from elastic_mbs.engine.failure import splits
+from elastic_mbs.engine.failure import can_split
 from elastic_mbs.engine.state import CallState, Failure, Phase
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
 from elastic_mbs.events import OutOfMemory, WaitingForMemory, format_bytes
@@ -48,8 +50,6 @@ class Replay:
 
 # ---------------------------------------------------------------------- which replay
 
-_Rule = tuple[Replay, Callable[[CallState, Failure], bool]]
-
 
 def _before_backward(state: CallState, failure: Failure) -> bool:
     return failure.phase in (Phase.WAITING, Phase.FORWARD)
@@ -75,45 +75,35 @@ def _drew(state: CallState, failure: Failure) -> bool:
     return start is not None and state.context.retry("read the random streams", lambda: streams.moved(start))
 
 
-_RULES: tuple[_Rule, ...] = (
-    (
-        Replay(
-            Mode.REFUSED,
-            "samples {start}:{stop} were changed in place by loss_fn before memory ran out, so they cannot be run again as they were: work on a copy "
-            "(x = x.clone()) inside loss_fn. From the next call on pieces are copies, and this is recovered from",
-        ),
-        lambda state, failure: failure.edited,
-    ),
-    (
-        Replay(
-            Mode.REFUSED,
-            "a leaf of shape {unknown} outside the model appeared in the middle of the batch; whether the failed attempt reached its gradient is not "
-            "known. Give its module in model=[...] so that it is known from the start",
-        ),
-        lambda state, failure: bool(failure.unknown),
-    ),
-    (Replay(Mode.STEP, "random numbers were drawn on the host, whose state at the piece's start was not kept"), _host_streams_lost),
-    (Replay(Mode.STEP, "the error can belong to an earlier operation"), _can_be_late),
-    (Replay(Mode.PIECE), _before_backward),
-    (Replay(Mode.ISOLATED), lambda state, failure: state.isolation is not None),
-    (
-        Replay(Mode.STEP, "the error can be asynchronous, so it is not known which gradients it reached"),
-        lambda state, failure: not failure.verdict.synchronous,
-    ),
-    (Replay(Mode.STEP, "no backward of this loss function has succeeded yet"), lambda state, failure: not state.profile.commits),
-    (Replay(Mode.STEP, "its backward ran another one inside, so it is not known what it reached"), lambda state, failure: failure.surprising),
-    (Replay(Mode.PIECE), lambda state, failure: not failure.committed),
-    (
-        Replay(Mode.STEP, "gradients share memory or have new hooks, so it is not known which of them it reached"),
-        lambda state, failure: failure.indistinct,
-    ),
-    (
-        Replay(Mode.STEP, "backward= gives no way to leave out the leaves that had committed"),
-        lambda state, failure: state.context.settings.gradients.backward is not None,
-    ),
-    (Replay(Mode.STEP, "the piece had partly committed and depends on which samples are in it"), _depends_on_the_piece),
-    (Replay(Mode.STEP, "the piece had partly committed and drew random numbers"), _drew),
-    (Replay(Mode.PIECE), lambda state, failure: True),
+_EDITED = (
+    "samples {start}:{stop} were changed in place by loss_fn before memory ran out, so they cannot be run again as they were: work on a copy "
+    "(x = x.clone()) inside loss_fn. From the next call on pieces are copies, and this is recovered from"
+)
+_UNKNOWN_LEAF = (
+    "a leaf of shape {unknown} outside the model appeared in the middle of the batch; whether the failed attempt reached its gradient is not known. "
+    "Give its module in model=[...] so that it is known from the start"
+)
+_ASYNCHRONOUS = "the error can be asynchronous, so it is not known which gradients it reached"
+_INDISTINCT = "gradients share memory or have new hooks, so it is not known which of them it reached"
+_NO_INPUTS = "backward= gives no way to leave out the leaves that had committed"
+
+_PIECE, _ISOLATED, _step, _refused = Replay(Mode.PIECE), Replay(Mode.ISOLATED), partial(Replay, Mode.STEP), partial(Replay, Mode.REFUSED)
+_RULES: tuple[tuple[Replay, Callable[[CallState, Failure], bool]], ...] = (
+    (_refused(_EDITED), lambda state, failure: failure.edited),
+    (_refused(_UNKNOWN_LEAF), lambda state, failure: bool(failure.unknown)),
+    (_step("random numbers were drawn on the host, whose state at the piece's start was not kept"), _host_streams_lost),
+    (_step("the error can belong to an earlier operation"), _can_be_late),
+    (_PIECE, _before_backward),
+    (_ISOLATED, lambda state, failure: state.isolation is not None),
+    (_step(_ASYNCHRONOUS), lambda state, failure: not failure.verdict.synchronous),
+    (_step("no backward of this loss function has succeeded yet"), lambda state, failure: not state.profile.commits),
+    (_step("its backward ran another one inside, so it is not known what it reached"), lambda state, failure: failure.surprising),
+    (_PIECE, lambda state, failure: not failure.committed),
+    (_step(_INDISTINCT), lambda state, failure: failure.indistinct),
+    (_step(_NO_INPUTS), lambda state, failure: state.context.settings.gradients.backward is not None),
+    (_step("the piece had partly committed and depends on which samples are in it"), _depends_on_the_piece),
+    (_step("the piece had partly committed and drew random numbers"), _drew),
+    (_PIECE, lambda state, failure: True),
 )
 """The first rule that applies decides."""
 
@@ -161,7 +151,7 @@ def recover(state: CallState) -> None:
     if replay.mode is Mode.REFUSED:
         raise ReplayUnsafeError(replay.reason)
     _roll_back(state, failure, replay.mode)
-    smaller = size is not None and splits(state, failure.piece, size)
+    smaller = size is not None and can_split(state, failure.piece, size)
     oom.release(devices=context.devices, thorough=state.failures_in_row > 1 or not smaller)
     context.cache_is_stale = True
     context.monitor.request_reading()  # the memory can be free again before the next reading is due
@@ -169,7 +159,7 @@ def recover(state: CallState) -> None:
         state.size = size
     _report(state, failure, replay.mode)
     if not smaller:
-        _hold(state, failure)
+        _wait_or_give_up(state, failure)
     cap = 16 + 4 * state.view.length.bit_length()
     if state.failures_in_row > cap or state.restarts > cap:
         raise MicroBatchFloorError(
@@ -273,7 +263,7 @@ _NAP = 0.25  # longest time between two looks at the memory while waiting, in se
 _OTHERS = 16  # waiting can help when others hold at least 1/16 of the device: the driver and our own context count as others, too
 
 
-def _hold(state: CallState, failure: Failure) -> None:
+def _wait_or_give_up(state: CallState, failure: Failure) -> None:
     """Returns when a piece that cannot be cut may be tried again.
 
     Raises:
