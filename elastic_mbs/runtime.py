@@ -20,7 +20,7 @@ from elastic_mbs.engine.micro_batch import DisabledPass, MicroBatch, loop, micro
 from elastic_mbs.engine.misuse import check_capture, check_function, running_call
 from elastic_mbs.engine.model import TrainedModel, modules_of
 from elastic_mbs.engine.profile import identity_of, name_of
-from elastic_mbs.engine.result import MUCH, Stats, StepResult, size_warning
+from elastic_mbs.engine.result import Stats, StepResult
 from elastic_mbs.engine.verify import VerifyReport, verify
 from elastic_mbs.errors import IncompleteBatchError, NestedCallError, UsageError
 from elastic_mbs.events import EventLog, Sink
@@ -51,7 +51,7 @@ class ElasticMBS:
         dims: how to cut what shapes do not say (see `BatchView`).
         scaler: a `torch.amp.GradScaler`; the loss is scaled before backward. `unscale_`, clipping and `scaler.step` stay with the caller.
         outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None to drop them. They are detached, in objects of
-            other types too; tensors in slots or behind weak proxies keep their graph.
+            other types too; those that cannot be deep-copied keep their graph.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for `elastic-mbs report` and `elastic-mbs watch`.
         on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
         name: name in logs and events.
@@ -385,8 +385,7 @@ class ElasticMBS:
         self._stats.add(result, call.state.view.length, training=call.state.training)
         if call.state.training:
             self.last_result = result
-            if result.kept() > MUCH:
-                self._context.warn_once(*size_warning(call.state.key.name, result.kept(), self.settings.outputs))
+            result.check_size(call.state.key.name, self.settings.outputs, self._context.warn_once)
         if self._context.telemetry is not None:
             self._context.telemetry.done(call.state.done_event(result), call.state.watch, result if call.state.training else None)
         return result

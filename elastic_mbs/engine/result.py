@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
-from elastic_mbs.batch.containers import Kind, Parts, Path, Role, kind_of, map_tensors, refilled, roles_in
+from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors
 from elastic_mbs.batch.join import join
-from elastic_mbs.errors import BatchError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.budget import MemoryBudget, on_host
@@ -44,7 +42,7 @@ class StepResult:
     replayed_samples: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighted
-    _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)
+    _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)  # of the pieces, until they are read
     _per_piece: set[Path] | None = field(default=None, repr=False)  # see `join`
     _joined: Any = field(default=None, repr=False)
 
@@ -70,10 +68,6 @@ class StepResult:
         """The loss in an f-string: `f"{result:.4f}"`; waits for the device. Without a format, the whole result."""
         return format(float(self), spec) if spec else str(self)
 
-    def kept(self) -> int:
-        """Bytes that the outputs take, until they are read for the first time."""
-        return sum([stored.nbytes for stored in self._outputs if stored is not None])
-
     @property
     def outputs(self) -> Any:
         """What `loss_fn` returned besides the loss, joined over the committed pieces in the batch's order, or None."""
@@ -84,14 +78,15 @@ class StepResult:
             self._outputs = []
         return self._joined
 
-
-def size_warning(name: str, kept: int, place: OutputPlace) -> tuple[str, str]:
-    """The kind and the text of a warning about outputs of that many bytes."""
-    return (
-        f"outputs of {name}",
-        f"what {name} returns besides the loss takes {format_bytes(kept)} for this batch (outputs={place!r}): return what you "
-        "read of it only (a decoder of transformers needs use_cache=False for that), or say outputs=None",
-    )
+    def check_size(self, name: str, place: OutputPlace, warn_once: Callable[[str, str], None]) -> None:
+        """Warns where the outputs of the function called `name` take much memory."""
+        size = sum([stored.nbytes for stored in self._outputs if stored is not None])
+        if size > MUCH:
+            warn_once(
+                f"outputs of {name}",
+                f"what {name} returns besides the loss takes {format_bytes(size)} for this batch (outputs={place!r}): return what you "
+                "read of it only (a decoder of transformers needs use_cache=False for that), or say outputs=None",
+            )
 
 
 @dataclass
@@ -118,12 +113,11 @@ class Stats:
         """Counts one finished call."""
         self.ooms += result.ooms
         self.replayed_samples += result.replayed_samples
-        if not training:
-            return
-        self.calls += 1
-        self.samples += samples
-        self.pieces += len(result.partition)
-        self.sizes[result.micro_batch_size] = self.sizes.get(result.micro_batch_size, 0) + 1
+        if training:
+            self.calls += 1
+            self.samples += samples
+            self.pieces += len(result.partition)
+            self.sizes[result.micro_batch_size] = self.sizes.get(result.micro_batch_size, 0) + 1
 
     def copy(self) -> Stats:
         """A copy that does not change any more."""
@@ -165,101 +159,47 @@ class StoredOutput:
         return self._value
 
 
-def _fill_deque(new: Any, parts: Parts) -> None:
-    new.clear()
-    new.extend(parts.values())
-
-
 _CLOSED = (nn.Module, torch.optim.Optimizer, Dataset, DataLoader, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-_PLAIN = frozenset({Role.SCALAR, Role.ARRAY})
-_CONTAINERS = {  # that a batch cannot be made of
-    deque: Kind(Role.LIST, lambda obj: dict(enumerate(obj)), refilled(_fill_deque)),
-    PackedSequence: Kind(Role.LIST, lambda obj: dict(enumerate(obj)), lambda obj, parts: type(obj)(*parts.values())),
-}
 
 
 def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`map_tensors`, and into the attributes of other objects too, such as a decoder's cache; tensors in slots keep their graph."""
-    return fn(value) if kind_of(type(value)).role is Role.TENSOR else _OutputMap(fn).of(value)
+    """A copy of `value`, of whatever objects it is made (a decoder's cache, say), with `fn` applied to each tensor once.
+
+    Objects from which no tensor is reached are handed on. Those that cannot be deep-copied are, too, and the tensors inside keep their graph.
+    """
+    if kind_of(type(value)).role is Role.TENSOR:
+        return fn(value)
+    memo = _copied(value, fn)
+    try:
+        return copy.deepcopy(value, memo)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # an object that is not to be copied can say so in any way, and a chain of objects can be too long
+        return map_tensors(value, fn)
 
 
-class _OutputMap:
-    """One walk: an object that is met again, in a cycle too, is the copy that was made of it."""
-
-    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self._fn = fn
-        self._made: dict[int, tuple[Any, Any]] = {}  # id → (the object, which keeps the id valid, its copy)
-        self._bare: dict[int, Any] = {}  # objects from which no tensor is reached
-
-    def of(self, value: Any) -> Any:
-        kind = _kind_of(type(value))
-        if kind.role in _PLAIN:
-            return value
-        if id(value) not in self._made:
-            self._made[id(value)] = value, value  # a container can be inside itself
-            try:
-                self._made[id(value)] = value, self._mapped(value, kind)
-            except RecursionError:  # it lies too deep: from here on it stays as it is
-                self._made[id(value)] = value, value
-        return self._made[id(value)][1]
-
-    def _mapped(self, value: Any, kind: Kind) -> Any:
+def _copied(value: Any, fn: Callable[[Tensor], Tensor]) -> dict[int, Any]:
+    """What `copy.deepcopy` is to take as copied, by id: tensors as `fn` has mapped them, and whatever reaches none as it is."""
+    found: dict[int, Any] = {}
+    holders = defaultdict[int, list[int]](list)
+    mapped: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        each = todo.pop()
+        if id(each) in found:
+            continue
+        found[id(each)] = each
+        cls = type(each)
+        kind = kind_of(cls)
         if kind.role is Role.TENSOR or kind.splitter is not None:
-            return map_tensors(value, self._fn)
-        if kind.role not in (Role.LIST, Role.FIELDS):
-            return self._object(value)
-        parts = kind.take(value)
-        attributes = _attributes(value)
-        mapped = {key: self.of(part) for key, part in parts.items()} if not roles_in(parts.values()) <= _PLAIN else parts
-        changed = {name: new for name, old in attributes.items() if (new := self.of(old)) is not old}
-        if not changed and all(mapped[key] is part for key, part in parts.items()):
-            return value
-        try:
-            made = kind.put(value, mapped)
-        except BatchError:  # a type that cannot be rebuilt
-            return value
-        present = _attributes(made)
-        present.update({name: new for name, new in changed.items() if present.get(name) is attributes[name]})
-        return made
-
-    def _object(self, value: Any) -> Any:
-        """A shallow copy; the object itself where it holds no tensor or cannot be copied, or where its finaliser would run for the copy too."""
-        if issubclass(type(value), _CLOSED) or hasattr(type(value), "__del__") or not self._reaches_tensor(value):
-            return value
-        try:
-            new = copy.copy(value)
-        except MemoryError:
-            raise
-        except Exception:  # an object that is not to be copied can say so in any way
-            return value
-        attributes, present = _attributes(value), _attributes(new)
-        if present is attributes:
-            return value  # writing to the copy would write to the original
-        self._made[id(value)] = value, new
-        for name, old in list(attributes.items()):
-            if present.get(name) is old:
-                present[name] = self.of(old)  # past `setattr`: there can be a property of that name
-        return new
-
-    def _reaches_tensor(self, value: Any) -> bool:
-        seen: dict[int, Any] = {}
-        todo = [value]
-        while todo:
-            each = todo.pop()
-            kind = kind_of(type(each))
-            if kind.role is Role.TENSOR or kind.splitter is not None:
-                return True
-            if not (kind.role in _PLAIN or id(each) in seen or id(each) in self._bare or issubclass(type(each), _CLOSED)):
-                seen[id(each)] = each
-                todo += gc.get_referents(each)
-        self._bare |= seen
-        return False
-
-
-def _kind_of(cls: type) -> Kind:
-    return next((kind for base, kind in _CONTAINERS.items() if issubclass(cls, base)), None) or kind_of(cls)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    found = getattr(value, "__dict__", None)
-    return found if type(found) is dict else {}
+            mapped[id(each)] = map_tensors(each, fn)
+        elif not issubclass(cls, _CLOSED) and not hasattr(cls, "__del__"):  # a finaliser would run for the copy, too
+            parts = gc.get_referents(each)
+            for part in parts:
+                holders[id(part)].append(id(each))
+            todo += parts
+    reaching = list(mapped)
+    for key in reaching:  # which grows on the way
+        found.pop(key, None)
+        reaching += holders.pop(key, ())
+    return found | mapped

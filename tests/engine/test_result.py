@@ -1,14 +1,17 @@
+"""The loss and the outputs of a call: of the whole batch, in its order, without a graph."""
+
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, MemoryOptions, Policy, Warned, runtime
+from elastic_mbs import Warned
+from elastic_mbs.engine import result as module
 from elastic_mbs.engine.result import StepResult, StoredOutput
+from tests.helpers.steps import elastic
 
 
 def result(outputs: list[Any], losses: tuple[float, ...] = (), sizes: tuple[int, ...] = (2, 1)) -> StepResult:
@@ -25,11 +28,8 @@ def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
     found = result([], (0.25, 0.5))
     assert float(found) == 0.75
     assert found.loss.shape == ()
-    assert not found.loss.requires_grad
     assert found.loss is found.loss  # summed once
-
-
-def test_a_call_without_a_loss_has_the_loss_zero() -> None:
+    assert (f"{found:.4f}", f"{found}") == ("0.7500", str(found))
     assert float(result([])) == 0.0
 
 
@@ -44,9 +44,6 @@ def test_outputs_are_joined_in_the_batchs_order_and_kept() -> None:
     assert found.outputs["y"].tolist() == [1, 2, 3]
     assert found.outputs["n"] == [2, 1]
     assert found.outputs is found.outputs
-
-
-def test_a_call_without_outputs_has_none() -> None:
     assert result([]).outputs is None
 
 
@@ -65,16 +62,6 @@ def test_stored_outputs_hold_no_graph(place: Any) -> None:
     assert stored["nested"][1:] == ["text", None]
 
 
-def test_stored_objects_hold_no_graph_and_the_callers_own_is_left_alone() -> None:
-    w = torch.ones(2, requires_grad=True)
-    own, plain = SimpleNamespace(y=w * 2, text="text"), SimpleNamespace(text="text")
-    stored = StoredOutput(own, "cpu").get()
-    assert type(stored) is SimpleNamespace
-    assert (stored.y.requires_grad, stored.y.tolist(), stored.text) == (False, [2.0, 2.0], "text")
-    assert own.y.requires_grad
-    assert StoredOutput(plain, "cpu").get() is plain
-
-
 def test_outputs_that_are_not_moved_stay_on_their_device() -> None:
     there = StoredOutput((torch.zeros(2, device="meta"),), "device").get()
     assert there[0].device.type == "meta"
@@ -87,17 +74,9 @@ def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
         y = model(x)
         return (y.mean(), y) if x[0, 0] > 0 else y.mean()
 
-    with ElasticMBS(model, micro_batch_size=2, policy=Policy(grow=False), memory=MemoryOptions(monitor_interval=0)) as mbs:
-        found = mbs.backward(loss_fn, torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, 2.0]).view(6, 1).expand(6, 3))
-    outputs = found.outputs
-    assert len(found.partition) == len(outputs) == 3
-    assert outputs[1] is None
-
-
-def test_a_result_is_formatted_as_its_loss() -> None:
-    found = result([], (0.25, 0.5))
-    assert f"{found:.4f}" == "0.7500"
-    assert f"{found}" == str(found)
+    with elastic(model, micro_batch_size=2) as mbs:
+        outputs = mbs.backward(loss_fn, torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, 2.0]).view(6, 1).expand(6, 3)).outputs
+    assert [output is None for output in outputs] == [False, True, False]
 
 
 def test_a_sparse_output_is_kept_too() -> None:
@@ -109,9 +88,9 @@ def test_a_sparse_output_is_kept_too() -> None:
 @pytest.mark.parametrize(("much", "told"), [(8 * 8 * 4 - 1, 1), (8 * 8 * 4, 0)])
 @pytest.mark.parametrize("place", ["cpu", "device", None])
 def test_outputs_that_take_much_memory_are_told_of_once(place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "MUCH", much)
+    monkeypatch.setattr(module, "MUCH", much)
     model, events = nn.Linear(3, 8), list[Any]()
-    mbs = ElasticMBS(model, outputs=place, micro_batch_size=3, on_event=events.append, memory=MemoryOptions(monitor_interval=0))
+    mbs = elastic(model, outputs=place, micro_batch_size=3, on_event=events.append)
 
     def step(x: Tensor) -> Any:
         y = model(x)
