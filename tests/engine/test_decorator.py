@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, MemoryOptions, Policy, elastic_step
 from elastic_mbs.testing import InjectOOM
-from stress.flat_options import grouped
-from tests.helpers.doors import QUIET
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, quiet, whole_gradient
 
 pytestmark = pytest.mark.injectable
 
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.injectable
 def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> None:
     model, seen = mlp(), []
 
-    @elastic_step(model, micro_batch_size=4, **grouped(QUIET))
+    @elastic_step(model, micro_batch_size=4, **quiet())
     def train_step(batch: Pair, factor: float, *rest: object, flag: bool = False, **more: object) -> Tensor:
         """Its own words."""
         seen.append((len(batch[0]), factor, rest, flag, more))
@@ -54,7 +52,7 @@ def test_arguments_of_any_name_reach_the_step_function(door: int) -> None:
     if door == 1:
         elastic(model, micro_batch_size=4).backward(step, pairs(), loss_fn=1, batch=2, self=3, fn=4)
     else:
-        elastic_step(model, micro_batch_size=4, **grouped(QUIET))(functools.partial(step, batch=2))(pairs(), loss_fn=1, self=3, fn=4)
+        elastic_step(model, micro_batch_size=4, **quiet())(functools.partial(step, batch=2))(pairs(), loss_fn=1, self=3, fn=4)
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(pairs()))) <= 1e-12
 
 
@@ -63,7 +61,7 @@ class _Trainer:
         self.model = mlp(seed=seed)
         self.fail = FailOn(1)
 
-    @elastic_step(lambda self: self.model, micro_batch_size=4, **grouped(QUIET))
+    @elastic_step(lambda self: self.model, micro_batch_size=4, **quiet())
     def train_step(self, batch: Pair, factor: float = 1.0) -> Tensor:
         """Its own words."""
         self.fail()
@@ -101,7 +99,7 @@ class _OwnModel(nn.Module):
         super().__init__()
         self.net = mlp()
 
-    @elastic_step(lambda self: self, micro_batch_size=4, **grouped(QUIET))
+    @elastic_step(lambda self: self, micro_batch_size=4, **quiet())
     def train_step(self, batch: Pair) -> Tensor:
         loss: Tensor = cross_entropy(self.net)(batch)
         return loss
@@ -122,7 +120,7 @@ class _DataTrainer:
 
     model: nn.Module
 
-    @elastic_step(lambda self: self.model, micro_batch_size=4, **grouped(QUIET))
+    @elastic_step(lambda self: self.model, micro_batch_size=4, **quiet())
     def train_step(self, batch: Pair) -> Tensor:
         loss: Tensor = cross_entropy(self.model)(batch)
         return loss
@@ -155,7 +153,7 @@ def test_a_sequence_of_modules_is_one_step() -> None:
     wanted = whole_gradient(both, lambda net: cross_entropy(net)(batch))
     for n in (0, 4, 9, 13, 19):
         both.zero_grad()
-        step = elastic_step([encoder, decoder], micro_batch_size=4, **grouped(QUIET))(cross_entropy(both))
+        step = elastic_step([encoder, decoder], micro_batch_size=4, **quiet())(cross_entropy(both))
         with InjectOOM(at=[n]):
             step(batch)
         assert off_by(both, wanted) <= 1e-12
@@ -236,7 +234,7 @@ def test_a_list_of_networks_that_is_made_anew_for_each_call_has_one_runtime() ->
         def __init__(self) -> None:
             self.net = mlp()
 
-        @elastic_step(lambda self: nn.ModuleList([self.net]), micro_batch_size=4, **grouped(QUIET))
+        @elastic_step(lambda self: nn.ModuleList([self.net]), micro_batch_size=4, **quiet())
         def train_step(self, batch: Pair) -> Tensor:
             loss: Tensor = cross_entropy(self.net)(batch)
             return loss

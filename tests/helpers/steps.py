@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS, StepResult
+from elastic_mbs import ElasticMBS, StepResult, elastic_step
 from elastic_mbs.memory import NoSensor
 from stress.flat_options import grouped
 from stress.reference.state import error_of
@@ -19,11 +19,13 @@ Pair = tuple[Tensor, Tensor]
 LossFn = Callable[..., Any]
 
 
+def quiet(**options: Any) -> dict[str, Any]:
+    """Options of a runtime without a thread, without readings, without waits, without chance and without growth, unless these say otherwise."""
+    return grouped({"monitor_interval": 0, "sensor": NoSensor("not in this test"), "wait_for_memory": 0, "seed": 0, "grow": False, **options})
+
+
 def elastic(model: nn.Module, **options: Any) -> ElasticMBS:
-    """A runtime without a thread, without readings, without waits and without chance."""
-    return ElasticMBS(
-        model, **grouped({"monitor_interval": 0, "sensor": NoSensor("not in this test"), "wait_for_memory": 0, "seed": 0, "grow": False, **options})
-    )
+    return ElasticMBS(model, **quiet(**options))
 
 
 def mlp(width: int = 8, seed: int = 0) -> nn.Sequential:
@@ -64,7 +66,7 @@ def off_by(leaves: nn.Module | Iterable[Tensor], wanted: list[Tensor | None]) ->
 
 
 def loop(mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
-    """Door 3, as a user writes it."""
+    """Door 3, as a user writes it: the frame still holds the loss when the next piece begins."""
     for micro in mbs.micro_batches(batch):
         with micro:
             loss = loss_fn(micro.data)
@@ -76,6 +78,20 @@ def loop(mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
 def through(door: int, mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
     """One call through door 1 or 3."""
     return mbs.backward(loss_fn, batch) if door == 1 else loop(mbs, loss_fn, batch)
+
+
+def once(door: int, model: nn.Module, loss_fn: LossFn, batch: Any, **options: Any) -> StepResult:
+    """One call through any of the three doors of a new runtime."""
+    return elastic_step(model, **quiet(**options))(loss_fn)(batch) if door == 2 else through(door, elastic(model, **options), loss_fn, batch)
+
+
+def settled(door: int, model: nn.Module, loss_fn: LossFn, batch: Any, **options: Any) -> ElasticMBS:
+    """A runtime that knows the loss function from two clean calls."""
+    mbs = elastic(model, **{"micro_batch_size": 3, **options})
+    for _ in range(2):
+        through(door, mbs, loss_fn, batch)
+    model.zero_grad()
+    return mbs
 
 
 class FailOn:

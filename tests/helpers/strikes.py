@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic_mbs.testing import InjectOOM
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 MiB."
 
@@ -58,6 +61,16 @@ def interrupt_before_line(n: int, *files: str) -> Iterator[list[int]]:
         yield struck
     finally:
         sys.settrace(before)
+
+
+def every_operation(first: int = 1, stride: int = 1, least: int = 20) -> Iterator[InjectOOM]:
+    """Injections at operation `first`, `first + stride`, … that can allocate, until a run under one has none; that comes above `least`."""
+    for at in itertools.count(first, stride):
+        inject = InjectOOM(at=[at])
+        yield inject
+        if not inject.hits:
+            assert at > least, f"only {at - 1} operations"
+            return
 
 
 def until_clean(run: Callable[[int], bool]) -> int:

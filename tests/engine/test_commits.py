@@ -1,0 +1,322 @@
+"""Which gradients a backward has reached is known whatever custom functions, hooks, routes and memory they have: each gets every sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs import OptimizerInBackwardError, OutOfMemory
+from elastic_mbs.engine.backward import backward
+from elastic_mbs.events import Event
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.steps import Pair, cross_entropy, elastic, grads, mlp, off_by, once, pairs, settled, through, whole_gradient
+from tests.helpers.strikes import every_operation
+
+pytestmark = pytest.mark.no_oom_injection
+
+DOORS = [1, 3]
+
+
+@dataclass
+class Step:
+    """A step function of a user's."""
+
+    model: nn.Module
+    loss_fn: Callable[[Any], Tensor]
+    batch: Any
+    wanted: list[Tensor | None]
+    begin: Callable[[], object] = lambda: None  # what the user does before the call that fails; the loss function can be known by then
+    leaves: list[Tensor] | None = None  # whose gradients are wanted, if not the model's
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def plain() -> Step:
+    model, batch = mlp(), pairs()
+    return Step(model, cross_entropy(model), batch, whole_gradient(model, lambda twin: cross_entropy(twin)(batch)))
+
+
+def gradients_there() -> Step:
+    step = plain()
+
+    def begin() -> None:
+        for leaf in step.model.parameters():
+            leaf.grad = torch.zeros_like(leaf)
+
+    step.begin = begin
+    return step
+
+
+def no_gradient_for_a_leaf() -> Step:
+    """A custom function may return None for one."""
+
+    class Threshold(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, threshold: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return grads[0] * 2, None
+
+    model, (x, y) = mlp(), pairs()
+    model.register_parameter("threshold", nn.Parameter(torch.ones(4, dtype=torch.float64)))
+
+    def loss_of(net: Any, piece: Pair) -> Tensor:
+        apply: Callable[[Tensor, Any], Tensor] = Threshold.apply
+        return nn.functional.cross_entropy(apply(net(piece[0]), net.threshold), piece[1])
+
+    return Step(model, lambda piece: loss_of(model, piece), (x, y), whole_gradient(model, lambda twin: loss_of(twin, (x, y))))
+
+
+def unwritable_gradient() -> Step:
+    """Autograd could not add to it; the loss does not reach it."""
+    step = plain()
+    unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    step.leaves = list(step.model.parameters())
+    step.model.register_parameter("unused", unused)
+
+    def begin() -> None:
+        with torch.inference_mode():
+            unused.grad = torch.ones(2, dtype=torch.float64)
+
+    step.begin = begin
+    return step
+
+
+def hook_on(*written: int) -> Step:
+    """A hook on the last leaf, or one on each, writes to gradients: that is no commit of theirs, and hides none."""
+    step = plain()
+    leaves = list[Tensor](step.model.parameters())
+
+    def write(leaf: Tensor) -> None:
+        for other in [leaves[n] for n in written] or [leaf]:
+            if other.grad is not None:
+                other.grad.mul_(1.0)
+
+    for leaf in leaves[-1:] if written else leaves:
+        leaf.register_post_accumulate_grad_hook(write)
+    return step
+
+
+class Routed(nn.Module):
+    """Each route reaches other leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = [1, 0, 0]
+        self.experts = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([expert(x) for expert, use in zip(self.experts, self.used, strict=True) if use]).pow(2).mean()
+
+
+class Meeting(nn.Module):
+    """Two leaves that meet in one addition, each through a view: autograd gives both the same memory for their gradient."""
+
+    def __init__(self, *, apart: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.apart = apart
+        self.a, self.b, self.w = (nn.Parameter(torch.randn(4, dtype=torch.float64)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = (x * self.w).exp().mean()  # made first, so its backward comes last
+        a, b = (leaf[None] * 2 if self.apart else leaf[None] for leaf in (self.a, self.b))
+        return (x + (a + b)).pow(2).mean() + late
+
+
+class Seeds(nn.Module):
+    """Two leaves of one element get the seed itself for their gradient: one tensor, seen through two views."""
+
+    def __init__(self, *, apart: bool = False) -> None:
+        super().__init__()
+        self.apart = apart
+        self.a, self.b, self.w = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = (x * self.w).exp().mean()
+        a, b = (leaf.view(()) * 2 if self.apart else leaf.view(()) for leaf in (self.a, self.b))
+        return a + b + late
+
+
+def becoming(make: Callable[[], nn.Module], replay: str = "auto", accumulate_dtype: torch.dtype | None = None, **later: Any) -> Callable[[], Step]:
+    """A model that takes another way when memory runs out."""
+
+    def step() -> Step:
+        (model, twin), batch = (make(), make()), torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+        vars(twin).update(later)
+        wanted = whole_gradient(twin, lambda net: net(batch))
+        return Step(model, model, batch, wanted, lambda: vars(model).update(later), options={"replay": replay, "accumulate_dtype": accumulate_dtype})
+
+    return step
+
+
+def leaves_outside() -> Step:
+    """Their gradients are made in one place, too."""
+    step = plain()
+    weights = [torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    loss_fn = step.loss_fn
+    step.loss_fn = lambda piece: loss_fn(piece) + weights[0].squeeze() + weights[1].squeeze()
+    step.leaves = [*step.model.parameters(), *weights]
+    step.wanted += [torch.ones(1, dtype=torch.float64)] * 2
+
+    def begin() -> None:
+        for weight in weights:
+            weight.grad = None
+
+    step.begin = begin
+    return step
+
+
+ROUTES = [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
+STEPS = {  # how it is made, the clean calls before memory runs out, and how a piece that had partly committed is replayed then
+    "plain": (plain, 2, {"piece"}),
+    "gradients there": (gradients_there, 2, {"piece"}),
+    "no gradient for a leaf": (no_gradient_for_a_leaf, 0, {"piece", "step"}),
+    "no gradient for a leaf, known": (no_gradient_for_a_leaf, 1, {"piece"}),
+    "unwritable gradient": (unwritable_gradient, 1, {"piece"}),
+    "hook on each": (hook_on, 1, {"isolate"}),
+    "hook on another": (lambda: hook_on(0), 0, {"isolate", "step"}),
+    "hook on another, known": (lambda: hook_on(0), 1, {"isolate"}),
+    **{f"routes {used}": (becoming(Routed, used=used), 1, {"piece"} if used[1] else set()) for used in ROUTES},
+    "one place": (becoming(Meeting), 0, {"piece", "step"}),
+    "one place, known": (becoming(Meeting), 1, {"piece", "step"}),
+    "one place, isolated": (becoming(Meeting, replay="isolate"), 0, {"isolate"}),
+    "one place, wide": (becoming(Meeting, accumulate_dtype=torch.float32), 0, {"isolate"}),
+    "coming into one place": (becoming(lambda: Meeting(apart=True), apart=False), 1, {"piece", "step"}),
+    "coming into one seed": (becoming(lambda: Seeds(apart=True), apart=False), 1, {"piece", "step"}),
+    "leaves outside": (leaves_outside, 0, {"piece", "step"}),
+    "leaves outside, known": (leaves_outside, 1, {"piece", "step"}),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("make", "calls", "modes"), STEPS.values(), ids=STEPS)
+def test_gradients_are_exact_wherever_memory_runs_out(make: Callable[..., Step], calls: int, modes: set[str], door: int) -> None:
+    events: list[Event] = []
+    for inject in every_operation(first=1 if door == 1 else 2, stride=2):
+        step = make()
+        mbs = elastic(step.model, micro_batch_size=3, on_event=events.append, **step.options)
+        for _ in range(calls):
+            through(door, mbs, step.loss_fn, step.batch)
+        step.model.zero_grad()
+        step.begin()
+        with inject:
+            through(door, mbs, step.loss_fn, step.batch)
+        assert off_by(step.leaves or step.model, step.wanted) <= 1e-12
+    assert {event.mode for event in events if isinstance(event, OutOfMemory) and event.committed} == modes
+
+
+# ---------------------------------------------------------------------- beside the commits
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_hook_is_ever_on_the_users_model(door: int) -> None:
+    model, batch = mlp(), pairs()
+    hooks: list[int] = []
+
+    def loss_fn(piece: Pair) -> Tensor:
+        hooks.extend(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in model.parameters())
+        loss: Tensor = cross_entropy(model)(piece)
+        return loss
+
+    mbs = elastic(model, micro_batch_size=3)
+    for at in (0, 12, 0):
+        with InjectOOM(at=[at]) as inject:
+            through(door, mbs, loss_fn, batch)
+        assert len(inject.hits) == (at > 0)
+    assert set(hooks) == {0}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_hook_that_comes_late_and_clears_gradients_is_noticed_in_the_first_piece(door: int, filled: bool, size: int) -> None:
+    step = gradients_there() if filled else plain()
+    mbs = settled(door, step.model, step.loss_fn, step.batch, micro_batch_size=size)
+    step.begin()
+
+    def clear(leaf: Tensor) -> None:
+        leaf.grad = None
+
+    for leaf in step.model.parameters():
+        leaf.register_post_accumulate_grad_hook(clear)
+    with pytest.raises(OptimizerInBackwardError):
+        through(door, mbs, step.loss_fn, step.batch)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_gradients_are_the_users_until_the_first_piece_has_committed(door: int) -> None:
+    """A backward between two batches is no mistake, nor is clearing gradients in the first piece."""
+    step = plain()
+
+    def loss_fn(piece: Pair) -> Tensor:
+        step.model.zero_grad()
+        return step.loss_fn(piece)
+
+    mbs = settled(door, step.model, loss_fn, step.batch, micro_batch_size=8)
+    step.loss_fn(step.batch).backward()
+    through(door, mbs, loss_fn, step.batch)
+    assert off_by(step.model, step.wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_that_makes_its_own_graphs_may_be_called_where_none_are_made(door: int, mode: Callable[[], Any]) -> None:
+    step = plain()
+
+    def loss_fn(piece: Pair) -> Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            return step.loss_fn(tuple(part.clone() for part in piece))
+
+    mbs = elastic(step.model, micro_batch_size=3)
+    for closed in (True, False, True, True):
+        step.model.zero_grad()
+        with mode() if closed else torch.enable_grad():
+            through(door, mbs, loss_fn, step.batch)
+        assert off_by(step.model, step.wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_step_may_leave_graphs_switched_off_behind_its_own(door: int) -> None:
+    step = plain()
+
+    def loss_fn(piece: Pair) -> Tensor:
+        torch.set_grad_enabled(True)
+        loss = step.loss_fn(piece)
+        torch.set_grad_enabled(False)
+        return loss
+
+    with torch.enable_grad():
+        once(door, step.model, loss_fn, step.batch, micro_batch_size=3)
+    assert off_by(step.model, step.wanted) <= 1e-12
+
+
+def test_two_step_functions_under_one_decorator_are_learned_apart() -> None:
+    """They share the decorator's code. The second one's own leaf was taken for one that had come in the middle of a batch."""
+    step, scale = plain(), torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def decorated(fn: Callable[[Pair], Tensor]) -> Callable[[Pair], Tensor]:
+        return torch.enable_grad()(fn)
+
+    mbs = settled(1, step.model, decorated(step.loss_fn), step.batch)
+    with InjectOOM(at=[35]) as inject:
+        mbs.backward(decorated(lambda piece: step.loss_fn(piece) * scale), step.batch)
+    assert inject.hits
+    assert off_by([*step.model.parameters(), scale], [*step.wanted, step.loss_fn(step.batch).detach()]) <= 1e-12
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_backward_gives_the_same_bits_as_torchs(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_mbs.engine.backward._PRIVATE_ENTRY", private)
+    ours, torchs = gradients_there(), gradients_there()
+    for step, run in ((ours, backward), (torchs, torch.autograd.backward)):
+        step.begin()
+        run(step.loss_fn(step.batch))
+    assert off_by(ours.model, grads(torchs.model)) == 0
