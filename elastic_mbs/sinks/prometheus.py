@@ -27,11 +27,11 @@ from elastic_mbs.sinks.guarded import GuardedSink
 
 
 class _Metric(NamedTuple):
-    """What Prometheus reads of some events. A name that ends in "_total" is a counter, to which the values add up; any other is a gauge."""
+    """A metric. A name that ends in "_total" is a counter, to which the values add up; any other is a gauge."""
 
     help: str
     labels: str  # the event's name, and these fields of it
-    events: Any = ()  # the kinds that have a value for it; none where `_count` sees to it
+    events: Any = ()  # the classes that have a value for it; none where `_count` sets it
     value: str = ""  # the field that is the value; without one, the events are counted
 
 
@@ -62,12 +62,12 @@ _OWN_LABELS = {"name"}.union(*(metric.labels.split() for metric in _METRICS.valu
 class PrometheusTextfile(GuardedSink):
     """Keeps a file for the textfile collector of Prometheus' node_exporter. Needs `pip install 'elastic-mbs[prometheus]'`.
 
-    The file is replaced as a whole, so that no reader finds half of it. Counters begin at zero with the process.
+    The file is replaced as a whole. Counters begin at zero with the process; each process needs a file of its own.
 
     Args:
         path: the file; the collector reads names that end in ".prom".
         every: least seconds between two writes. What comes in between is written with the next event after them, or when the runtime is closed.
-        labels: added to every sample, such as `{"rank": "0"}`; each process needs a file of its own.
+        labels: added to every sample, such as `{"rank": "0"}`.
         clock: monotonic seconds.
         wall: unix seconds.
 
@@ -85,24 +85,26 @@ class PrometheusTextfile(GuardedSink):
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__()
-        self._client = _client()
+        try:
+            import prometheus_client.core
+        except ImportError as error:
+            raise UsageError("PrometheusTextfile needs prometheus_client, which is not installed: pip install elastic-mbs[prometheus]") from error
+        self._client = prometheus_client
         self.path = Path(path).absolute()
-        if self.path.suffix != ".prom":
-            raise UsageError(f"PrometheusTextfile({os.fspath(path)!r}): node_exporter reads names that end in .prom only; name it so")
-        if not self.path.parent.is_dir() or self.path.is_dir():
-            what = "this is a folder" if self.path.is_dir() else f"there is no folder {str(self.path.parent)!r}"
-            raise UsageError(f"PrometheusTextfile({os.fspath(path)!r}): {what}")
-        if isinstance(every, bool) or not isinstance(every, int | float) or not 0 <= every < math.inf:
-            raise UsageError(f"PrometheusTextfile(every={every!r}) is not a finite number of seconds of at least 0")
         self._labels = {label: str(value) for label, value in (labels or {}).items()}
-        for label in self._labels:
-            if not re.fullmatch(r"(?!__)[a-zA-Z_]\w*", label, re.ASCII) or label in _OWN_LABELS:
-                raise UsageError(
-                    f"PrometheusTextfile(labels=...): {label!r} cannot be a label here: letters, digits and _, and none of our own names"
-                )
+        bad_labels = [label for label in self._labels if not re.fullmatch(r"(?!__)[a-zA-Z_]\w*", label, re.ASCII) or label in _OWN_LABELS]
+        problems = {
+            "node_exporter reads names that end in .prom only; name it so": self.path.suffix != ".prom",
+            f"there is no folder {str(self.path.parent)!r}": not self.path.parent.is_dir(),
+            "this is a folder": self.path.is_dir(),
+            f"every={every!r} is not a finite number of seconds of at least 0": not 0 <= every < math.inf,
+            f"{bad_labels} cannot be labels here: letters, digits and _, and none of our own names": bool(bad_labels),
+        }
+        for problem in (problem for problem, present in problems.items() if present):
+            raise UsageError(f"PrometheusTextfile({os.fspath(path)!r}): {problem}")
         self._every, self._clock, self._wall = every, clock, wall
         self._size_readers: dict[str, SizeReader] = {}
-        self._values: dict[str, dict[tuple[str, ...], float]] = {metric: {} for metric in _METRICS}
+        self._values: dict[str, dict[tuple[str, ...], float]] = {}  # by metric and labels
         self._written = -math.inf
         self._waiting = False
 
@@ -115,14 +117,13 @@ class PrometheusTextfile(GuardedSink):
 
     def collect(self) -> Iterator[Any]:
         """The metrics, as prometheus_client reads them."""
-        families = self._client.core.CounterMetricFamily, self._client.core.GaugeMetricFamily
+        core = self._client.core
         for name, samples in self._values.items():
-            labels = [*self._labels, "name", *_METRICS[name].labels.split()]
-            family = families[not name.endswith("_total")](f"elastic_mbs_{name}", _METRICS[name].help, labels=labels)
+            make = core.CounterMetricFamily if name.endswith("_total") else core.GaugeMetricFamily
+            family = make(f"elastic_mbs_{name}", _METRICS[name].help, labels=[*self._labels, "name", *_METRICS[name].labels.split()])
             for values, number in samples.items():
                 family.add_metric([*self._labels.values(), *values], number)
-            if samples:
-                yield family
+            yield family
 
     def _take(self, event: Event) -> None:
         self._count(event)
@@ -150,13 +151,5 @@ class PrometheusTextfile(GuardedSink):
         if value is None:
             return
         labels = tuple(str(getattr(event, label, "optimizer")) for label in ("name", *_METRICS[name].labels.split()))  # its failures have no phase
-        samples = self._values[name]
+        samples = self._values.setdefault(name, {})
         samples[labels] = value + (samples.get(labels, 0) if name.endswith("_total") else 0)
-
-
-def _client() -> Any:
-    try:
-        import prometheus_client.core
-    except ImportError as error:
-        raise UsageError("PrometheusTextfile needs prometheus_client, which is not installed: pip install elastic-mbs[prometheus]") from error
-    return prometheus_client

@@ -151,4 +151,4 @@ def event_line(event: Event, run: str, at: float, wall: float) -> bytes:
 
 def _line(record: Mapping[str, object]) -> bytes:
     finite = {key: str(json.dumps(value)) if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
-    return json.dumps(finite, separators=(",", ":"), default=str).encode() + b"\n"
+    return json.dumps(finite, separators=(",", ":")).encode() + b"\n"

@@ -41,20 +41,21 @@ class Reader:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}  # by id, in the order in which they began
-        self.torn = 0  # unfinished lines of a killed process or a full disk; they are passed over
         self._number = 0
 
     def feed(self, line: bytes) -> Run | None:
-        """Takes one line; returns its run, or None for an empty or a torn one. Refuses what is not of a run log, or of an unknown schema."""
+        """Takes one line; returns its run, or None for an empty one, or one that a killed process or a full disk has left unfinished.
+
+        Raises:
+            UsageError: it is not of a run log, or of an unknown schema.
+        """
         self._number += 1
         line = line.strip()
-        if not line:
-            return None
         record = _parse(line)
         if record is None:
             if not any(line.startswith(beginning) or beginning.startswith(line) for beginning in _BEGINNINGS):
-                raise UsageError(f"line {self._number} is none of a run log of ElasticMBS(..., log=...): {_excerpt(line)}")
-            self.torn += 1
+                text = line[:60].decode("utf-8", "replace")
+                raise UsageError(f"line {self._number} is none of a run log of ElasticMBS(..., log=...): {text!r}")
             return None
         run = self.runs.setdefault(record["run"], Run(record["run"]))
         if "event" in record:
@@ -95,20 +96,19 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("run"), str):
         return None
-    of_event = "event" in record
-    whole = isinstance(record["event"], str) if of_event else record.get("kind") == "run" and "schema" in record
-    times: list[Any] = [record.get("time"), record.get("t") if of_event else 0]
+    if "event" in record:
+        whole, times = isinstance(record["event"], str), [record.get("time"), record.get("t")]
+    else:
+        whole, times = record.get("kind") == "run" and "schema" in record, [record.get("time")]
     return record if whole and all(type(at) in {int, float} and abs(at) < 1e15 for at in times) else None
 
 
 def _decode(record: Mapping[str, Any]) -> Event | None:
     """The event, or None where this version has no such event, or one with other fields."""
-    kind = _EVENTS.get(record["event"])
-    if kind is None:
-        return None
     try:
+        kind = _EVENTS[record["event"]]
         return kind(**{item.name: _checked(record[item.name], str(item.type)) for item in fields(kind) if item.name in record})
-    except TypeError:  # of another type, or a field without a default is missing
+    except (KeyError, TypeError):  # an unknown name, another type, or a field without a default is missing
         return None
 
 
@@ -120,8 +120,3 @@ def _checked(value: Any, declared: str) -> Any:
     if name not in declared.replace("float", "float | int").split(" | ") or (name == "int" and abs(value) >= 2**63):
         raise TypeError(f"{value!r} is not of type {declared}")
     return value
-
-
-def _excerpt(line: bytes) -> str:
-    text = line[:60].decode("utf-8", "replace")
-    return repr(text) if len(line) <= 60 else f"{text!r} …"

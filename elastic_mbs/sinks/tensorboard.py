@@ -54,5 +54,5 @@ class TensorBoard(GuardedSink):
                 self._writer.add_scalar(f"{prefix}/{tag}", value, step)
 
     def _end(self) -> None:
-        if callable(flush := getattr(self._writer, "flush", None)):
-            flush()
+        if hasattr(self._writer, "flush"):
+            self._writer.flush()
