@@ -76,11 +76,7 @@ def _parser(*, stress: bool) -> _Parser:
 
 
 def _stress_arguments() -> Callable[[argparse.ArgumentParser], None]:
-    """The stress tool's own: `elastic_mbs.stress` where it is installed, the folder next to the package in a checkout.
-
-    Raises:
-        UsageError: it is in neither place, or another package with its name was imported first.
-    """
+    """The stress tool's own: `elastic_mbs.stress` where it is installed, the folder next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     places = {"elastic_mbs.stress": package / "stress", "stress": package.parent / "stress"}
     name, folder = next(((name, folder) for name, folder in places.items() if (folder / "command.py").is_file()), ("", package))

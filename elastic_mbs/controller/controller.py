@@ -26,7 +26,7 @@ from elastic_mbs.controller.growth import double_fits, is_due, next_size
 from elastic_mbs.controller.plan import CallOutcome, Capacity, Key, Move, Plan, shape_class
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.saved_value import checked
-from elastic_mbs.controller.track import Call, Ceiling, Probing, Settled, Track, Trial
+from elastic_mbs.controller.track import Ceiling, Probing, RunningCall, Settled, Track, Trial
 from elastic_mbs.errors import UsageError
 
 __all__ = ["CallOutcome", "Capacity", "Controller", "Key", "Limits", "Move", "Plan", "Policy", "shape_class"]
@@ -62,7 +62,7 @@ class Controller:
         # Peak statistics are the process's: someone else who resets them would be disturbed for ever, so a few calls without a peak end the attempt.
         learning = probing or (self._policy.grow and not known and track.calls_without_peak < self._policy.patience)
         size = min(size, samples)
-        track.call = Call(size, track.epoch, samples, elements, learning, probing)
+        track.call = RunningCall(size, track.epoch, samples, elements, learning, probing)
         return Plan(size, probing, learning)
 
     def holds(self, key: Key, held: int | None) -> None:
@@ -158,7 +158,7 @@ class Controller:
             track.state = Settled()
         return key, track
 
-    def _running(self, key: Key) -> tuple[Track, Call]:
+    def _running(self, key: Key) -> tuple[Track, RunningCall]:
         track = self._tracks.get(key)
         if track is None or track.call is None:
             raise UsageError(f"no call of {key} is running: begin() comes first")
@@ -193,7 +193,7 @@ class Controller:
         self._resize(track, after)
         return move
 
-    def _measure(self, track: Track, call: Call, outcome: CallOutcome, length: int) -> None:
+    def _measure(self, track: Track, call: RunningCall, outcome: CallOutcome, length: int) -> None:
         """Feeds the fits with a call that did not fail; after a failure peak and time are those of the failed attempt too."""
         track.calls += 1
         if outcome.peak is not None:
@@ -228,7 +228,7 @@ class Controller:
         track.cooldown_until = max(track.cooldown_until, now + self._cooldown(track) * jitter)
         return failed
 
-    def _end_failed(self, track: Track, call: Call) -> Move | None:
+    def _end_failed(self, track: Track, call: RunningCall) -> Move | None:
         """After a growth that failed once, the size goes back to the one before; after any other failure it stays where halving has left it."""
         track.call = track.proven = None
         track.clean = track.calls_with_retries = 0

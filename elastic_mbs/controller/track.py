@@ -53,7 +53,7 @@ class Ceiling:
 
 
 @dataclass
-class Call:
+class RunningCall:
     """The call that is running on a track."""
 
     size: int  # in use now, in samples
@@ -86,7 +86,7 @@ class Track:
     cooldown_until: float = NEVER  # no growth before that
     fragmentation: float = 1.0  # peak reserved / peak allocated, when last seen
     proven: tuple[int, int] | None = None  # the most elements that have run clean since the last failure, and the capacity then
-    call: Call | None = None
+    call: RunningCall | None = None
     ceilings: list[Ceiling] = field(default_factory=list)  # fewest elements first
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))  # samples and elements per sample
     memory: MemoryFit = field(default_factory=MemoryFit)

@@ -96,10 +96,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("run"), str):
         return None
+    times: list[Any] = [record.get("time")]
     if "event" in record:
-        whole, times = isinstance(record["event"], str), [record.get("time"), record.get("t")]
+        whole, times = isinstance(record["event"], str), [*times, record.get("t")]
     else:
-        whole, times = record.get("kind") == "run" and "schema" in record, [record.get("time")]
+        whole = record.get("kind") == "run" and "schema" in record
     return record if whole and all(type(at) in {int, float} and abs(at) < 1e15 for at in times) else None
 
 

@@ -14,11 +14,11 @@ from torch import nn
 from elastic_mbs.cli.demo.gpt import GPT, GPTConfig, make_model, token_loss
 from elastic_mbs.cli.demo.notes import Notes
 from elastic_mbs.cli.demo.run import train, train_plainly
-from elastic_mbs.cli.demo.tenant import Move, Script, limited, write_script
+from elastic_mbs.cli.demo.tenant import Script, TenantMove, limited, write_script
 from elastic_mbs.cli.demo.text import Batch, Loader, read_documents
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
-from elastic_mbs.memory import CudaMeter, MemoryBudget, sensor_for
+from elastic_mbs.memory import CudaMeter, MemoryBudget
 
 CPU_MODEL = GPTConfig(context=128, width=64, heads=4, layers=3)
 CUDA_MODEL = GPTConfig(context=255, width=128, heads=4, layers=4)
@@ -128,15 +128,13 @@ def run_both(setting: Setting, notes: Notes) -> Outcome:
     moves = write_script(options.steps, setting.budget, floor=round(1.25 * setting.one))
     began = time.perf_counter()
     with limited(setting.budget, options.device) as leave:
-        sensor, meter = sensor_for(options.device)
 
-        def make(move: Move) -> None:
+        def make(move: TenantMove) -> None:
             notes.moved(move)
             leave(move.left)
 
         script = Script(moves, lambda: len(notes.results), make)
         model.blocks[-1].register_forward_hook(script.forward)
-        model.register_forward_hook(lambda *_: notes.memory(meter.usage(), sensor.read()))
         train(model, notes.steps_of(setting.loader), notes.event, notes.results.append, options.log)
     between = time.perf_counter()
     twin = copy.deepcopy(setting.model).to(options.device)

@@ -14,7 +14,7 @@ from elastic_mbs.cli.demo.compare import Outcome, Setting
 from elastic_mbs.cli.demo.run import POLICY
 from elastic_mbs.cli.report.data import Mark, read_run
 from elastic_mbs.cli.report.page import document, section
-from elastic_mbs.events import OutOfMemory, format_bytes
+from elastic_mbs.events import CallDone, OutOfMemory, format_bytes
 from elastic_mbs.sinks.run_log_reader import open_lines, read_runs
 
 ROWS = 12  # of the table
@@ -55,14 +55,13 @@ def summary(outcome: Outcome, setting: Setting) -> dict[str, str]:
     sizes = ", ".join(map(str, sorted({result.micro_batch_size for result in notes.results})))
     largest = max(outcome.differences)
     worst = outcome.differences.index(largest) + 1
-    excess, lost = setting.whole / setting.budget, notes.seconds_lost
+    lost = sum(event.seconds_lost for event in notes.events if isinstance(event, CallDone))
     return {
         "largest difference": f"{largest:.1e} of the loss (step {worst}), {outcome.weight:.1e} of a weight at the end",
         "counts as rounding": f"up to {rounding.loss:.0e} of the loss, {rounding.weight:.0e} of a weight",
         "out-of-memory errors": f"{outcome.ooms} survived ({phases})",
         "samples replayed": f"{replayed} of {samples} ({replayed / samples:.1%})",
         "micro-batch sizes": f"{sizes} (of a batch of {options.batch})",
-        "memory": f"{format_bytes(setting.budget)}; the whole batch would need {format_bytes(setting.whole)}, {excess:.1f} times that",
         "time lost to replays": f"{lost:.2f} s ({lost / outcome.seconds:.1%}): failed attempts, from the start of their forward until undone",
         "time": f"{outcome.seconds:.1f} s within the budget, {outcome.reference_seconds:.1f} s without limits",
     }

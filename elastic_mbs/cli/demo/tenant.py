@@ -23,7 +23,7 @@ MOSTLY_FREE = 0.75  # share of a CUDA device that must be free: the ballast fill
 
 
 @dataclass(frozen=True)
-class Move:
+class TenantMove:
     """One line of the script."""
 
     step: int  # counted from 0
@@ -33,23 +33,23 @@ class Move:
     what: str  # what happens, in words
 
 
-def write_script(steps: int, budget: int, floor: int) -> list[Move]:
+def write_script(steps: int, budget: int, floor: int) -> list[TenantMove]:
     """A quarter of the steps alone, a quarter with a co-tenant that takes half, a tenth with one that takes more, and alone again.
 
     Below `floor` bytes the smallest micro-batch might not fit.
     """
     arrival, spike = steps // 4, steps // 2
     return [
-        Move(arrival, 2, "backward", max(floor, budget // 2), "a co-tenant arrives"),
-        Move(spike, 2, "forward", max(floor, budget // 5), "it takes more"),
-        Move(max(spike + 1, steps * 3 // 5), 1, "forward", budget, "it leaves"),
+        TenantMove(arrival, 2, "backward", max(floor, budget // 2), "a co-tenant arrives"),
+        TenantMove(spike, 2, "forward", max(floor, budget // 5), "it takes more"),
+        TenantMove(max(spike + 1, steps * 3 // 5), 1, "forward", budget, "it leaves"),
     ]
 
 
 class Script:
     """Makes the moves when their time has come; its `forward` is a forward hook of the model's last block."""
 
-    def __init__(self, moves: Sequence[Move], step: Callable[[], int], make: Callable[[Move], None]) -> None:
+    def __init__(self, moves: Sequence[TenantMove], step: Callable[[], int], make: Callable[[TenantMove], None]) -> None:
         self._moves = list(moves)
         self._step, self._make = step, make
         self._seen = (-1, 0)  # step and micro-batch

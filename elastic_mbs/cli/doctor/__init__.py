@@ -19,8 +19,6 @@ from elastic_mbs.cli.doctor.facts import Facts
 from elastic_mbs.cli.doctor.machine import collect
 from elastic_mbs.cli.doctor.rules import Finding, Level, judge
 
-__all__ = ["Facts", "Finding", "Level", "add_arguments", "collect", "document", "judge", "main", "render"]
-
 SCHEMA = "elastic-mbs-doctor"
 VERSION = 1  # of the JSON document: rises when a field goes or changes its meaning, not when one is added
 

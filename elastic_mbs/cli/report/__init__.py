@@ -1,7 +1,7 @@
 """The report: a run log as one HTML file that needs nothing else.
 
 Four lanes on one time axis (memory, micro-batch size, throughput, loss), with a mark for each event. It opens without a network, in light and dark,
-on wide and narrow screens. Other figures make the same page: `data.RunData`, shown by `page.section` in a `page.document`.
+on wide and narrow screens. `data.py` has the points of each line, `svg.py` its lane and look, `page.py` the HTML around the lanes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from elastic_mbs.cli.report.data import read_run
 from elastic_mbs.cli.report.page import page
 from elastic_mbs.errors import UsageError
 from elastic_mbs.sinks.run_log_reader import open_lines, read_runs
-
-__all__ = ["add_arguments", "check_out", "main", "render", "write"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""What a report shows of a run: lines over time, marks, and the figures at its head. Nothing of how it looks."""
+"""What a report shows of a run: the points of its lines, marks, and figures at its head. `svg.py` puts lines into lanes and says how they look."""
 
 from __future__ import annotations
 

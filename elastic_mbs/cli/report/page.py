@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, neither a network nor other files."""
+"""The HTML around the lanes: one file that needs nothing else. The lines in them are in `data.py` (points) and `svg.py` (look)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lanes of a run as inline SVG.
+"""The lanes of a run as inline SVG: which lines of `data.py` each has, and how they look.
 
 A lane is as wide as the page and its text keeps its size: lines and areas are drawn in a nested picture that is stretched, with strokes that are not,
 and text and marks are placed by percentages. Colours are classes; the style sheet knows them in light and dark.
