@@ -12,14 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..limits import MemoryLimit
 
-NOTHING_MORE = "nothing more"
-"""A room: what is held at that moment is all there is."""
-
-BLOCKS = "blocks"
-"""A room: all there is, but in small blocks only."""
+NOTHING_MORE = "nothing more"  # what is held at that moment is all there is
+BLOCKS = "blocks"  # all there is, but in small blocks only
 
 Room = float | str | None
-"""Memory there is: this share of what the whole batch needs beyond the smallest piece; `NOTHING_MORE`, `BLOCKS`; None for as much as is wanted."""
+"""Memory there is: this share of what the whole batch needs beyond the smallest piece; one of the two above; None for as much as is wanted."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,7 @@ class Range:
 
 
 def draw(rng: random.Random, operations: int, *, blocks: bool) -> list[Blow]:
-    """The moves of one step, in their order.
-
-    Args:
-        rng: drawn from.
-        operations: that the whole batch takes in one piece, about; more pieces take more.
-        blocks: whether `BLOCKS` may be among them.
-    """
+    """The moves of one step, in their order, where the whole batch in one piece takes so many operations, about; more pieces take more."""
     before: Room = None if rng.random() < 0.3 else rng.uniform(0.05, 1.1) if rng.random() < 0.95 else -0.5
     found = [Blow(0, before)]
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
@@ -65,54 +56,40 @@ def draw(rng: random.Random, operations: int, *, blocks: bool) -> list[Blow]:
 
 
 class Blows(TorchDispatchMode):
-    """A block in which memory moves as drawn, and after which there is as much as is wanted.
-
-    Args:
-        limit: whose memory.
-        range_: what rooms are in bytes.
-        blows: in their order.
-    """
+    """A block in which memory moves as drawn, and after which there is as much as is wanted."""
 
     def __init__(self, limit: MemoryLimit, range_: Range, blows: Sequence[Blow]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._limit = limit
-        self._range = range_
+        self._limit, self._range = limit, range_
         self._blows = list(reversed(blows))
         self._held = limit.live()
         self._count = 0
 
     def __enter__(self) -> Any:
-        """Begins with the moves that come before the step."""
         entered = super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._move()
         return entered
 
     def __exit__(self, *error: Any) -> None:
-        """Lifts every limit."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._limit.resize(None)
-        if self._range.blocks:
-            self._limit.fragment(None)
+        self._make(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Moves memory where it is this operation's turn, and runs it."""
         self._count += 1
-        if self._blows and self._blows[-1].at <= self._count:
-            self._move()
+        self._move()
         return func(*args, **(kwargs or {}))
 
     def _move(self) -> None:
         while self._blows and self._blows[-1].at <= self._count:
-            room = self._blows.pop().room
-            if room == BLOCKS:
-                self._limit.resize(None)
-                self._limit.fragment(max(1, self._range.whole // 16))
-                continue
-            if self._range.blocks:
-                self._limit.fragment(None)
-            if room is None:
-                self._limit.resize(None)
-            elif isinstance(room, str):
-                self._limit.resize(self._limit.live() + self._range.slack)
-            else:
-                self._limit.resize(self._held + self._range.of(room))
+            self._make(self._blows.pop().room)
+
+    def _make(self, room: Room) -> None:
+        """Makes so much room."""
+        if self._range.blocks:
+            self._limit.fragment(max(1, self._range.whole // 16) if room == BLOCKS else None)
+        if room is None or room == BLOCKS:
+            self._limit.resize(None)
+        elif isinstance(room, str):
+            self._limit.resize(self._limit.live() + self._range.slack)
+        else:
+            self._limit.resize(self._held + self._range.of(room))

@@ -14,8 +14,6 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +37,14 @@ from .training import Counts, Training
 
 KINDS = ("shim", "rlimit", "budget")
 MODELS = ("gpt", "mlp", "cnn", "heads")
-PER_ROUND = 50
-"""Failures after which a round ends."""
-STEPS = 400
-"""Steps after which it ends all the same."""
-MOST_BAD = 5
-"""Rounds that end badly, after which there is enough to look at."""
-TURNS = 6
-"""Steps that one runtime makes: from the second on it works on what the first has learned."""
+PER_ROUND = 50  # failures after which a round ends
+STEPS = 400  # steps after which it ends all the same
+MOST_BAD = 5  # rounds that end badly, after which there is enough to look at
+TURNS = 6  # steps that one runtime makes: from the second on it works on what the first has learned
 
 
 def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps: int) -> None:
     """One round: trains until so many allocations have failed, or so many steps are made, and emits `{"counts": …}` after each step.
-
-    Args:
-        emit: gets the counts so far.
-        kind: of the memory limit.
-        model: as `stress.models.factory.find` takes it.
-        seed: of model, batches, and where memory moves.
-        failures: at which it ends.
-        steps: after which it ends all the same.
 
     Raises:
         WrongOutcomeError: a step's gradient, buffers, random streams or parameters are not what they have to be.
@@ -87,9 +73,6 @@ def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps
                         emit({"counts": counts.as_json()})
 
 
-# ---------------------------------------------------------------------- as a command
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--failures", type=whole(1), default=1000, metavar="N", help="allocations to make fail (default 1000)")
@@ -104,52 +87,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Runs the rounds; returns the exit code."""
-    models = _checked(options)
-    what = f"{options.failures} failures, limit {options.kind}, models {', '.join(models)}, seed {options.seed}, torch {torch.__version__}"
-    print(f"hammer, {what}", flush=True)
-    run, began = _Run(options, models), time.monotonic()
-    run.rounds()
-    wide = max(len(Path(model).name) for model in models)
-    for model, counts in run.counts.items():
-        print(f"{Path(model).name:{wide}} {counts.line()}")
-    print(f"{run.all.line()}, {run.made} rounds, not allowed: {listed(run.bad)}")
-    print("passed" if run.code == exit_codes.PASSED else "failed", flush=True)
-    if options.json is not None:
-        figures = {
-            "schema": "elastic-mbs/hammer/1",
-            "torch": torch.__version__,
-            "kind": options.kind,
-            "seed": options.seed,
-            "exit_code": run.code,
-            "seconds": round(time.monotonic() - began, 1),
-            "rounds": run.made,
-            "bad": dict(run.bad),
-            **run.all.as_json(),
-            "models": {Path(model).name: counts.as_json() for model, counts in run.counts.items()},
-        }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return run.code
-
-
-def _checked(options: argparse.Namespace) -> list[str]:
     models = list(dict.fromkeys(options.model or MODELS))
     if options.only is not None and len(models) > 1:
         raise UsageError(f"--only {options.only} is a round of one model: give one --model, as it was printed")
     for model in models:
         find(model)
     check_writable(options.json, "--json")
-    problem = available(options.kind)
+    check_kind(options.kind, available(options.kind))
+    what = f"{options.failures} failures, limit {options.kind}, models {', '.join(models)}, seed {options.seed}, torch {torch.__version__}"
+    print(f"hammer, {what}", flush=True)
+    run, began = _Run(options, models), time.monotonic()
+    run.rounds()
+    named = {Path(model).name: counts for model, counts in run.counts.items()}
+    wide = max(map(len, named))
+    for name, counts in named.items():
+        print(f"{name:{wide}} {counts.line()}")
+    print(f"{run.all.line()}, {run.made} rounds, not allowed: {listed(run.bad)}")
+    print("passed" if run.code == exit_codes.PASSED else "failed", flush=True)
+    if options.json is not None:
+        figures = {"schema": "elastic-mbs/hammer/1", "torch": torch.__version__, "kind": options.kind, "seed": options.seed, "exit_code": run.code}
+        figures |= {"seconds": round(time.monotonic() - began, 1), "rounds": run.made, "bad": dict(run.bad), **run.all.as_json()}
+        figures["models"] = {name: counts.as_json() for name, counts in named.items()}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return run.code
+
+
+def check_kind(kind: str, problem: str | None) -> None:
+    """UsageError where there is a problem with a kind of limit on this machine."""
     if problem is not None:
-        raise UsageError(f"--kind {options.kind} cannot be had here: {problem}")
-    return models
+        raise UsageError(f"--kind {kind} cannot be had here: {problem}")
 
 
 class _Run:
     """All rounds, and what they came to."""
 
     def __init__(self, options: argparse.Namespace, models: list[str]) -> None:
-        self._options = options
-        self._progress = Progress()
+        self._options, self._progress = options, Progress()
         self.counts = {model: Counts() for model in models}
         self.bad: Counter[str] = Counter()  # rounds that ended badly, by how
         self.code = exit_codes.PASSED  # the highest of a round
@@ -164,36 +137,29 @@ class _Run:
         return total
 
     def rounds(self) -> None:
-        only, wanted = self._options.only, self._options.failures
-        each = min(PER_ROUND, -(-wanted // len(self.counts)))  # every model has its turn
-        for model, seed in self._seeds():
-            self.made += 1
-            self._round(model, seed, PER_ROUND if only is not None else min(each, wanted - self.all.failures))
-            if only is not None or self.all.failures >= wanted:
-                break
-            if sum(self.bad.values()) >= MOST_BAD:
+        only, wanted, models = self._options.only, self._options.failures, list(self.counts)
+        if only is not None:
+            self._round(models[0], only, PER_ROUND)
+            return
+        each = min(PER_ROUND, -(-wanted // len(models)))  # every model has its turn
+        while (left := wanted - self.all.failures) > 0:
+            if self.bad.total() >= MOST_BAD:
                 print(f"ended after {MOST_BAD} bad rounds")
                 break
-        self._progress.clear()
-
-    def _seeds(self) -> Iterator[tuple[str, int]]:
-        models = list(self.counts)
-        if self._options.only is not None:
-            yield models[0], self._options.only
-            return
-        for number in count():
-            yield models[number % len(models)], case_seed(self._options.seed, number) % 2**31  # numpy takes no more
+            seed = case_seed(self._options.seed, self.made) % 2**31  # numpy takes no more
+            self._round(models[self.made % len(models)], seed, min(each, left))
 
     def _round(self, model: str, seed: int, failures: int) -> None:
         """One round in a process of its own; what it counted until it ended badly counts."""
         last: dict[str, Any] = {}
         kind, before = self._options.kind, self.all
         arguments = {"kind": kind, "model": model, "seed": seed, "failures": failures, "steps": STEPS}
+        self.made += 1
         try:
             for message in run_child(kind, hammer, arguments, deadline=self._options.deadline):
                 last = message["counts"]
                 failed, made = before.failures + last["failures"], before.steps + last["steps"]
-                self._progress.tell(f"{Path(model).name}: {failed} failures, {made} steps, {sum(self.bad.values())} bad rounds")
+                self._progress.tell(f"{Path(model).name}: {failed} failures, {made} steps, {self.bad.total()} bad rounds")
         except ChildError as error:
             how, code = verdict(error)
             self.bad[how] += 1
@@ -203,6 +169,7 @@ class _Run:
             if code != exit_codes.WRONG:
                 print("\n".join(f"  {line}" for line in error.last_words.strip().splitlines()[-12:]))
             print(f"  repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only {seed}", flush=True)
+        self._progress.clear()
         self.counts[model].merge(last)
 
 

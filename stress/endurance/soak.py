@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,29 +29,23 @@ from elastic_mbs.events import format_bytes
 
 from ..exit_codes import PASSED, UNEXPECTED, WRONG
 from ..flat_options import grouped
-from ..limits import ChildError, available, in_child, open_limit, run_child
+from ..limits import ChildError, Emit, available, in_child, open_limit, run_child
 from ..options import duration, seed, whole
 from ..output import check_writable
 from ..progress import Progress
 from ..reference.by_hand import accumulate, view_of
-from ..reference.state import WrongOutcomeError
+from ..reference.state import WrongOutcomeError, demand
 from ..scenarios.model_check import check
 from ..watchdog import Watchdog
-from .hammer import verdict
+from .hammer import check_kind, verdict
 from .training import Training
-from .trend import LEAST, Sample, allowed, complaints, measured, rise
+from .trend import LEAST, Sample, complaints, measured, trends
 
-STUCK = 600.0
-"""Seconds beyond its time after which a run hangs."""
-
-SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
-"""Of what the whole batch needs beyond the smallest piece: what the memory is, by turns."""
-
-CHECKED_EVERY = 20
-"""Steps between two checks of a gradient, on average: drawn, or they could fall on one door alone."""
-
-TURNS = 4
-"""Steps that each runtime makes with each door at least: from the second call on it works on what the first has learned."""
+STUCK = 600.0  # seconds beyond its time after which a run hangs
+SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)  # of what the whole batch needs beyond the smallest piece: what the memory is, by turns
+CHECKED_EVERY = 20  # steps between two checks of a gradient, on average: drawn, or they could fall on one door alone
+TURNS = 4  # steps that each runtime makes with each door at least: from the second call on it works on what the first has learned
+KEPT_RATIOS = 9  # of so many the median is the sample's
 
 AMPLE = 4
 """So many times what the whole batch takes is there between two steps: less than when all has come back, or a reading made then would not change."""
@@ -62,46 +56,31 @@ BACK_WITHIN = 40
 BACK_SECONDS = 30.0
 """Seconds that it may take in any case: readings of memory come by the clock."""
 
-KEPT_RATIOS = 9
-"""Of so many the median is the sample's."""
 
-Emit = Callable[[dict[str, Any]], None]
-
-
-def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, samples: int, clock: Callable[[], float] = time.monotonic) -> None:
-    """Trains for so long, and emits a sample about `samples` times.
-
-    Args:
-        emit: gets a message for each sample, with the counts so far.
-        kind: of the memory limit.
-        seconds: how long.
-        seed: of model, batches, and the comings and goings of memory.
-        model: as `stress.models.factory.find` takes it.
-        samples: how many, about.
-        clock: gives the time in seconds.
+def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, samples: int) -> None:
+    """Trains for so long, and emits a sample with the counts so far about `samples` times.
 
     Raises:
         WrongOutcomeError: a gradient is not exact, a failed attempt is still held, or the micro-batch does not come back with the memory.
     """
     with open_limit(kind) as limit:
-        running = Soak(Training(limit, model, seed), clock)
+        running = Soak(Training(limit, model, seed))
         running.training.prepare()
-        began, made = clock(), 0
-        while (now := clock() - began) < seconds or made < 2 * LEAST:
+        began, made = time.monotonic(), 0
+        while (now := time.monotonic() - began) < seconds or made < 2 * LEAST:
             made += 1
             running.train(began + now + seconds / samples)
-            sample = measured(clock() - began, limit.live(), running.training.real.model, median(running.ratios))
+            sample = measured(time.monotonic() - began, limit.live(), running.training.real.model, median(running.ratios))
             emit({"sample": asdict(sample), **running.training.counts.as_json(), "back_within": running.slowest})
 
 
 class Soak:
     """A training whose memory comes and goes."""
 
-    def __init__(self, training: Training, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, training: Training) -> None:
         self.training = training
         self.ratios: deque[float] = deque(maxlen=KEPT_RATIOS)  # of times of a step, beside one by hand
         self.slowest = 0  # most calls until the micro-batch was back
-        self._clock = clock
         self._learned: dict[str, object] = {}
         self._check_at = 0
         self._share = 1.0
@@ -116,7 +95,7 @@ class Soak:
             if self._learned:
                 mbs.load_state_dict(self._learned)
             turn = 0
-            while turn < TURNS * len(doors) or self._clock() < until:
+            while turn < TURNS * len(doors) or time.monotonic() < until:
                 self._step(mbs, doors[turn % len(doors)])
                 if turn % 5 == 4:
                     training.short(lambda: mbs.eval(self._losses, training.real.batch(training.counts.steps)), self._moving)
@@ -156,11 +135,11 @@ class Soak:
         if subject.options.get("grow") is False:
             return
         fewest = -(-training.length // training.largest)
-        began, calls, pieces = self._clock(), 0, training.length + 1
+        began, calls, pieces = time.monotonic(), 0, training.length + 1
         while pieces > fewest:
-            if calls >= BACK_WITHIN and self._clock() - began > BACK_SECONDS:
-                back = f"after {calls} calls it still runs in {pieces} pieces"
-                raise WrongOutcomeError(f"after step {training.counts.steps}: there is memory for the whole batch again, but {back}")
+            late = calls >= BACK_WITHIN and time.monotonic() - began > BACK_SECONDS
+            back = f"there is memory for the whole batch again, but after {calls} calls it still runs in {pieces} pieces"
+            demand(not late, f"after step {training.counts.steps}: {back}")
             pieces, calls = len(mbs.backward(subject.loss_fn, subject.batch(0)).partition), calls + 1
             subject.model.zero_grad()
         self.slowest = max(self.slowest, calls)
@@ -185,9 +164,6 @@ class Soak:
             self.ratios.append(min(took["ours"][2:]) / max(1e-9, min(took["hand"][2:])))
 
 
-# ---------------------------------------------------------------------- as a command
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--minutes", type=duration("minutes"), default=30.0, help="how long (default 30)")
@@ -201,9 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Runs it; returns the exit code."""
     check_writable(options.json, "--json")
-    problem = available(options.kind)
-    if problem is not None:
-        raise UsageError(f"--kind {options.kind} cannot be had here: {problem}")
+    check_kind(options.kind, available(options.kind))
     check(options.model, options.seed, "cpu")
     arguments = {name: getattr(options, name) for name in ("kind", "seed", "model", "samples")} | {"seconds": options.minutes * 60}
     what = f"limit {options.kind}, model {options.model}, seed {options.seed}, torch {torch.__version__}"
@@ -217,7 +191,7 @@ def main(options: argparse.Namespace) -> int:
         last.update(message)
         progress.tell(_line(samples[-1], last))
 
-    found, code = _run(take, options.kind, arguments)
+    found, code = _run(take, arguments)
     if code == PASSED:
         print(_line(samples[-1], last))
         found = complaints(samples)
@@ -232,12 +206,12 @@ def main(options: argparse.Namespace) -> int:
     return code
 
 
-def _run(take: Emit, kind: str, arguments: dict[str, Any]) -> tuple[list[str], int]:
+def _run(take: Emit, arguments: dict[str, Any]) -> tuple[list[str], int]:
     """Runs the job, in this process where that is possible; returns what ended it early, and the exit code."""
     deadline = arguments["seconds"] + STUCK
     try:
-        if in_child(kind):
-            for message in run_child(kind, soak, arguments, deadline=deadline):
+        if in_child(arguments["kind"]):
+            for message in run_child(arguments["kind"], soak, arguments, deadline=deadline):
                 take(message)
         else:
             with Watchdog(deadline, lambda: f"HANG: the run has not ended {STUCK:g} s after its time"):
@@ -262,9 +236,8 @@ def _line(sample: Sample, counts: dict[str, Any]) -> str:
 
 
 def _table(samples: list[Sample]) -> str:
-    lines = [f"{'over the second half':24} {'first':>14} {'last':>14} {'trend':>12} {'allowed':>12}"]
-    for each in fields(Sample):
-        if each.name != "at":
-            first, last = getattr(samples[len(samples) // 2], each.name), getattr(samples[-1], each.name)
-            lines.append(f"{each.name:24} {first:14.6g} {last:14.6g} {rise(samples, each.name):12.4g} {allowed(samples, each.name):12.4g}")
-    return "\n".join(lines)
+    middle, last = samples[len(samples) // 2], samples[-1]
+    rows = [f"{'over the second half':24} {'first':>14} {'last':>14} {'trend':>12} {'allowed':>12}"]
+    for name, rise, limit in trends(samples):
+        rows.append(f"{name:24} {getattr(middle, name):14.6g} {getattr(last, name):14.6g} {rise:12.4g} {limit:12.4g}")
+    return "\n".join(rows)

@@ -13,24 +13,27 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from elastic_mbs import ElasticMBS, Event, OptimizerOutOfMemory, OutOfMemory, RecoveryError, StepResult, elastic_step
 from elastic_mbs.errors import UsageError
 from elastic_mbs.testing import InjectOOM
 
 from ..flat_options import grouped
-from ..limits import MemoryLimit
+from ..limits import MemoryLimit, ShimLimit
+from ..limits.fence import MINIMUM
 from ..models.factory import make
 from ..reference.by_hand import accumulate, by_loop, check_covered, view_of
-from ..reference.state import WrongOutcomeError, error_of, same_state, tolerance_of
+from ..reference.state import State, demand, error_of, same_state, tolerance_of
 from ..scenarios.measure import smallest
-from ..streams import Streams
 from ..tally import Tally, listed
 from .blows import Range
-from .holding import Holding
 
 SLACK = 1 << 20
 """Bytes that a process limit leaves to Python and to torch's own bookkeeping, which an allocator of tensors has elsewhere."""
+
+BOOKKEEPING = 16384
+"""Bytes of losses, states of random generators and the like that a call may hold."""
 
 Door = Callable[[Any], StepResult]
 Moving = Callable[[], AbstractContextManager[object]]
@@ -54,8 +57,39 @@ class Counts(Tally):
     def line(self) -> str:
         return (
             f"{self.failures} failures in {self.steps} steps, {self.ooms} out-of-memory errors told of ({listed(self.phases)}), "
-            f"{sum(self.refused.values())} calls refused, {self.checked} gradients checked, worst {self.worst:.1e}"
+            f"{self.refused.total()} calls refused, {self.checked} gradients checked, worst {self.worst:.1e}"
         )
+
+
+class Holding:
+    """What is held at once after a failed attempt and after a call, when no other backward has run: of what failed it must be nothing."""
+
+    def __init__(self, limit: MemoryLimit, model: nn.Module) -> None:
+        self._limit, self._model = limit, model
+        self.begin()
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._before = self._beside_gradients()
+        self._most, self._when = 0, ""
+
+    def look(self, when: str) -> None:
+        more = self._beside_gradients() - self._before
+        if more > self._most:
+            self._most, self._when = more, when
+
+    def check(self, kept: int, where: str) -> None:
+        """WrongOutcomeError where more was held since `begin` than the model keeps of a piece by itself, and bookkeeping."""
+        if self._limit.kind != "rlimit":  # which counts what the interpreter has, too
+            demand(self._most <= kept + BOOKKEEPING, f"{where}{self._most} bytes of it were still held after the {self._when}, beside gradients")
+
+    def _beside_gradients(self) -> int:
+        """Bytes that this process holds, as the limit counts them, without the gradients of the model."""
+        least = MINIMUM if isinstance(self._limit, ShimLimit) else 1
+        grads = [leaf.grad for leaf in self._model.parameters() if leaf.grad is not None]
+        storages = [(grad._values() if grad.is_sparse else grad).untyped_storage() for grad in grads]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return self._limit.live() - sum(size for size in sizes.values() if size >= least)
 
 
 class Training:
@@ -74,14 +108,8 @@ class Training:
         self.holding = Holding(limit, self.real.model)
         torch.manual_seed(seed)
 
-    # ------------------------------------------------------------------ before the first step
-
     def prepare(self) -> None:
-        """Measures what the whole batch takes, and what the smallest piece, in the twin.
-
-        Raises:
-            UsageError: there is no difference, so that nothing can be shown on this model.
-        """
+        """Measures what the whole batch takes, and what the smallest piece, in the twin. UsageError where there is no difference."""
         self.limit.warm(self._piece, range(smallest(self.real), self.length + 1))
         needs, kept = [], []
         for size in (self.length, self.length, smallest(self.twin)):
@@ -104,8 +132,6 @@ class Training:
         accumulate(self.twin, view_of(self.twin, self.twin.batch(0)), [(0, size)])
         self.twin.model.zero_grad()
 
-    # ------------------------------------------------------------------ training
-
     @contextmanager
     def runtimes(self, *options: dict[str, Any]) -> Iterator[tuple[ElasticMBS, list[Door]]]:
         """A runtime for `backward`, one behind the decorator and one for the loop, each with its options or the last ones given."""
@@ -118,12 +144,15 @@ class Training:
             decorated.mbs.close()
 
     def _note(self, event: Event) -> None:
-        self.holding(event)
         if isinstance(event, OutOfMemory):
+            if event.mode != "isolate":  # which sets gradients aside by design
+                self.holding.look(f"failed {event.phase}")
             self.counts.modes[event.mode] += 1
         if isinstance(event, OutOfMemory | OptimizerOutOfMemory):
             self.counts.ooms += 1
             self.counts.phases[event.phase if isinstance(event, OutOfMemory) else "optimizer"] += 1
+
+    # ------------------------------------------------------------------ a step
 
     def short(self, call: Callable[[], Any], moving: Moving) -> tuple[Any, RecoveryError | None]:
         """A call while memory is short."""
@@ -139,27 +168,22 @@ class Training:
             self.counts.failures += self.counts.ooms - told if before is None or after is None else after - before
 
     def step(self, mbs: ElasticMBS, door: Door, moving: Moving, *, checked: bool = True, guarded: bool = True) -> None:
-        """One training step.
-
-        Raises:
-            WrongOutcomeError: gradient, loss, buffers, random streams or parameters are not what they have to be, or a failed attempt is held.
-        """
-        number, where = self.counts.steps, f"step {self.counts.steps}"
+        """One training step. WrongOutcomeError where something is not what it has to be, or a failed attempt is held."""
+        number, where = self.counts.steps, f"step {self.counts.steps}: "
         self.counts.steps += 1
-        batch = self.real.batch(number)
+        batch, start = self.real.batch(number), self.state()
         if checked:
             self.follow()
-        start = Streams.now()
         self.holding.begin()
         result, error = self.short(lambda: door(batch), moving)
         self.holding.look("call")
         self.holding.check(self.kept, where)
         if error is not None:
-            self.check_refused(start, f"{where}, {type(error).__name__}", buffers=checked)
+            self.check_refused(start, f"{where}{type(error).__name__}: ")
             return
         if checked:
             self.check(number, result, start, where)
-        del result
+        del result, start
         if guarded:
             self.optimize(mbs, moving, where, checked=checked)
         else:
@@ -168,67 +192,54 @@ class Training:
             optimizer.zero_grad()
 
     def optimize(self, mbs: ElasticMBS, moving: Moving, where: str, *, checked: bool = True) -> None:
-        """One guarded step of the optimizer."""
+        """One guarded step of the optimizer, and where it is checked a plain one of the twin's."""
         mine, other = self.optimizers
-        leaves = list(zip(self.real.model.parameters(), self.twin.model.parameters(), strict=True))
         if checked:
             other.load_state_dict(copy.deepcopy(mine.state_dict()))
-            for a, b in leaves:
-                b.grad = None if a.grad is None else a.grad.detach().clone()
+            for leaf, theirs in zip(self.twin.leaves(), self.real.leaves(), strict=True):
+                leaf.grad = None if theirs.grad is None else theirs.grad.detach().clone()
         _, error = self.short(lambda: mbs.optimizer_step(mine), moving)
         if not checked:
             return
+        self.counts.optimizer += 1
         if error is None:
             other.step()
-        self.counts.optimizer += 1
-        off = error_of([a.detach() for a, _ in leaves], [b.detach() for _, b in leaves])
-        if off > (0.0 if error is not None else self.tolerance):
-            how = "a plain step" if error is None else f"before, after {type(error).__name__}"
-            raise WrongOutcomeError(f"{where}: parameters differ by {off:.3g} from those of {how}")
-        if error is not None and not same_state(mine.state_dict(), other.state_dict()):
-            raise WrongOutcomeError(f"{where}: the optimizer's state is not as before after {type(error).__name__}")
+        off = error_of([leaf.detach() for leaf in self.real.leaves()], [leaf.detach() for leaf in self.twin.leaves()])
+        how = "a plain step" if error is None else f"before, after {type(error).__name__}"
+        demand(off <= (self.tolerance if error is None else 0.0), f"{where}parameters differ by {off:.3g} from those of {how}")
+        if error is not None:
+            demand(same_state(mine.state_dict(), other.state_dict()), f"{where}the optimizer's state is not as {how}")
 
     # ------------------------------------------------------------------ checks
+
+    def state(self) -> State:
+        return State.of(self.real.leaves(), self.real.model)
 
     def follow(self) -> None:
         """The twin becomes equal to the model, so that differences do not add up."""
         with torch.no_grad():
-            for mine, theirs in zip(self.twin.model.parameters(), self.real.model.parameters(), strict=True):
-                mine.copy_(theirs)
+            for leaf, theirs in zip(self.twin.leaves(), self.real.leaves(), strict=True):
+                leaf.copy_(theirs)
             for own, module in zip(self.twin.model.modules(), self.real.model.modules(), strict=True):
-                for name, buffer in module._buffers.items():
-                    own._buffers[name] = None if buffer is None else buffer.detach().clone()
+                own._buffers.update({name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()})
 
-    def _same_buffers(self, rtol: float = 0.0, atol: float = 0.0) -> bool:
-        return all(torch.allclose(a, b, rtol, atol) for a, b in zip(self.real.model.buffers(), self.twin.model.buffers(), strict=True))
-
-    def check_refused(self, start: Streams, where: str, *, buffers: bool = True) -> None:
+    def check_refused(self, start: State, where: str) -> None:
         """Everything is as before a call that was refused."""
-        if any(leaf.grad is not None for leaf in self.real.model.parameters()):
-            raise WrongOutcomeError(f"{where}: a gradient that was empty is not empty")
-        if buffers and not self._same_buffers():
-            raise WrongOutcomeError(f"{where}: buffers are not as before")
-        if not start.same(Streams.now()):
-            raise WrongOutcomeError(f"{where}: random streams are not as before")
+        trouble = start.trouble(self.state())
+        demand(not trouble, f"{where}{', '.join(trouble)}")
 
-    def check(self, number: int, result: StepResult, start: Streams, where: str) -> None:
+    def check(self, number: int, result: StepResult, start: State, where: str) -> None:
         """Everything is as the twin has it after the same pieces by hand."""
-        view = view_of(self.twin, self.twin.batch(number))
-        check_covered([*result.partition, *result.skipped], view.length, f"{where}: ")
-        after = Streams.now()
-        start.restore()
+        view, now = view_of(self.twin, self.twin.batch(number)), self.state()
+        check_covered([*result.partition, *result.skipped], view.length, where)
+        start.streams.restore()
         loss = accumulate(self.twin, view, result.partition)
-        streams = Streams.now()
-        after.restore()
-        off = error_of(*([leaf.grad for leaf in subject.model.parameters()] for subject in (self.real, self.twin)))
+        wanted = State.of(self.twin.leaves(), self.twin.model)
+        now.streams.restore()
+        off = error_of(now.grads, wanted.grads)
         self.counts.checked += 1
         self.counts.worst = max(self.counts.worst, off)
         over = f"over the pieces {result.partition}"
-        if off > self.tolerance:
-            raise WrongOutcomeError(f"{where}: gradient off by {off:.3g} {over}")
-        if abs(float(result) - loss) > self.tolerance * max(1.0, abs(loss)):
-            raise WrongOutcomeError(f"{where}: the loss is {float(result)!r}, not {loss!r}, {over}")
-        if not self._same_buffers(self.tolerance, 1e-12):
-            raise WrongOutcomeError(f"{where}: buffers differ from a run without failures {over}")
-        if not after.same(streams):
-            raise WrongOutcomeError(f"{where}: random streams are not where a run without failures leaves them {over}")
+        demand(off <= self.tolerance, f"{where}gradient off by {off:.3g} {over}")
+        demand(abs(float(result) - loss) <= self.tolerance * max(1.0, abs(loss)), f"{where}the loss is {float(result)!r}, not {loss!r}, {over}")
+        now.demand_rest_of(wanted, self.tolerance, where)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
@@ -61,33 +61,21 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     return median(slopes) if slopes else 0.0
 
 
-def rise(samples: Sequence[Sample], name: str) -> float:
-    """How much a figure has risen over the second half of the samples, by its trend."""
+def trends(samples: Sequence[Sample]) -> Iterator[tuple[str, float, float]]:
+    """Each figure with how much it has risen over the second half of the samples, by its slope, and how much it may have."""
     half = samples[len(samples) // 2 :]
     xs = [sample.at for sample in half]
-    return slope(xs, [float(getattr(sample, name)) for sample in half]) * (xs[-1] - xs[0])
-
-
-def allowed(samples: Sequence[Sample], name: str) -> float:
-    """How much it may have risen."""
-    least, share = LIMITS[name]
-    half = [float(getattr(sample, name)) for sample in samples[len(samples) // 2 :]]
-    return max(least, share * median(half))
+    for name, (least, share) in LIMITS.items():
+        ys = [float(getattr(sample, name)) for sample in half]
+        yield name, slope(xs, ys) * (xs[-1] - xs[0]), max(least, share * median(ys))
 
 
 def complaints(samples: Sequence[Sample]) -> list[str]:
     """What is not flat, in words with numbers; a run that is too short to tell says so."""
     if len(samples) // 2 < LEAST:
         return [f"{len(samples)} samples are too few for a trend: it takes {2 * LEAST}; run longer"]
-    found = []
-    for each in fields(Sample):
-        if each.name == "at":
-            continue
-        risen, limit = rise(samples, each.name), allowed(samples, each.name)
-        if risen > limit:
-            minutes = (samples[-1].at - samples[len(samples) // 2].at) / 60
-            found.append(f"{each.name} has risen by {risen:.4g} in the last {minutes:.1f} min, and {limit:.4g} is allowed")
+    minutes = (samples[-1].at - samples[len(samples) // 2].at) / 60
+    how = f"in the last {minutes:.1f} min"
+    found = [f"{name} has risen by {rise:.4g} {how}, and {limit:.4g} is allowed" for name, rise, limit in trends(samples) if rise > limit]
     hooks = max(sample.hooks for sample in samples)
-    if hooks:
-        found.append(f"{hooks} hooks were left on the model by closed runtimes")
-    return found
+    return [*found, f"{hooks} hooks were left on the model by closed runtimes"] if hooks else found

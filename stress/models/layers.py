@@ -135,13 +135,13 @@ class _Running(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(width))
-        self.count = 0
+        self.own_count = 0
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.count += 1
-            self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1 / self.count
+            self.own_count += 1
+            self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1 / self.own_count
         return (x - self.mean) * self.scale
 
 

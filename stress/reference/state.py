@@ -40,7 +40,7 @@ class State:
             [None if leaf.grad is None else leaf.grad.detach().clone() for leaf in leaves],
             [leaf.detach().clone() for leaf in leaves],
             [buffer.detach().clone() for buffer in model.buffers()],
-            [(module.training, getattr(module, "count", None)) for module in model.modules()],
+            [(module.training, getattr(module, "own_count", None)) for module in model.modules()],
             Streams.now(),
         )
 

@@ -30,7 +30,6 @@ from stress.endurance.training import Counts, Training
 from stress.limits import BudgetLimit, Crashed, Failed, Hung, available
 from stress.reference.by_hand import accumulate, view_of
 from stress.reference.state import WrongOutcomeError
-from stress.streams import Streams
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.no_oom_injection
@@ -189,11 +188,11 @@ def _leave_gradient(running: Training) -> None:
     ids=["gradient", "buffer", "stream"],
 )
 def test_a_refused_call_that_has_changed_anything_is_told(at_rest: Training, change: Callable[[Training], None], told: str) -> None:
-    start = Streams.now()
-    at_rest.check_refused(start, "step 0")
+    start = at_rest.state()
+    at_rest.check_refused(start, "step 0: ")
     change(at_rest)
     with pytest.raises(WrongOutcomeError, match=told):
-        at_rest.check_refused(start, "step 0")
+        at_rest.check_refused(start, "step 0: ")
 
 
 @pytest.mark.parametrize(
@@ -202,12 +201,12 @@ def test_a_refused_call_that_has_changed_anything_is_told(at_rest: Training, cha
     ids=["loss", "buffer", "stream"],
 )
 def test_a_call_that_has_left_anything_wrong_is_told(at_rest: Training, change: Callable[[Training], None] | None, off: float, told: str) -> None:
-    start, real = Streams.now(), at_rest.real
+    start, real = at_rest.state(), at_rest.real
     loss = accumulate(real, view_of(real, real.batch(0)), Result.partition)
     if change is not None:
         change(at_rest)
     with pytest.raises(WrongOutcomeError, match=told):
-        at_rest.check(0, cast("StepResult", Result(loss + off)), start, "step 0")
+        at_rest.check(0, cast("StepResult", Result(loss + off)), start, "step 0: ")
 
 
 def test_a_refused_optimizer_step_that_has_changed_its_state_is_told(at_rest: Training) -> None:
@@ -216,8 +215,8 @@ def test_a_refused_optimizer_step_that_has_changed_its_state_is_told(at_rest: Tr
             optimizer.param_groups[0]["lr"] = 5.0
             raise OptimizerStepError("half made")
 
-    with pytest.raises(WrongOutcomeError, match="optimizer's state is not as before after OptimizerStepError"):
-        at_rest.optimize(cast("ElasticMBS", Half()), nullcontext, "step 0")
+    with pytest.raises(WrongOutcomeError, match="optimizer's state is not as before, after OptimizerStepError"):
+        at_rest.optimize(cast("ElasticMBS", Half()), nullcontext, "step 0: ")
 
 
 # ---------------------------------------------------------------------- as a command

@@ -17,7 +17,7 @@ from elastic_mbs.controller.controller import Controller
 from elastic_mbs.engine import recovery
 from stress.endurance.soak import Soak, soak
 from stress.endurance.training import Training
-from stress.endurance.trend import LIMITS, Sample, complaints, rise, slope
+from stress.endurance.trend import LIMITS, Sample, complaints, slope, trends
 from stress.flat_options import grouped
 from stress.limits import BudgetLimit
 from stress.reference.state import WrongOutcomeError
@@ -88,7 +88,7 @@ def test_what_rises_slowly_under_noise_is_told_and_what_is_noise_is_not(name: st
 def test_what_rises_at_the_start_only_and_what_falls_is_flat() -> None:
     samples = [replace(FLAT, at=30.0 * i, resident=min(i, 20) * (4 << 20), objects=20_000 - 10 * i) for i in range(COUNT)]
     assert complaints(samples) == []
-    assert rise(samples, "objects") < 0
+    assert next(rise for name, rise, _ in trends(samples) if name == "objects") < 0
 
 
 def test_a_hook_that_was_left_once_is_told() -> None:
