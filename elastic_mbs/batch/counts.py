@@ -25,24 +25,14 @@ CountFn = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Integers:
-    prefix: Sequence[int]  # prefix[i]: terms before sample i
-    total: int
+class _Column:
+    prefix: Sequence[int]  # prefix[i]: terms before sample i, in units that make them whole, so that shares are rounded once
+    units: int  # in the batch
+    total: int | float
 
-    def share(self, start: int, stop: int) -> float:
-        return (self.prefix[stop] - self.prefix[start]) / self.total
-
-
-@dataclass(frozen=True, slots=True)
-class _Floats:
-    values: Sequence[float]
-    total: float
-
-    def share(self, start: int, stop: int) -> float:
-        return math.fsum(self.values[start:stop]) / self.total
-
-
-_Column = _Integers | _Floats
+    @classmethod
+    def samples(cls, n: int) -> _Column:
+        return cls(range(n + 1), n, n)
 
 
 class Counts:
@@ -57,7 +47,7 @@ class Counts:
         """Each of `n` samples counts 1."""
         if n < 1:
             raise CountError(f"a batch of {n} samples has no loss terms: skip it before the call")
-        return cls({None: _Integers(range(n + 1), n)}, n)
+        return cls({None: _Column.samples(n)}, n)
 
     @classmethod
     def read(cls, count: CountFn | Mapping[str, CountFn | None] | None, view: BatchView) -> Counts:
@@ -71,9 +61,8 @@ class Counts:
         for name in count:
             if not isinstance(name, str):
                 raise CountError(f"count has the key {name!r}: keys are the names of the losses that loss_fn returns")
-        per_sample = _Integers(range(view.length + 1), view.length)
-        columns: dict[str | None, _Column] = {name: per_sample if fn is None else _column(fn, view, f"count[{name!r}]") for name, fn in count.items()}
-        return cls(columns, view.length)
+        samples = _Column.samples(view.length)
+        return cls({name: samples if fn is None else _column(fn, view, f"count[{name!r}]") for name, fn in count.items()}, view.length)
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -91,7 +80,7 @@ class Counts:
         """The weight of each loss of samples `start` to `stop`, by name: c / C, under "sum" 1 or 0; None where they have no loss term."""
         if not 0 <= start <= stop <= self.n:
             raise CountError(f"there are no samples {start}:{stop} in a batch of {self.n}")
-        shares = {name: column.share(start, stop) for name, column in self._columns.items()}
+        shares = {name: (column.prefix[stop] - column.prefix[start]) / column.units for name, column in self._columns.items()}
         if not any(shares.values()):
             return None
         return shares if reduction == "mean" else {name: float(share > 0) for name, share in shares.items()}
@@ -107,7 +96,7 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
     if len(values) != view.length:
         raise CountError(
             f"{where} returned {len(values)} counts for a batch of {view.length} samples: it must return one count per sample\n"
-            f"  sum over every dimension but the first, e.g. (labels != -100).sum(1)"
+            "  sum over every dimension but the first, e.g. (labels != -100).sum(1)"
         )
     if not set(map(type, values)) <= {int, float}:
         values = [_number(value, i, where) for i, value in enumerate(values)]
@@ -124,20 +113,21 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
             f"{where} is zero for all {len(values)} samples, so the loss is a mean over nothing (is every label ignored?)\n"
             "  skip such a batch before the call"
         )
-    return _Floats(values, total) if floating else _Integers([0, *accumulate(values)], total)
+    if floating:
+        ratios = [value.as_integer_ratio() for value in values]
+        scale = max([denominator for _, denominator in ratios])  # each is a power of two
+        values = [numerator * (scale // denominator) for numerator, denominator in ratios]
+    return _Column([0, *accumulate(values)], sum(values), total)
 
 
 def _on_host(result: Any, where: str) -> list[Any]:
     """The vector as a list of Python numbers."""
     if isinstance(result, Mapping):
         raise CountError(f"{where} returned a dict: give a dict of functions instead, one per loss: count={{{', '.join(map(repr, result))}: ...}}")
+    if isinstance(result, Real) or getattr(result, "ndim", 1) != 1:
+        raise CountError(f"{where} returned {described(result)}: it must return one count per sample\n  sum over every dimension but the first")
     if isinstance(result, Tensor) or is_array(result):
-        if result.ndim != 1:
-            shape = "a single number" if result.ndim == 0 else f"a tensor of shape {tuple(result.shape)}"
-            raise CountError(f"{where} returned {shape}: it must return one count per sample\n  sum over every dimension but the first")
         return list(result.tolist())
-    if isinstance(result, Real):
-        raise CountError(f"{where} returned the single number {result}: it must return one count per sample, so that every split is known in advance")
     if not isinstance(result, Sequence) or isinstance(result, str | bytes):
         raise CountError(f"{where} returned {described(result)}: it must return one number per sample, as a tensor or a sequence")
     scalars = [value for value in result if isinstance(value, Tensor) and value.ndim == 0]

@@ -91,8 +91,8 @@ class _Join:
             return PerPiece(values, self._lengths)  # a type that takes certain values only, such as torch.Size
 
     def _rows(self, values: list[Any], path: Path) -> Any:
-        if any(getattr(value, "is_nested", False) for value in values):  # it can be without a shape
-            return PerPiece(values, self._lengths)
+        if any(getattr(value, "is_nested", False) for value in values):
+            return PerPiece(values, self._lengths)  # it can be without a shape
         places = [(*path, value.dtype, value.shape[1:]) for value in values]
         if len(self._per_piece) < _MOST_PLACES:
             sized = zip(places, values, self._lengths, strict=True)
@@ -116,14 +116,12 @@ class _Join:
             return False
         if len(set(self._lengths)) > 1 or all(Role.TENSOR not in roles_in(each) for each in lists):
             return True
-        # Tensors directly in a list are fields if they can be, as in a batch; so are values of several types, because samples are alike.
-        places = list(zip(*lists, strict=True))
-        if all(isinstance(part, Tensor) for parts in places for part in parts):
-            return not all(map(self._can_be_joined, places))
-        return len(set(map(type, lists[0]))) == 1 or not all(map(self._is_field, places))
+        return not all(map(self._is_field, zip(*lists, strict=True)))  # tensors directly in a list are fields if they can be, as in a batch
 
     def _is_field(self, parts: Sequence[Any]) -> bool:
         """Whether these can be one field of each piece: of one type, with rows in it, one for each sample."""
+        if all(isinstance(part, Tensor) for part in parts):
+            return self._can_be_joined(parts)
         return len(set(map(type, parts))) == 1 and all(_row_counts(part) == {length} for part, length in zip(parts, self._lengths, strict=True))
 
 

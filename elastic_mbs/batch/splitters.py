@@ -70,12 +70,10 @@ class Splitter:
             raise BatchError(f"register_splitter needs a class, not {self.cls!r}")
         if self.cls in (object, Tensor, dict, list, tuple, str, bytes, int, float, bool, type(None)):
             raise BatchError(f"{type_name(self.cls)} is cut by elastic_mbs itself: register a class of your own (a subclass will do)")
-        needed = {"length": self.length_of, "slice": self.slice_of}
-        given = {name: function for name, function in (("tensors", self.tensors_of), ("move", self.move)) if function is not None}
-        for name, function in {**needed, **given}.items():
-            if not callable(function):
+        for name, function in (("length", self.length_of), ("slice", self.slice_of), ("tensors", self.tensors_of), ("move", self.move)):
+            if not callable(function) and (function is not None or name in ("length", "slice")):
                 raise BatchError(f"register_splitter({self.cls.__name__}): {name} must be a function, not {function!r}")
-        if len(given) == 1:
+        if (self.tensors_of is None) != (self.move is None):
             raise BatchError(f"register_splitter({self.cls.__name__}): tensors= and move= need each other: tensors that are found must be movable")
 
     def _error(self, function: str, problem: str) -> BatchError:

@@ -25,33 +25,32 @@ class TokenCount:
 
     def __call__(self, batch: Any) -> Any:
         """A tensor of shape (N,) on the labels' device, or a list where the labels are a list with one entry per sample."""
-        return self._count(as_tensor(self._labels(batch)))
+        return self._count(self._labels(batch))
 
     def of(self, view: BatchView) -> Any:
         """The counts of a batch whose samples can lie along another dimension than 0."""
-        found = self._labels(view.batch)
-        dim = view.dim_of(found)
-        if dim is None and isinstance(found, list | tuple):
+        labels = self._labels(view.batch)
+        dim = view.dim_of(labels)
+        if dim is None and isinstance(labels, list | tuple):
             raise CountError(
-                f"{self!r} found {len(found)} fields of {view.length} samples each, which is no list with one entry per sample: "
+                f"{self!r} found {len(labels)} fields of {view.length} samples each, which is no list with one entry per sample: "
                 "give a function, as in count_tokens(lambda batch: torch.stack(batch['labels'], 1))"
             )
-        labels = as_tensor(found)
-        return self._count(labels.movedim(dim, 0) if dim else labels)
+        return self._count(labels, dim or 0)
 
-    def _count(self, labels: Any) -> Any:
+    def _count(self, labels: Any, dim: int = 0) -> Any:
         if isinstance(labels, list | tuple):
             return [self._count_sample(sample) for sample in labels]
+        labels = torch.as_tensor(labels) if is_array(labels) else labels
         if not isinstance(labels, Tensor):
             raise CountError(f"{self!r} found {described(labels)}: labels are a tensor of shape (N, ...) or a list with one entry per sample")
         if labels.ndim < 1 + self.shift:
-            need = "(N, L, ...)" if self.shift else "(N, ...)"
-            raise CountError(f"{self!r} found labels of shape {tuple(labels.shape)}: they must be {need}")
-        valid = (labels[:, 1:] if self.shift else labels) != self.ignore_index
+            raise CountError(f"{self!r} found labels of shape {tuple(labels.shape)}: they must be {'(N, L, ...)' if self.shift else '(N, ...)'}")
+        valid = (labels.movedim(dim, 0)[:, 1:] if self.shift else labels.movedim(dim, 0)) != self.ignore_index
         return valid.sum(dim=tuple(range(1, labels.ndim))) if labels.ndim > 1 else valid.long()
 
     def _count_sample(self, sample: Any) -> Any:
-        sample = torch.tensor(sample) if isinstance(sample, list | tuple | int) else as_tensor(sample)
+        sample = torch.as_tensor(sample) if isinstance(sample, list | tuple | int) or is_array(sample) else sample
         if not isinstance(sample, Tensor) or sample.ndim < self.shift:
             raise CountError(f"{self!r} found a list with {described(sample)} in it: its entries are one sample's labels each")
         return ((sample[1:] if self.shift else sample) != self.ignore_index).sum()
@@ -62,8 +61,7 @@ class TokenCount:
         try:
             return lookup(batch, self.key)
         except LookupError as error:
-            remedy = "say where the labels are: count_tokens(key=...) takes a name, a dotted path, an index or a function"
-            raise CountError(f"{self!r}: {error}\n  {remedy}") from error
+            raise CountError(f"{self!r}: {error}\n  count_tokens(key=...) takes a name, a dotted path, an index or a function") from error
 
     def __repr__(self) -> str:
         key = getattr(self.key, "__qualname__", repr(self.key)) if callable(self.key) else repr(self.key)
@@ -93,11 +91,10 @@ def looks_like_token_labels(view: BatchView) -> str | None:
 
     Reads whole int64 and int32 tensors on the CPU (no device is waited for): call it once, not on every step.
     """
-    pair = isinstance(view.batch, tuple | list)  # whose second part is usually the labels
+    names = _LABEL_NAMES | ({"1"} if isinstance(view.batch, tuple | list) else set())  # the second part of a pair is usually the labels
     for path, tensor in view.named_tensors():
-        named = path.rpartition(".")[2] in _LABEL_NAMES or (pair and path == "1")
         integers = tensor.device.type == "cpu" and tensor.dtype in (torch.int64, torch.int32)
-        if named and integers and bool((tensor == -100).any()):
+        if integers and (path in names or path.rpartition(".")[2] in _LABEL_NAMES) and bool((tensor == -100).any()):
             return path
     return None
 
@@ -106,9 +103,5 @@ def is_array(value: Any) -> bool:
     return kind_of(type(value)).role is Role.ARRAY
 
 
-def as_tensor(value: Any) -> Any:
-    return torch.as_tensor(value) if is_array(value) else value
-
-
 def described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80} (of type {type_name(type(value))})"
+    return f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"{value!r:.80} (of type {type_name(type(value))})"

@@ -47,9 +47,7 @@ def test_the_weights_of_any_split_are_the_shares_of_its_terms_and_add_up_to_one(
             assert weights is counts.weights(start, stop, reduction="sum") is None
             continue
         assert weights is not None
-        if all(type(value) is int for value in values):
-            assert weights == {None: share}  # correctly rounded
-        assert weights[None] == pytest.approx(share, rel=1e-15, abs=5e-324)
+        assert weights[None] == share, "correctly rounded"
         assert counts.weights(start, stop, reduction="sum") == {None: 1.0}
         added += weights[None]
     assert added == pytest.approx(1, rel=1e-14)
@@ -138,8 +136,8 @@ def test_a_range_outside_the_batch_is_refused(start: int, stop: int) -> None:
         ([1, 2], "count returned 2 counts for a batch of 3 samples: it must return one count per sample"),
         (torch.ones(4), "count returned 4 counts for a batch of 3 samples"),
         ([], "count returned 0 counts for a batch of 3"),
-        (7, "count returned the single number 7: it must return one count per sample"),
-        (torch.tensor(7), "count returned a single number: it must return one count per sample"),
+        (7, r"count returned 7 \(of type int\): it must return one count per sample"),
+        (torch.tensor(7), r"count returned a tensor of shape \(\): it must return one count per sample"),
         (torch.ones(3, 2), r"count returned a tensor of shape \(3, 2\): it must return one count per sample"),
         (np.ones((3, 2)), r"count returned a tensor of shape \(3, 2\)"),
         (None, r"count returned None \(of type NoneType\): it must return one number per sample"),
