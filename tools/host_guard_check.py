@@ -74,7 +74,8 @@ def main() -> int:
 @contextlib.contextmanager
 def _group() -> Iterator[Path]:
     """A group of our own with a limit; taken away at the end, when nobody is left in it."""
-    own = next((group for group in groups_of(Path("/"), Path("/proc/self/cgroup").read_text()) if os.path.exists(group.folder + group.usage)), None)
+    groups = groups_of(Path("/"), Path("/proc/self/cgroup").read_text())
+    own = next((group for group in groups if os.path.exists(group.folder + group.names.usage)), None)
     if own is None:
         raise OSError("this process is in no group that counts memory")
     if own.version == 2:
@@ -82,7 +83,7 @@ def _group() -> Iterator[Path]:
     folder = Path(own.folder, f"host-guard-check-{os.getpid()}")
     folder.mkdir()
     try:
-        (folder / own.limits[0]).write_text(str(LIMIT))
+        (folder / own.names.limits[0]).write_text(str(LIMIT))
         yield folder
     finally:
         for _ in range(50):  # the kernel takes a moment to forget the last process

@@ -42,15 +42,9 @@ __all__ = [
 
 
 def sensor_for(device: torch.device | str) -> tuple[MemorySensor, UsageMeter]:
-    """The sensor and the meter of a device, the most specific first.
+    """The sensor and the meter of a device: the active `MemoryBudget` if it counts that device, else the device's own.
 
-    Args:
-        device: where the micro-batches run.
-
-    Returns:
-        The active `MemoryBudget` if it counts that device (twice: it is both), NVML and the allocator's statistics for CUDA, the memory available
-        to the machine and to the cgroup for the CPU, and for any other device a sensor that always answers `Unavailable`, with which training goes on
-        but never grows.
+    On any device but CUDA and the CPU a sensor that always answers `Unavailable`, with which training goes on but never grows.
     """
     device = torch.device(device)
     budget = MemoryBudget.current()

@@ -8,10 +8,9 @@
    a storage dies ──► its weak reference goes on a queue ──► settled before anyone reads the count
 ```
 
-A storage can die in any thread and at any byte code (the garbage collector runs where it likes, also inside a section that holds our lock). A
-finaliser that changed the count would then lose updates, or wait for its own thread. So the finaliser is `deque.append`, which is one atomic
-call into C, takes no lock and runs no Python; whoever wants the count empties the queue first, under a lock. The lock is re-entrant because a
-signal handler or a `__del__` of the user may read the budget while this thread holds it.
+A storage can die in any thread and at any byte code, also inside a section that holds our lock: a finaliser that changed the count would lose
+updates, or wait for its own thread. So the finaliser is `deque.append`, one atomic call into C; whoever wants the count empties the queue first,
+under a lock, which is re-entrant because a signal handler or a `__del__` of the user may read the budget while this thread holds it.
 """
 
 from __future__ import annotations
@@ -34,9 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic_mbs.errors import MisuseError
 from elastic_mbs.memory.sensor import Headroom, Reading, Usage
 from elastic_mbs.memory.size import in_words, parse_bytes
-from elastic_mbs.memory.storages import Enlarged, parts_of, tensors_of
+from elastic_mbs.memory.storages import parts_of, tensors_of
 
-__all__ = ["MemoryBudget", "parse_bytes"]
+# storages that may have died and not been settled: settling many at once is cheaper, and their weak references are small
+_SETTLE_EVERY = 64
+_lock = threading.RLock()  # held to change the counts of any budget
+_active: list[_CountingMode] = []  # one for each block that is open, by whatever thread, in the order of entering
 
 
 class _Storage(weakref.ref[torch.UntypedStorage]):
@@ -45,13 +47,6 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("key", "nbytes")
     key: int
     nbytes: int
-
-
-# storages that may have died and not been settled: settling many at once is cheaper, and their weak references are small
-_SETTLE_EVERY = 64
-
-_active: list[MemoryBudget] = []
-_all: weakref.WeakSet[MemoryBudget] = weakref.WeakSet()
 
 
 class MemoryBudget:
@@ -68,24 +63,22 @@ class MemoryBudget:
     assert budget.ooms == 1
     ```
 
-    What is counted: each untyped storage once, however many tensors look into it, from the operation that brought it to its end. Storages that no
-    operation brought (those of `torch.tensor([...])` and `from_numpy`) are counted when first seen, and may fail the next allocation. Wrapper
-    subclasses (DTensor, jagged nested tensors) count through the plain tensors inside them; meta and fake tensors, other devices and mkldnn tensors
-    (which have no storage) not at all.
+    What is counted: each untyped storage once, from the operation that brought it to its end. One that no operation brought (`torch.tensor([...])`,
+    `from_numpy`) is counted when first seen, and may fail the next allocation. Wrapper subclasses (DTensor, jagged nested tensors) count through the
+    plain tensors inside them; meta and fake tensors, other devices and mkldnn tensors (which have no storage) not at all.
 
     How it differs from an allocator:
 
-    - The error comes *after* the operation: its outputs are gone, but buffers that it updated and random numbers that it drew stay so. What it was
-      to enlarge (a sparse COO tensor in place, `resize_`, `out=`) is not. Operations that write in place and enlarge nothing never raise.
-    - Temporaries inside an operation are not seen: peaks were exact for transformers and up to 6 % low for convolution nets,
-      and nothing is rounded up or fragmented.
+    - The error comes *after* the operation: its outputs are gone, but buffers that it updated and random numbers that it drew stay so.
+    - Operations in place never raise: what they enlarge (`resize_`, `out=`, a sparse tensor) is counted, and fails the next allocation.
+    - Temporaries inside an operation are not seen (peaks of convolution nets were up to 6 % low); nothing is rounded up or fragmented.
     - Until the error is dropped, its traceback keeps the *inputs* of the failed operation alive: retry outside the `except` block.
     - Code under `torch.compile` runs eagerly inside the block: torch switches compilation off under a dispatch mode.
     - It counts the operations of the threads that entered it, each by its own `with`; autograd's device threads take it along. A forked child (a
       worker of a DataLoader) is another process: nothing is counted and nothing raises there.
 
-    It costs 5 to 7 µs for an operation, 4 µs of it torch's dispatch mode. It is a `MemorySensor` and a `UsageMeter`; `ElasticMBS` inside the block
-    takes it by itself. Budgets nest: all of them count, each has its limit.
+    It costs about 5 µs for each operation. It is a `MemorySensor` and a `UsageMeter`, which `ElasticMBS` inside the block takes by itself.
+    Budgets nest: all of them count, each has its limit.
 
     Args:
         limit: bytes, or a string such as `"2GiB"`.
@@ -113,12 +106,9 @@ class MemoryBudget:
         self._clock = clock
         self._limit = self._total = parse_bytes(limit)
         self._live = self._peak = 0
-        self._lock = threading.RLock()
         self._storages: dict[int, _Storage] = {}
         self._gone: deque[_Storage] = deque()
         self._on_death = cast(Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append)
-        self._modes: dict[int, _CountingMode] = {}
-        _all.add(self)
         self.track(*([track] if isinstance(track, Tensor | torch.nn.Module | torch.optim.Optimizer | Mapping) else track))
 
     def covers(self, device: torch.device) -> bool:
@@ -132,14 +122,14 @@ class MemoryBudget:
 
     @limit.setter
     def limit(self, size: int | str) -> None:
-        with self._lock:
+        with _lock:
             self._limit = parse_bytes(size)
             self._total = max(self._total, self._limit)
 
     @property
     def live(self) -> int:
         """Bytes in live storages, now."""
-        with self._lock:
+        with _lock:
             self._settle()
             return self._live
 
@@ -150,7 +140,7 @@ class MemoryBudget:
 
     def reset_peak(self) -> None:
         """Starts a new interval: the peak is what is live now."""
-        with self._lock:
+        with _lock:
             self._peak = self.live
             self.resets += 1
 
@@ -158,8 +148,7 @@ class MemoryBudget:
         """Counts what exists already. Never raises for memory, and keeps no reference.
 
         Args:
-            objects: modules (parameters, buffers and their gradients), optimizers (their state), tensors (and their gradients), and lists, tuples,
-                sets or dicts of those.
+            objects: modules, optimizers, tensors (all with their gradients), and lists, tuples, sets or dicts of those.
 
         Raises:
             UsageError: an object is none of these.
@@ -171,48 +160,43 @@ class MemoryBudget:
 
     def read(self) -> Reading:
         """Headroom under the limit. `total` is the largest limit that was ever set, and what is missing from it counts as held by others."""
-        with self._lock:
+        with _lock:
             return Headroom(max(0, self._limit - self.live), self._total, self._total - self._limit, "budget", self._clock())
 
     def usage(self) -> Usage:
         """Live bytes and their peak. A budget has no cache: reserved is allocated."""
-        with self._lock:
+        with _lock:
             live = self.live
             return Usage(live, live, self._peak, self._peak, 0)
 
     @staticmethod
     def current() -> MemoryBudget | None:
         """The budget of the innermost block that is open in this process (the one entered last, by whatever thread), or None."""
-        return _active[-1] if _active else None
+        return next((mode.budget for mode in reversed(_active) if not mode.forked), None)
 
     def __enter__(self) -> MemoryBudget:
-        """Starts counting the operations of this thread.
-
-        Raises:
-            MisuseError: this thread is inside this budget already.
-        """
-        thread = threading.get_ident()
-        if thread in self._modes:
+        """Starts counting the operations of this thread. MisuseError: it is inside this budget already."""
+        if self._mode() is not None:
             raise MisuseError(f"{self!r} is already active in this thread: use one `with` block, or a second MemoryBudget to nest limits")
         mode = _CountingMode(self)
         mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._modes[thread] = mode
-        _active.append(self)
+        _active.append(mode)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Stops counting new storages in this thread; those counted so far are still followed to their end."""
-        mode = self._modes.pop(threading.get_ident(), None)
+        mode = self._mode()
         if mode is None:
             raise MisuseError(f"{self!r} is not active in this thread, so it cannot be left here")
-        for index in reversed(range(len(_active))):
-            if _active[index] is self:
-                del _active[index]
-                break
+        _active.remove(mode)
         mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __repr__(self) -> str:
         return f"MemoryBudget(limit={self._limit}, live={self.live}, peak={self._peak}, device={str(self.device)!r})"
+
+    def _mode(self) -> _CountingMode | None:
+        """What counts for this budget in this thread, if the thread has entered it."""
+        return next((mode for mode in _modes_of_this_thread() if mode.budget is self), None)
 
     def _settle(self) -> None:
         """Takes the storages that have died out of the count. Call with the lock held."""
@@ -228,7 +212,7 @@ class MemoryBudget:
                 self._gone.popleft()
 
     def _note_peak(self) -> None:
-        with self._lock:
+        with _lock:
             self._peak = max(self._peak, self.live)
 
     def _admit(self, value: Any) -> int:
@@ -245,7 +229,7 @@ class MemoryBudget:
             return 0
         if not self.covers(storage.device):
             return 0
-        with self._lock:
+        with _lock:
             if len(self._gone) > _SETTLE_EVERY:
                 self._settle()
             known = self._storages.get(key)
@@ -261,7 +245,7 @@ class MemoryBudget:
 
     def _refusal(self, new: int) -> str | None:
         """Whether `new` bytes, already counted, pass the limit: the error's text if they do, and the peak noted if not."""
-        with self._lock:
+        with _lock:
             live = self.live
             if live <= self._limit:
                 self._peak = max(self._peak, live)
@@ -273,29 +257,6 @@ class MemoryBudget:
             )
 
 
-@contextmanager
-def on_host(yes: bool = True) -> Iterator[None]:
-    """What this thread makes inside lives on the host, and so outside every budget, as it would beside a real device.
-
-    A budget on the CPU stands for a device, and whatever is moved "to the CPU" to spare that device would count against it all the same.
-
-    Args:
-        yes: False leaves everything as it is.
-    """
-    modes = [mode for budget in _active if (mode := budget._modes.get(threading.get_ident())) is not None] if yes else []
-    counting = [mode.budget for mode in modes]
-    for mode in modes:
-        mode.budget = None
-    try:
-        yield
-    finally:
-        for mode, budget in zip(modes, counting, strict=True):
-            mode.budget = budget
-
-
-_NO_HANDLER = Tensor.__torch_dispatch__
-
-
 class _CountingMode(TorchDispatchMode):
     """What sees the operations of one thread. One for each entered block: torch keeps its stack of modes per thread."""
 
@@ -303,43 +264,68 @@ class _CountingMode(TorchDispatchMode):
 
     def __init__(self, budget: MemoryBudget) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.budget: MemoryBudget | None = budget
+        self.budget = budget
+        self.thread = threading.get_ident()
+        self.paused = 0  # how many reasons there are not to count
+        self.forked = False  # entered by the process that this one was forked from
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if types and any(kind.__torch_dispatch__ is not _NO_HANDLER for kind in types):
             # a wrapper subclass runs plain operations inside its own handler, and those come back to this one; fake tensors have no memory, and
             # their handler refuses when it is asked in the place of their mode
             return func(*args, **(kwargs or {})) if any(issubclass(kind, FakeTensor) for kind in types) else NotImplemented
-        budget = self.budget
-        if budget is None:
+        if self.paused:
             return func(*args, **(kwargs or {}))
+        budget = self.budget
         if budget._admit([args, list(kwargs.values())] if kwargs else args):
             budget._note_peak()
-        enlarged = Enlarged.by(func, args, kwargs)
-        if enlarged is not None:
-            args, kwargs = enlarged.args, enlarged.kwargs
         out = func(*args, **kwargs) if kwargs else func(*args)
         new = budget._admit(out)
         # `_live` holds what was just counted, and may still hold what has died since it was last settled: while even that is below peak and
         # limit there is nothing to note, which is the usual case in steady training
         if new and (budget._live > budget._peak or budget._live > budget._limit):
-            refusal = budget._refusal(new)
-            if refusal is not None:
-                if enlarged is not None:
-                    budget._admit(enlarged.put_back())
-                # the error's traceback keeps this frame: it must keep none of the tensors
-                args = kwargs = out = enlarged = None  # type: ignore[assignment]  # dropped before the error leaves this frame
+            if _in_place(func):
+                budget._note_peak()
+            elif (refusal := budget._refusal(new)) is not None:
+                args = kwargs = out = None  # type: ignore[assignment]  # the error's traceback keeps this frame: it must keep none of the tensors
                 raise torch.OutOfMemoryError(refusal)
-        return out if enlarged is None else enlarged.keep(out)
+        return out
+
+
+_NO_HANDLER = Tensor.__torch_dispatch__
+
+
+def _in_place(func: Any) -> bool:
+    """Whether all that an operation returns is what it was given to write to: refused after the fact, it would be done twice."""
+    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    return schema is not None and all(value.alias_info is not None and value.alias_info.is_write for value in schema.returns)
+
+
+def _modes_of_this_thread() -> list[_CountingMode]:
+    thread = threading.get_ident()
+    return [mode for mode in tuple(_active) if mode.thread == thread]
+
+
+@contextmanager
+def on_host(yes: bool = True) -> Iterator[None]:
+    """What this thread makes inside is outside every budget, as host memory is beside a real device's: a budget on the CPU stands for a device."""
+    modes = _modes_of_this_thread() if yes else []
+    for mode in modes:
+        mode.paused += 1
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.paused -= 1
 
 
 def _leave_in_child() -> None:
-    """After a fork: the child is another process, whose tensors are not on the virtual device."""
-    for budget in _all:
-        budget._lock = threading.RLock()  # another thread of the parent may have held it
-        for mode in budget._modes.values():
-            mode.budget = None
-    _active.clear()
+    """After a fork: the child is another process, whose tensors are not on the virtual device; a thread that is gone may have held the lock."""
+    global _lock  # noqa: PLW0603  # a lock of the process's, not of an object's
+    _lock = threading.RLock()
+    for mode in _active:
+        mode.paused += 1
+        mode.forked = True
 
 
 if hasattr(os, "register_at_fork"):

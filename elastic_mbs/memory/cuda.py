@@ -15,11 +15,10 @@ from elastic_mbs.memory.sensor import Headroom, Reading, Unavailable, Usage
 class CudaSensor:
     """Headroom of one CUDA device.
 
-    capacity = min(free + reserved, fraction · total): what the device still has and what our allocator took already, below the cap that
-    `torch.cuda.set_per_process_memory_fraction` may have put on this process. `free` comes from NVML (by UUID), from `cudaMemGetInfo` where NVML does
-    not answer (in doubt where it did before), and on a GPU that torch knows to share the host's memory from what the machine has available.
-
-    On Windows (WDDM) and WSL a request for more than is free can spill into the host's memory: there the capacity is where spilling begins.
+    capacity = min(free + reserved, fraction · total): what the device still has and what our allocator took already, below the cap of
+    `torch.cuda.set_per_process_memory_fraction`. `free` comes from NVML (by UUID), from `cudaMemGetInfo` where NVML does not answer (in doubt where
+    it did before), and on a GPU that shares the host's memory from what the machine has available. On Windows (WDDM) and WSL a request for more than
+    is free can spill into the host's memory: there the capacity is where spilling begins.
 
     Args:
         device: the device; without an index, the one that is current now in this thread.
@@ -58,11 +57,11 @@ class CudaSensor:
         """Free and total bytes, their source, and what is doubtful about them."""
         if self._nvml is None and uuid is not None:
             self._nvml = NvmlDevice(str(uuid), clock=self._clock)
-        memory = NoAnswer("torch knows no UUID") if self._nvml is None else self._nvml.memory()
-        if isinstance(memory, NoAnswer):
-            return *torch.cuda.mem_get_info(self._device), "cuda", memory.reason if memory.lost else None
+        free = NoAnswer("torch knows no UUID") if self._nvml is None else self._nvml.memory()
+        if isinstance(free, NoAnswer):
+            return *torch.cuda.mem_get_info(self._device), "cuda", free.reason if free.lost else None
         # NVML's total has the driver's share in it, of which a process gets nothing and a fraction counts nothing: torch's is the one to use
-        return memory.free, total, "nvml", None
+        return free, total, "nvml", None
 
 
 class CudaMeter:

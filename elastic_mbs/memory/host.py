@@ -19,12 +19,7 @@ except ImportError:  # Windows
 
 
 class HostSensor:
-    """Headroom of the machine or of the cgroup (a container's limit), whichever leaves less.
-
-    Args:
-        clock: gives the time stamps, in seconds.
-        root: the folder taken for `/` when the cgroup is looked up.
-    """
+    """Headroom of the machine or of the cgroup (a container's limit), whichever leaves less; `root` is the folder taken for `/`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
         self._clock = clock
@@ -49,9 +44,8 @@ class HostSensor:
 class HostMeter:
     """Resident memory of this process.
 
-    The kernel keeps one high-water mark for the life of the process, which cannot be reset. It is the peak of an interval only if it rose in that
-    interval; where it did not, the peak is not known, and `usage` is None. So peaks are known for sizes that set a new record, which are those that
-    matter for growth.
+    The kernel's high-water mark cannot be reset, so it is the peak of an interval only if it rose in it; else the peak is not known, and `usage` is
+    None. So peaks are known for sizes that set a new record, which are those that matter for growth.
     """
 
     def __init__(self) -> None:
@@ -59,7 +53,7 @@ class HostMeter:
         self._mark = _high_water_mark()
 
     def usage(self) -> Usage | None:
-        """Resident bytes and their peak since `reset_peak`; None while no new record has been set, or where the process cannot be read."""
+        """Resident bytes and their peak since `reset_peak`; None while there is no new record, or where the process cannot be read."""
         mark = _high_water_mark()
         if mark <= self._mark:
             return None

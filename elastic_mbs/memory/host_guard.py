@@ -32,7 +32,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes, logger
-from elastic_mbs.memory.cgroup import CgroupReader, OpenFiles
+from elastic_mbs.memory.cgroup import CgroupReader, content_of
 from elastic_mbs.memory.oom_patterns import ONEDNN
 from elastic_mbs.memory.size import parse_bytes
 
@@ -50,9 +50,9 @@ _GRAIN = 1 << 15  # elements that torch gives to one thread at least
 class HostGuard:
     """Lowers the soft limit of RLIMIT_DATA around each piece, to what the cgroup (or the machine) leaves to this process.
 
-    `renew` before a piece, `lift` after it, so that everything between two pieces runs under the user's own limit. Guards nest and the lowest limit
-    counts. While a piece runs, other threads and programs started from within it are under the limit, too; a forked child goes back to the user's.
-    Neither the hard limit nor the user's own soft limit is ever exceeded.
+    `renew` before a piece, `lift` after it, so that everything between two pieces runs under the user's own limits, which are never exceeded. Guards
+    nest and the lowest limit counts. While a piece runs, other threads and programs started from within it are under the limit, too; a forked child
+    goes back to the user's.
 
     What it cannot do:
 
@@ -60,8 +60,7 @@ class HostGuard:
       full. If others grow into what our heap has mapped already, nothing holds them.
     - What is made at first use and cannot bear a refusal should be made before: `torch.set_num_threads`, imports, `torch.compile`, libraries with
       threads of their own (a thread that cannot be made ends the process). torch's own thread pool is made before the first piece.
-    - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape, and a model with convolutions is warned. Run every size
-      that fits once while there is room, and set `max_micro_batch_size`; or set `torch.backends.mkldnn.enabled = False`.
+    - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape, and a model with convolutions is warned.
     - Only pieces are guarded: `optimizer.step()` and the data loader run without a limit.
 
     Args:
@@ -92,7 +91,6 @@ class HostGuard:
         self._margin = None if margin is None else parse_bytes(margin)
         self._warn = warn
         self._cgroup = CgroupReader(root)
-        self._own = _OwnMemory()
         self._ready: tuple[int, int] | None = None
         self._overrun = False
         if resource is None or sys.platform != "linux":
@@ -102,7 +100,7 @@ class HostGuard:
             )
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
         try:
-            enforced = _process.enforced(self._own.mapped())
+            enforced = _process.enforced(own_memory()[1])
         except (OSError, ValueError) as error:
             self._turn_off(error)
         else:
@@ -125,10 +123,10 @@ class HostGuard:
         self._make_threads()
         try:
             self.limit = _process.lower(self, self._allowed())
-            mapped = self._own.mapped()
+            mapped = own_memory()[1]
             if mapped > self.limit and self._trim is not None:
                 self._trim(0)  # the heap gives back what lies free in it, which others may take now
-                mapped = self._own.mapped()
+                mapped = own_memory()[1]
         except (OSError, ValueError, psutil.Error) as error:
             self._turn_off(error)
             self.lift()
@@ -148,25 +146,21 @@ class HostGuard:
             self._turn_off(error)
 
     def restore(self) -> None:
-        """Puts the user's limit back and closes the files, which `renew` opens again."""
+        """Puts the user's limit back; the next `renew` sets ours again."""
         self.lift()
-        self._cgroup.close()
-        self._own.files.close()
 
     def explains(self, message: str) -> bool:
         """Whether an error of oneDNN, whose text leaves it open, is out-of-memory: it is when little of the limit is left."""
-        if not ONEDNN.search(message):
+        if self.trouble is not None or self.limit is None or not ONEDNN.search(message):
             return False
         try:
-            return self.trouble is None and self.limit is not None and self.limit - self._own.mapped() < self.limit // _NEAR
+            return self.limit - own_memory()[1] < self.limit // _NEAR
         except (OSError, ValueError):
             return False
 
     def _allowed(self) -> int:
         """Bytes that this process may map: what it has in memory and what it could still get, less the margin."""
-        memory = self._cgroup.read()
-        machine = psutil.virtual_memory()
-        anonymous = self._own.anonymous()
+        memory, machine, (anonymous, _) = self._cgroup.read(), psutil.virtual_memory(), own_memory()
         most, available = machine.total, machine.available
         if memory is not None:
             most, available = min(most, memory.limit), min(available, memory.available)
@@ -193,11 +187,7 @@ class HostGuard:
 
 
 def margin_of(host_guard: bool | str) -> int | None:
-    """The margin that the argument `host_guard` asks for, in bytes; None for the default.
-
-    Raises:
-        UsageError: it is neither a bool nor a size.
-    """
+    """The margin that the argument `host_guard` asks for, in bytes; None for the default. UsageError: it is neither a bool nor a size."""
     if isinstance(host_guard, bool):
         return None
     if not isinstance(host_guard, str):
@@ -206,11 +196,7 @@ def margin_of(host_guard: bool | str) -> int | None:
 
 
 def refuse_devices(devices: Iterable[torch.device]) -> None:
-    """Checks that a model trains on the CPU: elsewhere it is the device's memory that runs out, and its allocator raises by itself.
-
-    Raises:
-        UsageError: a part of it is on another device, whose driver maps host memory at moments when a refusal cannot be recovered from.
-    """
+    """UsageError where a part of the model is not on the CPU: there it is the device's memory that runs out, and its allocator raises by itself."""
     for device in devices:
         if device.type != "cpu":
             raise UsageError(
@@ -219,26 +205,13 @@ def refuse_devices(devices: Iterable[torch.device]) -> None:
             )
 
 
-class _OwnMemory:
-    """This process's own memory by /proc/self/statm (1.4 µs)."""
-
-    def __init__(self) -> None:
-        self.files = OpenFiles()
-
-    def anonymous(self) -> int:
-        """Bytes that are in memory and belong to this process alone (RssAnon)."""
-        _, resident, shared, *_ = self._fields()
-        return max(0, resident - shared)
-
-    def mapped(self) -> int:
-        """Bytes that count against RLIMIT_DATA (VmData, and the stack)."""
-        return self._fields()[5]
-
-    def _fields(self) -> list[int]:
-        content = self.files.read("/proc/self/statm")
-        if content is None:
-            raise OSError("/proc/self/statm cannot be read")
-        return [int(pages) * mmap.PAGESIZE for pages in content.split()]
+def own_memory() -> tuple[int, int]:
+    """Bytes of this process: in memory and its own alone (RssAnon), and those that count against RLIMIT_DATA (VmData, and the stack)."""
+    content = content_of("/proc/self/statm")
+    if content is None:
+        raise OSError("/proc/self/statm cannot be read")
+    _, resident, shared, _, _, data, *_ = [int(pages) * mmap.PAGESIZE for pages in content.split()]
+    return max(0, resident - shared), data
 
 
 class _ProcessLimit:
@@ -247,34 +220,24 @@ class _ProcessLimit:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._wanted: dict[HostGuard, int] = {}
-        self._users = (0, 0)  # soft and hard, as they were
-        self._ours = 0
-        self._watches_forks = False
+        self._users = (0, 0)  # soft and hard, as they were before the first guard
 
     def lower(self, guard: HostGuard, limit: int) -> int:
         """Adds a guard, or renews its limit; returns the limit now in force. OSError or ValueError: refused by the system, nothing has changed."""
         with self._lock:
-            current = resource.getrlimit(resource.RLIMIT_DATA)
-            if not self._wanted or current[0] != self._ours:
-                self._users = current  # what the user set, before a piece or inside of it
+            users = self._users if self._wanted else resource.getrlimit(resource.RLIMIT_DATA)
             wanted = {**self._wanted, guard: limit}
-            self._ours = self._set(min(wanted.values()), current[1])
-            self._wanted = wanted
-            if not self._watches_forks:
-                os.register_at_fork(after_in_child=self._after_fork)
-                self._watches_forks = True
-            return self._ours
+            lowest = _lowest(*wanted.values(), *users)
+            resource.setrlimit(resource.RLIMIT_DATA, (lowest, users[1]))
+            self._wanted, self._users = wanted, users
+            return lowest
 
     def release(self, guard: HostGuard) -> None:
-        """Removes a guard, if it is up."""
-        if guard not in self._wanted:
-            return
+        """Removes a guard, if it is up. The last one is removed without a new object: there may be no memory for any."""
         with self._lock:
-            del self._wanted[guard]
-            try:
-                self._put_back()
-            except MemoryError:  # not even room for two numbers: everything below was made before
-                resource.setrlimit(resource.RLIMIT_DATA, self._users)
+            if self._wanted.pop(guard, None) is not None:
+                others = self._wanted
+                resource.setrlimit(resource.RLIMIT_DATA, (_lowest(*others.values(), *self._users), self._users[1]) if others else self._users)
 
     def enforced(self, mapped: int) -> bool:
         """Whether the kernel refuses a mapping beyond the limit; tried out, far above what other threads need meanwhile."""
@@ -290,22 +253,12 @@ class _ProcessLimit:
                 resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
             return False
 
-    def _set(self, limit: int, hard: int) -> int:
-        lowest = _lowest(limit, self._users[0], hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (lowest, hard))
-        return lowest
-
-    def _put_back(self) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        if soft == self._ours:  # otherwise the user has set another one meanwhile
-            self._ours = self._set(min(self._wanted.values(), default=resource.RLIM_INFINITY), hard)
-
-    def _after_fork(self) -> None:
-        """In the child, which has memory of its own; a thread that is gone may have held the lock."""
+    def leave_in_child(self) -> None:
+        """After a fork: the child has memory of its own, and a thread that is gone may have held the lock."""
         self._lock = threading.RLock()
         if self._wanted:
             self._wanted = {}
-            self._put_back()
+            resource.setrlimit(resource.RLIMIT_DATA, self._users)
 
 
 def _lowest(*limits: int) -> int:
@@ -314,3 +267,5 @@ def _lowest(*limits: int) -> int:
 
 
 _process = _ProcessLimit()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.leave_in_child)

@@ -18,22 +18,13 @@ from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailab
 OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
-_forks = 0  # between this process and the one that imported us: to ask for the process's id would be a system call in every step
-
-
-def _count_fork() -> None:
-    global _forks  # noqa: PLW0603  # a number of the process's, not of an object's
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+_all: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 class Monitor:
     """Reads a sensor once per interval in a daemon thread and keeps the latest reading.
 
-    A monitor that is garbage-collected ends its thread. A forked child has none; the first `latest` or `read_now` there starts one again.
+    A monitor that is garbage-collected ends its thread. A forked child has none; the first `latest` or `request_reading` there starts one again.
 
     Args:
         sensor: what to read. One that raises, or returns something else than a reading, counts as unavailable.
@@ -56,123 +47,96 @@ class Monitor:
     ) -> None:
         if not (isinstance(interval, int | float) and interval >= 0 and math.isfinite(interval)):
             raise UsageError(f"monitor_interval={interval!r} must be a number of seconds >= 0")
-        self._interval = interval
-        self._latest = _Latest(sensor, clock, on_change)
+        self._sensor, self._interval, self._clock = sensor, interval, clock
+        self._on_change: Callable[[], OnChange | None]
+        self._on_change = weakref.WeakMethod(on_change) if isinstance(on_change, MethodType) else lambda: on_change
+        self._reading: Reading = Unavailable("no reading yet")
+        self._available = True
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._alarm: _Alarm | None = None
-        self._ender: weakref.finalize[[], Monitor] | None = None
-        self._forks = _forks
+        self._wake = threading.Event()  # ends the thread's sleep: to read, or to end
+        self._orphaned = False  # the thread was left behind in the process that this one was forked from
+        _all.add(self)
 
     @property
     def running(self) -> bool:
         """Whether the thread was started, in this process or in the one that it was forked from, or none is wanted."""
-        return self._thread is not None or self._interval == 0
+        return self._thread is not None or self._orphaned or self._interval == 0
 
     def start(self) -> None:
         """Starts the thread, unless it runs already or the interval is 0. Where there can be no thread the sensor counts as unavailable."""
-        self._after_fork(restart=False)
         with self._lock:
             if self._interval == 0 or self._thread is not None:
                 return
-            alarm = _Alarm()
-            thread = threading.Thread(target=_watch, args=(self._latest, self._interval, alarm), name="elastic-mbs-monitor", daemon=True)
+            self._orphaned, self._wake = False, threading.Event()
+            weakref.finalize(self, self._wake.set)
+            arguments = weakref.ref(self), self._wake, self._interval
+            self._thread = threading.Thread(target=_watch, args=arguments, name="elastic-mbs-monitor", daemon=True)
             try:
-                thread.start()
-            except RuntimeError as error:
-                self._latest.publish(Unavailable(f"no thread for the memory monitor: {error}", self._latest.clock()))
+                self._thread.start()
                 return
-            self._thread, self._alarm, self._ender = thread, alarm, weakref.finalize(self, alarm.end)
+            except RuntimeError as error:
+                self._thread, reason = None, f"no thread for the memory monitor: {error}"
+        self._publish(Unavailable(reason, self._clock()))
 
     def stop(self) -> None:
         """Ends the thread, waiting at most two seconds for a sensor that hangs. The latest reading stays."""
-        self._after_fork(restart=False)
         with self._lock:
-            thread, ender, self._thread, self._alarm, self._ender = self._thread, self._ender, None, None, None
-        if thread is not None and ender is not None:
-            ender()
-            if thread is not threading.current_thread():
-                thread.join(_JOIN_SECONDS)
+            thread, self._thread, self._orphaned = self._thread, None, False
+        self._wake.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)
 
     def request_reading(self) -> None:
         """Requests a reading now and not at the end of the interval, without waiting for it."""
-        self._after_fork(restart=True)
-        if (alarm := self._alarm) is not None:
-            alarm.rung.set()
+        if self._orphaned:
+            self.start()
+        self._wake.set()
 
     def latest(self) -> Reading:
         """The latest reading, without waiting; `Unavailable("no reading yet")` before the first."""
         if self._interval == 0:
             return self.read_now()
-        self._after_fork(restart=True)
-        return self._latest.reading
+        if self._orphaned:
+            self.start()
+        return self._reading
 
     def cached(self) -> Reading:
         """The latest reading and never a new one, not even at interval 0."""
-        return self._latest.reading
+        return self._reading
 
     def read_now(self) -> Reading:
         """One reading now, in the caller's thread; it becomes the latest."""
-        self._after_fork(restart=True)
-        return self._latest.update()
-
-    def _after_fork(self, *, restart: bool) -> None:
-        """In a forked child, drops the parent's thread and the locks that it may have held; starts a new one if the parent's ran."""
-        if self._forks == _forks:
-            return
-        ran = self._thread is not None
-        self._forks, self._lock, self._thread, self._alarm = _forks, threading.Lock(), None, None
-        if self._ender is not None:
-            self._ender.detach()
-            self._ender = None
-        self._latest.lock = threading.Lock()
-        if ran and restart:
-            self.start()
-
-
-class _Alarm:
-    """Wakes the thread before its interval is over: to end, or to read."""
-
-    def __init__(self) -> None:
-        self.rung = threading.Event()
-        self.ended = False
-
-    def end(self) -> None:
-        self.ended = True
-        self.rung.set()
-
-
-class _Latest:
-    """The latest reading and how to get the next: all that the thread holds, so that neither a monitor nor the user's model lives as long as it."""
-
-    def __init__(self, sensor: MemorySensor, clock: Callable[[], float], on_change: OnChange | None) -> None:
-        self.reading: Reading = Unavailable("no reading yet")
-        self.lock = threading.Lock()
-        self.clock = clock
-        self._sensor = sensor
-        self._on_change: Callable[[], OnChange | None]
-        self._on_change = weakref.WeakMethod(on_change) if isinstance(on_change, MethodType) else lambda: on_change
-        self._available = True
-
-    def update(self, alarm: _Alarm | None = None) -> Reading:
-        """Reads and publishes, unless the thread was ended meanwhile."""
         reading = self._read()
-        if alarm is None or not alarm.ended:
-            self.publish(reading)
+        self._publish(reading)
         return reading
 
-    def publish(self, reading: Reading) -> None:
+    def _read_in_thread(self) -> None:
+        """One reading in the monitor's own thread, not published if that has been ended meanwhile."""
+        reading = self._read()
+        if self._thread is threading.current_thread():
+            try:
+                self._publish(reading)
+            except Exception:
+                logger.exception("an error in on_change of the memory monitor")
+
+    def _leave_in_child(self) -> None:
+        """After a fork: the thread and whoever held the locks are in the parent."""
+        self._orphaned = self._orphaned or self._thread is not None
+        self._thread, self._lock, self._wake = None, threading.Lock(), threading.Event()
+
+    def _publish(self, reading: Reading) -> None:
         """Keeps the reading, and reports a change."""
         available = trouble_with(reading) is None
-        with self.lock:
+        with self._lock:
             changed = available != self._available
-            self.reading, self._available = reading, available
+            self._reading, self._available = reading, available
         on_change = self._on_change() if changed else None
         if on_change is not None:
             on_change(reading)
 
     def _read(self) -> Reading:
-        at = self.clock()
+        at = self._clock()
         try:
             reading = self._sensor.read()
         except Exception as error:  # whatever a sensor does wrong stops growth, never training
@@ -182,12 +146,21 @@ class _Latest:
         return replace(reading, at=at)
 
 
-def _watch(latest: _Latest, interval: float, alarm: _Alarm) -> None:
-    while not alarm.ended:
-        alarm.rung.clear()  # before the reading: what rings from here on asks for another one
-        try:
-            latest.update(alarm)
-        except Exception:
-            logger.exception("an error in on_change of the memory monitor")
-        if not alarm.ended:  # `end` may have rung before the line that clears
-            alarm.rung.wait(interval)
+def _watch(reference: weakref.ref[Monitor], wake: threading.Event, interval: float) -> None:
+    """The thread: it holds its monitor, and so the user's model, only while it reads."""
+    while (monitor := reference()) is not None:
+        wake.clear()  # before all else: what is set from here on asks for another reading, or for the end
+        if monitor._thread is not threading.current_thread():
+            return
+        monitor._read_in_thread()
+        del monitor
+        wake.wait(interval)
+
+
+def _leave_in_child() -> None:
+    for monitor in _all:
+        monitor._leave_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)

@@ -33,14 +33,6 @@ _ABSENT = "LibraryNotFound DriverNotLoaded FunctionNotFound LibRmVersionMismatch
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
-    """A device's memory, in bytes."""
-
-    free: int
-    total: int
-
-
-@dataclass(frozen=True)
 class NoAnswer:
     """NVML knows nothing of the device."""
 
@@ -63,17 +55,16 @@ class NvmlDevice:
         self._pid = os.getpid()
         self._initialised = False
         self._handle: Any = None
-        self._versioned = True
         self._answered = False
-        self._failure: NoAnswer | None = None
-        self._never = False
+        self._failure: NoAnswer | None = None  # until NVML answers again
+        self._never = False  # it will not be there at another try either
         self._delay = FIRST_RETRY
-        self._retry_at = self._back_at = 0.0
+        self._retry_at = self._back_at = 0.0  # when the next try is due; since when it answers
         self._holders: tuple[Holder, ...] = ()
         self._holders_at: float | None = None
 
-    def memory(self) -> DeviceMemory | NoAnswer:
-        """Free and total bytes, or why there are none. Does not raise, and asks NVML only when a try is due."""
+    def memory(self) -> int | NoAnswer:
+        """Free bytes, or why they are not known. Does not raise, and asks NVML only when a try is due."""
         self._after_fork()
         with self._lock:
             if self._failure is not None and (self._never or self._clock() < self._retry_at):
@@ -101,7 +92,7 @@ class NvmlDevice:
             self._pid, self._lock = os.getpid(), threading.Lock()
             self._handle, self._initialised, self._holders_at = None, False, None
 
-    def _read(self) -> DeviceMemory | NoAnswer:
+    def _read(self) -> int | NoAnswer:
         try:
             import pynvml
         except Exception as error:  # the deprecated package warns when it is imported, and a warning may be an error here
@@ -112,7 +103,7 @@ class NvmlDevice:
                 pynvml.nvmlInit()
                 self._initialised = True
                 self._handle = self._open(pynvml)
-            info = self._info(pynvml)
+            info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
         except Exception as error:  # what is no NVMLError is a binding too old, or not NVIDIA's: that says nothing bad of the device either
             absent = not isinstance(error, pynvml.NVMLError) or isinstance(error, _absent(pynvml))
             return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=absent)
@@ -121,7 +112,7 @@ class NvmlDevice:
         if self._failure is not None:
             self._failure, self._back_at = None, self._clock()
         self._answered = True
-        return DeviceMemory(int(info.free), int(info.total))
+        return int(info.free)
 
     def _fail(self, pynvml: Any, reason: str, *, absent: bool) -> NoAnswer:
         """Latches a failure, and gives our reference back: the library looks for the driver again only when the process holds none."""
@@ -145,15 +136,6 @@ class NvmlDevice:
             return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{self._uuid}")
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
             return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{self._uuid}")
-
-    def _info(self, pynvml: Any) -> Any:
-        version = getattr(pynvml, "nvmlMemory_v2", None)
-        if self._versioned and version is not None:
-            try:
-                return pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=version)
-            except (pynvml.NVMLError_FunctionNotFound, getattr(pynvml, "NVMLError_ArgumentVersionMismatch", pynvml.NVMLError_FunctionNotFound)):
-                self._versioned = False
-        return pynvml.nvmlDeviceGetMemoryInfo(self._handle)
 
 
 def _absent(pynvml: Any) -> tuple[type[BaseException], ...]:

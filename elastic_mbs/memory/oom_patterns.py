@@ -27,14 +27,12 @@ ALLOCATOR: Final = _any(
     r"^Invalid buffer size: \d",
 )
 HOST: Final = _any(
-    _ENFORCE + r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
-    _ENFORCE + r"posix_memalign failed\b",
+    _ENFORCE + r"(?:DefaultCPUAllocator: (?:can't allocate|not enough) memory|posix_memalign failed)\b",
     r"^unable to mmap \d+ bytes from file [^\n]*: Cannot allocate memory \(12\)",
     r"^std::bad_alloc$",
 )
 LIBRARY: Final = _any(
-    _CODE + r"(?:CU|HIP|ROC)[A-Z]+_STATUS_ALLOC_FAILED\b",
-    _CODE + r"CUFFT_ALLOC_FAILED\b",
+    _CODE + r"(?:CUFFT|(?:CU|HIP|ROC)[A-Z]+_STATUS)_ALLOC_FAILED\b",
     _CODE + r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED\b",
 )
 RUNTIME: Final = _any(
@@ -51,14 +49,10 @@ ONEDNN: Final = _any(r"^could not (?:create|execute) a primitive\b(?! descriptor
 
 # Table B: out of memory often enough for one shrink.
 MASKED: Final = _any(
-    _CODE + r"CUDNN_STATUS_NOT_SUPPORTED\b",
-    _CODE + r"CUDNN_STATUS_INTERNAL_ERROR\b",
-    _CODE + r"CUDNN_STATUS_NOT_INITIALIZED\b",  # its handle, made at the first convolution, finds no room on a device that is full
+    _CODE + r"CUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR|NOT_INITIALIZED)\b",  # the last: no room for its handle, made at the first convolution
     r"^(?:\w+ was )?unable to find an engine to execute this computation\b",
     r"^Unable to find a valid cuDNN algorithm\b",
-    _CODE + r"CUBLAS_STATUS_NOT_INITIALIZED\b",
-    _CODE + r"CUSOLVER_STATUS_INTERNAL_ERROR\b",
-    _CODE + r"CUFFT_INTERNAL_ERROR\b",
+    _CODE + r"(?:CUBLAS_STATUS_NOT_INITIALIZED|CUSOLVER_STATUS_INTERNAL_ERROR|CUFFT_INTERNAL_ERROR)\b",
     ONEDNN.pattern,
     r"^NVML_SUCCESS == r INTERNAL ASSERT FAILED at [^\n]*CUDACachingAllocator",
     r"^[^\n]*\bmore than INT_MAX elements\b",
@@ -77,9 +71,7 @@ POISONED: Final = _any(
 # Table D: not out of memory, whatever it was raised from.
 OTHER: Final = _any(
     r"^(?:OutOfResources: )?out of resource: ",
-    r"^(?:CUDA|HIP) error: (?:an )?illegal memory access\b",
-    r"^(?:CUDA|HIP) error: unspecified launch failure\b",
-    r"^(?:CUDA|HIP) error: device-side assert\b",
+    r"^(?:CUDA|HIP) error: (?:(?:an )?illegal memory access|unspecified launch failure|device-side assert)\b",
     _CODE + r"CUBLAS_STATUS_EXECUTION_FAILED\b",
     r"^[^\n]*\bWatchdog caught collective operation timeout\b",
 )
@@ -91,10 +83,7 @@ REQUEST: Final = re.compile(
 
 
 def requested_bytes(text: str) -> int | None:
-    """The size of the allocation that failed, in bytes, where the text tells it.
-
-    PyTorch and Metal count in powers of 1024 whether they write "GiB" or "GB".
-    """
+    """The size of the allocation that failed, in bytes, where the text has it; both "GiB" and "GB" are powers of 1024 for PyTorch and Metal."""
     found = REQUEST.search(text)
     if found is None:
         return None

@@ -48,7 +48,7 @@ def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
     """The processes on a device but for this one, the biggest first; raises whatever the binding raises where the driver refuses."""
     found: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics"):
-        for process in _processes(pynvml, kind, handle):
+        for process in getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle):
             # one with both kinds of context is in both lists, with the same figure
             sizes = [size for size in (process.usedGpuMemory, found.get(process.pid)) if size is not None]
             found[process.pid] = max(sizes, default=None)
@@ -79,11 +79,3 @@ def name_of(pid: int) -> str | None:
 def _by_size(holder: Holder) -> tuple[int, int]:
     """Sorts the biggest to the front and those of unknown size to the end."""
     return 1 if holder.bytes is None else -holder.bytes, holder.pid
-
-
-def _processes(pynvml: Any, kind: str, handle: Any) -> list[Any]:
-    """One of NVML's two lists. An older library has the older call only; the binding says so with an error of a class of its own."""
-    try:
-        return list(getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle))
-    except (pynvml.NVMLError_FunctionNotFound, getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError_FunctionNotFound)):
-        return list(getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses_v2")(handle))

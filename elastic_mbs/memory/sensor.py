@@ -1,6 +1,6 @@
 """What a memory reading is, and the two protocols behind it: a sensor reads a device from outside, a meter its allocator from inside.
 
-Both are cheap and neither synchronises the device.
+A new kind of device gets a module beside `cuda.py` and `host.py` and a line in `sensor_for` (memory/__init__.py). Neither synchronises the device.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from elastic_mbs.memory.processes import Holder, describe
 
 @dataclass(frozen=True)
 class Headroom:
-    """One reading of a device's memory, all figures taken together.
+    """One reading of a device's memory in bytes, all figures taken together.
 
     Attributes:
-        free: bytes that this process could still get from the device. Memory that its own allocator keeps in reserve is not among them.
-        total: bytes that the device has.
-        held_by_others: bytes that this process cannot get: co-tenants or the driver have them, or a cap on this process keeps it from them.
+        free: what this process could still get from the device, without what its own allocator keeps in reserve.
+        total: what the device has.
+        held_by_others: what this process cannot get: co-tenants or the driver have it, or a cap on this process keeps it away.
         source: "nvml", "cuda", "host", "cgroup" or "budget".
         at: time of the reading, in seconds of the reader's clock (monotonic unless another was injected).
-        doubt: why growth must not rely on this reading; None where it may. The figures are good enough for a message, and for waiting.
-        holders: processes that are known to hold memory here, the biggest first, without this one; advisory, and often incomplete.
+        doubt: why growth must not rely on this reading, which is good enough for a message and for waiting; None where it may.
+        holders: other processes known to hold memory here, the biggest first; advisory, and often incomplete.
     """
 
     free: int
@@ -50,12 +50,7 @@ class Headroom:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """No reading, and why. It stops growth, never training.
-
-    Attributes:
-        reason: what went wrong, in words.
-        at: time of the attempt, in seconds of the reader's clock.
-    """
+    """No reading, and why (in words), at what time of the reader's clock, in seconds. It stops growth, never training."""
 
     reason: str
     at: float = 0.0
@@ -75,14 +70,12 @@ def trouble_with(reading: Reading) -> str | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the tensors of this process take, in bytes by its own allocator's account.
+    """What the tensors of this process take, in bytes by its own allocator's account; the peaks are those since they were last reset.
 
     Attributes:
         allocated: in live tensors now.
-        reserved: that the allocator holds from the device now.
-        peak_allocated: most allocated since the last reset of the peaks.
-        peak_reserved: most reserved since then.
-        retries: how often the allocator has had to empty its cache and try again, since the process began.
+        reserved: what the allocator holds from the device now.
+        retries: how often the allocator has emptied its cache and tried again, since the process began.
         idle: what its cache held when the peaks were last reset.
     """
 
@@ -117,11 +110,7 @@ class MemorySensor(Protocol):
 
 @runtime_checkable
 class UsageMeter(Protocol):
-    """Reads what this process uses on one device.
-
-    Attributes:
-        resets: how often `reset_peak` was called, so that a reader can tell whether a peak belongs to its own interval.
-    """
+    """Reads what this process uses on one device; `resets` counts the calls of `reset_peak`, so that a reader knows whether a peak is its own."""
 
     resets: int
 

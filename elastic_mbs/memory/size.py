@@ -31,9 +31,7 @@ def parse_bytes(size: int | str) -> int:
 
 def in_words(size: int) -> str:
     """Bytes with two decimals, as the CUDA allocator's messages have them: `1536` → `1.50 KiB`."""
-    value = float(size)
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{size} bytes" if unit == "bytes" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.2f} {unit}"
+    return f"{size} bytes"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -92,8 +91,8 @@ class _BlockLimit(TorchDispatchMode):
 
     def _is_uncounted(self) -> bool:
         """Whether this thread is inside `on_host` now."""
-        counting = self._budget._modes.get(threading.get_ident())
-        return counting is not None and counting.budget is None
+        mode = self._budget._mode()
+        return mode is not None and mode.paused > 0
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 import torch
 
 from elastic_mbs.cli.doctor import machine
 from elastic_mbs.cli.doctor.facts import Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown
 from elastic_mbs.cli.doctor.machine import collect, in_one_line, limits, nvml_facts, softly, torch_facts, versions
-from tests.helpers.fake_nvml import GIB, FakeCuda
-from tests.helpers.nvml_stub import NvmlStub
+from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver
 
 
 def raiser(error: BaseException) -> Callable[..., Any]:
@@ -31,36 +31,37 @@ def raiser(error: BaseException) -> Callable[..., Any]:
 
 # ---------------------------------------------------------------------- NVML
 
-STATE = """
-gpu GPU-b 2000 20 1500
-gpu GPU-a 1000 10 400
-mig 1 MIG-x 300 3 200
-compute_mode GPU-b 3
-process MIG-x compute 4000000 N/A
-"""
-CODE = """
-from elastic_mbs.cli.doctor.machine import nvml_facts
-for change in ("", "fail memory 3 0", "gpu GPU-c 0 0 0", "fail init 9 0", "fail init 12 0", "fail init 999 0", "fail count 15 0"):
-    driver(STATE + change)
-    tell(it=nvml_facts())
-"""
 
-
-def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apart(tmp_path: Path) -> None:
-    told = [each["it"] for each in NvmlStub(tmp_path).run(STATE, f"STATE = {STATE!r}\n{CODE}", torch=True)]
-    whole, without_memory, without_figures, *failed = told
-    assert (whole["driver"], whole["cuda"]) == ("580.12.34", "13.0")
-    names = ("index", "uuid", "name", "parent", "mig", "compute_mode", "free", "total")
-    assert [tuple(gpu[name] for name in names) for gpu in whole["gpus"]] == [
+def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(monkeypatch)
+    slice_ = Card("MIG-x", 200, 300, compute=[(4000000, None)])
+    driver.cards = [Card("GPU-b", 1500, 2000, mode=3), Card("GPU-a", 400, 1000, instances=[slice_]), Card("GPU-c", 0, 0)]
+    found = nvml_facts()
+    assert isinstance(found, Nvml)
+    assert (found.driver, found.cuda) == ("580.12.34", "13.0")
+    *gpus, without_figures = found.gpus
+    assert [(gpu.index, gpu.uuid, gpu.name, gpu.parent, gpu.mig, gpu.compute_mode, gpu.free, gpu.total) for gpu in gpus] == [
         (0, "GPU-b", "Stub GPU", None, False, "exclusive process", 1500, 2000),
         (1, "GPU-a", "Stub GPU", None, True, "default", 400, 1000),
         (0, "MIG-x", "Stub MIG", 1, False, "default", 200, 300),
     ]
-    assert [(holder["pid"], holder["bytes"]) for holder in whole["gpus"][2]["holders"]] == [(4000000, None)]
-    assert [(gpu["uuid"], gpu["free"]["why"].split(":")[0]) for gpu in without_memory["gpus"][:1]] == [("GPU-b", "NVMLError_NotSupported")]
-    assert without_figures["gpus"][-1]["free"]["why"] == "NVML gives no memory figures for it"
-    kinds = [("NVMLError_DriverNotLoaded", True), ("NVMLError_LibraryNotFound", True), ("NVMLError_Unknown", False), ("NVMLError_GpuIsLost", False)]
-    assert [(each["why"].split(":")[0], each["absent"]) for each in failed] == kinds
+    assert not isinstance(gpus[2].holders, Unknown)
+    assert [(holder.pid, holder.bytes) for holder in gpus[2].holders] == [(4000000, None)]
+    assert without_figures.free == Unknown("NVML gives no memory figures for it")
+    driver.fail = {"MemoryInfo": pynvml.NVML_ERROR_NOT_SUPPORTED}
+    found = nvml_facts()
+    assert isinstance(found, Nvml)
+    assert found.gpus[0].free == Unknown("NVMLError_NotSupported: Not Supported")
+
+
+@pytest.mark.parametrize(("where", "code", "absent"), [("InitWithFlags", ABSENT, True), ("InitWithFlags", UNKNOWN, False), ("Count", LOST, False)])
+def test_a_driver_that_is_not_there_is_told_from_one_that_fails(monkeypatch: pytest.MonkeyPatch, where: str, code: int, absent: bool) -> None:
+    driver = FakeDriver(monkeypatch)
+    driver.fail = {where: code}
+    found = nvml_facts()
+    assert isinstance(found, Unknown)
+    assert (found.why.split(":")[0], found.absent) == (type(pynvml.NVMLError(code)).__name__, absent)
+    assert driver.references == 0
 
 
 def test_what_one_gpu_does_not_answer_costs_nothing_else() -> None:

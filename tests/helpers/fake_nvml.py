@@ -1,107 +1,125 @@
-"""pynvml and torch.cuda as far as the sensors use them, without a driver."""
+"""A driver under the real pynvml, and torch.cuda as far as the sensors use it: neither needs a GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import pynvml
 import pytest
 import torch
 
 GIB = 1024**3
+NOT_AVAILABLE = 2**64 - 1  # what the driver writes for bytes that it does not know
 
-
-class NVMLError(Exception):
-    """Behaves as the real one: not comparable with other types, not hashable."""
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.value == other.value)  # type: ignore[attr-defined]  # fails for other types, as the real one does
-
-    __hash__ = None  # type: ignore[assignment]  # the real ones have no hash either
-
-
-class NVMLLibraryMismatchError(Exception):
-    """What the binding raises for an unversioned call that the library does not have: no NVMLError."""
-
-
-ERRORS = [
-    "LibraryNotFound",
-    "DriverNotLoaded",
-    "NotFound",
-    "InvalidArgument",
-    "FunctionNotFound",
-    "GpuIsLost",
-    "NotSupported",
-    "NoPermission",
-    "Unknown",
-    "Uninitialized",
-]
+LOST, UNKNOWN, ABSENT = 15, 999, 9  # GPU_IS_LOST, UNKNOWN, DRIVER_NOT_LOADED
+_WORDS = {LOST: b"GPU is lost", UNKNOWN: b"Unknown Error"}
 
 Process = tuple[int, int | None]
 
 
-class FakeNvml(types.ModuleType):
-    """The functions of pynvml that are used, over one device. `fail` maps a function's name to the class that it raises."""
+@dataclass
+class Card:
+    """A GPU, or one of its MIG instances."""
 
-    nvmlMemory_v2 = 0x02000028
+    uuid: str
+    free: int
+    total: int
+    mode: int = 0
+    instances: list[Card] = field(default_factory=list)
+    compute: list[Process] = field(default_factory=list)
+    graphics: list[Process] = field(default_factory=list)
 
-    def __init__(self) -> None:
-        super().__init__("pynvml")
-        self.NVMLError = NVMLError
-        self.NVMLLibraryMismatchError = NVMLLibraryMismatchError
-        for name in ERRORS:
-            setattr(self, f"NVMLError_{name}", type(f"NVMLError_{name}", (NVMLError,), {}))
-        self.known = {"GPU-abc": "handle"}
-        self.free, self.total = 6 * GIB, 10 * GIB
-        self.compute: list[Process] = []
-        self.graphics: list[Process] = []
-        self.fail: dict[str, str] = {}
+
+class FakeDriver:
+    """Stands for libnvidia-ml under pynvml, which calls it through ctypes. `fail` maps a function (its middle) to the code that it returns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cards = [Card("GPU-abc", 6 * GIB, 10 * GIB)]
+        self.fail: dict[str, int] = {}
         self.calls: list[str] = []
         self.references = 0
+        self.epoch = self.epoch_of_init = 0  # the driver was loaded again: references of an earlier epoch are stale
+        self._handles: list[str] = []
+        monkeypatch.setattr(pynvml, "nvmlLib", self)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
 
-    def _call(self, name: str) -> None:
+    def __getattr__(self, name: str) -> Callable[..., int | bytes]:
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+        if name == "nvmlErrorString":
+            return partial(lambda code: _WORDS[code])
+        return partial(self._call, name.removeprefix("nvml").replace("DeviceGet", "").partition("_v")[0])
+
+    def _call(self, name: str, *args: Any) -> int:
         self.calls.append(name)
         if name in self.fail:
-            raise getattr(self, f"NVMLError_{self.fail[name]}")(f"{self.fail[name]} in {name}")
-        if name != "init" and self.references < 1:
-            raise getattr(self, "NVMLError_Uninitialized")(name)  # noqa: B009 - made in __init__
+            return self.fail[name]
+        if name == "InitWithFlags":
+            self.references += 1
+            self.epoch_of_init = self.epoch if self.references == 1 else self.epoch_of_init
+            return 0
+        if self.references < 1:
+            return int(pynvml.NVML_ERROR_UNINITIALIZED)
+        if name == "Shutdown":
+            self.references -= 1
+            return 0
+        return self._answer(name, *args) if self.epoch == self.epoch_of_init else UNKNOWN
 
-    def nvmlInit(self) -> None:
-        self._call("init")
-        self.references += 1
+    def _answer(self, name: str, *args: Any) -> int:
+        first = args[0]
+        if name == "HandleByUUID":
+            return self._open(next((card for card in self._all() if card.uuid == first.value.decode()), None), args[1])
+        if name == "HandleByIndex":
+            return self._open(self.cards[first.value], args[1])
+        if name == "Count":
+            first._obj.value = len(self.cards)
+        elif name == "SystemGetDriverVersion":
+            first.value = b"580.12.34"
+        elif name == "SystemGetCudaDriverVersion":
+            first._obj.value = 13000
+        else:
+            known = self._handles[ctypes.c_void_p.from_buffer(first).value or 0]
+            card = next((card for card in self._all() if card.uuid == known), None)
+            return LOST if card is None else self._tell(name, card, *args[1:])
+        return 0
 
-    def nvmlShutdown(self) -> None:
-        self._call("shutdown")
-        self.references -= 1
+    def _tell(self, name: str, card: Card, *args: Any) -> int:
+        if name == "MemoryInfo":
+            args[0]._obj.free, args[0]._obj.total = card.free, card.total
+        elif name in ("ComputeRunningProcesses", "GraphicsRunningProcesses"):
+            return _list(card.compute if name.startswith("Compute") else card.graphics, *args)
+        elif name == "MigDeviceHandleByIndex":
+            index = args[0].value
+            return self._open(card.instances[index] if index < len(card.instances) else None, args[1])
+        elif name in ("UUID", "Name"):
+            args[0].value = card.uuid.encode() if name == "UUID" else b"Stub " + card.uuid[:3].encode()
+        else:
+            args[0]._obj.value = {"MigMode": bool(card.instances), "MaxMigDeviceCount": 7, "ComputeMode": card.mode}[name]
+        return 0
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        self._call("open")
-        if uuid not in self.known:
-            raise getattr(self, "NVMLError_NotFound")(uuid)  # noqa: B009 - made in __init__
-        return self.known[uuid]
+    def _all(self) -> list[Card]:
+        return [each for card in self.cards for each in (card, *card.instances)]
 
-    def nvmlDeviceGetMemoryInfo(self, handle: str, version: int | None = None) -> types.SimpleNamespace:
-        assert handle in self.known.values()
-        self._call("v1" if version is None else "v2")
-        return types.SimpleNamespace(free=self.free, total=self.total)
+    def _open(self, card: Card | None, handle: Any) -> int:
+        if card is None:
+            return int(pynvml.NVML_ERROR_NOT_FOUND)
+        ctypes.c_void_p.from_buffer(handle._obj).value = len(self._handles)
+        self._handles.append(card.uuid)
+        return 0
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[types.SimpleNamespace]:
-        return self._processes(handle, "compute", self.compute)
 
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: str) -> list[types.SimpleNamespace]:
-        return self._processes(handle, "graphics", self.graphics)
-
-    def nvmlDeviceGetComputeRunningProcesses_v2(self, handle: str) -> list[types.SimpleNamespace]:
-        return self._processes(handle, "compute_v2", self.compute)
-
-    def nvmlDeviceGetGraphicsRunningProcesses_v2(self, handle: str) -> list[types.SimpleNamespace]:
-        return self._processes(handle, "graphics_v2", self.graphics)
-
-    def _processes(self, handle: str, name: str, processes: list[Process]) -> list[types.SimpleNamespace]:
-        assert handle in self.known.values()
-        if self.fail.get(name) == "mismatch":
-            raise NVMLLibraryMismatchError(name)
-        self._call(name)
-        return [types.SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in processes]
+def _list(processes: list[Process], count: Any, into: Any) -> int:
+    count._obj.value, room = len(processes), count._obj.value
+    if len(processes) > room:
+        return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+    for place, (pid, size) in enumerate(processes):
+        into[place].pid, into[place].usedGpuMemory = pid, NOT_AVAILABLE if size is None else size
+    return 0
 
 
 class FakeCuda:

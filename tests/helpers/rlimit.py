@@ -55,8 +55,7 @@ def fake_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Limit]:
     monkeypatch.setattr(host_guard, "resource", fake)
     monkeypatch.setattr("mmap.mmap", fake.mmap)
     monkeypatch.setattr(host_guard, "_process", host_guard._ProcessLimit())
-    monkeypatch.setattr(host_guard._OwnMemory, "anonymous", lambda _: 100 * MEBI)
-    monkeypatch.setattr(host_guard._OwnMemory, "mapped", lambda _: 150 * MEBI)
+    monkeypatch.setattr(host_guard, "own_memory", lambda: (100 * MEBI, 150 * MEBI))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=900 * MEBI, total=2000 * MEBI))
     yield fake
     assert not host_guard._process._wanted, "a guard was left up"

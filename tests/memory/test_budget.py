@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from elastic_mbs.errors import UsageError
@@ -59,18 +60,14 @@ def test_a_size_that_cannot_be_read_is_named(wrong: Any) -> None:
     ("make", "size"),
     [
         (lambda: torch.zeros(3, 5), 60),
-        (lambda: torch.ones(7, dtype=torch.float64), 56),
         (lambda: torch.empty(2, 3, dtype=torch.bool), 6),
         (lambda: torch.empty(0), 0),
         (lambda: torch.empty(4, 4).t(), 64),
         (lambda: torch.empty(1).expand(1000), 4),
         (lambda: torch.empty(10)[3:5], 40),
-        (lambda: torch.empty(6).view(2, 3).detach(), 24),
         (lambda: torch.empty(10, 4).split(2), 160),
-        (lambda: torch.empty(2, 4).unbind(), 32),
         (lambda: torch.empty(2, 4).max(dim=1), 8 + 16),
         (lambda: (torch.empty(4), [torch.empty(2), {"x": torch.empty(1)}]), 28),
-        (lambda: torch.empty(3, dtype=torch.complex64), 24),
         (lambda: torch.zeros(2).resize_(100), 400),
         (lambda: torch.empty(8, device="meta"), 0),
     ],
@@ -101,14 +98,6 @@ def test_sparse_tensors_count_with_their_indices_and_values(layout: torch.layout
         assert budget.live == 64
 
 
-def test_a_tensor_without_storage_is_ignored() -> None:
-    dense = torch.ones(4, 4)
-    with MemoryBudget(MIB, track=dense) as budget:
-        opaque = dense.to_mkldnn()
-        assert budget.live == 64
-        assert torch.equal(opaque.to_dense(), dense)
-
-
 def test_a_wrapper_subclass_counts_through_the_tensors_inside_it() -> None:
     a, b = torch.ones(8), torch.ones(8)
     with MemoryBudget(MIB) as outer, MemoryBudget(MIB) as inner:
@@ -121,16 +110,16 @@ def test_a_wrapper_subclass_counts_through_the_tensors_inside_it() -> None:
     assert MemoryBudget(MIB, track=[pair]).live == 2 * 32
 
 
-def test_fake_tensors_are_ignored() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with MemoryBudget(KIB) as budget:
-        with FakeTensorMode():
+def test_tensors_without_memory_of_their_own_are_ignored() -> None:
+    dense = torch.ones(4, 4)
+    with MemoryBudget(KIB, track=dense) as budget:
+        opaque = dense.to_mkldnn()
+        assert budget.live == 64
+        assert torch.equal(opaque.to_dense(), dense)
+        with FakeTensorMode() as fakes:
             assert (torch.empty(10**9) * 2).shape == (10**9,)
-        assert budget.live == 0
-        fake = FakeTensorMode().from_tensor(torch.ones(2))
-        budget.track(fake)
-        assert budget.live == 0
+        budget.track(fakes.from_tensor(dense))
+        assert budget.live == 64
 
 
 def test_a_jagged_nested_tensor_counts() -> None:
@@ -198,8 +187,6 @@ def test_inputs_in_lists_and_keywords_are_seen() -> None:
         assert budget.live == 3 * KIB
         torch.bitwise_not(c, out=c)
         assert budget.live == 7 * KIB
-        torch.mul(a, 2, out=a)
-        assert budget.live == 7 * KIB
 
 
 def test_an_operation_that_writes_a_list_and_one_tensor_runs() -> None:
@@ -226,9 +213,6 @@ def test_track_knows_modules_optimizers_gradients_and_containers() -> None:
     budget.track(model, model, optimizer)
     assert budget.live == budget.peak == sizes + grads + state
     assert budget.ooms == 0
-
-
-def test_track_refuses_what_it_does_not_know() -> None:
     with pytest.raises(UsageError, match="cannot track 'str'"):
         MemoryBudget(MIB, track=["model"])
 

@@ -77,10 +77,6 @@ def test_a_budget_is_the_sensor_and_meter_of_its_device() -> None:
         assert sensor_for("cuda:0") == (virtual, virtual)
 
 
-def test_the_representation_tells_where_it_stands() -> None:
-    assert repr(MemoryBudget(100, track=torch.ones(2))) == "MemoryBudget(limit=100, live=8, peak=8, device='cpu')"
-
-
 def test_a_budget_dies_before_its_tensors() -> None:
     with MemoryBudget(MIB) as budget:
         x = block()
@@ -88,12 +84,6 @@ def test_a_budget_dies_before_its_tensors() -> None:
     del budget
     assert gone() is None
     del x
-
-
-def test_an_exception_of_the_block_passes_through() -> None:
-    with pytest.raises(ZeroDivisionError), MemoryBudget(MIB):
-        _ = 1 // 0
-    assert MemoryBudget.current() is None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -107,10 +97,13 @@ def test_a_forked_child_is_not_counted() -> None:
             if pid == 0:
                 x = torch.empty(1000)
                 assert budget.live == 0 and MemoryBudget.current() is None
+                with MemoryBudget(10_000) as own:
+                    y = torch.empty(1000)
+                    assert own.live == 4000 and MemoryBudget.current() is own
             else:
                 assert os.waitpid(pid, 0)[1] == 0
                 assert MemoryBudget.current() is budget
-        os._exit(0) if pid == 0 else None
+        os._exit(0) if pid == 0 else None  # it leaves the block as its parent does
         print("parent done")
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600)
@@ -208,7 +201,7 @@ class Allocator:
         if new > 0 and self.live + new > self.limit:
             self.ooms += 1
             return False
-        self.peak = max(self.peak, self.live + max(0, new))
+        self.peak = max(self.peak, self.live + new)
         return True
 
     def new(self, slot: int, size: int) -> bool:
@@ -217,11 +210,10 @@ class Allocator:
             self.looks[slot], self.sizes[self.blocks] = self.blocks, size
         return fits
 
-    def resize(self, slot: int, size: int) -> bool:
+    def resize(self, slot: int, size: int) -> None:
         key = self.looks[slot]
-        if fits := self.fits(size - self.sizes[key]):
-            self.sizes[key] = max(size, self.sizes[key])  # torch never shrinks a storage in resize_
-        return fits
+        self.sizes[key] = max(size, self.sizes[key])  # torch never shrinks a storage in resize_, and one that is enlarged in place is not refused
+        self.peak = max(self.peak, self.live)
 
 
 STEP = st.tuples(st.sampled_from(["new", "free", "resize", "view", "inplace", "copy"]), st.integers(0, 5), st.integers(0, 40))
@@ -251,7 +243,7 @@ def test_live_peak_and_errors_equal_a_model_of_the_allocator(steps: list[tuple[s
         elif action == "inplace":
             slots[slot].add_(1)
         else:
-            fits = model.resize(slot, size)
+            model.resize(slot, size)
             slots[slot].resize_(size)
         return fits
 

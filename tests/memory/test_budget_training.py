@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,13 +39,6 @@ def test_the_operation_that_passes_the_limit_raises_and_leaves_nothing() -> None
         assert budget.ooms == 1
         assert torch.empty(MIB, dtype=torch.uint8).numel() == MIB  # exactly full is not over
         del kept
-
-
-@pytest.mark.parametrize(("size", "words"), [(100, "100 bytes"), (1536, "1.50 KiB"), (3 * 1024**3, "3.00 GiB")])
-def test_the_message_has_a_unit_that_fits(size: int, words: str) -> None:
-    text = re.escape(f"allocate {words}. Budget 10 bytes, of which 0 bytes is in use")
-    with MemoryBudget(10, device="meta"), pytest.raises(torch.OutOfMemoryError, match=text):
-        torch.empty(size, dtype=torch.uint8, device="meta")
 
 
 def test_the_error_keeps_no_tensor_of_the_operation() -> None:
@@ -95,89 +86,64 @@ def test_operations_in_place_never_raise() -> None:
     assert int(x[0]) == 4
 
 
-def test_a_storage_resized_without_an_operation_does_not_fail_the_write_into_it() -> None:
-    x = block(1)
-    with MemoryBudget("4KiB", track=x) as budget:
-        x.untyped_storage().resize_(8 * KIB)  # as FSDP does before it gathers
-        x.zero_()
-        assert (budget.live, budget.ooms) == (8 * KIB, 0)
-        with pytest.raises(torch.OutOfMemoryError):
-            block()
-
-
 def _sparse(*rows: int) -> Tensor:
     return torch.sparse_coo_tensor(torch.tensor([rows]), torch.ones(len(rows), 2), (6, 2), check_invariants=False)
 
 
-ENLARGING: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], object]]] = {
-    "add_ of sparse": (lambda: _sparse(1, 3), lambda x: x.add_(_sparse(2, 3))),
-    "add_ of sparse, coalesced": (lambda: _sparse(1, 3).coalesce(), lambda x: x.sub_(_sparse(2, 3).coalesce())),
-    "copy_ of sparse": (lambda: _sparse(1), lambda x: x.copy_(_sparse(2, 3))),
-    "out= of sparse": (lambda: _sparse(1), lambda x: torch.add(_sparse(2), _sparse(3), out=x)),
-    "resize_": (lambda: torch.ones(3, 2).t(), lambda x: x.resize_(9)),
-    "resize_as_": (lambda: torch.ones(3), lambda x: x.resize_as_(torch.empty(9))),
-    "set_": (lambda: torch.ones(3), lambda x: x.set_(torch.UntypedStorage(40), 0, (10,), (1,))),
-    "out=": (lambda: torch.empty(0), lambda x: torch.add(torch.ones(5), 1, out=x)),
-    "two out=": (lambda: torch.empty(0), lambda x: torch.max(torch.ones(5, 2), dim=1, out=(x, torch.empty(0, dtype=torch.long)))),
+ENLARGING: dict[str, tuple[Callable[[], tuple[Tensor, ...]], Callable[..., object]]] = {
+    "add_ of sparse": (lambda: (_sparse(1, 3), _sparse(2, 3)), lambda x, y: x.add_(y)),
+    "copy_ of sparse": (lambda: (_sparse(1), _sparse(2, 3)), lambda x, y: x.copy_(y)),
+    "out= of sparse": (lambda: (_sparse(1), _sparse(2), _sparse(3)), lambda x, y, z: torch.add(y, z, out=x)),
+    "resize_ of a storage": (lambda: (torch.zeros(3),), lambda x: (x.untyped_storage().resize_(900), x.zero_())),  # as FSDP does before it gathers
+    "resize_as_": (lambda: (torch.zeros(3), torch.zeros(9)), lambda x, y: x.resize_as_(y).zero_()),
+    "out=": (lambda: (torch.empty(0), torch.ones(5)), lambda x, y: torch.add(y, 1, out=x)),
+    "two out=": (lambda: (torch.empty(0), torch.ones(5, 2)), lambda x, y: torch.max(y, dim=1, out=(x, torch.empty(0, dtype=torch.long)))),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse", "ignore:An output with one or more elements was resized")
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize(("make", "enlarge"), ENLARGING.values(), ids=ENLARGING)
-def test_an_operation_that_is_refused_leaves_what_it_was_to_enlarge_as_it_was(
-    make: Callable[[], Tensor], enlarge: Callable[[Tensor], object]
+def test_what_an_operation_enlarges_in_place_fails_the_next_allocation(
+    make: Callable[[], tuple[Tensor, ...]], enlarge: Callable[..., object]
 ) -> None:
     wanted = make()
-    enlarge(wanted)
+    enlarge(*wanted)
     with MemoryBudget(MIB) as budget:
-        x = make()
-        before, strides, rest = x.clone(), x.stride() if x.layout is torch.strided else (), budget.live
-        for _ in range(2):
-            with pytest.raises(torch.OutOfMemoryError), _Full(budget):
-                enlarge(x)
-            assert (x.stride() if x.layout is torch.strided else ()) == strides
-            assert torch.equal(x.to_dense(), before.to_dense())
-            assert budget.live == rest
-        enlarge(x)
-        assert x.shape == wanted.shape
-        assert x.layout is torch.strided or torch.equal(x.to_dense(), wanted.to_dense())
+        tensors = make()
+        budget.limit = budget.live
+        enlarge(*tensors)
+        assert budget.peak >= budget.live > budget.limit
+        assert budget.ooms == 0
+        with pytest.raises(torch.OutOfMemoryError):
+            block()
+        budget.limit = MIB
+        assert torch.equal(tensors[0].to_dense(), wanted[0].to_dense())
 
 
-class _Full(TorchDispatchMode):
-    """Lets nothing more in once an operation begins that writes to what it may enlarge."""
+class _FullFromTheFirstAddition(TorchDispatchMode):
+    """Leaves no room from the first addition to a sparse tensor to the first failure."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._budget = budget
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func._schema.is_mutable:
-            return func(*args, **(kwargs or {}))
-        self._budget.limit = 0
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._budget.limit = MIB
-
-
-class _RefusesSparse(_Full):
-    """The same for the first addition to a sparse tensor only."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._budget.ooms or func._schema.name != "aten::add_" or not args[0].is_sparse:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._budget.ooms:
+            self._budget.limit = "1GiB"
+        elif func._schema.name == "aten::add_" and args[0].is_sparse:
+            self._budget.limit = 0
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
-def test_a_sparse_gradient_whose_addition_was_refused_is_added_once(replay: Literal["auto", "isolate"]) -> None:
-    # the gradient had the piece already when the limit was seen to be passed, and the replay added it again
+def test_a_sparse_gradient_whose_addition_passes_the_limit_is_added_once(replay: Literal["auto", "isolate"]) -> None:
+    # the gradient has the piece already when the limit is seen to be passed: a replay would add it again
     found = []
     for refuses in (False, True):
         torch.manual_seed(0)
         model = nn.Embedding(20, 5, sparse=True).double()
-        mbs = ElasticMBS(model, micro_batch_size=4, recovery=RecoveryOptions(replay=replay))
-        with MemoryBudget("1GiB") as budget, mbs, _RefusesSparse(budget) if refuses else nullcontext():
+        mbs = ElasticMBS(model, micro_batch_size=2, recovery=RecoveryOptions(replay=replay))
+        with MemoryBudget("1GiB") as budget, mbs, _FullFromTheFirstAddition(budget) if refuses else nullcontext():
             mbs.backward(lambda x, model=model: model(x).square().mean(), torch.arange(24).reshape(8, 3) % 20)
         assert budget.ooms == refuses
         assert model.weight.grad is not None
@@ -198,20 +164,6 @@ def test_the_limit_moves_while_training_runs() -> None:
         with pytest.raises(UsageError, match="-5 bytes"):
             budget.limit = -5
         assert budget.limit == 8 * KIB
-
-
-def test_the_limit_moves_from_another_thread() -> None:
-    failed = threading.Event()
-    with MemoryBudget("1GiB") as budget:
-        mover = threading.Timer(0.02, lambda: setattr(budget, "limit", 100))
-        mover.start()
-        while not failed.is_set():
-            try:
-                block()
-            except torch.OutOfMemoryError:
-                failed.set()
-        mover.join()
-    assert budget.ooms == 1
 
 
 # training
@@ -310,18 +262,6 @@ def test_torch_func_works_inside() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.func.vmap(lambda r: r.new_zeros(MIB) + r.sum())(x)
     assert torch.equal(result, expected)
-
-
-def test_optimizer_state_made_inside_is_counted() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with MemoryBudget(MIB, track=(model, optimizer)) as budget:
-        model(torch.randn(2, 64)).sum().backward()
-        before = budget.live
-        optimizer.step()
-        parameters = sum(p.numel() for p in model.parameters())
-        assert budget.live - before >= 2 * 4 * parameters
-        assert MemoryBudget(MIB, track=(model, optimizer)).live == budget.live
 
 
 class Squares(torch.utils.data.Dataset[Tensor]):

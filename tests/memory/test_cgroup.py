@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
 import sys
 import tempfile
-import textwrap
 import types
 from pathlib import Path
 
@@ -20,8 +16,6 @@ from elastic_mbs.memory import CgroupMemory, Headroom, HostSensor, cgroup_memory
 from elastic_mbs.memory.cgroup import CgroupReader
 from tests.helpers.cgroups import NO_LIMIT, ROOT_OF, Version, write_group, write_membership
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pread"), reason="these files are Linux's")
-
 MEBI = 1 << 20
 VERSIONS: tuple[Version, ...] = (1, 2)
 
@@ -31,13 +25,10 @@ def one_group(root: Path, version: Version, limit: int | str, used: int, **more:
     write_membership(root, {version: "/job"})
 
 
-def some(memory: CgroupMemory | None) -> CgroupMemory:
+def binding(root: Path) -> CgroupMemory:
+    memory = cgroup_memory(root)
     assert memory is not None
     return memory
-
-
-def binding(root: Path) -> CgroupMemory:
-    return some(cgroup_memory(root))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -64,14 +55,9 @@ def test_page_cache_counts_as_available_within_reason(
     assert (memory.reclaimable, memory.available) == (reclaimable, available)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_no_limit_is_none(tmp_path: Path, version: Version) -> None:
-    one_group(tmp_path, version, NO_LIMIT[version], 60)
-    assert cgroup_memory(tmp_path) is None
-
-
-def test_no_limit_with_large_pages_is_none(tmp_path: Path) -> None:
-    one_group(tmp_path, 1, 9223372036854710272, 60)  # multiples of 64 KiB
+@pytest.mark.parametrize(("version", "limit"), [*NO_LIMIT.items(), (1, 9223372036854710272)])  # the last with pages of 64 KiB
+def test_no_limit_is_none(tmp_path: Path, version: Version, limit: int | str) -> None:
+    one_group(tmp_path, version, limit, 60)
     assert cgroup_memory(tmp_path) is None
 
 
@@ -94,13 +80,6 @@ def test_the_limit_that_slows_down_counts_as_the_one_that_kills(tmp_path: Path) 
     assert (memory.limit, memory.available, memory.source) == (80, 20, "memory.high")
 
 
-def test_in_a_container_with_a_namespace_the_own_group_is_the_root(tmp_path: Path) -> None:
-    write_group(tmp_path / ROOT_OF[2], "/", 2, 100, 60)
-    write_membership(tmp_path, {2: "/"})
-    memory = binding(tmp_path)
-    assert (memory.path, memory.available) == ("/", 40)
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_in_a_container_without_a_namespace_the_mount_begins_with_the_own_group(tmp_path: Path, version: Version) -> None:
     top = tmp_path / ROOT_OF[version]
@@ -113,9 +92,9 @@ def test_in_a_container_without_a_namespace_the_mount_begins_with_the_own_group(
 
 @pytest.mark.parametrize(
     ("path", "mount_root"),
-    [("/docker/1af6", "/"), ("/docker/1af6", "/docker/other"), ("/../sibling", "/"), ("/", "/../..")],
+    [("/", "/"), ("/docker/1af6", "/"), ("/docker/1af6", "/docker/other"), ("/../sibling", "/"), ("/", "/../..")],
 )
-def test_where_the_own_group_cannot_be_seen_the_root_of_the_mount_stands_for_it(tmp_path: Path, path: str, mount_root: str) -> None:
+def test_where_the_own_group_is_the_root_of_the_mount_or_cannot_be_seen_the_root_counts(tmp_path: Path, path: str, mount_root: str) -> None:
     write_group(tmp_path / ROOT_OF[2], "/", 2, 100, 60)
     write_membership(tmp_path, {2: path}, {2: mount_root})
     memory = binding(tmp_path)
@@ -129,15 +108,6 @@ def test_version_1_tells_the_limit_of_groups_above_the_mount(tmp_path: Path) -> 
     assert (memory.limit, memory.available, memory.source) == (70, 10, "memory.stat")
 
 
-def test_a_group_of_version_1_that_does_not_count_what_is_inside_does_not_bind_it(tmp_path: Path) -> None:
-    top = tmp_path / ROOT_OF[1]
-    (write_group(top, "/flat", 1, 10, 9) / "memory.use_hierarchy").write_text("0\n")
-    write_group(top, "/flat/job", 1, 100, 60)
-    write_membership(tmp_path, {1: "/flat/job"})
-    memory = binding(tmp_path)
-    assert (memory.path, memory.available) == ("/flat/job", 40)
-
-
 @pytest.mark.parametrize("has_memory", VERSIONS)
 def test_a_hybrid_has_its_memory_in_one_of_two_hierarchies(tmp_path: Path, has_memory: Version) -> None:
     tops = {1: tmp_path / ROOT_OF[1], 2: tmp_path / ROOT_OF[2] / "unified"}
@@ -146,15 +116,6 @@ def test_a_hybrid_has_its_memory_in_one_of_two_hierarchies(tmp_path: Path, has_m
     write_membership(tmp_path, {1: "/job", 2: "/user/job"})
     memory = binding(tmp_path)
     assert (memory.version, memory.available) == (has_memory, 40)
-
-
-def test_the_mount_that_shows_most_is_taken(tmp_path: Path) -> None:
-    write_group(tmp_path / "run/mine", "/", 2, 100, 10)
-    write_group(tmp_path / ROOT_OF[2], "/pod", 2, 100, 60)
-    write_group(tmp_path / ROOT_OF[2], "/pod/job", 2, 100, 10)
-    write_membership(tmp_path, {2: "/pod/job"}, more="41 22 0:32 /pod/job /run/mine rw - cgroup2 cgroup2 rw\n")
-    memory = binding(tmp_path)
-    assert (memory.path, memory.available) == ("/pod", 40)
 
 
 def test_a_mount_point_with_a_space_is_found(tmp_path: Path) -> None:
@@ -168,26 +129,20 @@ def test_a_mount_point_with_a_space_is_found(tmp_path: Path) -> None:
 def test_a_machine_without_these_files_has_no_limit(tmp_path: Path) -> None:
     assert cgroup_memory(tmp_path) is None
     write_membership(tmp_path, {2: "/job"})
-    assert cgroup_memory(tmp_path) is None
     (tmp_path / "proc/self/mountinfo").unlink()
     assert cgroup_memory(tmp_path) is None
 
 
+@pytest.mark.parametrize("membership", [b"", b"nonsense\n::\n", b"0::/\xff\x00\n", b"0::/" + b"x" * 5000 + b"\n", b"0::relative\n", b"4:memory\n"])
 @pytest.mark.parametrize(
-    "membership", [b"", b"0:", b"nonsense\n::\n", b"0::/\xff\x00\n", b"0::/" + b"x" * 5000 + b"\n", b"0::relative\n", b"4:memory\n"]
+    "mount", [None, "", "31 22 0:31 / /a rw - cgroup2", "31 22 0:31 / / rw cgroup2 cgroup2 rw", "\0 \0 \0 \0 \0 \0 - cgroup2 x y"]
 )
-def test_a_garbled_membership_is_no_error(tmp_path: Path, membership: bytes) -> None:
-    one_group(tmp_path, 2, NO_LIMIT[2], 60)
-    (tmp_path / "proc/self/cgroup").write_bytes(membership)
-    assert cgroup_memory(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    "line", ["", "31 22 0:31 /", "31 22 0:31 / /a rw - cgroup2", "- - -", "31 22 0:31 / / rw cgroup2 cgroup2 rw", "\0 \0 \0 \0 \0 \0 - cgroup2 x y"]
-)
-def test_a_garbled_mount_is_no_error(tmp_path: Path, line: str) -> None:
+def test_garbled_groups_and_mounts_are_no_error(tmp_path: Path, membership: bytes, mount: str | None) -> None:
     one_group(tmp_path, 2, 100, 60)
-    (tmp_path / "proc/self/mountinfo").write_text(line + "\n")
+    if mount is not None:
+        (tmp_path / "proc/self/mountinfo").write_text(mount + "\n")
+        assert cgroup_memory(tmp_path) is None
+    (tmp_path / "proc/self/cgroup").write_bytes(membership)
     assert cgroup_memory(tmp_path) is None
 
 
@@ -239,7 +194,7 @@ def test_any_nesting_agrees_with_a_plain_reading(version: Version, groups: list[
 # reading again and again
 
 
-def test_a_reader_sees_what_changes(tmp_path: Path) -> None:
+def test_a_reader_sees_what_changes_and_follows_the_process_to_another_group(tmp_path: Path) -> None:
     one_group(tmp_path, 2, 100, 60)
     reader = CgroupReader(tmp_path)
     first = reader.read()
@@ -247,77 +202,11 @@ def test_a_reader_sees_what_changes(tmp_path: Path) -> None:
     second = reader.read()
     one_group(tmp_path, 2, "max", 80)
     assert [memory and memory.available for memory in (first, second, reader.read())] == [40, 10, None]
-
-
-def test_a_reader_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_group(tmp_path, 2, 100, 60)
-    reader = CgroupReader(tmp_path)
-    reader.read()
-    before = dict(reader._files.descriptors)
-    monkeypatch.setattr(Path, "read_text", None)  # nor are the mounts looked at again
-    for _ in range(5):
-        assert reader.read() is not None
-    assert reader._files.descriptors == before
-    assert len(before) == 4, "the membership, the limit, the use and the statistics"
-
-
-def test_a_reader_follows_the_process_to_another_group(tmp_path: Path) -> None:
-    one_group(tmp_path, 2, 100, 60)
-    reader = CgroupReader(tmp_path)
-    reader.read()
     write_group(tmp_path / ROOT_OF[2], "/other", 2, 100, 20)
     write_membership(tmp_path, {2: "/other"})
-    memory = some(reader.read())
+    memory = reader.read()
+    assert memory is not None
     assert (memory.path, memory.available) == ("/other", 80)
-
-
-def test_a_file_that_cannot_be_read_any_more_is_opened_again(tmp_path: Path) -> None:
-    one_group(tmp_path, 2, 100, 60)
-    reader = CgroupReader(tmp_path)
-    reader.read()
-    name = os.fspath(tmp_path / ROOT_OF[2] / "job/memory.max")
-    os.close(reader._files.descriptors[name])
-    reader._files.descriptors[name] = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails as reading a removed group does
-    assert reader.read() is None
-    assert reader.read() is not None
-
-
-def test_a_closed_reader_leaves_no_descriptors_and_can_read_again(tmp_path: Path) -> None:
-    one_group(tmp_path, 2, 100, 60)
-    reader = CgroupReader(tmp_path)
-    reader.read()
-    descriptors = list(reader._files.descriptors.values())
-    reader.close()
-    for descriptor in descriptors:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
-    assert reader.read() is not None
-    descriptors = list(reader._files.descriptors.values())
-    del reader
-    gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptors[0])
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_reads_with_files_of_its_own(tmp_path: Path) -> None:
-    # in a subprocess of its own: fork and the threads of a test runner do not mix
-    one_group(tmp_path, 2, 100, 60)
-    code = f"""
-        import os, threading
-        from pathlib import Path
-        from elastic_mbs.memory.cgroup import CgroupReader
-        reader = CgroupReader(Path({os.fspath(tmp_path)!r}))
-        reader.read()
-        reader._files.lock.acquire()  # as another thread would hold it
-        if (pid := os.fork()) == 0:
-            os._exit(0 if reader.read().available == 40 and reader._files._pid == os.getpid() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        reader._files.lock.release()
-        assert reader.read().available == 40
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="this machine's own files")

@@ -23,18 +23,20 @@ PREPARE = """
     from elastic_mbs.memory import CgroupMemory, HostGuard, NoSensor, host_guard
     torch.set_num_threads(1)
     MEBI = 1 << 20
-    own = host_guard._OwnMemory()
 
     class Group:  # a container with others in it, without the container
         others = 50 * MEBI
         limit = 1 << 50
         def read(self):
-            used = self.others + own.anonymous()
+            used = self.others + host_guard.own_memory()[0]
             return CgroupMemory(2, "/", self.limit, used, 0, max(0, self.limit - used), "memory.max")
         def leave(self, room):  # bytes that may be mapped beside what is mapped now, and the margin
-            self.limit = own.mapped() + self.others + 24 * MEBI + room
-        def close(self):
-            pass
+            self.limit = host_guard.own_memory()[1] + self.others + 24 * MEBI + room
+
+    def guard_beside(group):
+        guard = HostGuard("24MiB")
+        guard._cgroup = group
+        return guard
 """
 
 
@@ -108,8 +110,7 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
 
 def test_the_allocator_fails_at_the_limit_and_not_outside_of_a_piece() -> None:
     out = run_limited("""
-        guard, group = HostGuard("24MiB"), Group()
-        guard._cgroup = group
+        guard = guard_beside(group := Group())
         group.leave(8 * MEBI)
         guard.renew()
         try:
@@ -148,8 +149,7 @@ def test_a_micro_batch_of_one_that_does_not_fit_ends_with_a_typed_error_and_a_us
 def test_a_forked_child_and_a_thread_are_held_to_what_they_should_be() -> None:
     run_limited("""
         resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, resource.RLIM_INFINITY))
-        guard, group = HostGuard("24MiB"), Group()
-        guard._cgroup = group
+        guard = guard_beside(group := Group())
         group.leave(64 * MEBI)
         guard.renew()
         low = resource.getrlimit(resource.RLIMIT_DATA)[0]
@@ -176,8 +176,7 @@ def test_a_forked_child_and_a_thread_are_held_to_what_they_should_be() -> None:
 def test_threads_of_torch_are_made_before_the_first_piece() -> None:
     run_limited("""
         torch.set_num_threads(3)
-        guard, group = HostGuard("24MiB"), Group()
-        guard._cgroup = group
+        guard = guard_beside(group := Group())
         group.leave(256 * MEBI)
         guard.renew()
         guard.lift()
@@ -193,8 +192,7 @@ def test_what_the_first_backward_imports_is_there_before_the_first_piece() -> No
     """It imported sympy under the limit; refused memory in the middle of that, sympy stayed half imported, and every later backward failed."""
     run_limited(
         """
-        guard, group = HostGuard("24MiB"), Group()
-        guard._cgroup = group
+        guard = guard_beside(group := Group())
         group.leave(256 * MEBI)
         guard.renew()
         guard.lift()

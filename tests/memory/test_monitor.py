@@ -1,3 +1,5 @@
+"""The thread that keeps the latest reading: when it reads, what it publishes, and how it ends."""
+
 from __future__ import annotations
 
 import gc
@@ -18,6 +20,8 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import Headroom, Monitor, Reading, Unavailable
 from elastic_mbs.memory import monitor as module
 
+LOST = Unavailable("lost", 1.0)
+
 
 class Script:
     """A sensor that answers, raises or blocks as told: the last answer stays."""
@@ -36,7 +40,7 @@ class Script:
         return answer() if callable(answer) else answer  # type: ignore[no-any-return]  # a script may answer anything
 
 
-def room(free: int = 5, at: float = 0.0) -> Headroom:
+def room(free: int = 5, at: float = 1.0) -> Headroom:
     return Headroom(free, 10, 0, "script", at)
 
 
@@ -57,37 +61,27 @@ def _no_thread_is_left() -> Any:
     wait_until(lambda: not threads())
 
 
-def test_before_the_first_reading_there_is_none() -> None:
-    sensor = Script(room())
-    monitor = Monitor(sensor)
-    assert monitor.latest() == Unavailable("no reading yet")
-    assert sensor.reads == 0
-
-
-def test_a_poll_reads_now_and_becomes_the_latest() -> None:
-    now = iter([3.0, 4.0])
-    monitor = Monitor(Script(room(1, at=99.0), Unavailable("gone", at=99.0)), clock=lambda: next(now))
-    assert monitor.read_now() == monitor.latest() == room(1, at=3.0)
-    assert monitor.read_now() == monitor.latest() == Unavailable("gone", at=4.0)
-
-
-def test_a_reading_is_stamped_before_the_sensor_is_asked() -> None:
+def test_a_reading_is_stamped_before_the_sensor_is_asked_and_becomes_the_latest() -> None:
     now = [1.0]
 
     def slow() -> Reading:
         now[0] = 50.0
-        return room()
+        return room(at=99.0)
 
-    assert Monitor(Script(slow), clock=lambda: now[0]).read_now().at == 1.0
+    sensor = Script(slow, LOST)
+    monitor = Monitor(sensor, clock=lambda: now[0])
+    assert monitor.latest() == Unavailable("no reading yet")
+    assert sensor.reads == 0
+    assert monitor.read_now() == monitor.latest() == monitor.cached() == room(at=1.0)
+    assert monitor.read_now() == monitor.latest() == Unavailable("lost", at=50.0)
 
 
 def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread() -> None:
     sensor = Script(room(1), room(2))
-    monitor = Monitor(sensor, interval=0)
+    monitor = Monitor(sensor, interval=0, clock=lambda: 1.0)
     monitor.start()
     assert threads() == []
-    looks = [monitor.latest(), monitor.latest()]
-    assert [look.free for look in looks if isinstance(look, Headroom)] == [1, 2]
+    assert [monitor.latest(), monitor.latest(), monitor.cached()] == [room(1), room(2), room(2)]
     assert sensor.reads == 2
     monitor.stop()
 
@@ -98,16 +92,19 @@ def test_an_interval_that_is_no_time_is_refused(interval: float) -> None:
         Monitor(Script(room()), interval=interval)
 
 
-def test_the_thread_reads_at_once_and_then_every_interval() -> None:
+def test_the_thread_reads_at_once_and_then_every_interval_until_it_is_stopped() -> None:
     sensor = Script(room(1), room(2), room(3))
-    monitor = Monitor(sensor, interval=0.005)
-    monitor.start()
-    wait_until(lambda: isinstance(reading := monitor.latest(), Headroom) and reading.free == 3)
-    monitor.stop()
-    reads = sensor.reads
-    time.sleep(0.03)
-    assert sensor.reads == reads
-    assert isinstance(monitor.latest(), Headroom)
+    monitor = Monitor(sensor, interval=0.005, clock=lambda: 1.0)
+    for _ in range(2):  # it can be started again
+        reads = sensor.reads
+        monitor.start()
+        monitor.start()
+        assert len(threads()) == 1
+        wait_until(lambda reads=reads: sensor.reads >= reads + 3)  # type: ignore[misc]  # a default is no type that mypy infers
+        monitor.stop()
+        monitor.stop()
+        assert threads() == []
+        assert monitor.latest() == room(3)
 
 
 def test_a_requested_reading_comes_before_the_interval_is_over() -> None:
@@ -124,26 +121,9 @@ def test_a_requested_reading_comes_before_the_interval_is_over() -> None:
     assert sensor.reads == 4
 
 
-def test_starting_twice_makes_one_thread() -> None:
-    monitor = Monitor(Script(room()), interval=100)
-    monitor.start()
-    monitor.start()
-    assert len(threads()) == 1
-    monitor.stop()
-    monitor.stop()
-    assert threads() == []
-    monitor.start()  # again
-    assert len(threads()) == 1
-    monitor.stop()
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [
-        (ValueError("bad"), "ValueError: bad"),
-        (42, "Script.read returned int, not Headroom or Unavailable"),
-        (None, "Script.read returned NoneType, not Headroom or Unavailable"),
-    ],
+    [(ValueError("bad"), "ValueError: bad"), (None, "Script.read returned NoneType, not Headroom or Unavailable")],
 )
 def test_a_sensor_that_misbehaves_is_unavailable(answer: Any, reason: str) -> None:
     assert Monitor(Script(answer), clock=lambda: 1.0).read_now() == Unavailable(reason, 1.0)
@@ -154,28 +134,24 @@ def test_an_interrupt_passes_through() -> None:
         Monitor(Script(KeyboardInterrupt())).read_now()
 
 
-def test_a_change_is_told_once() -> None:
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [([room(), room(6), LOST, LOST, room(), room()], [LOST, room()]), ([LOST], [LOST])],
+    ids=["lost and back", "never there"],
+)
+def test_a_change_is_told_once(answers: list[Reading], told: list[Reading]) -> None:
     seen: list[Reading] = []
-    lost = Unavailable("lost", 1.0)
-    monitor = Monitor(Script(room(), room(6), lost, lost, room(), room()), clock=lambda: 1.0, on_change=seen.append)
+    monitor = Monitor(Script(*answers), clock=lambda: 1.0, on_change=seen.append)
     for _ in range(6):
         monitor.read_now()
-    assert seen == [lost, room(at=1.0)]
-
-
-def test_a_sensor_that_never_answers_is_told_once() -> None:
-    seen: list[Reading] = []
-    monitor = Monitor(Script(Unavailable("no driver")), clock=lambda: 0.0, on_change=seen.append)
-    for _ in range(3):
-        monitor.read_now()
-    assert seen == [Unavailable("no driver")]
+    assert seen == told
 
 
 def test_an_error_in_on_change_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: Reading) -> None:
         raise RuntimeError("sink is full")
 
-    sensor = Script(Unavailable("lost"), room())
+    sensor = Script(LOST, room())
     monitor = Monitor(sensor, interval=0.005, on_change=fail)
     with caplog.at_level(logging.ERROR, "elastic_mbs"):
         monitor.start()
@@ -184,7 +160,7 @@ def test_an_error_in_on_change_does_not_end_the_thread(caplog: pytest.LogCapture
     assert isinstance(monitor.latest(), Headroom)
     assert [record.message for record in caplog.records] == ["an error in on_change of the memory monitor"] * 2
     with pytest.raises(RuntimeError, match="sink is full"):
-        Monitor(Script(Unavailable("lost")), on_change=fail).read_now()
+        Monitor(Script(LOST), on_change=fail).read_now()
 
 
 class Owner:
@@ -200,8 +176,7 @@ class Owner:
 
 
 def test_the_thread_ends_with_its_owner_and_does_not_keep_it_alive() -> None:
-    sensor = Script(Unavailable("lost"), room())
-    owner = Owner(sensor)
+    owner = Owner(Script(LOST, room()))
     seen = owner.seen
     wait_until(lambda: len(seen) == 2)
     gone = weakref.ref(owner)
@@ -213,12 +188,13 @@ def test_the_thread_ends_with_its_owner_and_does_not_keep_it_alive() -> None:
 
 def test_an_owner_that_is_gone_is_not_told() -> None:
     owner = Owner(Script(room()))
-    monitor = owner.monitor
+    monitor, seen = owner.monitor, owner.seen
     monitor.stop()
-    monitor._latest._sensor = Script(Unavailable("lost"))
+    monitor._sensor = Script(LOST)
     del owner
     gc.collect()
     assert isinstance(monitor.read_now(), Unavailable)
+    assert seen == []
 
 
 def test_stopping_does_not_wait_for_a_sensor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,12 +209,11 @@ def test_stopping_does_not_wait_for_a_sensor_that_hangs(monkeypatch: pytest.Monk
     monitor = Monitor(sensor, interval=100)
     monitor.start()
     assert sensor.read_once.wait(120)
-    assert monitor.latest() == Unavailable("no reading yet")
     monitor.stop()
     assert threads()  # it still hangs
     release.set()
     wait_until(lambda: not threads())
-    assert monitor.latest() == Unavailable("no reading yet")  # what comes after the end is not published
+    assert monitor.latest() == Unavailable("no reading yet"), "what comes after the end is not published"
 
 
 def test_on_change_may_stop_the_monitor() -> None:
@@ -249,7 +224,7 @@ def test_on_change_may_stop_the_monitor() -> None:
         box[0].stop()
         stopped.set()
 
-    box.append(Monitor(Script(Unavailable("lost")), interval=100, on_change=stop))
+    box.append(Monitor(Script(LOST), interval=100, on_change=stop))
     box[0].start()
     assert stopped.wait(120)
 
@@ -262,86 +237,64 @@ def test_where_there_can_be_no_thread_the_sensor_is_lost(monkeypatch: pytest.Mon
     monkeypatch.setattr(threading.Thread, "start", fail)
     monitor = Monitor(Script(room()), clock=lambda: 2.0, on_change=seen.append)
     monitor.start()
+    assert not monitor.running
     assert monitor.latest() == Unavailable("no thread for the memory monitor: can't start new thread", 2.0)
     assert seen == [monitor.latest()]
 
 
-def run(code: str) -> str:
-    # in a subprocess of its own: fork and the threads of a test runner do not mix
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_reads_on() -> None:
-    output = run("""
-        import os, threading, time
+def run(code: str) -> None:
+    """In a subprocess of its own: fork and the threads of a test runner do not mix."""
+    prelude = """
+        import os, signal, threading, time
         from elastic_mbs.memory import Headroom, Monitor
 
         class Sensor:
             def read(self):
                 return Headroom(os.getpid(), 10**9, 0, "pid", 0.0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("first", ["latest", "request_reading"])
+def test_a_forked_child_reads_on_whatever_was_locked_at_the_fork(first: str) -> None:
+    run(f"""
         def wait_for(pid):
             deadline = time.monotonic() + 120
-            while getattr(monitor.latest(), "free", None) != pid:
+            while getattr(monitor.cached(), "free", None) != pid:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
 
-        monitor = Monitor(Sensor(), interval=0.005)
-        never = Monitor(Sensor())
-        stopped = Monitor(Sensor(), interval=0.005)
+        monitor, never, stopped = (Monitor(Sensor(), interval=0.005) for _ in range(3))
         monitor.start(), stopped.start()
         wait_for(os.getpid())
-        with monitor._lock, monitor._latest.lock:  # as another thread may at the fork
+        with monitor._lock, monitor._wake._cond:  # as another thread may at the fork
             pid = os.fork()
         if pid == 0:
+            signal.alarm(100)
             assert threading.active_count() == 1
             stopped.stop()
-            wait_for(os.getpid())
+            stopped.latest()
             never.latest()
+            assert monitor.running and threading.active_count() == 1
+            monitor.{first}()
+            wait_for(os.getpid())
             assert threading.active_count() == 2
             monitor.stop()
             assert threading.active_count() == 1
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         wait_for(os.getpid())
-        print("parent done")
+        print("end")
     """)
-    assert output == "parent done\n"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_may_first_of_all_request_a_reading() -> None:
-    """The parent's alarm may have been locked at the fork, for as long as its thread goes to sleep."""
-    output = run("""
-        import os, signal
-        from elastic_mbs.memory import Headroom, Monitor
-
-        class Sensor:
-            def read(self):
-                return Headroom(1, 10**9, 0, "one", 0.0)
-
-        monitor = Monitor(Sensor(), interval=100)
-        monitor.start()
-        with monitor._alarm.rung._cond:
-            pid = os.fork()
-            if pid == 0:
-                signal.alarm(10)
-                monitor.request_reading()
-                os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-        print("child done")
-    """)
-    assert output == "child done\n"
 
 
 def test_a_running_monitor_does_not_hold_up_the_end_of_the_process() -> None:
-    code = """
-        from elastic_mbs.memory import Monitor, HostSensor
-        monitor = Monitor(HostSensor(), interval=1000)
+    run("""
+        monitor = Monitor(Sensor(), interval=1000)
         monitor.start()
         print("end")
-    """
-    assert run(code) == "end\n"
+    """)

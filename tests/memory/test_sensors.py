@@ -28,7 +28,7 @@ from elastic_mbs.memory import (
     host,
     sensor_for,
 )
-from tests.helpers.fake_nvml import GIB, FakeCuda, FakeNvml
+from tests.helpers.fake_nvml import GIB, FakeCuda, FakeDriver
 
 
 def raiser(error: BaseException) -> Callable[..., Any]:
@@ -167,10 +167,8 @@ def test_without_the_resource_module_the_mark_comes_from_psutil(monkeypatch: pyt
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    return fake
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return FakeDriver(monkeypatch)
 
 
 @pytest.fixture
@@ -184,13 +182,13 @@ def read(device: str = "cuda:0") -> Headroom:
     return reading
 
 
-def test_cuda_headroom_is_what_nvml_has_free_and_what_we_reserved(cuda: FakeCuda, nvml: FakeNvml) -> None:
+def test_cuda_headroom_is_what_nvml_has_free_and_what_we_reserved(cuda: FakeCuda, driver: FakeDriver) -> None:
     reading = read()
     assert reading == Headroom(6 * GIB, 9 * GIB, 1 * GIB, "nvml", 5.0)
     assert reading.capacity == 8 * GIB
 
 
-def test_a_cap_on_this_process_limits_its_capacity(cuda: FakeCuda, nvml: FakeNvml) -> None:
+def test_a_cap_on_this_process_limits_its_capacity(cuda: FakeCuda, driver: FakeDriver) -> None:
     cuda.fraction = 0.5
     reading = read()
     assert reading.capacity == int(4.5 * GIB)
@@ -200,18 +198,18 @@ def test_a_cap_on_this_process_limits_its_capacity(cuda: FakeCuda, nvml: FakeNvm
     assert read().capacity == int(0.9 * GIB)
 
 
-def test_a_torch_that_cannot_tell_its_cap_has_none(cuda: FakeCuda, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_tell_its_cap_has_none(cuda: FakeCuda, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
     assert read().capacity == 8 * GIB
 
 
-def test_capacity_never_exceeds_the_device(cuda: FakeCuda, nvml: FakeNvml) -> None:
-    nvml.free = 9 * GIB
+def test_capacity_never_exceeds_the_device(cuda: FakeCuda, driver: FakeDriver) -> None:
+    driver.cards[0].free = 9 * GIB
     assert read() == Headroom(7 * GIB, 9 * GIB, 0, "nvml", 5.0)
 
 
 @pytest.mark.parametrize("reserved", [[1 * GIB, 2 * GIB], [2 * GIB, 1 * GIB]])
-def test_memory_that_moves_during_the_reading_is_not_counted_twice(cuda: FakeCuda, nvml: FakeNvml, reserved: list[int]) -> None:
+def test_memory_that_moves_during_the_reading_is_not_counted_twice(cuda: FakeCuda, driver: FakeDriver, reserved: list[int]) -> None:
     cuda.reserved = reserved
     assert read().capacity == 7 * GIB
 
@@ -222,7 +220,7 @@ def test_a_lost_device_is_unavailable(cuda: FakeCuda, monkeypatch: pytest.Monkey
     assert CudaSensor("cuda:1", clock=lambda: 5.0).read() == Unavailable(f"cuda:1: {type(error).__name__}: {error}", 5.0)
 
 
-def test_the_current_device_is_taken_where_none_is_named(cuda: FakeCuda, nvml: FakeNvml) -> None:
+def test_the_current_device_is_taken_where_none_is_named(cuda: FakeCuda, driver: FakeDriver) -> None:
     assert read("cuda").capacity == 8 * GIB  # memory_reserved of the fake insists on an index
     CudaMeter("cuda").reset_peak()
     assert cuda.resets == [torch.device("cuda:3")]
