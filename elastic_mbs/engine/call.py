@@ -149,13 +149,20 @@ class Call:
         state, context = self.state, self.context
         if attempt is not state.attempt or state.phase is not Phase.WAITING:
             raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
-        if state.table is not None:
-            state.table.__enter__()
-        if context.guard is not None:
-            context.guard.renew()
-        if misuse.fault_injector is not None:
-            misuse.fault_injector.begin(self, context.model.modules, ready=state.failures_in_row == 0)
-        state.phase = Phase.FORWARD  # last: until here the loop stands between two attempts
+        try:
+            if state.table is not None:
+                state.table.__enter__()
+            if context.guard is not None:
+                context.guard.renew()
+            if misuse.fault_injector is not None:
+                misuse.fault_injector.begin(self, context.model.modules, ready=state.failures_in_row == 0)
+            state.phase = Phase.FORWARD
+            return
+        except BaseException as error:
+            typed = self._ended_by(error)
+            if typed is None:
+                raise
+        raise typed
 
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Weighs the loss and runs backward."""
@@ -200,7 +207,7 @@ class Call:
             state.table.__exit__(None, None, None)
         try:
             if error is None:
-                if state.phase is Phase.DONE:
+                if self.finished:
                     raise IncompleteBatchError("the runtime was closed inside a `with micro:` block, so its batch is incomplete")
                 self._commit(attempt)
                 if not state.schedule:
@@ -208,15 +215,12 @@ class Call:
                 return False
             if isinstance(error, Exception) and note_failure(state, attempt, error):
                 return True
+            self.abort(error)
+            return False
         except BaseException as refusal:
-            context.model.thaw()
             typed = self._ended_by(refusal)
             if typed is None:
                 raise
-        else:
-            context.model.thaw()  # not in `abort`: what is frozen between two attempts is the user's doing
-            self.abort(error)
-            return False
         raise typed
 
     def _commit(self, attempt: Attempt) -> None:
@@ -288,6 +292,8 @@ class Call:
         """Ends the call by `error`: state goes back to the call's start, and what could not is noted on the error."""
         state = self.state
         if state.phase is not Phase.DONE:
+            if self.inside:  # what is frozen between two attempts is the user's doing
+                self.context.model.thaw()
             if state.attempt is not None:
                 state.attempt.drop()  # a variable of the user's can still hold it
                 state.attempt = None
