@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .run import DAMAGED, RAW, WRONG, Outcome, run
-from .strike import PAIR, PATTERNS, Lines, Operations
+from .run import run
+from .strike import PATTERNS, Lines, Operations
 from .sweep import Sweep
-from .target import Target, builtin, of_subject
+from .target import builtin
 
-__all__ = ["DAMAGED", "PAIR", "PATTERNS", "RAW", "WRONG", "Lines", "Operations", "Outcome", "Sweep", "Target", "builtin", "of_subject", "run"]
+__all__ = ["PATTERNS", "Lines", "Operations", "Sweep", "builtin", "run"]

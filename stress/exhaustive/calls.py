@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +19,9 @@ from elastic_mbs.batch.view import map_tensors
 from ..flat_options import grouped
 from ..models.subject import Subject
 from ..reference.by_hand import by_loop, check_covered, view_of
-from ..reference.state import State, WrongOutcomeError, error_of, same_state
+from ..reference.state import State, WrongOutcomeError, demand, error_of, same_state
 from ..streams import Streams
 from .target import Partition, Target, reference, whole_batch
-
-
-class Strikes(Protocol):
-    """What is notified when the user's code runs."""
-
-    def user_code(self) -> None: ...
 
 
 @dataclass
@@ -36,13 +31,13 @@ class Call:
     target: Target
     case: Subject
     mbs: ElasticMBS
-    strikes: Strikes | None = None
+    user_code: Callable[[], None] = lambda: None  # is called when the user's code runs
+
+    gradients = True  # whether it may leave gradients behind when it fails, and says so
 
     @property
     def batch(self) -> Any:
         return self.case.batch(0)
-
-    gradients = True  # whether it may leave gradients behind when it fails, and says so
 
     def prepare(self) -> None:
         """Brings the case to where the call begins."""
@@ -50,8 +45,7 @@ class Call:
 
     def noting(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def noted(batch: Any) -> Any:
-            if self.strikes is not None:
-                self.strikes.user_code()
+            self.user_code()
             return fn(batch)
 
         return noted
@@ -60,22 +54,16 @@ class Call:
         raise NotImplementedError
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        """The largest difference of a number from what it should be.
-
-        Raises:
-            WrongOutcomeError: it is too large, or what must not change has changed.
-        """
+        """The largest difference of a number from what it should be; WrongOutcomeError where it is too large, or more has changed than may."""
         raise NotImplementedError
 
-    def judge_extra(self, *, failed: bool) -> None:
-        """Judges what the state has not: see `judge`."""
+    def judge_failed(self, start: State, end: State, notes: str) -> None:
+        """WrongOutcomeError where a call that has failed has changed more than its error's notes say."""
+        trouble = start.trouble(end, notes if self.gradients else "")
+        demand(not trouble, ", ".join(trouble))
 
     def is_whole(self, start: State, end: State) -> bool:
         """Whether all was done when an interrupt came, where that is as good as nothing."""
-        return False
-
-    def may_differ(self, start: State, end: State) -> bool:
-        """Whether what has changed may: what a GradScaler has unscaled."""
         return False
 
     def keeper(self) -> Callable[[], None]:
@@ -107,14 +95,14 @@ class Loop(Call):
         return by_loop(self.mbs, self._loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        check_covered([*product.partition, *product.skipped], whole_batch(self.target)[-1][1])
-        wanted = [reference(self.target, product.partition)]
+        whole = whole_batch(self.target)
+        check_covered([*product.partition, *product.skipped], whole[-1][1])
+        same = reference(self.target, product.partition)
+        worst = error_of(end.grads, same.grads)
         if self.case.separable:
-            wanted.append(reference(self.target, whole_batch(self.target)))
-        worst = min(error_of(end.grads, state.grads) for state in wanted)
-        if not worst <= self.case.tolerance:
-            raise WrongOutcomeError(f"gradient off by {worst:.3g} with {product.partition}")
-        check_state(end, wanted[0], self.case.tolerance)
+            worst = min(worst, error_of(end.grads, reference(self.target, whole).grads))
+        demand(worst <= self.case.tolerance, f"gradient off by {worst:.3g} with {product.partition}")
+        end.demand_rest_of(same, self.case.tolerance)
         return worst
 
 
@@ -135,14 +123,14 @@ class Backward(Loop):
         return self.mbs.backward(self._loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        wanted = next(iter(tensors_in(self.batch)))
-        if product.outputs is not None and not product.skipped and self.target.name != "edited_batch" and not torch.equal(product.outputs, wanted):
-            raise WrongOutcomeError(f"outputs are not those of the batch with {product.partition}")
+        if product.outputs is not None and not product.skipped and self.target.name != "edited_batch":
+            same = torch.equal(product.outputs, next(iter(tensors_in(self.batch))))
+            demand(same, f"outputs are not those of the batch with {product.partition}")
         return super().judge(product, start, end)
 
 
 class Reading(Call):
-    """The loss of a result, read after a call without a failure."""
+    """The loss of a result, read for the first time after a call without a failure."""
 
     gradients = False
 
@@ -151,15 +139,14 @@ class Reading(Call):
         self._result = self.mbs.backward(self._loss, self.batch)
 
     def warm_up(self) -> None:
-        """Each result is read for the first time."""
+        """There is no second first time."""
 
     def perform(self) -> float:
         return float(self._result)
 
     def judge(self, product: float, start: State, end: State) -> float:
         wanted = float(self._result)
-        if not (product == wanted or math.isnan(product)):
-            raise WrongOutcomeError(f"the loss reads {product}, and then {wanted}")
+        demand(product == wanted or math.isnan(product), f"the loss reads {product}, and then {wanted}")
         return 0.0
 
 
@@ -173,41 +160,37 @@ class Evaluation(Call):
         runs, fn = self._runs, self.case.loss_fn
 
         def numbered(batch: dict[str, Any]) -> dict[str, Any]:
-            index = batch["index"]
-            runs.append((int(batch["first"][0]), int(batch["first"][0]) + len(index)))
+            first, index = int(batch["first"][0]), batch["index"]
+            runs.append((first, first + len(index)))
             return {"loss": fn(batch["samples"]), "index": index * 1}
 
         self._fn = self.noting(numbered)
-        n = whole_batch(self.target)[-1][1]
-        self._numbered = {"samples": self.batch, "index": torch.arange(n), "first": list(range(n))}
+        self._samples = list(range(whole_batch(self.target)[-1][1]))
+        self._numbered = {"samples": self.batch, "index": torch.tensor(self._samples), "first": self._samples}
 
     def perform(self) -> Any:
         self._runs.clear()
         return self.mbs.eval(self._fn, self._numbered)
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        if product["index"].tolist() != list(range(whole_batch(self.target)[-1][1])):
-            raise WrongOutcomeError(f"outputs are not those of the batch: {product['index'].tolist()}")
+        demand(product["index"].tolist() == self._samples, f"outputs are not those of the batch: {product['index'].tolist()}")
         begins = max(i for i, (begin, _) in enumerate(self._runs) if begin == 0)
         runs = self._runs[begins:]
         committed = tuple(run for run, after in zip(runs, [*runs[1:], (runs[-1][1], 0)], strict=True) if after[0] == run[1])
         losses, after = evaluated(self.target, committed)
-        check_state(end, after, self.case.tolerance)
-        got = product["loss"]
-        worst = 0.0
+        end.demand_rest_of(after, self.case.tolerance)
         for name, wanted in losses.items():
-            values = got[name] if isinstance(got, dict) else got
-            numbers = torch.stack([torch.as_tensor(value).double() for value in (values if isinstance(values, list) else [values])])
-            if numbers.shape != wanted.shape or not torch.allclose(numbers, wanted, rtol=self.case.tolerance, atol=1e-14, equal_nan=True):
-                raise WrongOutcomeError(f"losses {numbers.tolist()} should be {wanted.tolist()} with {committed}")
-        if error_of(end.grads, start.grads) > 0:
-            raise WrongOutcomeError("a gradient has changed in an evaluation")
-        return worst
+            found = product["loss"][name] if name else product["loss"]
+            numbers = torch.stack([torch.as_tensor(value).double() for value in (found if isinstance(found, list) else [found])])
+            same = numbers.shape == wanted.shape and torch.allclose(numbers, wanted, rtol=self.case.tolerance, atol=1e-14, equal_nan=True)
+            demand(same, f"losses {numbers.tolist()} should be {wanted.tolist()} with {committed}")
+        demand(error_of(end.grads, start.grads) == 0, "a gradient has changed in an evaluation")
+        return 0.0
 
 
 @lru_cache(maxsize=1024)
 def evaluated(target: Target, pieces: Partition) -> tuple[dict[str, Tensor], State]:
-    """The losses of these pieces without a graph, by name, and the state after them."""
+    """The losses of these pieces without a graph, by name ("" where there is one), and the state after them."""
     case = target.plain()
     view = view_of(case, case.batch(0))
     losses: dict[str, list[Tensor]] = {}
@@ -229,10 +212,9 @@ class Verification(Call):
 
     def judge(self, product: Any, start: State, end: State) -> float:
         wanted = verified(self.target)
-        if str(product) != wanted:
-            raise WrongOutcomeError(f"the report is {str(product)!r} and not {wanted!r}")
-        if start.changes(end) or error_of(end.grads, start.grads) > 0:
-            raise WrongOutcomeError(f"verify has changed {start.changes(end) or 'gradients'}")
+        demand(str(product) == wanted, f"the report is {str(product)!r} and not {wanted!r}")
+        trouble = start.trouble(end)
+        demand(not trouble, f"verify has changed something: {', '.join(trouble)}")
         return 0.0
 
 
@@ -253,17 +235,15 @@ class OptimizerStep(Call):
             leaf.grad = None if grad is None else grad.clone()
         sparse = any(grad is not None and grad.is_sparse for grad in gradients)
         self.optimizer = torch.optim.SGD(leaves, 0.1) if sparse else torch.optim.AdamW(leaves, 0.1)
-        self._scaler = self.case.options.get("scaler")
-        if self._scaler is not None:
-            self._scaler.scale(torch.zeros(()))
-        self._start = copied(self.optimizer.state_dict())
-        self._warm = False
+        self.scaler = self.case.options.get("scaler")
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros(()))
+        self._start, self._warm = copy.deepcopy(self.optimizer.state_dict()), False
         streams.restore()
 
     def warm_up(self) -> None:
-        self._warm = True
         self.optimizer.step()
-        self._start = copied(self.optimizer.state_dict())
+        self._start, self._warm = copy.deepcopy(self.optimizer.state_dict()), True
 
     def perform(self) -> None:
         self.mbs.optimizer_step(self.optimizer)
@@ -271,24 +251,28 @@ class OptimizerStep(Call):
     def judge(self, product: Any, start: State, end: State) -> float:
         wanted, state = stepped(self.target, self._warm)
         worst = error_of(end.parameters, wanted.parameters)
-        if not worst <= self.case.tolerance:
-            raise WrongOutcomeError(f"parameters off by {worst:.3g}")
-        check_state(end, wanted, self.case.tolerance)
-        if not same_state(self.optimizer.state_dict(), state, self.case.tolerance):
-            raise WrongOutcomeError("the optimizer's state is not that of a step without failures")
+        demand(worst <= self.case.tolerance, f"parameters off by {worst:.3g}")
+        end.demand_rest_of(wanted, self.case.tolerance)
+        same = same_state(self.optimizer.state_dict(), state, self.case.tolerance)
+        demand(same, "the optimizer's state is not that of a step without failures")
         return worst
+
+    def is_whole(self, start: State, end: State) -> bool:
+        try:
+            self.judge(None, start, end)
+        except WrongOutcomeError:
+            return False
+        return True
 
     def keeper(self) -> Callable[[], None]:
         return lambda: None  # a gradient that has been unscaled must stay so: the scaler remembers it
 
-    def may_differ(self, start: State, end: State) -> bool:
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+    def judge_failed(self, start: State, end: State, notes: str) -> None:
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         unscaled = [None if grad is None else grad * scale for grad in end.grads]
-        return not start.changes(end) and error_of(unscaled, start.grads) < self.case.tolerance
-
-    def judge_extra(self, *, failed: bool) -> None:
-        if failed and not same_state(self.optimizer.state_dict(), self._start, 0.0):
-            raise WrongOutcomeError("the optimizer's state is not as at the start")
+        if start.changes(end) or error_of(unscaled, start.grads) >= self.case.tolerance:
+            super().judge_failed(start, end, notes)
+        demand(same_state(self.optimizer.state_dict(), self._start, 0.0), "the optimizer's state is not as at the start")
 
 
 @lru_cache(maxsize=256)
@@ -300,32 +284,11 @@ def stepped(target: Target, warm: bool) -> tuple[State, Any]:
         call.prepare()
         if warm:
             call.warm_up()
-        if call._scaler is None:
+        if call.scaler is None:
             call.optimizer.step()
         else:
-            call._scaler.step(call.optimizer)
-    return State.of(case.leaves(), case.model), copied(call.optimizer.state_dict())
-
-
-def copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    return [copied(each) for each in value] if isinstance(value, list) else value
-
-
-def check_state(end: State, wanted: State, tolerance: float) -> None:
-    """Compares buffers and random streams with those of a run without failures.
-
-    Raises:
-        WrongOutcomeError: they differ.
-    """
-    for a, b in zip(end.buffers, wanted.buffers, strict=True):
-        if not torch.allclose(a.double(), b.double(), rtol=tolerance, atol=1e-14, equal_nan=True):
-            raise WrongOutcomeError("buffers differ from a run without failures")
-    if not end.streams.same(wanted.streams):
-        raise WrongOutcomeError("random streams differ from a run without failures")
+            call.scaler.step(call.optimizer)
+    return State.of(case.leaves(), case.model), copy.deepcopy(call.optimizer.state_dict())
 
 
 CALLS: dict[str, type[Call]] = {

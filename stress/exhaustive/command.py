@@ -21,6 +21,7 @@ from elastic_mbs.errors import UsageError
 
 from ..exit_codes import PASSED, UNEXPECTED
 from ..exit_codes import WRONG as EXIT_WRONG
+from ..models.steps import STEPS
 from ..options import seed, whole
 from ..output import check_writable
 from ..progress import Progress
@@ -31,14 +32,9 @@ from .sweep import Sweep
 from .target import Target, builtin, of_subject
 
 DIMENSIONS = ("operations", "lines")
-SHOWN = 5
-"""Outcomes of each kind that are printed for a case; the rest are counted."""
-
-SAMPLES = 8
-"""Of the user's first batch, unless told otherwise."""
-
-LONG = 60.0
-"""Seconds from which a sweep is announced."""
+SHOWN = 5  # outcomes of each kind that are printed for a case; the rest are counted
+SAMPLES = 8  # of the user's first batch, unless told otherwise
+LONG = 60.0  # seconds from which a sweep is announced
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Summary(Tally):
     """What the points of one case came to."""
 
-    case: str
+    case: str = ""
     points: int = 0
     exact: int = 0
     worst: float = 0.0
@@ -82,19 +78,41 @@ class Summary(Tally):
         if outcome.error is not None:
             self.errors[outcome.error] += 1
 
-    @property
     def bad(self) -> str:
         return f"{self.wrong} wrong, {self.raw} raw, {self.damaged} damaged"
 
     def line(self) -> str:
         """As one line of the table."""
         modes, errors = listed(self.modes), listed(self.errors)
-        counts = f"{self.points:6} points  {self.exact:6} exact  {self.bad}"
+        counts = f"{self.points:6} points  {self.exact:6} exact  {self.bad()}"
         return f"{self.case:28} {counts}  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
 
 
 def main(options: argparse.Namespace) -> int:
     """Sweeps the cases and prints a table; returns the exit code."""
+    targets = _targets(options)
+    gc.collect()
+    gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
+    began = time.monotonic()
+    table, code = [], PASSED
+    for target in targets:
+        summary = Summary(target.name)
+        sweep = Sweep(target, options.stride, options.max_points, options.call or tuple(CALLS))
+        code = max(code, _case(sweep, options.dimension, summary))
+        table.append(summary)
+        print(summary.line(), flush=True)
+    total = Summary()
+    for summary in table:
+        total.merge(summary.as_json() | {"case": ""})
+    print(f"{total.points} injection points, {total.exact} exact, {total.bad()}, worst error {total.worst:.1e}, {time.monotonic() - began:.0f} s")
+    if options.json is not None:
+        figures = total.as_json() | {"case": "all", "torch": torch.__version__, "stride": options.stride}
+        options.json.write_text(json.dumps({**figures, "cases": [each.as_json() for each in table]}, indent=1) + "\n")
+    return code
+
+
+def _targets(options: argparse.Namespace) -> list[Target]:
+    """The cases that were asked for. UsageError where there is none such, or options do not go together."""
     for name in ("samples", "seed"):
         if options.model is None and getattr(options, name) is not None:
             raise UsageError(f"--{name} {getattr(options, name)} is for --model; the built-in cases have their own")
@@ -103,53 +121,26 @@ def main(options: argparse.Namespace) -> int:
     check_writable(options.json, "--json")
     torch.set_num_threads(1)
     if options.model is None:
-        from ..models.steps import STEPS
-
-        targets = [builtin(name) for name in options.cases or STEPS]
-    else:
-        target = of_subject(options.model, samples=options.samples or SAMPLES, seed=options.seed or 0)
-        targets = [target]
-        print(_what(target))
-    gc.collect()
-    gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
-    began = time.monotonic()
-    table, code = [], PASSED
-    for target in targets:
-        summary, worst = _case(Sweep(target, options.stride, options.max_points, options.call or tuple(CALLS)), options.dimension)
-        table.append(summary)
-        code = max(code, worst)
-        print(summary.line(), flush=True)
-    total = Summary("all")
-    for summary in table:
-        total.merge({name: value for name, value in summary.as_json().items() if name != "case"})
-    print(f"{total.points} injection points, {total.exact} exact, {total.bad}, worst error {total.worst:.1e}, {time.monotonic() - began:.0f} s")
-    if options.json is not None:
-        figures = {"torch": torch.__version__, "stride": options.stride, **total.as_json(), "cases": [each.as_json() for each in table]}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return code
-
-
-def _what(target: Target) -> str:
+        return [builtin(name) for name in options.cases or STEPS]
+    target = of_subject(options.model, samples=options.samples or SAMPLES, seed=options.seed or 0)
     case = target.build()
-    how = (
-        "compared with the same pieces and with the whole batch"
-        if case.separable
-        else "its gradient depends on the split (BatchNorm, dropout, samples that depend on each other): compared with the same pieces only"
-    )
-    return f"{target.name}: {how}, tolerance {case.tolerance:.0e}"
+    how = "compared with the same pieces and with the whole batch"
+    if not case.separable:
+        how = "its gradient depends on the split (BatchNorm, dropout, samples that depend on each other): compared with the same pieces only"
+    print(f"{target.name}: {how}, tolerance {case.tolerance:.0e}")
+    return [target]
 
 
-def _case(sweep: Sweep, dimension: str | None) -> tuple[Summary, int]:
-    name = sweep.target.name
-    summary = Summary(name)
-    began = time.monotonic()
+def _case(sweep: Sweep, dimension: str | None, summary: Summary) -> int:
+    """Strikes at the points of one case, and adds up what they come to; returns the exit code."""
+    name, began = sweep.target.name, time.monotonic()
     ways = sweep.ways()
     each = (time.monotonic() - began) / max(1, len(ways))
     for outcome in ways.values():
         if outcome.found:
             print(f"WRONG without a failure: {outcome}", flush=True)
             summary.add(outcome)
-            return summary, EXIT_WRONG
+            return EXIT_WRONG
     progress, expected, began = Progress(piped=30.0, live=1.0), sweep.expected(ways), time.monotonic()
     if each * expected > LONG:
         long = f"about {expected} injections, about {each * expected / 60:.0f} min"
@@ -168,6 +159,6 @@ def _case(sweep: Sweep, dimension: str | None) -> tuple[Summary, int]:
     except Exception as error:
         progress.clear()
         print(f"UNEXPECTED in {name}: {type(error).__name__}: {error}", flush=True)
-        return summary, UNEXPECTED
+        return UNEXPECTED
     progress.clear()
-    return summary, EXIT_WRONG if shown else PASSED
+    return EXIT_WRONG if shown else PASSED

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -29,9 +30,9 @@ class Outcome:
     """What one call under injection came to."""
 
     name: str  # of the call
-    hits: list[str]  # what was made to fail
-    operations: int  # that could have failed
     modes: list[str]  # how failures were replayed
+    hits: list[str] = field(default_factory=list)  # what was made to fail
+    operations: int = 0  # that could have failed
     error: str | None = None  # the type of the error that left the call
     worst: float = 0.0  # largest relative difference of a number from the reference
     found: dict[str, str] = field(default_factory=dict)  # what is not allowed: WRONG, RAW or DAMAGED, with the reason
@@ -44,12 +45,7 @@ class Outcome:
 def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", warm: bool, case: Subject | None = None) -> Outcome:
     """Runs one call of a case under injection and judges its outcome.
 
-    Args:
-        target: whose call.
-        strikes: what fails.
-        call: a key of `CALLS`.
-        warm: whether the runtime has seen a clean call of it before.
-        case: a case to run again, where building it costs too much.
+    `call` is a key of `CALLS`, `warm` whether the runtime has seen a clean one before, `case` one to run again, where building it costs too much.
     """
     case = case or target.build()
     modes: list[str] = []
@@ -63,67 +59,49 @@ def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", 
         "on_event": lambda event: modes.append(event.mode) if isinstance(event, OutOfMemory) else None,
     }
     mbs = ElasticMBS(case.model, **grouped(options))
-    used = CALLS[call](target, case, mbs, strikes)
+    used = CALLS[call](target, case, mbs, strikes.user_code)
     used.prepare()
     if warm:
         used.warm_up()
-    outcome = Outcome(f"{target.name}, {'warm' if warm else 'cold'} {call}", strikes.hits, 0, modes)
-    _judged(used, strikes, outcome)
+    outcome = Outcome(f"{target.name}, {'warm' if warm else 'cold'} {call}", modes)
+    start, put_back = State.of(case.leaves(), case.model), used.keeper()
+    product, error = _performed(used, strikes)
     outcome.hits, outcome.operations = strikes.hits, strikes.count
+    end, left = State.of(case.leaves(), case.model), _left_in_process()
+    if left:
+        outcome.found[DAMAGED] = left
+    if error is None:
+        try:
+            outcome.worst = used.judge(product, start, end)
+        except WrongOutcomeError as wrong:
+            outcome.found[WRONG] = str(wrong)
+    elif _judge_error(used, error, start, end, outcome):
+        error = None  # with all that it keeps alive
+        put_back()
+        _judge_next(used, start, outcome)
     try:
         mbs.close()
-    except ElasticMBSError as error:
-        outcome.found[DAMAGED] = f"the runtime does not close: {type(error).__name__}: {error}"
+    except ElasticMBSError as trouble:
+        outcome.found[DAMAGED] = f"the runtime does not close: {type(trouble).__name__}: {trouble}"
         mbs.close()
     return outcome
 
 
-def _judged(used: Call, strikes: Operations | Lines, outcome: Outcome) -> None:
-    """Performs the call, and writes down what came of it."""
-    case, backend = used.case, used.case.backend
-    start, put_back = State.of(case.leaves(), case.model), used.keeper()
-    error: BaseException | None = None
-    product = None
+def _performed(used: Call, strikes: Operations | Lines) -> tuple[Any, BaseException | None]:
+    """What a call gives, or the error that it ends in; an interrupt from outside passes through."""
+    backend = used.case.backend
     if backend is not None:
         backend.inject = strikes.fault if isinstance(strikes, Lines) else strikes
     try:
         with nullcontext() if backend is not None else strikes:
-            product = used.perform()
-    except BaseException as caught:
-        if isinstance(caught, KeyboardInterrupt) and caught.args != (INJECTED,):
+            return used.perform(), None
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and error.args != (INJECTED,):
             raise
-        error = caught
+        return None, error
     finally:
         if backend is not None:
             backend.inject = None
-        left = _left_in_process()
-    end = State.of(case.leaves(), case.model)
-    try:
-        if left:
-            outcome.found[DAMAGED] = left
-        if error is None:
-            outcome.worst = used.judge(product, start, end)
-            used.judge_extra(failed=False)
-            return
-    except WrongOutcomeError as wrong:
-        outcome.found[WRONG] = str(wrong)
-        return
-    outcome.error = type(error).__name__
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) and not isinstance(error, ElasticMBSError):
-        outcome.found[RAW] = text
-    elif not (isinstance(error, RecoveryError) or error.args == (INJECTED,)):
-        outcome.found[WRONG] = f"not what running out of memory should end in: {text}"
-    if error.args == (INJECTED,) and used.is_whole(start, end):
-        return
-    notes = "\n".join(getattr(error, "__notes__", []))
-    del error
-    try:
-        _check_state(used, start, end, notes)
-        put_back()
-        _check_again(used, start)
-    except WrongOutcomeError as damage:
-        outcome.found[DAMAGED] = f"{damage} (after {text[:120]})"
 
 
 def _left_in_process() -> str:
@@ -138,19 +116,29 @@ def _left_in_process() -> str:
     return ", ".join(found)
 
 
-def _check_state(used: Call, start: State, end: State, notes: str) -> None:
-    trouble = start.trouble(end, notes if used.gradients else "")
-    if trouble and not used.may_differ(start, end):
-        raise WrongOutcomeError(", ".join(trouble))
-    used.judge_extra(failed=True)
+def _judge_error(used: Call, error: BaseException, start: State, end: State, outcome: Outcome) -> bool:
+    """Judges an error and what it has left behind; returns whether the same call can be made again."""
+    outcome.error, text = type(error).__name__, f"{type(error).__name__}: {error}"
+    injected = error.args == (INJECTED,)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) and not isinstance(error, ElasticMBSError):
+        outcome.found[RAW] = text
+    elif not (isinstance(error, RecoveryError) or injected):
+        outcome.found[WRONG] = f"not what running out of memory should end in: {text}"
+    if injected and used.is_whole(start, end):
+        return False
+    try:
+        used.judge_failed(start, end, "\n".join(getattr(error, "__notes__", [])))
+    except WrongOutcomeError as damage:
+        outcome.found[DAMAGED] = f"{damage} (after {text[:120]})"
+        return False
+    return True
 
 
-def _check_again(used: Call, start: State) -> None:
+def _judge_next(used: Call, start: State, outcome: Outcome) -> None:
     """The same call once more, without a failure."""
     try:
-        product = used.perform()
-        used.judge(product, start, State.of(used.case.leaves(), used.case.model))
+        used.judge(used.perform(), start, State.of(used.case.leaves(), used.case.model))
     except WrongOutcomeError as wrong:
-        raise WrongOutcomeError(f"the next call: {wrong}") from wrong
+        outcome.found[DAMAGED] = f"the next call: {wrong} (after {outcome.error})"
     except Exception as error:
-        raise WrongOutcomeError(f"the next call: {type(error).__name__}: {error}") from error
+        outcome.found[DAMAGED] = f"the next call: {type(error).__name__}: {error} (after {outcome.error})"

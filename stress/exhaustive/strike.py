@@ -21,13 +21,7 @@ from elastic_mbs.testing import InjectOOM
 PACKAGE = str(Path(elastic_mbs.__file__).parent) + "/"
 OUTSIDE = re.compile("/(testing|cli)/")
 
-PATTERNS: dict[str, tuple[int, ...] | None] = {
-    "once": (),
-    "twice": (3,),
-    "three times": (7, 12),
-    "in a row": (1, 2),
-    "persistent": None,
-}
+PATTERNS: dict[str, tuple[int, ...] | None] = {"once": (), "twice": (3,), "three times": (7, 12), "in a row": (1, 2), "persistent": None}
 """Distances from the first fault to the others; None: everything fails from the first on."""
 
 PAIR = "in recovery"
@@ -44,17 +38,13 @@ Line = tuple[str, int, int]
 
 
 class Operations(InjectOOM):
-    """Fails chosen operations, of all that can allocate on some device: `torch.equal` and `.item()` need memory on CUDA, so they count.
-
-    Attributes:
-        recovery: operations between the first fault and the next run of the user's code.
-    """
+    """Fails chosen operations, of all that can allocate on some device: `torch.equal` and `.item()` need memory on CUDA, so they count."""
 
     def __init__(self, first: int = 0, distances: tuple[int, ...] | None = (), *, after: int = 0) -> None:
         """Strikes at the operation `first`, at `distances` from it (None: at all from then on), and at the `after`-th of recovery."""
         at = {first, *(first + distance for distance in distances or ()), *((first + after,) if after else ())}
         super().__init__(at=at if first else (), always_from=first if first and distances is None else None)
-        self.recovery = 0
+        self.recovery = 0  # operations between the first fault and the next run of the user's code
         self._recovering = False
 
     def user_code(self) -> None:
@@ -74,16 +64,10 @@ class Operations(InjectOOM):
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operation, or makes it fail."""
-        if needs_memory(func, args):
+        makes = any(returned.alias_info is None for returned in func._schema.returns)  # anything that is no view of an argument, a number included
+        if makes or any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args):
             self.step(func._schema.name)
         return func(*args, **(kwargs or {}))
-
-
-def needs_memory(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether it returns anything that is no view of an argument, a number included, or works on a sparse tensor."""
-    returns = operation._schema.returns
-    return any(returned.alias_info is None for returned in returns) or any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args)
 
 
 def where() -> str:
@@ -95,18 +79,14 @@ def where() -> str:
 
 
 class Lines:
-    """Raises an exception in front of a line of recovery, after an operation has failed.
-
-    Attributes:
-        seen: how often each line has been run since the first fault.
-        hits: what was made to fail.
-    """
+    """Raises an exception in front of a line of recovery, after an operation has failed."""
 
     def __init__(self, fault: Operations, line: Line | None = None, exception: type[BaseException] = KeyboardInterrupt) -> None:
         self.fault = fault
-        self.seen: Counter[tuple[str, int]] = Counter()
+        self.seen: Counter[tuple[str, int]] = Counter()  # how often each line has been run since the first fault
         self._line, self._exception = line, exception
         self._struck: list[str] = []
+        self.user_code = fault.user_code
 
     @property
     def hits(self) -> list[str]:
@@ -115,9 +95,6 @@ class Lines:
     @property
     def count(self) -> int:
         return self.fault.count
-
-    def user_code(self) -> None:
-        self.fault.user_code()
 
     def __enter__(self) -> Self:
         self._before = sys.gettrace()

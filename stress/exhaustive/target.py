@@ -18,9 +18,6 @@ from ..scenarios.model_check import check
 
 Partition = tuple[tuple[int, int], ...]
 
-SAME_AS = {"compiled": "mlp"}
-"""Steps whose reference is another one: what is compiled must equal what is not."""
-
 
 @dataclass(frozen=True)
 class Target:
@@ -29,15 +26,15 @@ class Target:
     name: str  # in tables
     build: Callable[[], Subject]  # makes it from its seed
     plain: Callable[[], Subject]  # makes what its reference is computed from, the same except where it is compiled
-    size: int = 4  # micro-batch at the start, in samples
+    size: int = 4  # micro-batch at the start, in samples: two pieces of a built-in step, so that a failure can meet a batch partly accumulated
 
 
 @cache
 def builtin(name: str) -> Target:
-    """A built-in step by name. Its micro-batch of 4 makes two pieces, so that a failure can meet a batch that is partly accumulated."""
+    """A built-in step by name."""
     if name not in STEPS:
         raise UsageError(f"unknown case {name!r}; one of {', '.join(STEPS)}, or your own with --model path.py:factory")
-    return Target(name, partial(build, name), partial(build, SAME_AS.get(name, name)))
+    return Target(name, partial(build, name), partial(build, "mlp" if name == "compiled" else name))
 
 
 def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
@@ -45,11 +42,6 @@ def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
 
     Whether it is separable is found out: the gradient of the whole batch is compared with that of the batch in pieces, without a failure. A single
     sample cannot be cut: what does not go through again ends in the floor error.
-
-    Args:
-        name: as `stress.models.factory.find` takes it.
-        samples: how many; the whole batch where it has fewer.
-        seed: of model and batch.
 
     Raises:
         UsageError: there is no such model, it cannot be cut or does not run, or two of it from the same seed differ.
@@ -83,15 +75,11 @@ def whole_batch(target: Target) -> Partition:
     return ((0, view_of(case, case.batch(0)).length),)
 
 
-def reference(target: Target, pieces: Partition) -> State:
-    """The state after a hand-written accumulation over these pieces, without the engine and without a failure."""
-    return _kept(target, pieces)
-
-
 def _reference_of(target: Target, pieces: Partition) -> State:
+    """The state after a hand-written accumulation over these pieces, without the engine and without a failure."""
     case = target.plain()
     accumulate(case, view_of(case, case.batch(0)), pieces, scaler=case.options.get("scaler"))
     return State.of(case.leaves(), case.model)
 
 
-_kept = lru_cache(maxsize=4096)(_reference_of)
+reference = lru_cache(maxsize=4096)(_reference_of)

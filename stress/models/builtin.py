@@ -66,11 +66,7 @@ def _cross_entropy(model: nn.Module, piece: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Wide(nn.Module):
-    """Few weights and large activations, so that memory is a matter of the micro-batch, and little work: most scenarios train it.
-
-    Args:
-        width: bytes of one activation per row, over 8.
-    """
+    """Few weights and large activations, so that memory is a matter of the micro-batch, and little work: most scenarios train it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -118,11 +114,7 @@ def cnn(*, big: bool = False) -> Subject:
 
 
 class Heads(nn.Module):
-    """A trunk with a mask and two branches, whose backwards are ready at the same time: where one fails, the other waits in autograd's queue.
-
-    Args:
-        width: of the trunk and of each branch.
-    """
+    """A trunk with a mask and two branches, whose backwards are ready at the same time: where one fails, the other waits in autograd's queue."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -181,7 +173,4 @@ def gpt_bursts(*, big: bool = False) -> Subject:
 _ALL: tuple[Callable[..., Subject], ...] = (wide, mlp, cnn, heads, gpt, gpt_bursts, adam)
 
 BUILTIN: dict[str, Callable[[], Subject]] = {make.__name__: make for make in _ALL}
-"""Models by name."""
-
 ON_GPU: dict[str, Callable[[], Subject]] = {make.__name__: partial(make, big=True) for make in _ALL}
-"""The same in the size of a GPU."""

@@ -32,17 +32,12 @@ Factory = Callable[[], Subject]
 
 
 def find(name: str, device: torch.device | str = "cpu") -> Factory:
-    """The factory of a built-in model, or of the user's own.
+    """The factory of a built-in model, which is larger for a GPU, or of the user's own.
 
-    Args:
-        name: a key of `BUILTIN`, or `path.py:factory`. The factory takes no argument and returns a `Subject`, or a tuple
-            `(model, loss_fn, batches)` whose batches are a sequence, a loader, a generator, or a function of the step's number. Two more entries may
-            follow: a function that makes the optimizer from the parameters, and a dict of options for `ElasticMBS`, such as `count=` and
-            `generators=`. The file is run as `python path.py` would: what lies beside it can be imported.
-        device: built-in models are larger for a GPU.
-
-    Raises:
-        UsageError: there is no such name, file or function, or the file cannot be run.
+    `name` is a key of `BUILTIN`, or `path.py:factory`. The factory takes no argument and returns a `Subject`, or a tuple `(model, loss_fn, batches)`
+    whose batches are a sequence, a loader, a generator, or a function of the step's number. Two more entries may follow: a function that makes the
+    optimizer from the parameters, and a dict of options for `ElasticMBS`. The file is run as `python path.py` would: what lies beside it can be
+    imported. UsageError where there is no such name, file or function, or the file cannot be run.
     """
     path, _, attribute = name.rpartition(":")
     if name in BUILTIN:
@@ -53,24 +48,18 @@ def find(name: str, device: torch.device | str = "cpu") -> Factory:
         raise UsageError(f"--model {name}: no such model; one of {', '.join(BUILTIN)}, {own}")
     module = _module(Path(path), name)
     factory = getattr(module, attribute, None)
-    if not callable(factory):
+    if factory is None:
         there = [each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        what = f"no function {attribute!r}" if factory is None else f"{attribute!r}, but that is of type {type(factory).__name__} and no function"
-        raise UsageError(f"--model {name}: {path} has {what}; its functions: {', '.join(there) or 'none'}")
+        raise UsageError(f"--model {name}: {path} has no function {attribute!r}; its functions: {', '.join(there) or 'none'}")
+    if not callable(factory):
+        raise UsageError(f"--model {name}: {path} has {attribute!r}, but that is of type {type(factory).__name__} and no function")
     return lambda: _subject(factory(), name)
 
 
 def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: torch.device | str | None = None) -> Subject:
     """The subject made from its seed: model, batches and random streams are the same each time.
 
-    Args:
-        name: as for `find`.
-        seed: of torch's, Python's and numpy's random streams.
-        device: whose size it has.
-        there: where it goes, if not to that device: to look at its parameters beside the count.
-
-    Raises:
-        UsageError: there is no such model, or what the factory gives is no subject.
+    It has the size of `device`, and goes `there`, if that is another, to look at its parameters beside the count.
     """
     factory = find(name, device)
     with suppress(ImportError):
@@ -86,14 +75,9 @@ def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: tor
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Batches that a function makes: each from streams of its own, so that a batch is the same whenever it is asked for.
+    """Batches that a function makes: each from streams of its own, so that a batch is the same whenever it is asked for."""
 
-    Attributes:
-        batches: the function of the step's number.
-        seed: of all.
-    """
-
-    batches: Callable[[int], Any]
+    batches: Callable[[int], Any]  # of the step's number
     seed: int
 
     def __call__(self, step: int) -> Any:
@@ -148,53 +132,42 @@ def _subject(made: Any, name: str) -> Subject:
         return made
     if not (isinstance(made, tuple) and len(made) in (3, 4, 5)):
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise UsageError(
-            f"--model {name}: the factory returned {what}; it must return (model, loss_fn, batches), and may add the optimizer's maker and a dict of "
-            "options for ElasticMBS"
-        )
+        wanted = "(model, loss_fn, batches), and may add the optimizer's maker and a dict of options for ElasticMBS"
+        raise UsageError(f"--model {name}: the factory returned {what}; it must return {wanted}")
     model, loss_fn, batches, *more = made
     if not isinstance(model, nn.Module) or not callable(loss_fn):
-        raise UsageError(
-            f"--model {name}: the factory returned ({type(model).__name__}, {type(loss_fn).__name__}, …): not a module and a loss function"
-        )
+        found = f"({type(model).__name__}, {type(loss_fn).__name__}, …)"
+        raise UsageError(f"--model {name}: the factory returned {found}: not a module and a loss function")
     _check_call(loss_fn, name, "the loss function", "the batch, as in lambda batch: loss(batch[0], batch[1])")
     given: dict[str, Any] = {}
     for number, each in zip(("fourth", "fifth"), more, strict=False):
         if not (isinstance(each, dict) or callable(each)):
-            raise UsageError(
-                f"--model {name}: the {number} is {type(each).__name__}; it must be a function that makes the optimizer from the parameters, or a "
-                "dict of options for ElasticMBS"
-            )
+            wanted = "a function that makes the optimizer from the parameters, or a dict of options for ElasticMBS"
+            raise UsageError(f"--model {name}: the {number} is {type(each).__name__}; it must be {wanted}")
         given["options" if isinstance(each, dict) else "optimizer"] = each
     return Subject(model, loss_fn, _batches(batches, name), name=name, **given)
 
 
 def _batches(batches: Any, name: str) -> Any:
     """As a `Subject` has them: a sequence, or a function of the step's number."""
+    kind = type(batches).__name__
     if isinstance(batches, Tensor | Mapping | str | bytes):
-        raise UsageError(f"--model {name}: batches are one {type(batches).__name__}: for a single batch give a list of it, [batch]")
+        raise UsageError(f"--model {name}: batches are one {kind}: for a single batch give a list of it, [batch]")
     if inspect.isgeneratorfunction(batches) and not inspect.signature(batches).parameters:
         batches = batches()
     if callable(batches) and not isinstance(batches, Iterable):
         _check_call(batches, name, "the function that gives batches", "the step's number, from 0")
         return batches
-    if not isinstance(batches, Sequence):
-        if not isinstance(batches, Iterable):
-            raise UsageError(
-                f"--model {name}: batches are {type(batches).__name__}: give a list, a loader, a generator, or a function of the step's number"
-            )
-        batches = list(islice(batches, KEPT_BATCHES))
+    if not isinstance(batches, Iterable):
+        raise UsageError(f"--model {name}: batches are {kind}: give a list, a loader, a generator, or a function of the step's number")
+    batches = batches if isinstance(batches, Sequence) else list(islice(batches, KEPT_BATCHES))
     if not batches:
         raise UsageError(f"--model {name}: there are no batches")
     return batches
 
 
 def _check_call(function: Callable[..., Any], name: str, what: str, given: str) -> None:
-    """Looks whether a function can be called with one argument.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """UsageError where a function cannot be called with one argument."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of what is written in C nobody knows

@@ -40,43 +40,57 @@ class Recompute(torch.autograd.Function):
         return None, x.grad
 
 
-class _Norm(nn.Module):
+class Made(nn.Module):
+    """A module of parts, whose forward is a function of it and of the input."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self._run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self._run(self, x)
+        return out
+
+
+def _norm(norm: nn.Module) -> Made:
     """A norm over the features of each position."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x.flatten(0, 1)).view_as(x)
-        return out
+    return Made(lambda m, x: m.norm(x.flatten(0, 1)).view_as(x), norm=norm)
 
 
-class _Convolution(nn.Conv1d):
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(super().forward(x.transpose(1, 2))).transpose(1, 2)
+def _convolution(m: Any, x: Tensor) -> Tensor:
+    return F.relu(m.inner(x.transpose(1, 2))).transpose(1, 2)
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.mix(x).chunk(3, -1)
-        out: Tensor = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return out
+def _attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.mix(x).chunk(3, -1)
+    out: Tensor = x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return out
 
 
-class _First(nn.Sequential):
-    """What a recurrent layer gives beside its state."""
+def _contrast(m: Any, x: Tensor) -> Tensor:
+    """Samples compared with each other in a way that no graph shows."""
+    out: Tensor = m.inner(x)
+    return out - 0.5 * out.mean(0, keepdim=True) if m.training else out
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self[0](x)[0]
-        return out
+
+def _hidden(m: Any, x: Tensor) -> Any:
+    """Calls backward inside its backward."""
+    return Recompute.apply(m.block, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _block(width: int, *, reentrant: bool, dropout: float = 0.0) -> Made:
+    """A block with a mask in it, run again in backward."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        return checkpoint(lambda x: F.dropout(torch.tanh(m.inner(m.inner(x))), dropout, m.training), x, use_reentrant=reentrant)
+
+    return Made(run, inner=nn.Linear(width, width))
+
+
+def _recurrent(cell: nn.Module) -> Made:
+    return Made(lambda m, x: m.cell(x)[0], cell=cell)
 
 
 class _Experts(nn.Module):
@@ -100,33 +114,6 @@ class _Experts(nn.Module):
         return out.view_as(x)
 
 
-class _Block(nn.Module):
-    """A block with a mask in it, run again in backward."""
-
-    def __init__(self, width: int, *, reentrant: bool, dropout: float) -> None:
-        super().__init__()
-        self.inner, self.reentrant, self.dropout = nn.Linear(width, width), reentrant, dropout
-
-    def _run(self, x: Tensor) -> Tensor:
-        return F.dropout(torch.tanh(self.inner(self.inner(x))), self.dropout, self.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self._run, x, use_reentrant=self.reentrant)
-        return out
-
-
-class _Hidden(nn.Module):
-    """Calls backward inside its backward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(width, width), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Recompute.apply(self.block, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return out
-
-
 class _Running(nn.Module):
     """Statistics as a person writes them: a new tensor each time, and a number beside it."""
 
@@ -145,39 +132,6 @@ class _Running(nn.Module):
         return (x - self.mean) * self.scale
 
 
-class _HostMask(nn.Linear):
-    """Draws from Python's stream."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out * (random.random() + 0.5) if self.training else out
-
-
-class _Contrast(nn.Linear):
-    """Samples compared with each other in a way that no graph shows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out - 0.5 * out.mean(0, keepdim=True) if self.training else out
-
-
-class _Residual(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + super().forward(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return out
-
-
-class _Shift(nn.Module):
-    """Only a sum lies between this leaf and what follows."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.by
-
-
 @dataclass(frozen=True)
 class Layer:
     """A kind of layer."""
@@ -192,43 +146,38 @@ class Layer:
 LAYERS: dict[str, Layer] = {
     "linear": Layer(lambda d: nn.Sequential(nn.Linear(d, d), nn.Tanh()), half=True),
     "wide": Layer(lambda d: nn.Sequential(nn.Linear(d, 8 * d), nn.GELU(), nn.Linear(8 * d, d, bias=False)), half=True),
-    "residual": Layer(lambda d: _Residual(nn.LayerNorm(d), nn.Linear(d, d)), half=True),
+    "residual": Layer(lambda d: Made(lambda m, x: x + m.inner(m.norm(x)), norm=nn.LayerNorm(d), inner=nn.Linear(d, d)), half=True),
     "layernorm": Layer(nn.LayerNorm, half=True),
-    "groupnorm": Layer(lambda d: _Norm(nn.GroupNorm(1, d))),
-    "batchnorm": Layer(lambda d: _Norm(nn.BatchNorm1d(d)), separable=False),
+    "groupnorm": Layer(lambda d: _norm(nn.GroupNorm(1, d))),
+    "batchnorm": Layer(lambda d: _norm(nn.BatchNorm1d(d)), separable=False),
     "dropout": Layer(lambda _: nn.Dropout(0.3), separable=False, half=True),
-    "conv": Layer(_Convolution),
-    "attention": Layer(_Attention, half=True),
-    "gru": Layer(lambda d: _First(nn.GRU(d, d, batch_first=True))),
-    "lstm": Layer(lambda d: _First(nn.LSTM(d, d, batch_first=True))),
+    "conv": Layer(lambda d: Made(_convolution, inner=nn.Conv1d(d, d, 3, padding=1))),
+    "attention": Layer(lambda d: Made(_attention, mix=nn.Linear(d, 3 * d), out=nn.Linear(d, d)), half=True),
+    "gru": Layer(lambda d: _recurrent(nn.GRU(d, d, batch_first=True))),
+    "lstm": Layer(lambda d: _recurrent(nn.LSTM(d, d, batch_first=True))),
     "experts": Layer(_Experts),
     "tied": Layer(lambda d: nn.Linear(d, d), half=True, shared=True),
     "frozen": Layer(lambda d: nn.Linear(d, d).requires_grad_(False)),
-    "shift": Layer(_Shift, half=True),
-    "checkpoint": Layer(lambda d: _Block(d, reentrant=False, dropout=0.0)),
-    "checkpoint dropout": Layer(lambda d: _Block(d, reentrant=False, dropout=0.3), separable=False),
-    "checkpoint reentrant": Layer(lambda d: _Block(d, reentrant=True, dropout=0.0)),
-    "checkpoint tied": Layer(lambda d: _Block(d, reentrant=True, dropout=0.0), shared=True),
-    "hidden": Layer(_Hidden),
+    "shift": Layer(lambda d: Made(lambda m, x: x + m.by, by=nn.Parameter(torch.zeros(d))), half=True),  # only a sum lies between it and what follows
+    "checkpoint": Layer(lambda d: _block(d, reentrant=False)),
+    "checkpoint dropout": Layer(lambda d: _block(d, reentrant=False, dropout=0.3), separable=False),
+    "checkpoint reentrant": Layer(lambda d: _block(d, reentrant=True)),
+    "checkpoint tied": Layer(lambda d: _block(d, reentrant=True), shared=True),
+    "hidden": Layer(lambda d: Made(_hidden, block=nn.Sequential(nn.Linear(d, d), nn.Tanh()))),
     "spectral": Layer(lambda d: parametrizations.spectral_norm(nn.Linear(d, d)), separable=False),
     "running": Layer(_Running, separable=False),
-    "host mask": Layer(lambda d: _HostMask(d, d), separable=False),
-    "contrast": Layer(lambda d: _Contrast(d, d), separable=False, hidden_mixing=True),
+    "host mask": Layer(
+        lambda d: Made(lambda m, x: m.inner(x) * (random.random() + 0.5 if m.training else 1), inner=nn.Linear(d, d)), separable=False
+    ),
+    "contrast": Layer(lambda d: Made(_contrast, inner=nn.Linear(d, d)), separable=False, hidden_mixing=True),
 }
-"""Kinds of layers by name."""
 
 
 class Network(nn.Module):
-    """A stem, the layers, and a head that scores each position.
+    """A stem, the layers by name, and a head that scores each position.
 
-    Args:
-        layers: by name.
-        width: of them.
-        features: of a position; 0 where the input is indices.
-        sparse: whether the embedding's gradient is sparse.
-        tie: whether the head has the embedding's weight.
-        branches: further heads beside the layers. All of their backwards are ready when the head's is, so that an error leaves some leaves with the
-            piece's gradient and others without.
+    The input has so many features, or is indices where they are 0; with `tie` the head has the embedding's weight. The backwards of the branches
+    beside the layers are ready when the head's is, so that an error leaves some leaves with the piece's gradient and others without.
     """
 
     def __init__(self, layers: tuple[str, ...], width: int, *, features: int, sparse: bool = False, tie: bool = False, branches: int = 0) -> None:

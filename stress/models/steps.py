@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from elastic_mbs import count_tokens
 
 from .interpreted import InterpretedBackend
-from .layers import CLASSES, VOCABULARY, Network
+from .layers import CLASSES, VOCABULARY, Made, Network
 from .subject import Subject
 
 SAMPLES, LENGTH, FEATURES, WIDTH = 8, 3, 4, 6
@@ -43,26 +43,15 @@ def step(*layers: str, tokens: bool = False, ignored: bool = False, separable: b
     return Subject(model, scored(model), [{"x": x, "labels": labels}], options=options, separable=separable)
 
 
-class _Pair(nn.Module):
-    """Two inputs, one of which looks at the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.net = nn.Transformer(WIDTH, 2, 1, 1, 8, dropout=0.0, batch_first=True)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        out: Tensor = self.head(self.net(self.embed(source), self.embed(target)))
-        return out
-
-
 def encoder_decoder() -> Subject:
     """An encoder–decoder whose batch is nested."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _Pair()
+        net = nn.Transformer(WIDTH, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+    parts = {"embed": nn.Embedding(VOCABULARY, WIDTH), "net": net, "head": nn.Linear(WIDTH, VOCABULARY)}
+    model = Made(lambda m, pair: m.head(m.net(m.embed(pair[0]), m.embed(pair[1]))), **parts)
     source, target, labels = (torch.randint(0, VOCABULARY, (SAMPLES, length)) for length in (4, 3, 3))
-    return Subject(model, lambda b: F.cross_entropy(model(*b["pair"]).flatten(0, 1), b["y"].flatten()), [{"pair": (source, target), "y": labels}])
+    return Subject(model, lambda b: F.cross_entropy(model(b["pair"]).flatten(0, 1), b["y"].flatten()), [{"pair": (source, target), "y": labels}])
 
 
 def two_losses() -> Subject:
@@ -104,20 +93,17 @@ def begun(case: Subject) -> Subject:
     return case
 
 
-class _HostMasks(nn.Linear):
-    """Masks from Python's and numpy's streams."""
+def _masked(m: Any, x: Tensor) -> Any:
+    import numpy as np
 
-    def forward(self, x: Tensor) -> Tensor:
-        import numpy as np
-
-        mask = torch.from_numpy(np.random.rand(*x.shape))  # the legacy stream is what such models use
-        return super().forward(x) * mask * (random.random() + 0.5)
+    mask = torch.from_numpy(np.random.rand(*x.shape))  # the legacy stream is what such models use
+    return m.inner(x * mask * (random.random() + 0.5))
 
 
 def host_masks() -> Subject:
     """Masks drawn with `random` and numpy."""
     case = step("linear", separable=False)
-    case.model.layers.append(_HostMasks(WIDTH, WIDTH))  # type: ignore[operator, union-attr]  # it is a ModuleList
+    case.model.layers.append(Made(_masked, inner=nn.Linear(WIDTH, WIDTH)))  # type: ignore[operator, union-attr]  # it is a ModuleList
     return case
 
 
@@ -161,9 +147,8 @@ def compiled() -> Subject:
 
 STEPS: dict[str, Callable[[], Subject]] = {
     "mlp": lambda: step("linear"),
-    "conv_batchnorm": lambda: step(
-        "conv", "batchnorm", "residual", "conv", "batchnorm", separable=False
-    ),  # gradients and buffers depend on the split
+    # gradients and buffers depend on the split
+    "conv_batchnorm": lambda: step("conv", "batchnorm", "residual", "conv", "batchnorm", separable=False),
     "gpt_tied": lambda: step("attention", "residual", tokens=True, ignored=True, tie=True),
     "gpt_dropout": lambda: step("attention", "dropout", tokens=True, ignored=True, tie=True, separable=False),  # masks are part of the result
     "encoder_decoder": encoder_decoder,

@@ -47,15 +47,7 @@ class Subject:
 
 @contextmanager
 def naming(model: str, what: str) -> Iterator[None]:
-    """Has every error of the user's code in the block come as a `UsageError` of one line that names the model.
-
-    Args:
-        model: as `--model` names it.
-        what: what the block does, as in "its factory does not run".
-
-    Raises:
-        UsageError: something was raised.
-    """
+    """Has every error of the user's code in the block come as a `UsageError` of one line: the model, `what` does not work, and the error."""
     try:
         yield
     except UsageError as error:  # the package's own words say enough
