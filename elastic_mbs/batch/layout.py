@@ -13,7 +13,6 @@ In this order:
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -254,9 +253,9 @@ class Layout:
 
     def _disagreement(self, batch: Any) -> str:
         """Names each leaf and its shape, and the line to add for each length that the batch can have."""
-        lists = Counter(leaf.path[:-1] for leaf in self.leaves if leaf.path and isinstance(leaf.path[-1], int))
+        lists = {path: len(value) for path, value in [((), batch), *walk(batch)] if type(value) in (list, tuple) and roles_in(value) == {Role.TENSOR}}
         sizes = {leaf.size for leaf in self.leaves}
-        ways = {length: _line_to_add(self.leaves, lists, length) for length in sorted(sizes | {*lists.values()} - {1}, reverse=True)}
+        ways = {length: _line_to_add(self.leaves, lists, length) for length in sorted({*sizes, *lists.values()} - {0}, reverse=True)}
         unused = [((name,), None) for name in self.dims if name and not any(name in suffixes(path) for path, _ in walk(batch))]
         return "\n".join(
             [
@@ -269,13 +268,13 @@ class Layout:
         )
 
 
-def _line_to_add(leaves: list[Node], lists: Counter[Path], length: int) -> str:
+def _line_to_add(leaves: list[Node], lists: dict[Path, int], length: int) -> str:
     dims, names = [], dict[str, dict[str, None]](items={}, whole={})
     for leaf in leaves:
         shape = tuple(leaf.value.shape) if leaf.cut in (Cut.NARROW, Cut.COPY) else ()
         if leaf.size == length:
             continue
-        if lists[leaf.path[:-1]] == length:
+        if lists.get(leaf.path[:-1]) == length:
             names["items"][quoted(leaf.path[:-1]) if leaf.path[:-1] else ""] = None
         elif length in shape:
             dims.append(f"{quoted(leaf.path)}: {shape.index(length)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -42,19 +43,15 @@ class Named(NamedTuple):
         ({"x": rows(4), "p": np.zeros((2, 4))}, {"p": 1}),
         (rows(2, 4), {"": 1}),
         ({"x": rows(4), "v": {"p": rows(2, 4), "n": 1, "w": rows(3)}}, {"v": 1} | whole("w")),
+        (
+            {"x": rows(4), "v": [rows(4, 3), rows(4, 4)]},
+            {"1": 1, "positions": 1} | whole("mask"),
+        ),  # what is not there; indexes count from the root only
     ],
 )
 def test_dims_say_by_name_path_or_index_where_the_samples_are(batch: Any, dims: dict[Any, Any]) -> None:
     view = BatchView(batch, dims)
-    assert view.length == 4
-    assert BatchView(view.piece(1, 3), dims).length == 2
-    assert view.piece(0, 4) is not batch
-
-
-def test_dims_that_a_batch_does_not_have_are_allowed_and_an_index_counts_from_the_root_only() -> None:
-    batch = {"x": rows(4), "views": [rows(4, 3), rows(4, 4)]}
-    view = BatchView(batch, {"1": 1, "positions": 1} | whole("mask"))
-    assert view.piece(0, 2)["views"][1].shape == (2, 4)
+    assert (view.length, BatchView(view.piece(1, 3), dims).length) == (4, 2)
 
 
 LISTS: list[tuple[Any, Any, Callable[[Any], Any], Any]] = [
@@ -254,17 +251,14 @@ def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, na
     ],
 )
 def test_lengths_that_disagree_are_named_with_the_line_to_add(batch: Any, expected: list[str]) -> None:
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises(BatchError, match=r"^the parts of the batch disagree on its length: ") as caught:
         BatchView(batch)
-    assert str(caught.value).startswith("the parts of the batch disagree on its length: ")
     for text in expected:
         assert text in str(caught.value)
-
-
-def test_the_line_to_add_is_right() -> None:
-    batch = {"input_ids": rows(8, 5), "position_ids": rows(3, 8, 5), "images": [rows(3, i) for i in range(1, 9)], "mask": rows(5, 5)}
-    dims = {"position_ids": 1} | items("images") | whole("mask")
-    assert BatchView(batch, dims).length == 8
+    lines = re.findall(r"if it has (\d+) samples: dims=(.*)", str(caught.value))
+    assert lines
+    for length, dims in lines:
+        assert BatchView(batch, eval(dims)).length == int(length), "each is right when it is pasted"
 
 
 def test_a_typing_error_in_dims_is_named_when_the_lengths_disagree() -> None:
@@ -293,16 +287,17 @@ def test_bad_dims_are_named(batch: Any, dims: Any, message: str) -> None:
         BatchView(batch, dims)
 
 
-@pytest.mark.parametrize("batch", [rows(0, 3), [], {"x": rows(0)}, {"x": []}])
-def test_an_empty_batch_is_refused(batch: Any) -> None:
-    with pytest.raises(BatchError, match="the batch is empty"):
-        BatchView(batch)
-
-
-@pytest.mark.parametrize("batch", [None, 3, "text", {}, (), {"x": torch.tensor(1.0)}, {"x": None}])
-def test_a_batch_without_samples_is_refused(batch: Any) -> None:
-    with pytest.raises(BatchError, match="there is nothing to cut in the batch"):
-        BatchView(batch)
+@pytest.mark.parametrize(
+    ("why", "batches"),
+    [
+        ("the batch is empty", [rows(0, 3), [], {"x": rows(0)}, {"x": []}]),
+        ("there is nothing to cut in the batch", [None, 3, "text", {}, (), {"x": torch.tensor(1.0)}, {"x": None}]),
+    ],
+)
+def test_a_batch_without_samples_is_refused(why: str, batches: list[Any]) -> None:
+    for batch in batches:
+        with pytest.raises(BatchError, match=why):
+            BatchView(batch)
 
 
 def test_what_default_collate_makes_of_texts_next_to_tensors_is_cut() -> None:

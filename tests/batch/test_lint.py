@@ -22,6 +22,7 @@ LABELS = {"x": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [1, 1]])}
 def test_labels_to_ignore_without_a_count_are_told_of_where_there_is_a_loss() -> None:
     assert kinds(LABELS) == ["count"]
     assert kinds(LABELS, counted=True) == kinds(LABELS, training=False) == []
+    assert kinds(torch.zeros(1, 2), arguments=(torch.zeros(1),)) == [], "of one sample nothing can be told"
 
 
 @pytest.mark.parametrize(("reduction", "told"), [("mean", ["count"]), ("sum", [])])
@@ -49,10 +50,6 @@ def test_what_has_as_many_rows_as_the_batch_but_is_not_cut_is_told_of(beside: tu
     found = list(first_look(BatchView(torch.zeros(4, 2)), training=True, counted=False, arguments=beside, named=named))
     assert [kind for kind, _ in found] == ([] if told is None else ["beside"])
     assert told is None or found[0][1].startswith(told)
-
-
-def test_of_one_sample_nothing_can_be_told() -> None:
-    assert kinds(torch.zeros(1, 2), arguments=(torch.zeros(1),)) == []
 
 
 def test_it_is_said_once_a_function_and_before_anything_fails() -> None:
