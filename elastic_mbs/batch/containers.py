@@ -94,19 +94,11 @@ def cached_kind(cls: type) -> Kind:
     return Kind(Role.FIELDS, _take_dataclass, refilled(_fill_dataclass)) if dataclasses.is_dataclass(cls) else Kind(Role.UNKNOWN)
 
 
-kind_of: Callable[[type], Kind] = cached_kind
+kind_of: Callable[[type], Kind] = cached_kind  # as mypy wants it
 
 
 def roles_in(values: Iterable[Any]) -> set[Role]:
     return {kind_of(cls).role for cls in set(map(type, values))}  # once per type: a list of many strings costs little
-
-
-def _take_sequence(obj: Any) -> Parts:
-    return dict(enumerate(obj))
-
-
-def _take_dict(obj: Any) -> Parts:
-    return dict(obj.items())
 
 
 _PER_SAMPLE = ("_encodings",)  # attributes of a mapping with one item per sample: HF BatchEncoding's, which answer `word_ids(i)`
@@ -209,22 +201,20 @@ def to_register(cls: type) -> str:
 
 
 _BUILTINS: dict[Any, Kind] = {
-    tuple: Kind(Role.FIELDS, _take_sequence, lambda obj, parts: tuple(parts.values())),
-    list: Kind(Role.LIST, _take_sequence, lambda obj, parts: list(parts.values())),
+    tuple: Kind(Role.FIELDS, lambda obj: dict(enumerate(obj)), lambda obj, parts: tuple(parts.values())),
+    list: Kind(Role.LIST, lambda obj: dict(enumerate(obj)), lambda obj, parts: list(parts.values())),
     dict: Kind(Role.FIELDS, dict, lambda obj, parts: dict(parts)),
 }
 _SCALARS = (str, bytes, bytearray, numbers.Number, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SUBCLASSES: dict[Any, Kind] = {
-    PackedSequence: Kind(
-        Role.UNKNOWN, why="its data interleaves the samples, so no range of it is a range of samples: pad the batch and pack inside loss_fn, or"
-    ),
-    Set: Kind(Role.UNKNOWN, why="a set has no order, so no range of it is a range of samples: make it a list, or"),
+    PackedSequence: Kind(Role.UNKNOWN, why="its data interleaves the samples: pad the batch and pack inside loss_fn, or"),
+    Set: Kind(Role.UNKNOWN, why="a set has no order: make it a list, or"),
     (Iterator, AsyncIterator): Kind(Role.UNKNOWN, why="it can be read only once, and a replay reads it again: make it a list, or"),
     Tensor: Kind(Role.TENSOR),
     _SCALARS: Kind(Role.SCALAR),
-    tuple: Kind(Role.FIELDS, _take_sequence, _put_tuple),
-    list: Kind(Role.LIST, _take_sequence, refilled(_fill_list)),
-    dict: Kind(Role.FIELDS, _take_dict, refilled(_fill_dict)),
+    tuple: Kind(Role.FIELDS, _BUILTINS[tuple].take, _put_tuple),
+    list: Kind(Role.LIST, _BUILTINS[list].take, refilled(_fill_list)),
+    dict: Kind(Role.FIELDS, lambda obj: dict(obj.items()), refilled(_fill_dict)),
     Mapping: Kind(Role.FIELDS, _take_mapping, _put_mapping),
 }
 _WALKED = frozenset({Role.TENSOR, Role.LIST, Role.FIELDS, Role.CUSTOM})

@@ -85,7 +85,7 @@ class Layout:
         self.dims = dims
         self.known = known  # how lists of containers were read in this batch and earlier ones
         self.leaves: list[Node] = []  # what is cut
-        self.open: list[tuple[Node, Node | None, Layout]] = []  # lists of containers: as items, as fields where they can be, and the layout of those
+        self.open: list[tuple[Node, Node, Layout]] = []  # lists of containers: as items, as fields, and the layout of those
         self.unclear: list[Node] = []  # tuples without rows: items, or the same for all samples
 
     def given(self, path: Path) -> Any:
@@ -154,9 +154,10 @@ class Layout:
             if given is _NOT_GIVEN:
                 node, layout = Node(Cut.ITEMS, path, value, kind, size=len(value)), Layout(self.dims, self.known)
                 try:
-                    self.open.append((node, layout._fields(value, path, kind, given), layout))
+                    fields = layout._fields(value, path, kind, given)
                 except BatchError:
-                    self.open.append((node, None, layout))
+                    fields, layout = node, Layout(self.dims, self.known)  # has no length: it is not taken
+                self.open.append((node, fields, layout))
                 return node
         plain = isinstance(given, int) and not roles & (_CONTAINERS | {Role.TENSOR})
         return self._items(value, path, kind, given) if plain or given is ListLayout.ITEMS else self._fields(value, path, kind, given)
@@ -186,7 +187,7 @@ class Layout:
 
     def lengths(self) -> set[int]:
         """The lengths that the batch can have, with the open lists read either way."""
-        choices = [{node.size} | (set() if fields is None else layout.lengths()) for node, fields, layout in self.open]
+        choices = [{node.size} | layout.lengths() for node, _, layout in self.open]
         sizes = {leaf.size for leaf in self.leaves}
         if sizes:
             choices.append(sizes if len(sizes) == 1 else set())
@@ -195,10 +196,10 @@ class Layout:
     def decide(self, length: int) -> None:
         """Decides the open lists. A batch of one sample is not remembered: both readings give the same, only, piece."""
         for node, fields, layout in self.open:
-            as_fields = fields is not None and length in layout.lengths()
+            as_fields = length in layout.lengths()
             if as_fields and node.size == length != 1:
                 raise BatchError(_two_readings([node], length))
-            if fields is not None and as_fields and node.size != length:
+            if as_fields and node.size != length:
                 layout.decide(length)
                 node.cut, node.children = fields.cut, fields.children
                 self.leaves += layout.leaves

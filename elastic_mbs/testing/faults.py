@@ -1,10 +1,5 @@
 """Out-of-memory errors at random places inside guarded attempts: what `--oom-injection` does to a test.
 
-```
-    plain code        │ attempt (forward, backward; a try of optimizer_step) │ plain code
-    never hit         │ a dispatch mode is on: one operation may fail        │ never hit
-```
-
 Where errors strike follows from the seed, the test's name and, for a property test, the example's arguments; not from time, memory or threads.
 """
 
@@ -38,16 +33,10 @@ def is_chosen(seed: int, test: str) -> bool:
 
 
 class RandomFaults:
-    """A context manager in which operations of guarded attempts fail with `torch.OutOfMemoryError` at random places.
+    """A context manager in which operations of guarded attempts, in its thread, fail with `torch.OutOfMemoryError` at random places.
 
-    An error strikes one operation that can allocate, once, in the thread that entered the block. A piece is not struck again before another one has
-    committed, so that errors alone never lead to the floor; a try of the optimizer's step is struck only where its next try is real. Left alone are
-    steps that torch.compile has a part in, because it does not run under a dispatch mode, and what runs under `InjectOOM`.
-
-    Args:
-        seed: of all draws.
-        test: what the errors belong to; another test gets others.
-        always: whether each call is struck at its first attempt, where it is long enough, and not by chance.
+    A piece is not struck again before another one has committed, so that errors alone never lead to the floor; a try of the optimizer's step is
+    struck only where its next try is real. `always`: each call is struck at its first attempt, where that is long enough, and not by chance.
     """
 
     def __init__(self, seed: int, test: str, *, always: bool = False) -> None:
@@ -56,15 +45,11 @@ class RandomFaults:
         self._seed, self._test, self._always = seed, test, always
         self._thread = 0
         self._open: list[_Attempt] = []
-        self._compiles = False
+        self._compiles = False  # torch.compile was called in the block: it does not run under a dispatch mode
         self.restart()
 
     def restart(self, example: str = "") -> None:
-        """Goes back to the first draw, as for each example of a property test: it has to behave the same when it is run again.
-
-        Args:
-            example: its arguments in words; addresses in it are left out.
-        """
+        """Goes back to the first draw: an example of a property test (its arguments in words) has to behave the same when it is run again."""
         self._random = random.Random(f"{self._seed}:{self._test}:{re.sub(r'0x[0-9a-fA-F]+', '', example)}")
         self._length = _FIRST_LENGTH
         self._left: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -72,7 +57,7 @@ class RandomFaults:
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         self._compile = torch.compile
-        self._note = torch.compile = self._noting(torch.compile)
+        self._note = torch.compile = self._noted
         self._injector_before, misuse.fault_injector = misuse.fault_injector, self
         return self
 
@@ -87,23 +72,15 @@ class RandomFaults:
         if torch.compile is self._note:
             torch.compile = self._compile
 
-    def _noting(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._compiles = True
-            return compile_(*args, **kwargs)
-
-        return noted
-
-    # ------------------------------------------------------------------ as `misuse.fault_injector`
+    def _noted(self, *args: Any, **kwargs: Any) -> Any:
+        self._compiles = True
+        return self._compile(*args, **kwargs)
 
     def begin(self, owner: object, modules: Iterable[nn.Module], *, ready: bool, protected: Callable[[], bool] | None = None) -> None:
-        """An attempt begins.
+        """An attempt of a call or of an optimizer's step begins, as `misuse.fault_injector`.
 
-        Args:
-            owner: what it belongs to: a call, or a step of an optimizer.
-            modules: what runs in it.
-            ready: whether nothing has failed since something last succeeded, so that one more failure is not the last.
-            protected: whether what runs now must not fail, because it is the user's and is not tried again; None for never.
+        `ready`: nothing has failed since something last succeeded, so one more failure is not the last. `protected`: what runs now is the user's and
+        is not tried again, so it must not fail.
         """
         if threading.get_ident() != self._thread:
             return

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -50,16 +51,16 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Mode and seed."""
-    mode = config.option.oom_injection
-    return None if mode == "never" else f"oom injection: {mode}, --oom-injection-seed={config.option.oom_injection_seed}"
+    option = config.option
+    return None if option.oom_injection == "never" else f"oom injection: {option.oom_injection}, --oom-injection-seed={option.oom_injection_seed}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Runs the test's body under errors, where it is chosen. Fixtures are left alone: they may serve tests that are not."""
     mode, seed = item.config.option.oom_injection, item.config.option.oom_injection_seed
-    left_alone = mode == "never" or item.get_closest_marker(MARKER) is not None
-    if left_alone or (mode == "random" and not is_chosen(seed, item.nodeid)) or _is_state_machine(item):
+    left_alone = mode == "never" or item.get_closest_marker(MARKER) is not None or _is_state_machine(item)
+    if left_alone or (mode == "random" and not is_chosen(seed, item.nodeid)):
         return (yield)
     faults = item.stash[_FAULTS] = RandomFaults(seed, item.nodeid, always=mode == "always")
     try:
@@ -87,7 +88,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     faults = item.stash.get(_FAULTS, None)
     if faults is not None and report.when == "call" and report.failed:
         head = f"{len(faults.hits)} in {faults.attempts} attempts, at most {_SHOWN} of them here, the last ones"
-        report.sections.append((_TITLE, "\n  ".join([head, *faults.hits[-_SHOWN:]]) + f"\nrepeat with: {command(item)}"))
+        report.sections.append((_TITLE, "\n  ".join([head, *faults.hits[-_SHOWN:]]) + f"\nrepeat with: {_command(item)}"))
     return report
 
 
@@ -98,17 +99,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         reports = [report for found in terminalreporter.stats.values() for report in found if isinstance(report, pytest.TestReport)]
         counts = [int(str(value)) for report in reports if report.when == "call" for name, value in report.user_properties if name == _COUNT]
         struck = sum(count > 0 for count in counts)
-        terminalreporter.write_line(
-            f"oom injection: {sum(counts)} errors in {struck} tests of {len(counts)} chosen (--oom-injection={option.oom_injection} "
-            f"--oom-injection-seed={option.oom_injection_seed})"
-        )
+        terminalreporter.write_line(f"oom injection: {sum(counts)} errors in {struck} tests of {len(counts)} chosen ({_options(option)})")
 
 
-def command(item: pytest.Item) -> str:
-    """The command that runs a test under the same errors, from the folder of pytest's configuration."""
-    option = item.config.option
-    named = [f"-p {name} " for name in option.plugins if name == __package__]
-    return f"pytest {''.join(named)}--oom-injection={option.oom_injection} --oom-injection-seed={option.oom_injection_seed} '{item.nodeid}'"
+def _options(option: Any) -> str:
+    return f"--oom-injection={option.oom_injection} --oom-injection-seed={option.oom_injection_seed}"
+
+
+def _command(item: pytest.Item) -> str:
+    """What runs a test under the same errors, from the folder of pytest's configuration."""
+    named = "".join([f"-p {name} " for name in item.config.option.plugins if name == __package__])
+    return f"pytest {named}{_options(item.config.option)} '{item.nodeid}'"
 
 
 def _is_state_machine(item: pytest.Item) -> bool:
@@ -131,8 +132,5 @@ def _each_example_anew(item: pytest.Item, faults: RandomFaults) -> Iterator[None
         faults.restart(f"{args[1:] if getattr(item, 'cls', None) else args} {kwargs}")
         return inner(*args, **kwargs)
 
-    handle.inner_test = anew
-    try:
+    with mock.patch.object(handle, "inner_test", anew):
         yield
-    finally:
-        handle.inner_test = inner

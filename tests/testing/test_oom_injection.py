@@ -70,11 +70,16 @@ def _train(faults: RandomFaults, calls: int = 4, door: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize("door", [1, 3])
-def test_errors_strike_and_are_survived(door: int) -> None:
-    met = [_train(faults := RandomFaults(seed, "test", always=True), door=door) for seed in range(12)]
-    assert all(0 <= ooms <= PER_CALL for calls in met for ooms in calls)
-    assert sum(map(sum, met)) > 24
-    assert faults.attempts > 8
+@pytest.mark.parametrize("always", [True, False])
+def test_errors_strike_in_forward_and_backward_and_are_survived(door: int, always: bool) -> None:
+    struck, met = set(), []
+    for seed in range(12 if always else 40):
+        met += _train(faults := RandomFaults(seed, "test", always=always), door=door)
+        struck |= {hit.split(",")[0] for hit in faults.hits}
+    assert {"aten::addmm", "aten::tanh_backward"} <= struck
+    assert max(met) <= PER_CALL
+    assert sum(met) > 24
+    assert always or min(met) == 0, "some calls are spared"
 
 
 def test_the_same_seed_and_name_repeat_the_same_errors_and_others_do_not() -> None:
@@ -85,15 +90,6 @@ def test_the_same_seed_and_name_repeat_the_same_errors_and_others_do_not() -> No
     assert hits[0] == hits[1]
     assert hits[0] != hits[2]
     assert hits[0] != hits[3]
-
-
-def test_errors_strike_in_forward_and_in_backward_and_without_always_some_calls_are_spared() -> None:
-    struck, ooms = set(), []
-    for seed in range(40):
-        ooms += _train(faults := RandomFaults(seed, "test"))
-        struck |= {hit.split(",")[0] for hit in faults.hits}
-    assert {"aten::addmm", "aten::tanh_backward"} <= struck
-    assert min(ooms) == 0 < max(ooms)
 
 
 def test_about_half_of_the_tests_are_chosen_by_seed_and_name() -> None:
@@ -139,21 +135,18 @@ def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it() -> None:
 
 
 def test_a_users_step_hook_is_not_hit_because_it_is_run_once() -> None:
-    hits, calls = 0, 0
+    def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+
+    hits = 0
     for seed in range(20):
         model = mlp()
         cross_entropy(model)(pairs(8)).backward()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-        def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-
         optimizer.register_step_pre_hook(clip)
         with RandomFaults(seed, "test", always=True) as faults:
             elastic(model).optimizer_step(optimizer)
         hits += len(faults.hits)
-        calls += 1
-    assert calls == 20
     assert hits > 0
 
 
@@ -178,9 +171,7 @@ def test_a_budget_in_the_test_counts_as_before() -> None:
     model, batch = mlp(), pairs(8)
     with RandomFaults(3, "test", always=True) as faults, MemoryBudget("64MiB", track=[model, *batch]) as budget:
         before = budget.live
-        result = elastic(model, micro_batch_size=4).backward(cross_entropy(model), batch)
-        ooms = result.ooms
-        del result
+        ooms = elastic(model, micro_batch_size=4).backward(cross_entropy(model), batch).ooms
         model.zero_grad()
         assert budget.live == before
     assert ooms == len(faults.hits) > 0
