@@ -112,9 +112,7 @@ class Layout:
         if role is Role.LIST:
             return self._list(value, path, kind, given)
         if kind.splitter is None:
-            whole = f"\n  or, if every piece needs all of it: {argument('whole', path)}" if path else ""
-            what = f"{where(path)} is of type {type_name(type(value))}, which cannot be cut into samples"
-            raise BatchError(f"{what}\n  {kind.why}: {to_register(type(value))}{whole}")
+            raise _refusal(path, f"of type {type_name(type(value))}", f"{kind.why}: {to_register(type(value))}")
         if isinstance(given, int):
             raise BatchError(f"{where(path)} is of type {type_name(type(value))}: register_splitter says how it is cut, and dim {given} cannot")
         return self._leaf(Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value)))
@@ -122,7 +120,8 @@ class Layout:
     def _tensor(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         is_tensor = kind.role is Role.TENSOR
         if is_tensor and (value.layout is not torch.strided or value.is_nested):
-            raise BatchError(_not_dense(value, path))
+            form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise _refusal(path, f"a {form} tensor", "make it dense or padded, or put it in a class of yours and register_splitter(ThatClass, ...)")
         ndim = value.ndim
         dim = given if isinstance(given, int) else 0
         if ndim == 0 and not isinstance(given, int):
@@ -272,11 +271,11 @@ class Layout:
 def _line_to_add(leaves: list[Node], lists: dict[Path, int], length: int) -> str:
     dims, names = [], dict[str, dict[str, None]](items={}, whole={})
     for leaf in leaves:
-        shape = tuple(leaf.value.shape) if leaf.cut in (Cut.NARROW, Cut.COPY) else ()
+        shape, parent = tuple(leaf.value.shape) if leaf.cut in (Cut.NARROW, Cut.COPY) else (), leaf.path[:-1]
         if leaf.size == length:
             continue
-        if lists.get(leaf.path[:-1]) == length:
-            names["items"][quoted(leaf.path[:-1]) if leaf.path[:-1] else ""] = None
+        if lists.get(parent) == length:
+            names["items"][quoted(parent) if parent else ""] = None
         elif length in shape:
             dims.append(f"{quoted(leaf.path)}: {shape.index(length)}")
         else:
@@ -315,13 +314,9 @@ def _line(leaf: Node) -> str:
     return f"{where(leaf.path)}: {type_name(type(leaf.value))} of {leaf.size} {'samples' if leaf.cut is Cut.CUSTOM else 'items'}"
 
 
-def _not_dense(value: Tensor, path: Path) -> str:
-    what = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-    whole_hint = f"\n  if every piece needs all of it: {argument('whole', path)}" if path else ""
-    return (
-        f"{where(path)} is a {what} tensor, which cannot be cut on dim 0 without a copy\n"
-        f"  make it dense or padded, or put it in a class of yours and register_splitter(ThatClass, length=..., slice=...){whole_hint}"
-    )
+def _refusal(path: Path, what: str, remedy: str) -> BatchError:
+    whole = f"\n  or, if every piece needs all of it: {argument('whole', path)}" if path else ""
+    return BatchError(f"{where(path)} is {what}, which cannot be cut into samples\n  {remedy}{whole}")
 
 
 def _two_readings(lists: list[Node], samples: int) -> str:

@@ -220,7 +220,7 @@ def test_what_cannot_be_cut_is_refused_by_type_with_the_way_out(value: Any, name
     ],
 )
 def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, name: str) -> None:
-    with pytest.raises(BatchError, match=f'"odd" is a {name} tensor, which cannot be cut on dim 0 without a copy') as caught:
+    with pytest.raises(BatchError, match=f'"odd" is a {name} tensor, which cannot be cut into samples') as caught:
         BatchView({"x": rows(2), "odd": value})
     assert 'dims=whole("odd")' in str(caught.value)
     assert "register_splitter(" in str(caught.value)
