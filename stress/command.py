@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 from elastic_mbs.errors import UsageError
@@ -14,36 +15,32 @@ from .scenarios import command as scenarios
 
 __all__ = ["add_arguments"]
 
+# Besides the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, the exit code.
 COMMANDS = {
     "montecarlo": (".montecarlo.command", "random models, batches, limits and faults, each step checked"),
     "exhaustive": (".exhaustive.command", "make memory run out at every operation of a step, one after the other"),
     "hammer": (".endurance.hammer", "make real allocations fail by the thousand at random places, each step checked"),
     "soak": (".endurance.soak", "train for a long time while memory comes and goes: does anything rise?"),
 }
-"""Besides the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, the exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The tool's options and its other commands; each sets `run`, a function of the parsed options that returns the exit code."""
     scenarios.add_arguments(parser)
-    parser.set_defaults(run=_on_one_line(scenarios.main))
+    parser.set_defaults(run=partial(_run, scenarios.main))
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", action=Commands)
     for name, (where, purpose) in COMMANDS.items():
         module = import_module(where, __package__)
         command = commands.add_parser(name, help=purpose, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(command)
-        command.set_defaults(run=_on_one_line(module.main))
+        command.set_defaults(run=partial(_run, module.main))
 
 
-def _on_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def _run(main: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """A command whose complaints about its input are one line each: those of the package itself explain a batch on several."""
-
-    def main(options: argparse.Namespace) -> int:
-        try:
-            return run(options)
-        except UsageError as error:
-            if "\n" not in str(error):
-                raise
-            raise UsageError(words(error)) from error
-
-    return main
+    try:
+        return main(options)
+    except UsageError as error:
+        if "\n" not in str(error):
+            raise
+        raise UsageError(words(error)) from error

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import parse_bytes
 
-LARGEST_SEED = 2**32 - 1
-"""Of numpy's legacy stream, which takes less than torch's and Python's."""
-MOST = 1_000_000.0
-"""Minutes or seconds: what timers of any system can wait for."""
+LARGEST_SEED = 2**32 - 1  # of numpy's legacy stream, which takes less than torch's and Python's
+MOST = 1_000_000.0  # minutes or seconds: what timers of any system can wait for
 
 
 def whole(least: int, most: int | None = None, *, why: str = "") -> Callable[[str], int]:
@@ -46,9 +44,9 @@ def duration(unit: str, *, zero: bool = False) -> Callable[[str], float]:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not (0 < number <= MOST or (zero and number == 0)):
-            raise argparse.ArgumentTypeError(f"{text!r} is no length of time that can be used: give {allowed}")
-        return number
+        if 0 < number <= MOST or (zero and number == 0):
+            return number
+        raise argparse.ArgumentTypeError(f"{text!r} is no length of time that can be used: give {allowed}")
 
     return read
 
@@ -68,7 +66,6 @@ class Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # it take
     """The commands of a parser that has options of its own, which no command would see: one that stands before a command is refused."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option_string: str | None = None) -> None:
-        """Looks at what was given so far, and hands over to the command."""
         name = values[0] if isinstance(values, list) else values
         for dest, value in vars(namespace).items():
             if dest not in {self.dest, "run"} and value != parser.get_default(dest):

@@ -1,4 +1,4 @@
-"""What a run under stress was like: one record for each process of a scenario.
+"""What a run under stress was like: one record for each process of a scenario. Times are in seconds since the run began, memory in bytes.
 
 ```
 document ── versions, seed
@@ -9,8 +9,6 @@ document ── versions, seed
         ├─ Differences   from a run without limits and without this package
         └─ End           what was left behind
 ```
-
-Times are in seconds since the run began, memory in bytes.
 """
 
 from __future__ import annotations
@@ -86,20 +84,20 @@ class Step:
 
     step: int  # counted from 0
     at: float
-    seconds: float  # the optimizer's step included
     capacity: int | None  # bytes that there were for all when it ended; None without a limit
     others: int  # bytes that the script had the co-tenant hold then
-    live: int  # bytes held by us after it, with gradients and batch freed
     peak: int  # most bytes held by us in it
     samples: int
     elements: int  # numbers in one sample, which distinguishes long inputs from short ones
     size: int  # micro-batch size in force when its call ended, in samples
     partition: list[list[int]]  # the committed pieces, as pairs (start, stop)
-    ooms: int  # survived in it, those of the optimizer included
     replayed: int  # samples that were run again
     loss: float
     norm: float  # of the gradient, over all parameters
-    time_lost: float  # seconds in attempts that failed
+    seconds: float = 0.0  # the optimizer's step included
+    live: int = 0  # bytes held by us after it, with gradients and batch freed
+    ooms: int = 0  # survived in it, those of the optimizer included
+    time_lost: float = 0.0  # seconds in attempts that failed
     lowest: int | None = None  # what capacity less others fell to where that moved in its middle
     skipped: list[list[int]] = field(default_factory=list)  # ranges that were left out because nothing in them counts
 

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from .exit_codes import HANG
@@ -37,7 +36,7 @@ class Watchdog:
         self._timer.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
         self._timer.join()

@@ -20,36 +20,13 @@ from . import cuda, fence, rlimit
 from .budget import BudgetLimit
 from .child import Child, ChildError, Crashed, Emit, Failed, Hung, Line, run_child, run_children
 from .cuda import Confined, CudaLimit
-from .fence import UNLIMITED, Fence
-from .limit import HostLimit, MemoryLimit, switch_onednn_off
+from .fence import Fence
+from .limit import MemoryLimit, switch_onednn_off
 from .rlimit import ProcessLimit
 from .shim import ShimLimit
 
-__all__ = [
-    "KINDS",
-    "UNLIMITED",
-    "BudgetLimit",
-    "Child",
-    "ChildError",
-    "Confined",
-    "Crashed",
-    "CudaLimit",
-    "Emit",
-    "Failed",
-    "Fence",
-    "HostLimit",
-    "Hung",
-    "Line",
-    "MemoryLimit",
-    "ProcessLimit",
-    "ShimLimit",
-    "available",
-    "in_child",
-    "open_limit",
-    "run_child",
-    "run_children",
-    "switch_onednn_off",
-]
+__all__ = ["KINDS", "BudgetLimit", "Child", "ChildError", "Confined", "Crashed", "CudaLimit", "Emit", "Failed", "Fence", "Hung", "Line"]
+__all__ += ["MemoryLimit", "ProcessLimit", "ShimLimit", "available", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]
 
 _LIMITS: dict[str, tuple[Callable[..., MemoryLimit], Callable[[], str | None]]] = {
     "budget": (BudgetLimit, lambda: None),
@@ -67,7 +44,7 @@ def available(kind: str) -> str | None:
 
 def in_child(kind: str) -> bool:
     """Whether a limit of this kind has to be opened in a process of its own, by `run_child`."""
-    return _LIMITS[kind][0] in {ShimLimit, ProcessLimit}
+    return kind in {"shim", "rlimit"}
 
 
 def open_limit(kind: str, **options: Any) -> MemoryLimit:

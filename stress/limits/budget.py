@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -27,30 +26,19 @@ class BudgetLimit(HostLimit):
     def __init__(self) -> None:
         super().__init__()
         self.budget = MemoryBudget(_UNLIMITED)
-        self._held = 0
         self._blocks = _BlockLimit(self.budget)
 
     def __enter__(self) -> Self:
-        self._blocks.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.budget.__enter__()
+        self._undo.enter_context(self._blocks)
+        self._undo.enter_context(self.budget)
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._held = 0
-        self.resize(None)
-        self.fragment(None)
-        self.budget.__exit__(kind, error, trace)
-        self._blocks.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def fragment(self, largest: int | None) -> None:
         self._blocks.largest = largest
 
-    def occupy(self, held: int) -> None:
-        self._held = held
-        self.apply()
-
-    def others(self) -> int:
-        return self._held
+    def lift(self) -> None:
+        self.fragment(None)
+        super().lift()
 
     def live(self) -> int:
         return self.budget.live

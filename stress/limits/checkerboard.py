@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import torch
 
-PIN = 2 * 2**20
-"""Bytes of a block that is kept: the smallest that comes out of the allocator's large segments."""
-LEAST = 16 * 2**20
-"""Bytes of the smallest hole: with smaller ones memory would be full of pins."""
-APART = 64 * 2**20
-"""Bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each."""
-GAPS = 64
-"""Free blocks between older tensors that pins may fall into."""
+PIN = 2 * 2**20  # bytes of a block that is kept: the smallest that comes out of the allocator's large segments
+LEAST = 16 * 2**20  # bytes of the smallest hole: with smaller ones memory would be full of pins
+APART = 64 * 2**20  # bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each
+GAPS = 64  # free blocks between older tensors that pins may fall into
 
 
 class Checkerboard:
@@ -34,22 +30,13 @@ class Checkerboard:
         self.pins: list[torch.Tensor] = []
         for _ in range(size // (hole + PIN)):
             holes.append(_block(device, hole))
-            self._pin(device, holes[-1].data_ptr() + hole)
+            for _ in range(GAPS):  # gaps between tensors that were there before fit a pin better, so they are filled before the place behind the hole
+                self.pins.append(_block(device, PIN))
+                if self.pins[-1].data_ptr() == holes[-1].data_ptr() + hole:
+                    break
         holes.clear()
         torch.cuda.empty_cache()  # gives back what the device can have: pages of the holes, where segments are expandable
-
-    def _pin(self, device: torch.device, end: int) -> None:
-        """Takes the block behind a hole. Gaps between tensors that were there before fit a pin better, so they are filled first."""
-        for _ in range(GAPS):
-            self.pins.append(_block(device, PIN))
-            if self.pins[-1].data_ptr() == end:
-                return
 
 
 def _block(device: torch.device, size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def expandable(device: torch.device) -> bool:
-    """Whether the allocator's segments on a device are expandable, by what it has, whatever the environment asked for."""
-    return any(segment.get("is_expandable", False) and segment["device"] == device.index for segment in torch.cuda.memory_snapshot())

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from elastic_mbs.errors import UsageError
@@ -113,27 +112,32 @@ class Child:
     def __init__(
         self, kind: str, job: Callable[..., object], arguments: Mapping[str, Any] | None = None, *, deadline: float, fence: fences.Fence | None = None
     ) -> None:
-        self._kind, self._job, self._arguments = kind, job, dict(arguments or {})
-        self._deadline, self._fence = deadline, fence
+        self._kind, self._job, self._arguments, self._deadline, self._fence = kind, job, dict(arguments or {}), deadline, fence
+        self._name = f"the job {job.__module__}:{job.__qualname__}"
         self._error: tuple[str, str, bool] | None = None  # class, text, whether it is bad input
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
             self._output = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="elastic-mbs-child-")), "output")
             self._output.touch()
+            environment = _LIBRARIES
+            if self._kind == "shim":
+                fence = self._fence if self._fence is not None else undo.enter_context(fences.Fence.create())
+                environment = _LIBRARIES | fences.environment(fence)
             self.connection, theirs = _SPAWN.Pipe()
             undo.callback(self.connection.close)
             self._process = _SPAWN.Process(target=_serve, args=(theirs, self._job, self._arguments, self._output, list(sys.path)))
             resource_tracker.ensure_running()  # or it would start with the first child, and in its environment
-            with theirs, _surroundings(self._environment(undo)):
+            with theirs, _surroundings(environment):
                 self._process.start()
-            undo.callback(self._end)
+            undo.callback(self._process.join)
+            undo.callback(self._process.kill)
             self.pid = self._process.pid or 0
             self._began = time.monotonic()
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._undo.close()
 
     def __iter__(self) -> Iterator[Any]:
@@ -150,16 +154,14 @@ class Child:
         """Seconds until the deadline."""
         return self._began + self._deadline - time.monotonic()
 
-    def overdue(self) -> bool:
-        """Whether it still runs after its deadline. The messages of a process that has ended may be read later."""
-        return self.left() < 0 and self._process.is_alive()
-
-    def receive(self) -> tuple[bool, Any]:
-        """Whether it has emitted a message, and which. EOFError or OSError at its end."""
+    def receive(self) -> list[Any]:
+        """The message that has come, if it was one. EOFError or OSError at its end."""
+        if self.left() < 0 and self._process.is_alive():  # the messages of a process that has ended may be read later
+            raise self.give_up()
         what, content = self.connection.recv()
         if what == "error":
             self._error = content
-        return what == "message", content
+        return [content] if what == "message" else []
 
     def give_up(self) -> Hung:
         """Asks for the stacks of its threads and kills it; returns the error to raise."""
@@ -168,7 +170,7 @@ class Child:
             self._process.join(_GRACE)
         self._process.kill()
         self._process.join()
-        return Hung(f"the job {self._name} had not ended after {self._deadline:.0f} s and was killed", self._last_words())
+        return Hung(f"{self._name} had not ended after {self._deadline:.0f} s and was killed", self._last_words())
 
     def check(self) -> None:
         """Waits for the end of a child that has closed its connection. Raises where it did not end as it should."""
@@ -179,51 +181,35 @@ class Child:
         words = self._last_words()
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            raise Crashed(f"the job {self._name} was ended by {name}; its last line: {_last_line(words)}", words, name)
+            raise Crashed(f"{self._name} was ended by {name}; its last line: {_last_line(words)}", words, name)
         if self._error is not None:
             error, text, bad_input = self._error
-            raise UsageError(text) if bad_input else Failed(f"the job {self._name} ended by {error}: {text}", words, code, error)
+            raise UsageError(text) if bad_input else Failed(f"{self._name} ended by {error}: {text}", words, code, error)
         if code:
-            raise Failed(f"the job {self._name} ended with exit code {code}; its last line: {_last_line(words)}", words, code, None)
-
-    @property
-    def _name(self) -> str:
-        return f"{self._job.__module__}:{self._job.__qualname__}"
-
-    def _environment(self, undo: contextlib.ExitStack) -> dict[str, str]:
-        if self._kind != "shim":
-            return _LIBRARIES
-        fence = self._fence if self._fence is not None else undo.enter_context(fences.Fence.create())
-        return _LIBRARIES | fences.environment(fence)
+            raise Failed(f"{self._name} ended with exit code {code}; its last line: {_last_line(words)}", words, code, None)
 
     def _last_words(self) -> str:
         return self._output.read_text(errors="replace")[-_LAST_WORDS:]
 
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.join()
-
 
 def _messages(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
     """What comes from running children until the last has ended."""
-    running = {child.connection: (index, child) for index, child in enumerate(children)}
+    running: dict[Any, int] = {child.connection: index for index, child in enumerate(children)}
     while running:
-        first = min((child for _, child in running.values()), key=Child.left)
+        first = min((children[index] for index in running.values()), key=Child.left)
         ready = wait(list(running), timeout=max(0.0, first.left()))
         if not ready:
             raise first.give_up()
         for connection in ready:
-            index, child = running[connection]  # type: ignore[index]  # all of them are connections
-            if child.overdue():
-                raise child.give_up()
+            index = running[connection]
             try:
-                is_message, content = child.receive()
+                messages = children[index].receive()
             except (EOFError, OSError):  # the latter where it was killed in the middle of a message
-                del running[child.connection]
-                child.check()
+                del running[connection]
+                children[index].check()
                 continue
-            if is_message:
-                yield index, content
+            for message in messages:
+                yield index, message
 
 
 @contextlib.contextmanager

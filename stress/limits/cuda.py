@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -12,12 +11,10 @@ from elastic_mbs.cli.demo.ballast import GRAIN, Ballast
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
-from . import checkerboard
-from .checkerboard import Checkerboard
+from .checkerboard import APART, Checkerboard
 from .limit import MemoryLimit
 
-MOSTLY_FREE = 0.75
-"""Share of the device that must be free: its co-tenant fills it, and other processes must not starve of that."""
+MOSTLY_FREE = 0.75  # share of the device that must be free: its co-tenant fills it, and other processes must not starve of that
 
 
 class CudaLimit(MemoryLimit):
@@ -39,15 +36,13 @@ class CudaLimit(MemoryLimit):
     sensor = None  # NVML and the allocator's own statistics
 
     def __init__(self, device: torch.device | str = "cuda", *, shared: bool = False) -> None:
-        self.device = _with_index(device)
-        self._held = self._wanted = 0
-        self._undo = contextlib.ExitStack()
+        super().__init__()
+        self.device, self._shared = _with_index(device), shared
         self._neighbour: Ballast | None = None
+        self._wanted = 0  # bytes that it was made to hold
         self._largest: int | None = None
         self._board: Checkerboard | None = None
-        self._failed_before = 0
-        self._shared = shared
-        self._room = 0
+        self._failed_before = self._room = 0
 
     def __enter__(self) -> Self:
         """Checks that the device is free enough; UsageError where others use it."""
@@ -63,9 +58,8 @@ class CudaLimit(MemoryLimit):
         self._failed_before = self._ooms()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._undo.close()
-        self.capacity, self._held, self._wanted = None, 0, 0
+    def lift(self) -> None:
+        self._wanted = 0
         self._neighbour = self._largest = self._board = None
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
         torch.cuda.empty_cache()
@@ -78,25 +72,21 @@ class CudaLimit(MemoryLimit):
         torch.cuda.empty_cache()  # the fraction is asked when the allocator takes more, not for what it has cached
         torch.cuda.set_per_process_memory_fraction(1.0 if capacity is None else capacity / total, self.device)
         self.occupy(self._held)
-        self._break_up()
+        self.fragment(self._largest)
 
     def fragment(self, largest: int | None) -> None:
         """Breaks up what the capacity leaves us, now and whenever that changes. Expandable segments make it whole again, see `expandable`."""
         self._largest, self._board = largest, None
-        self._break_up()
-
-    def _break_up(self) -> None:
-        if self._largest is None or self.capacity is None:
+        if largest is None or self.capacity is None:
             return
         torch.cuda.empty_cache()
-        left = self.capacity - self._held - torch.cuda.memory_reserved(self.device)
-        size = left - min(checkerboard.APART, self._largest // 2)
+        size = self.capacity - self._held - torch.cuda.memory_reserved(self.device) - min(APART, largest // 2)
         if size > 0:
-            self._board = Checkerboard(self.device, size, self._largest)
+            self._board = Checkerboard(self.device, size, largest)
 
     def expandable(self) -> bool:
-        """Whether the allocator's segments are expandable, so that memory does not stay fragmented."""
-        return checkerboard.expandable(self.device)
+        """Whether the allocator's segments are expandable, by what it has, whatever the environment asked for."""
+        return any(each.get("is_expandable", False) and each["device"] == self.device.index for each in torch.cuda.memory_snapshot())
 
     def occupy(self, held: int) -> None:
         """Makes the ballast take what is too much for us to have the capacity less `held`.
@@ -105,17 +95,15 @@ class CudaLimit(MemoryLimit):
         """
         self._held = held
         if self._neighbour is None:
-            if not self._held:
+            if not held:
                 return
             self._neighbour = self._undo.enter_context(Ballast(self.device))
         torch.cuda.empty_cache()
-        holds = self._neighbour.hold(self._wanted)  # it may have got more since it was last asked
-        if self._held:
+        holds, self._wanted = self._neighbour.hold(self._wanted), 0  # it may have got more since it was last asked
+        if held:  # else the fraction is limit enough
             free, total = torch.cuda.mem_get_info(self.device)
-            left = (total if self.capacity is None else self.capacity) - self._held
+            left = (total if self.capacity is None else self.capacity) - held
             self._wanted = max(0, holds + free + torch.cuda.memory_reserved(self.device) - left) // GRAIN * GRAIN
-        else:
-            self._wanted = 0  # the fraction is limit enough
         self._neighbour.hold(self._wanted)
 
     def others(self) -> int:
@@ -152,17 +140,15 @@ class Confined:
     """A GPU of which all others together can have a given number of bytes: a ballast process holds the rest. A context manager."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._device = device
-        self._undo = contextlib.ExitStack()
+        self._device, self._undo = device, contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """Starts the ballast process, which holds nothing yet."""
-        self._device = _with_index(self._device)
         torch.cuda.empty_cache()  # our cache cannot be had by others
-        self._neighbour = self._undo.enter_context(Ballast(self._device))
+        self._neighbour = self._undo.enter_context(Ballast(_with_index(self._device)))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._undo.close()
 
     def leave(self, size: int | None, *, held: int = 0) -> None:

@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import ctypes
 import functools
-import hashlib
 import mmap
 import os
 import platform
@@ -23,19 +22,15 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from elastic_mbs.errors import UsageError
 
-VARIABLE = "ELASTIC_MBS_FENCE"
-"""Names the file, in the environment of the processes that share it."""
+VARIABLE = "ELASTIC_MBS_FENCE"  # names the file, in the environment of the processes that share it
 UNLIMITED = 2**63 - 1
+# Bytes from which a block counts and can be refused: more than the state of a random generator (5 KiB) and other bookkeeping, which is on the host
+# where there is a real device.
 MINIMUM = 8192
-"""Bytes from which a block counts and can be refused: more than the state of a random generator (5 KiB) and other bookkeeping, which is on the host
-where there is a real device."""
-
-_SOURCE = Path(__file__).with_name("fence.c")
 _FILE_SIZE, _SLOTS = 4096, 62
 _FIRST_SLOT, _SLOT_SIZE = 16, 8
 
@@ -95,10 +90,7 @@ class Fence:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Unmaps the file; processes that have it mapped keep it."""
         self._words.release()
         self._map.close()
@@ -166,36 +158,20 @@ def trouble() -> str | None:
 
 @functools.cache
 def library() -> Path:
-    """The library, compiled when it is first needed (0.2 s) and kept by the hash of its source."""
+    """The library, compiled once in a process (0.2 s)."""
     problem = trouble()
     if problem is not None:
         raise UsageError(problem)
+    source, folder = Path(__file__).with_name("fence.c"), tempfile.mkdtemp(prefix="elastic_mbs_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made = Path(folder, "fence.so")
     command = [*_compiler(), "-O2", "-shared", "-fPIC", "-pthread"]
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((command, platform.machine())).encode()).hexdigest()[:16]
-    path = _folder() / f"fence-{key}.so"
-    if not path.exists():
-        _compile(command, path)
-    return path
-
-
-def _compile(command: list[str], path: Path) -> None:
-    made = path.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([*command, "-o", os.fspath(made), os.fspath(_SOURCE)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "-o", made, source], capture_output=True, text=True, check=False)
     if done.returncode:
         said = next(iter(done.stderr.strip().splitlines()), "nothing")
-        raise UsageError(f"the shim's {_SOURCE.name} does not compile with {shlex.join(command)}, which said: {said}")
-    made.replace(path)  # whole or not at all, also where another process makes it at this moment
+        raise UsageError(f"the shim's {source.name} does not compile with {shlex.join(command)}, which said: {said}")
+    return made
 
 
 def _compiler() -> list[str]:
     return shlex.split(os.environ.get("CC", "")) or ["cc"]
-
-
-def _folder() -> Path:
-    """Where the library is kept: the user's cache, or a new folder of this process where that cannot be written to."""
-    with contextlib.suppress(OSError, RuntimeError):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "elastic_mbs")
-        cache.mkdir(parents=True, exist_ok=True)
-        if os.access(cache, os.W_OK):
-            return cache
-    return Path(tempfile.mkdtemp(prefix="elastic_mbs_"))

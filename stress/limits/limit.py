@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -16,7 +16,7 @@ from elastic_mbs.memory import Headroom, MemorySensor, Reading, Unavailable, Usa
 
 
 class MemoryLimit(ABC):
-    """A device's memory during one run; a context manager that leaves nothing behind.
+    """A device's memory during one run; a context manager that lifts every limit at its end and ends the co-tenant.
 
     ```
         capacity ─┬─ others    held by the co-tenant, now
@@ -27,15 +27,24 @@ class MemoryLimit(ABC):
     kind: str  # "budget" (counted tensors), "shim" (the allocator itself fails), "rlimit" (the process limit), "cuda"
     device: torch.device  # where the model is trained
     sensor: MemorySensor | None  # what ElasticMBS reads, as sensor and as meter; None where it finds both by itself
-    capacity: int | None = None  # bytes for all; None without a limit
+
+    def __init__(self) -> None:
+        self.capacity: int | None = None  # bytes for all; None without a limit
+        self._held = 0  # bytes that the co-tenant was made to hold
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """Opens it, without a limit yet."""
         return self
 
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+        self.capacity, self._held = None, 0
+        self.lift()
+
     @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Lifts every limit and ends the co-tenant."""
+    def lift(self) -> None:
+        """Takes back what the limit has changed, when it is left."""
 
     def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:  # noqa: B027  # only the process limit has something to do
         """Runs a piece of each size once, where a first time under pressure could end the process."""
@@ -44,17 +53,17 @@ class MemoryLimit(ABC):
     def resize(self, capacity: int | None) -> None:
         """Sets how many bytes there are for all; None lifts the limit."""
 
-    @abstractmethod
     def fragment(self, largest: int | None) -> None:
         """Makes single allocations above `largest` bytes fail, whatever is free; None ends that. UsageError where that is impossible."""
+        raise UsageError(f"the limit {self.kind!r} knows no fragmentation: under 'shim' and 'budget' single large allocations can fail")
 
     @abstractmethod
     def occupy(self, held: int) -> None:
         """Makes the co-tenant hold so many bytes: at once what is free, the rest as soon as it is."""
 
-    @abstractmethod
     def others(self) -> int:
         """Bytes that are not ours to have: what the co-tenant holds now, or waits for where the two cannot be distinguished."""
+        return self._held
 
     def share(self, size: int) -> None:  # noqa: B027  # a fence says so itself
         """Notes that the device was given `size` bytes for all processes on it."""
@@ -66,6 +75,10 @@ class MemoryLimit(ABC):
     def reserved(self) -> int:
         """Bytes that are gone of the device for this process, by its allocator's account."""
         return self.live()
+
+    def expandable(self) -> bool:
+        """Whether the allocator mends fragmented memory."""
+        return False
 
     @abstractmethod
     def peak(self) -> int:
@@ -86,16 +99,20 @@ class HostLimit(MemoryLimit):
     sensor: HostGauge
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.sensor = HostGauge(self)
-        self._highest = 0
+        super().__init__()
+        self.device, self.sensor = torch.device("cpu"), HostGauge(self)
+        self._highest = 0  # of the intervals before a runtime began its own
 
     def resize(self, capacity: int | None) -> None:
         self.capacity = capacity
         self.apply()
 
-    def fragment(self, largest: int | None) -> None:
-        raise UsageError(f"the limit {self.kind!r} knows no fragmentation: under 'shim' and 'budget' single large allocations can fail")
+    def occupy(self, held: int) -> None:
+        self._held = held
+        self.apply()
+
+    def lift(self) -> None:
+        self.apply()
 
     def total(self) -> int | None:
         """Bytes there are for all, now; None without a limit."""
@@ -160,8 +177,4 @@ def switch_onednn_off() -> Callable[[], None]:
     """Disables oneDNN, which crashes where its own allocations fail; returns a function that restores it."""
     was = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch has a descriptor there
-
-    def restore() -> None:
-        torch.backends.mkldnn.enabled = was
-
-    return restore
+    return lambda: setattr(torch.backends.mkldnn, "enabled", was)

@@ -11,13 +11,10 @@ import ctypes
 import select
 import subprocess
 import sys
-from types import TracebackType
 from typing import Self
 
-PATIENCE = 0.01
-"""Seconds between two attempts to get the rest."""
-GRAIN = 1 << 16
-"""Bytes of the smallest block that it takes; less than that may be missing."""
+PATIENCE = 0.01  # seconds between two attempts to get the rest
+GRAIN = 1 << 16  # bytes of the smallest block that it takes; less than that may be missing
 _ALIGNMENT = 64  # as torch's allocator has it on a CPU
 
 
@@ -72,7 +69,7 @@ class Neighbour:
         self.pid = self._process.pid
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes, which ends it, and waits for that
             pass
         self._process.wait()

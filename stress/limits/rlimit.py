@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -23,8 +22,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
 
 _M_MMAP_THRESHOLD = -3  # mallopt's number for it
-_MAPPED = 65536
-"""Bytes from which a block of the heap is a mapping of its own, so that mapped memory is memory in use."""
+_MAPPED = 65536  # bytes from which a block of the heap is a mapping of its own, so that mapped memory is memory in use
 _PARALLEL = 2**20  # elements, enough for all threads
 
 
@@ -40,26 +38,22 @@ class ProcessLimit(HostLimit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = self._held = 0
+        self.base = 0
         self._limit = resource.getrlimit(resource.RLIMIT_DATA)
         self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))  # opened while there is room
         for number in (self._statm, self._status):
             weakref.finalize(self, os.close, number)
         self._live_at_start = self._resident_at_start = 0
-        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
         self._undo.callback(switch_onednn_off())
-        _prepare_libraries()
+        # torch's thread pools end the process where they are refused memory, and the first backward imports
+        torch.zeros(_PARALLEL, dtype=torch.uint8).add_(1)
+        torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
         self.base = self._mapped()
         self.begin_interval()
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, self._limit)
-        self.capacity, self._held = None, 0
-        self._undo.close()
 
     def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
         """Runs each size once without a limit, the largest last, so that libraries have what they keep."""
@@ -70,13 +64,6 @@ class ProcessLimit(HostLimit):
         finally:
             self.apply()
 
-    def occupy(self, held: int) -> None:
-        self._held = held
-        self.apply()
-
-    def others(self) -> int:
-        return self._held
-
     def live(self) -> int:
         return max(0, self._mapped() - self.base)
 
@@ -84,7 +71,7 @@ class ProcessLimit(HostLimit):
         return  # the kernel does not count what it refuses
 
     def apply(self) -> None:
-        hard, soft = self._limit[1], self._limit[0]
+        soft, hard = self._limit
         if self.capacity is not None:
             soft = self.base + max(0, self.capacity - self._held)
             soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
@@ -97,12 +84,12 @@ class ProcessLimit(HostLimit):
     def begin_interval(self) -> None:
         with contextlib.suppress(OSError):  # then it is the mark of the whole run
             Path("/proc/self/clear_refs").write_text("5")
-        self._live_at_start, self._resident_at_start = self.live(), self._resident()
+        self._live_at_start, self._resident_at_start = self.live(), self._resident("VmRSS")
 
     def _mapped(self) -> int:
         return int(os.pread(self._statm, 256, 0).split()[5]) * mmap.PAGESIZE
 
-    def _resident(self, which: str = "VmRSS") -> int:
+    def _resident(self, which: str) -> int:
         lines = (line.split() for line in os.pread(self._status, 8192, 0).decode().splitlines())
         return next((int(words[1]) * 1024 for words in lines if words and words[0] == f"{which}:"), 0)
 
@@ -114,9 +101,3 @@ def trouble() -> str | None:
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         return "the limit 'rlimit' needs glibc, whose heap can map large blocks one by one"
     return None
-
-
-def _prepare_libraries() -> None:
-    """Starts torch's thread pools, which end the process where they are refused memory, and imports what the first backward does."""
-    torch.zeros(_PARALLEL, dtype=torch.uint8).add_(1)
-    torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from elastic_mbs.errors import UsageError
@@ -33,19 +31,17 @@ class ShimLimit(HostLimit):
         self.fence = Fence(Path(path))
         self._pid = os.getpid()
         self._shared = shared
-        self._undo = contextlib.ExitStack()
         self._neighbour: Neighbour | None = None
 
     def __enter__(self) -> Self:
         self._undo.callback(switch_onednn_off())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._undo.close()
+    def lift(self) -> None:
         self._neighbour = None
         if not self._shared:
-            self.resize(None)
             self.fragment(None)
+            super().lift()
 
     def fragment(self, largest: int | None) -> None:
         self.fence.largest = UNLIMITED if largest is None else largest  # for all processes on the device

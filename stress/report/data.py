@@ -13,34 +13,30 @@ from elastic_mbs.events import format_bytes
 from .. import record
 from ..record import Run, Step
 
-MOVES = 8
-"""With more moves of the limit than these, the lane of the memory shows them, and no marks."""
-
 _LOOKS = {"oom": "oom", "optimizer": "oom", "grow": "grow", "shrink": "shrink"}
 Tile = tuple[str, str, str]
 """Name, value, remark."""
 
 
 def run_data(run: Run) -> RunData:
-    """The run as lines, marks and figures; time begins with its first step."""
-    zero = min([step.at for step in run.steps] + [mark.at for mark in run.marks], default=0.0)
-    lengths = {step.elements for step in run.steps}
+    """The run as lines, marks and figures; time begins with its first step. The memory's lane shows its moves."""
+    steps = run.steps
+    zero = min([step.at for step in steps] + [mark.at for mark in run.marks], default=0.0)
+    lengths = {step.elements for step in steps}
     # inputs of another length have sizes of their own
-    tracks = {step.step: "micro-batch" if len(lengths) == 1 else f"samples of {step.elements:,} numbers" for step in run.steps}
-    moves = sum(mark.what == "move" for mark in run.marks)
-    shown = [mark for mark in run.marks if mark.what != "move" or moves <= MOVES]
-    marks = [_mark(mark, zero, tracks) for mark in sorted(shown, key=lambda mark: mark.at)]
-    ends = [step.at + step.seconds - zero for step in run.steps]
+    tracks = {step.step: "micro-batch" if len(lengths) == 1 else f"samples of {step.elements:,} numbers" for step in steps}
+    marks = [_mark(mark, zero, tracks) for mark in sorted(run.marks, key=lambda mark: mark.at) if mark.what != "move"]
+    ends = [step.at + step.seconds - zero for step in steps]
     return RunData(
         title=run.title,
         about=_about(run),
         tiles=_tiles(run),
         seconds=max([*ends, *(mark.t for mark in marks)], default=0.0),
-        memory=_memory(run.steps, zero),
+        memory=_memory(steps, zero),
         sizes=_sizes(run, zero, tracks),
-        rates={"train": _per_step(run.steps, zero, [step.samples / step.seconds if step.seconds > 0 else None for step in run.steps])},
-        lost=_per_step(run.steps, zero, [min(1.0, step.time_lost / step.seconds) if step.seconds > 0 else None for step in run.steps]),
-        loss=[(end, step.loss if math.isfinite(step.loss) else None) for end, step in zip(ends, run.steps, strict=True)],
+        rates={"train": _per_step(steps, zero, [step.samples / step.seconds if step.seconds > 0 else None for step in steps])},
+        lost=_per_step(steps, zero, [min(1.0, step.time_lost / step.seconds) if step.seconds > 0 else None for step in steps]),
+        loss=[(end, step.loss if math.isfinite(step.loss) else None) for end, step in zip(ends, steps, strict=True)],
         marks=marks,
     )
 
@@ -85,14 +81,9 @@ def _memory(steps: Sequence[Step], zero: float) -> Memory:
             capacity += [(step.at - zero, max(0.0, float(step.lowest))), (step.at + step.seconds - zero, left)]
         else:
             capacity.append((step.at - zero, left))
-    return Memory(
-        total=float(max((each for step in steps for each in (step.capacity or 0, step.peak, step.live)), default=0)),
-        allocated=_per_step(steps, zero, [float(step.live) for step in steps]),
-        reserved=[],
-        peak=_per_step(steps, zero, [float(step.peak) for step in steps]),
-        capacity=capacity,
-        margin=[],
-    )
+    live, peak = (_per_step(steps, zero, [float(getattr(step, name)) for step in steps]) for name in ("live", "peak"))
+    total = float(max((each for step in steps for each in (step.capacity or 0, step.peak, step.live)), default=0))
+    return Memory(total, allocated=live, reserved=[], peak=peak, capacity=capacity, margin=[])
 
 
 def _sizes(run: Run, zero: float, tracks: dict[int, str]) -> dict[str, list[Point]]:
@@ -129,12 +120,9 @@ def _about(run: Run) -> tuple[tuple[str, str], ...]:
 def _tiles(run: Run) -> tuple[Tile, ...]:
     steps, end = run.steps, run.end
     busy = sum(step.seconds for step in steps)
-    ended: tuple[Tile, ...] = ()
-    if end is not None and end.error:
-        error, _, text = end.error.partition(": ")
-        ended = (("ended by", error, text[:100]),)
+    error, _, text = (end.error or "" if end is not None else "").partition(": ")
     return (
-        *ended,
+        *([("ended by", error, text[:100])] if error else []),
         ("steps", f"{len(steps):,}", duration(busy)),
         ("OOMs survived", f"{run.ooms:,}", "" if end is None or end.failures is None else f"{end.failures:,} allocations refused"),
         ("samples replayed", f"{sum(step.replayed for step in steps):,}", f"{run.replayed:.2%} of all"),

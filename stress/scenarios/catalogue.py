@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from elastic_mbs import Policy
 
@@ -12,13 +13,12 @@ from . import checks, scripts
 from .checks import Check
 from .scripts import Script, Supply, always
 
-DEADLINE = 900.0
-"""Seconds for what is quick: the built-in models."""
+DEADLINE = 900.0  # seconds for what is quick: the built-in models
 
+# Less patient than the default (4 calls, 5 s): a scenario has a few dozen steps of a few milliseconds. Does not depend on the machine's speed.
 EAGER = Policy(patience=2, min_gain=0.0, cooldown=0.0)
-"""Less patient than the default (4 calls, 5 s): a scenario has a few dozen steps of a few milliseconds. Does not depend on the machine's speed."""
-PATIENT = Policy(patience=4, min_gain=0.0, cooldown=1.0)
-FLOOR_SECONDS = 10.0
+_COOLING = Policy(patience=2, min_gain=0.0, cooldown=0.5)
+_PATIENT = Policy(patience=4, min_gain=0.0, cooldown=checks.COOLDOWN)
 
 _COUNTED_AND_GPU = ("budget", "cuda")
 _FRAGMENTING = ("budget", "shim", "cuda")
@@ -39,7 +39,6 @@ class Scenario:
     """One of the ways in which memory runs out."""
 
     name: str  # as on the command line
-    line: str  # what happens, in one line
     script: Script
     kinds: tuple[str, ...] = _COUNTED_AND_GPU  # of limit that it runs under
     checks: tuple[Check, ...] = ()  # what is asserted besides what always is
@@ -49,10 +48,15 @@ class Scenario:
     policy: Policy = EAGER
     play: Play = Play.TRAIN
     evaluate: int = 0  # every so many steps; 0 for never
-    dead: Callable[[int, int], bool] | None = None  # whether the sensor is dead in a step (step, steps in all)
+    sensor_dies: bool = False  # in the steps of `scripts.dead`
     ends_by_error: bool = False
     wait: float = 5.0  # seconds that the runtime may wait for memory at the floor
     largest: float | None = None  # single allocation, as a share of what the batch takes besides the model; None for no limit
+
+    @property
+    def line(self) -> str:
+        """What happens."""
+        return _LINES[self.name]
 
     def evaluates(self, step: int, steps: int) -> bool:
         """Whether there is an evaluation after this step; the last one has no batch to follow it."""
@@ -60,7 +64,7 @@ class Scenario:
 
     def all_checks(self, steps: int) -> tuple[Check, ...]:
         """All that is asserted of a run of so many steps."""
-        whole = () if self.ends_by_error else (checks.went_on_to(steps),)
+        whole = () if self.ends_by_error else (partial(checks.went_on_to, steps=steps),)
         return (*whole, checks.exact, checks.covers_every_sample, checks.nothing_held, *self.checks)
 
 
@@ -76,15 +80,18 @@ class Order:
     device: str = "cpu"
     budget: int | None = None  # bytes that stand for a share of 1; None for what the whole batch takes
     process: int = 0  # 1 for the second of two
-    together: bool = False  # with another process on one device
     folder: str | None = None  # for checkpoints
     dies: int | None = None  # the step in whose backward the process kills itself
     deadline: float = DEADLINE  # seconds after which a process of it counts as hung
 
     @property
     def entry(self) -> Scenario:
-        """The scenario itself."""
         return SCENARIOS[self.scenario]
+
+    @property
+    def together(self) -> bool:
+        """Whether another process shares the device."""
+        return self.entry.play is Play.TWO
 
     @property
     def own(self) -> bool:
@@ -92,112 +99,41 @@ class Order:
         return ":" in self.model
 
 
+_LINES = {
+    "steady": "the batch fits, always: nothing may happen",
+    "too_big": "the batch has never fitted: room for three tenths of it",
+    "cliff": "a co-tenant takes half at once, in the middle of a backward, and leaves again",
+    "sawtooth": "a neighbour leaks and is restarted, three times",
+    "random_walk": "memory comes and goes at random, also in the middle of a step",
+    "leak": "headroom shrinks a little with each step and never comes back",
+    "long_sequences": "bursts of inputs four times as long",
+    "fragmentation": "memory is free, but no large block of it can be had",
+    "optimizer_first_step": "the optimizer's state does not fit at first: its step fails half-way",
+    "eval_between": "evaluation between the steps, with sizes of its own, while a co-tenant comes and goes",
+    "sensor_dies": "the memory sensor stops answering: no growth, training goes on; then it is back",
+    "flapping": "memory that comes back for less than the patience: no storm of growths",
+    "two_elastic": "two of us on one device, with room for six tenths of each",
+    "one_sample_too_big": "not even one sample fits: a clear error, soon, and everything as it was",
+    "kill": "SIGKILL in the middle of a backward; resumed from its checkpoint, the same curve",
+}
+_BACK = checks.grown_back
 _CATALOGUE = (
-    Scenario("steady", "the batch fits, always: nothing may happen", always(Supply()), checks=(checks.nothing_happened,)),
-    Scenario("too_big", "the batch has never fitted: room for three tenths of it", always(Supply(0.3, 0.3)), _ALL, (checks.bounded, checks.cut_up)),
-    Scenario(
-        "cliff",
-        "a co-tenant takes half at once, in the middle of a backward, and leaves again",
-        scripts.cliff,
-        _ALL,
-        (*_FALLS, checks.grown_back),
-        model="gpt",
-    ),
-    Scenario("sawtooth", "a neighbour leaks and is restarted, three times", scripts.sawtooth, _ALL, _FALLS),
-    Scenario(
-        "random_walk",
-        "memory comes and goes at random, also in the middle of a step",
-        scripts.random_walk,
-        _FRAGMENTING,
-        _FALLS,
-        model="cnn",
-    ),
-    Scenario(
-        "leak",
-        "headroom shrinks a little with each step and never comes back",
-        scripts.leak,
-        ("budget", "rlimit", "cuda"),
-        _FALLS,
-    ),
-    Scenario(
-        "long_sequences",
-        "bursts of inputs four times as long",
-        always(Supply(1 / 3, 1 / 3)),
-        checks=(checks.bounded,),
-        model="gpt_bursts",
-        steps=40,
-    ),
-    Scenario(
-        "fragmentation",
-        "memory is free, but no large block of it can be had",
-        always(Supply(1.2, 1.2)),
-        _FRAGMENTING,
-        (checks.bounded, checks.broken_up),
-        largest=0.1,
-    ),
-    Scenario(
-        "optimizer_first_step",
-        "the optimizer's state does not fit at first: its step fails half-way",
-        always(Supply(optimizer=True)),
-        _COUNTED_AND_GPU,  # where the host is the device, the guard's copies take the room that the scenario is about
-        (checks.optimizer_struck,),
-        model="adam",
-        steps=10,
-        quick=6,
-    ),
-    Scenario(
-        "eval_between",
-        "evaluation between the steps, with sizes of its own, while a co-tenant comes and goes",
-        scripts.comes_and_goes,
-        checks=(checks.evaluated, checks.grown_back),
-        evaluate=2,
-    ),
-    Scenario(
-        "sensor_dies",
-        "the memory sensor stops answering: no growth, training goes on; then it is back",
-        scripts.blind_spot,
-        checks=(checks.froze_while_blind(scripts.dead), checks.grown_back),
-        dead=scripts.dead,
-    ),
-    Scenario(
-        "flapping",
-        "memory that comes back for less than the patience: no storm of growths",
-        scripts.flapping,
-        _FRAGMENTING,
-        (checks.calm(PATIENT.cooldown),),
-        policy=PATIENT,
-        steps=60,
-        quick=36,
-    ),
-    Scenario(
-        "two_elastic",
-        "two of us on one device, with room for six tenths of each",
-        always(Supply(0.6, 0.6)),
-        ("shim", "cuda"),
-        play=Play.TWO,
-        steps=40,
-        quick=30,
-        policy=Policy(patience=2, min_gain=0.0, cooldown=0.5),
-    ),
-    Scenario(
-        "one_sample_too_big",
-        "not even one sample fits: a clear error, soon, and everything as it was",
-        scripts.starving,
-        checks=(checks.ended_at_the_floor(FLOOR_SECONDS),),
-        ends_by_error=True,
-        steps=8,
-        quick=6,
-        wait=0.5,
-    ),
-    Scenario(
-        "kill",
-        "SIGKILL in the middle of a backward; resumed from its checkpoint, the same curve",
-        always(Supply(0.3, 0.3)),
-        checks=(checks.resumed,),
-        play=Play.KILL,
-        steps=16,
-        quick=12,
-    ),
+    Scenario("steady", always(Supply()), checks=(checks.nothing_happened,)),
+    Scenario("too_big", always(Supply(0.3, 0.3)), _ALL, (checks.bounded, checks.cut_up)),
+    Scenario("cliff", scripts.cliff, _ALL, (*_FALLS, _BACK), model="gpt"),
+    Scenario("sawtooth", scripts.sawtooth, _ALL, _FALLS),
+    Scenario("random_walk", scripts.random_walk, _FRAGMENTING, _FALLS, model="cnn"),
+    Scenario("leak", scripts.leak, ("budget", "rlimit", "cuda"), _FALLS),
+    Scenario("long_sequences", always(Supply(1 / 3, 1 / 3)), checks=(checks.bounded,), steps=40, model="gpt_bursts"),
+    Scenario("fragmentation", always(Supply(1.2, 1.2)), _FRAGMENTING, (checks.bounded, checks.broken_up), largest=0.1),
+    # not where the host is the device: the guard's copies take the room that the scenario is about
+    Scenario("optimizer_first_step", always(Supply(optimizer=True)), checks=(checks.optimizer_struck,), steps=10, quick=6, model="adam"),
+    Scenario("eval_between", scripts.comes_and_goes, checks=(checks.evaluated, _BACK), evaluate=2),
+    Scenario("sensor_dies", scripts.blind_spot, checks=(checks.froze_while_blind, _BACK), sensor_dies=True),
+    Scenario("flapping", scripts.flapping, _FRAGMENTING, (checks.calm,), steps=60, quick=36, policy=_PATIENT),
+    Scenario("two_elastic", always(Supply(0.6, 0.6)), ("shim", "cuda"), steps=40, quick=30, policy=_COOLING, play=Play.TWO),
+    Scenario("one_sample_too_big", scripts.starving, checks=(checks.ended_at_the_floor,), steps=8, quick=6, ends_by_error=True, wait=0.5),
+    Scenario("kill", always(Supply(0.3, 0.3)), checks=(checks.resumed,), steps=16, quick=12, play=Play.KILL),
 )
 
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _CATALOGUE}

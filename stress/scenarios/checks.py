@@ -7,41 +7,36 @@ by what was measured. Allocators strike less predictably than counts, so their b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from elastic_mbs.events import format_bytes
 
 from ..record import Run, Step
-from .scripts import margin_of
+from .scripts import dead, margin_of
 
-Check = Callable[[Run], list[str]]
+Check = Callable[[Run], Iterator[str]]
 
-COUNTED = frozenset({"budget", "shim"})
-"""Kinds that fail at an exact count of bytes, and whose sensor reads that count."""
+COUNTED = frozenset({"budget", "shim"})  # kinds that fail at an exact count of bytes, and whose sensor reads that count
+SLACK = {"rlimit": 2**20}  # bytes that may be held more at the end than at rest: a process limit counts the interpreter's own memory, too
+FLOOR_SECONDS = 10.0  # within which it is known that not even one sample fits
+COOLDOWN = 1.0  # seconds, of the policy under `calm`
 
-SLACK = {"budget": 0, "shim": 0, "rlimit": 2**20, "cuda": 0}
-"""Bytes by which a run may hold more at its end than at rest: a process limit counts the interpreter's own memory, too."""
 
-
-def went_on_to(steps: int) -> Check:
+def went_on_to(run: Run, steps: int) -> Iterator[str]:
     """Every step was made, and nothing was raised."""
-
-    def check(run: Run) -> list[str]:
-        error = run.end.error if run.end is not None else "no end was recorded"
-        if error is not None:
-            return [f"training ended at step {len(run.steps)} of {steps} by an error: {error}"]
-        if [step.step for step in run.steps] != list(range(steps)):
-            return [f"{len(run.steps)} steps of {steps} were recorded"]
-        return []
-
-    return check
+    error = "no end was recorded" if run.end is None else run.end.error
+    if error is not None:
+        yield f"training ended at step {len(run.steps)} of {steps} by an error: {error}"
+    elif [step.step for step in run.steps] != list(range(steps)):
+        yield f"{len(run.steps)} steps of {steps} were recorded"
 
 
-def exact(run: Run) -> list[str]:
+def exact(run: Run) -> Iterator[str]:
     """Losses, gradient norms, parameters, buffers and outputs are those of a run without limits."""
     found = run.differences
     if found is None:
-        return ["it was not compared with a run without limits"]
+        yield "it was not compared with a run without limits"
+        return
     rows = (
         ("a step's loss", found.loss, found.tolerance_loss, "the same pieces"),
         ("a gradient's norm", found.norm, found.tolerance_weight, "the same pieces"),
@@ -50,70 +45,67 @@ def exact(run: Run) -> list[str]:
         ("a step's loss", found.whole_loss, found.tolerance_loss, "whole batches"),
         ("a parameter at the end", found.whole_weight, found.tolerance_weight, "whole batches"),
     )
-    return [
-        f"{what} differs by {value:.1e} from training on {over}; rounding explains {limit:.0e} in {run.dtype}"
-        for what, value, limit, over in rows
-        if value is not None and not value <= limit
-    ]
+    for what, value, limit, over in rows:
+        if value is not None and not value <= limit:  # NaN is no rounding
+            yield f"{what} differs by {value:.1e} from training on {over}; rounding explains {limit:.0e} in {run.dtype}"
 
 
-def covers_every_sample(run: Run) -> list[str]:
+def covers_every_sample(run: Run) -> Iterator[str]:
     """The committed pieces of each step, and what was left out because nothing in it counts, cover its batch once, without a gap."""
-    complaints = []
     for step in run.steps:
         ranges = sorted([*step.partition, *step.skipped])
         starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
         if [*starts, step.samples] != [0, *stops] or any(stop <= start for start, stop in ranges):
             left_out = f" and {step.skipped} left out" if step.skipped else ""
-            complaints.append(f"the pieces of step {step.step} do not cover its {step.samples} samples once: {step.partition}{left_out}")
-    return complaints
+            yield f"the pieces of step {step.step} do not cover its {step.samples} samples once: {step.partition}{left_out}"
 
 
-def nothing_held(run: Run) -> list[str]:
+def nothing_held(run: Run) -> Iterator[str]:
     """What is live at the end is what is live at rest."""
     if run.end is None:
-        return []
+        return
     expected = max(run.end.expected, run.needs.rest) if run.kind == "shim" else run.end.expected  # what libraries keep may come in a later step
     more = run.end.held - expected
     if more > SLACK.get(run.kind, 0):
-        return [f"{format_bytes(more)} more are held at the end ({run.end.held} bytes) than after the first step ({expected} bytes)"]
-    return []
+        yield f"{format_bytes(more)} more are held at the end ({run.end.held} bytes) than after the first step ({expected} bytes)"
 
 
-def nothing_happened(run: Run) -> list[str]:
+def nothing_happened(run: Run) -> Iterator[str]:
     """No failure, no word from the runtime but its growth at the start, and at the end the batch runs in one piece."""
-    usual = {"grow", "move", "eval", "checkpoint"}
-    complaints = [f"step {mark.step}: {mark.what}: {mark.text}" for mark in run.marks if mark.what not in usual]
+    for mark in run.marks:
+        if mark.what not in {"grow", "move", "eval", "checkpoint"}:
+            yield f"step {mark.step}: {mark.what}: {mark.text}"
     if run.steps and run.steps[-1].pieces > 1:
-        complaints.append(f"there is room for the batch, but it still runs in {run.steps[-1].pieces} pieces at the end")
-    return complaints
+        yield f"there is room for the batch, but it still runs in {run.steps[-1].pieces} pieces at the end"
 
 
-def something_happened(run: Run) -> list[str]:
+def something_happened(run: Run) -> Iterator[str]:
     """At least one failure, without which nothing would be shown."""
-    return [] if run.ooms else ["memory never ran out, so nothing was shown"]
+    if not run.ooms:
+        yield "memory never ran out, so nothing was shown"
 
 
-def cut_up(run: Run) -> list[str]:
+def broken_up(run: Run) -> Iterator[str]:
+    """At least one failure, except where the allocator can mend fragmented memory: there training has to come through, and need not fail."""
+    return iter(()) if run.expandable else something_happened(run)
+
+
+def cut_up(run: Run) -> Iterator[str]:
     """No step's batch went through whole, without which it has fitted."""
     whole = [step.step for step in run.steps if step.pieces == 1 and step.samples > run.needs.sizes[0]]
-    return [f"the whole batch went through at once in step {whole[0]}, so nothing was shown"] if whole else []
+    if whole:
+        yield f"the whole batch went through at once in step {whole[0]}, so nothing was shown"
 
 
-def broken_up(run: Run) -> list[str]:
-    """At least one failure, except where the allocator can mend broken memory: there training has to come through, and need not fail."""
-    return [] if run.expandable else something_happened(run)
-
-
-def bounded(run: Run) -> list[str]:
+def bounded(run: Run) -> Iterator[str]:
     """No more failures than the changes of memory explain; see `allowed_ooms`."""
-    if not run.steps:  # what has ended it is a complaint of its own
-        return []
-    allowed = allowed_ooms(run)
-    found = sum(mark.what == "oom" for mark in run.marks)
-    if found > allowed:
-        return [f"{found} out-of-memory errors, where the moves of memory explain {allowed}"]
-    return []
+    found, allowed = _ooms(run), allowed_ooms(run)
+    if run.steps and found > allowed:  # what has ended it before its first step is a complaint of its own
+        yield f"{found} out-of-memory errors, where the moves of memory explain {allowed}"
+
+
+def _ooms(run: Run) -> int:
+    return sum(mark.what == "oom" for mark in run.marks)
 
 
 def allowed_ooms(run: Run) -> int:
@@ -121,10 +113,13 @@ def allowed_ooms(run: Run) -> int:
 
     At the start one while probing and one for a size in between. For each time that memory falls, from its high to its low, the halvings from what
     was running to what fits, and one for a size in between. For each return one, for a growth that smaller sizes have promised. Each shape class
-    learns for itself.
+    (elements per sample, in powers of two) learns for itself.
     """
+    classes: dict[int, list[Step]] = {}
+    for step in run.steps:
+        classes.setdefault(step.elements.bit_length(), []).append(step)
     allowed = 0
-    for steps in classes(run.steps):
+    for steps in classes.values():
         allowed += 2
         top, halved, before = steps[0].samples, 0, math.inf
         for step in steps:
@@ -139,135 +134,102 @@ def allowed_ooms(run: Run) -> int:
     return allowed if run.kind in COUNTED else 2 * allowed + 3
 
 
-def classes(steps: Iterable[Step]) -> list[list[Step]]:
-    """The steps by shape class: elements per sample, in powers of two."""
-    found: dict[int, list[Step]] = {}
-    for step in steps:
-        found.setdefault(step.elements.bit_length(), []).append(step)
-    return list(found.values())
-
-
-def grown_back(run: Run) -> list[str]:
+def grown_back(run: Run) -> Iterator[str]:
     """At the end as few pieces as fit into the memory that is there again."""
     if not run.steps:
-        return []
-    last = run.steps[-1]
-    needs = run.needs.foreseen()
+        return
+    last, needs = run.steps[-1], run.needs.foreseen()
     # What steps took beyond what was measured by hand (an allocator's cache, say): the runtime sees it and has to leave room for it.
-    quiet = [step for step in run.steps if step.partition and not step.ooms]
-    beyond = max([0, *(step.peak - needs.at(step.longest) for step in quiet)])
+    beyond = max([0, *(step.peak - needs.at(step.longest) for step in run.steps if step.partition and not step.ooms)])
     fits = needs.fits(last.available * (1 - margin_of(run.kind)) + 1 - beyond) if math.isfinite(last.available) else last.samples
-    if fits < 1 or last.pieces <= math.ceil(last.samples / fits):
-        return []
-    return [
-        f"memory for {fits} of {last.samples} samples is there at the end, but they run in {last.pieces} pieces of up to {last.size}"
-        f" instead of {math.ceil(last.samples / fits)}"
-    ]
+    if fits >= 1 and last.pieces > math.ceil(last.samples / fits):
+        there = f"memory for {fits} of {last.samples} samples is there at the end"
+        yield f"{there}, but they run in {last.pieces} pieces of up to {last.size} instead of {math.ceil(last.samples / fits)}"
 
 
-def ended_at_the_floor(within: float) -> Check:
-    """Training ended by the floor error, `within` seconds from the start of the call, and left everything as it was."""
-
-    def check(run: Run) -> list[str]:
-        end = run.end
-        if end is None or end.error is None:
-            return ["not even one sample fits, but no error was raised"]
-        complaints = []
-        if not end.error.startswith("MicroBatchFloorError"):
-            complaints.append(f"not even one sample fits, but training ended by {end.error}")
-        if end.seconds > within:
-            complaints.append(f"the error came after {end.seconds:.1f} s; {within:g} s are enough to know")
-        if end.restored is not True:
-            complaints.append("parameters, buffers, gradients or random streams were not as at the start of the call")
-        return complaints
-
-    return check
+def ended_at_the_floor(run: Run) -> Iterator[str]:
+    """Training ended by the floor error, soon after the start of the call, and left everything as it was."""
+    end = run.end
+    if end is None or end.error is None:
+        yield "not even one sample fits, but no error was raised"
+        return
+    if not end.error.startswith("MicroBatchFloorError"):
+        yield f"not even one sample fits, but training ended by {end.error}"
+    if end.seconds > FLOOR_SECONDS:
+        yield f"the error came after {end.seconds:.1f} s; {FLOOR_SECONDS:g} s are enough to know"
+    if end.restored is not True:
+        yield "parameters, buffers, gradients or random streams were not as at the start of the call"
 
 
-def froze_while_blind(dead: Callable[[int, int], bool]) -> Check:
+def froze_while_blind(run: Run) -> Iterator[str]:
     """Nothing grew while the sensor was dead; that it died and came back was said."""
-
-    def check(run: Run) -> list[str]:
-        blind = {step.step for step in run.steps if dead(step.step, len(run.steps))}
-        said = [mark.what for mark in run.marks if mark.what in {"sensor_lost", "sensor_back"}]
-        complaints = [f"step {mark.step}: it grew without a sensor: {mark.text}" for mark in run.marks if mark.what == "grow" and mark.step in blind]
-        if said != ["sensor_lost", "sensor_back"]:
-            complaints.append(f"the sensor was lost once and came back once, but what was said is {said or 'nothing'}")
-        if not any(mark.what == "grow" and mark.step > max(blind, default=0) for mark in run.marks):
-            complaints.append("nothing grew after the sensor was back, although memory was")
-        return complaints
-
-    return check
+    blind = {step.step for step in run.steps if dead(step.step, len(run.steps))}
+    grown = [mark for mark in run.marks if mark.what == "grow"]
+    said = [mark.what for mark in run.marks if mark.what in {"sensor_lost", "sensor_back"}]
+    for mark in grown:
+        if mark.step in blind:
+            yield f"step {mark.step}: it grew without a sensor: {mark.text}"
+    if said != ["sensor_lost", "sensor_back"]:
+        yield f"the sensor was lost once and came back once, but what was said is {said or 'nothing'}"
+    if not any(mark.step > max(blind, default=0) for mark in grown):
+        yield "nothing grew after the sensor was back, although memory was"
 
 
-def calm(cooldown: float) -> Check:
+def calm(run: Run) -> Iterator[str]:
     """Failures stay rare where memory comes back again and again: each failed growth doubles the policy's cooldown."""
-
-    def check(run: Run) -> list[str]:
-        if not run.steps:
-            return []
-        seconds = run.steps[-1].at + run.steps[-1].seconds
-        allowed = 2 + math.ceil(1 + math.log2(1 + seconds / cooldown))
-        found = sum(mark.what == "oom" for mark in run.marks)
-        if found > (allowed if run.kind in COUNTED else 2 * allowed):
-            explained = f"where a cooldown of {cooldown:g} s that doubles allows {allowed}"
-            return [f"{found} out-of-memory errors in {seconds:.1f} s of flapping memory, {explained}"]
-        return []
-
-    return check
+    if not run.steps:
+        return
+    seconds, found = run.steps[-1].at + run.steps[-1].seconds, _ooms(run)
+    allowed = 2 + math.ceil(1 + math.log2(1 + seconds / COOLDOWN))
+    if found > (allowed if run.kind in COUNTED else 2 * allowed):
+        explained = f"where a cooldown of {COOLDOWN:g} s that doubles allows {allowed}"
+        yield f"{found} out-of-memory errors in {seconds:.1f} s of flapping memory, {explained}"
 
 
-def optimizer_struck(run: Run) -> list[str]:
+def optimizer_struck(run: Run) -> Iterator[str]:
     """The optimizer's step ran out of memory, or had to make room, and went through all the same."""
     if run.needs.optimizer <= 0 or not run.steps or run.steps[0].capacity is None:
-        return ["the optimizer's first step was not measured"]
-    if not any(mark.what == "optimizer" for mark in run.marks):
-        return ["the optimizer's first step never ran out of memory, so nothing was shown"]
-    return []
+        yield "the optimizer's first step was not measured"
+    elif not any(mark.what == "optimizer" for mark in run.marks):
+        yield "the optimizer's first step never ran out of memory, so nothing was shown"
 
 
-def evaluated(run: Run) -> list[str]:
-    """There were evaluations between the steps, and they gave something to compare."""
-    if not any(mark.what == "eval" for mark in run.marks):
-        return ["nothing was evaluated between the steps"]
-    if run.differences is not None and run.differences.outputs is None:
-        return ["the model's output has no row for each sample to compare, so nothing was shown of the evaluation"]
-    return []
+def evaluated(run: Run) -> Iterator[str]:
+    """There were evaluations between the steps, and they were compared."""
+    if not any(mark.what == "eval" for mark in run.marks) or (run.differences is not None and run.differences.outputs is None):
+        yield "nothing was evaluated between the steps"
 
 
-def resumed(run: Run) -> list[str]:
+def resumed(run: Run) -> Iterator[str]:
     """It was killed, went on from its checkpoint, and knew its size at once."""
     marks = {mark.what: mark for mark in run.marks}
-    if "killed" not in marks or "resumed" not in marks:
-        return [f"it was to be killed and resumed; {' and '.join(what for what in ('killed', 'resumed') if what not in marks)} never happened"]
-    at = marks["resumed"].step
-    before = [step for step in run.steps if step.step < at]
-    after = [step for step in run.steps if step.step >= at]
+    missing = [what for what in ("killed", "resumed") if what not in marks]
+    if missing:
+        yield f"it was to be killed and resumed; {' and '.join(missing)} never happened"
+        return
+    start = marks["resumed"]
+    before, after = ([step for step in run.steps if (step.step < start.step) is early] for early in (True, False))
     if not before or not after:
-        return [f"there are {len(before)} steps before the checkpoint and {len(after)} after it"]
-    complaints = []
+        yield f"there are {len(before)} steps before the checkpoint and {len(after)} after it"
+        return
     known, first = before[-1], after[0]
     if first.pieces > known.pieces or first.size < known.size:
-        complaints.append(
-            f"it had to learn its size again: {known.pieces} pieces of up to {known.size} before, {first.pieces} of up to {first.size} after"
-        )
-    if any(mark.what == "oom" and mark.step >= at and mark.at > marks["resumed"].at for mark in run.marks):
-        complaints.append("memory ran out after it was resumed, although it had not changed")
-    return complaints
+        then, now = (f"{step.pieces} pieces of up to {step.size}" for step in (known, first))
+        yield f"it had to learn its size again: {then} before, {now} after"
+    if any(mark.what == "oom" and mark.step >= start.step and mark.at > start.at for mark in run.marks):
+        yield "memory ran out after it was resumed, although it had not changed"
 
 
-def fair(runs: Sequence[Run]) -> list[str]:
+def fair(runs: Sequence[Run]) -> Iterator[str]:
     """Of two processes on one device none is pushed below a third of what it could have next to an equal, while both run."""
-    complaints = []
-    both = min(run.began + run.steps[-1].at for run in runs if run.steps) if all(run.steps for run in runs) else 0.0
+    both = min(run.began + run.steps[-1].at for run in runs) if all(run.steps for run in runs) else 0.0
     for run in runs:
         together = [step for step in run.steps if run.began + step.at <= both]
         if not together:
-            complaints.append(f"process {run.process + 1} never ran while the other did")
+            yield f"process {run.process + 1} never ran while the other did"
             continue
         late = together[-max(3, len(together) // 4) :]
         size = sum(step.longest for step in late) / len(late)
         share = run.needs.fits((late[-1].capacity or 0) / len(runs))
         if size < share / 3:
-            complaints.append(f"process {run.process + 1} ends at micro-batches of {size:.1f}, below a third of its share of {share}")
-    return complaints
+            yield f"process {run.process + 1} ends at micro-batches of {size:.1f}, below a third of its share of {share}"

@@ -22,32 +22,28 @@ from ..options import memory, seed, whole
 from ..output import check_writable
 from ..record import Run, write_json
 from ..report import write_html
-from .catalogue import DEADLINE, SCENARIOS, Order, Scenario
+from .catalogue import DEADLINE, SCENARIOS, Order
 from .console import Progress, summary, table
 from .model_check import check
 from .processes import failed, perform
 
+# What the bounded set runs of each real kind, besides everything on the budget.
 QUICK = {
     "shim": ("too_big", "cliff", "fragmentation", "two_elastic"),
     "rlimit": ("too_big", "sawtooth"),
     "cuda": ("too_big", "cliff", "sawtooth", "optimizer_first_step", "long_sequences", "one_sample_too_big", "two_elastic"),
 }
-"""What the bounded set runs of each real kind, besides everything on the budget."""
-
-SLOWER = 20.0
-"""A step of a scenario can take so many times longer than making the model and checking it: for a process's deadline."""
-
-FEWEST = 6
-"""Steps below which the scripts have no room for what they do."""
+SLOWER = 20.0  # a step of a scenario can take so many times longer than making the model and checking it: for a process's deadline
+FEWEST = 6  # steps below which the scripts have no room for what they do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenarios, which are what the tool does without a command."""
-    parser.add_argument("--scenario", action="append", metavar="NAME", help="which to run; may be given again (default: all, see --list)")
+    again = "may be given again (default: all"
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS, metavar="NAME", help=f"which to run; {again}, see --list)")
     parser.add_argument("--list", action="store_true", help="list the scenarios and end")
-    parser.add_argument(
-        "--kind", action="append", metavar="KIND", help=f"kind of limit: {', '.join(KINDS)}; may be given again (default: all that can be had here)"
-    )
+    kinds = f"kind of limit: {', '.join(KINDS)}; {again} that can be had here)"
+    parser.add_argument("--kind", action="append", choices=KINDS, metavar="KIND", help=kinds)
     parser.add_argument("--model", metavar="NAME", help="a built-in model, or your own as path.py:factory (default: the scenario's)")
     parser.add_argument("--steps", type=whole(FEWEST, why="for a script"), metavar="N", help="optimizer steps (default: the scenario's)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of models, batches and scripts (default: 0)")
@@ -93,45 +89,32 @@ def main(options: argparse.Namespace) -> int:
 
 def listing() -> str:
     """Name, kinds and one line of each scenario."""
-    rows = [(name, " ".join(scenario.kinds), scenario.line) for name, scenario in SCENARIOS.items()]
-    names, kinds = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{name:<{names}}  {kind:<{kinds}}  {line}" for name, kind, line in rows)
+    names, kinds = max(map(len, SCENARIOS)), max(len(" ".join(each.kinds)) for each in SCENARIOS.values())
+    return "\n".join(f"{each.name:<{names}}  {' '.join(each.kinds):<{kinds}}  {each.line}" for each in SCENARIOS.values())
 
 
 def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
-    """What to run, kind by kind, and lines that say what cannot be run here. UsageError where nothing is left, or an option makes no sense."""
-    for name in options.scenario or ():
-        if name not in SCENARIOS:
-            raise UsageError(f"--scenario {name}: no such scenario; one of {', '.join(SCENARIOS)}")
-    kinds, missing = _kinds(options)
-    orders = [_order(scenario, kind, options) for kind in kinds for scenario in _chosen(options, kind)]
+    """What to run, kind by kind, and lines that say what cannot be run here.
+
+    Raises:
+        UsageError: nothing is left to run, or a kind that was asked for cannot be had.
+    """
+    orders, missing = [], []
+    for kind in (kind for kind in KINDS if kind in (options.kind or KINDS)):
+        trouble = available(kind)
+        if trouble is not None and options.kind:
+            raise UsageError(f"--kind {kind}: {trouble}")
+        if trouble is not None:
+            missing.append(f"not run: {trouble}")
+            continue
+        names = options.scenario or (QUICK.get(kind, SCENARIOS) if options.quick else SCENARIOS)
+        for scenario in (SCENARIOS[name] for name in dict.fromkeys(names) if kind in SCENARIOS[name].kinds):
+            steps = options.steps or (scenario.quick if options.quick else scenario.steps)
+            device = "cuda" if kind == "cuda" else "cpu"
+            orders.append(Order(scenario.name, kind, options.model or scenario.model, options.seed, steps, device, options.budget))
     if not orders:
-        raise UsageError(f"none of the scenarios {', '.join(options.scenario or ())} runs on {', '.join(kinds)}; see --list")
+        raise UsageError(f"none of the scenarios {', '.join(options.scenario or ())} runs on {', '.join(options.kind or KINDS)}; see --list")
     return orders, missing
-
-
-def _kinds(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    for kind in options.kind or ():
-        if kind not in KINDS:
-            raise UsageError(f"--kind {kind}: no such kind of limit; one of {', '.join(KINDS)}")
-    wanted = [kind for kind in KINDS if kind in (options.kind or KINDS)]
-    troubles = {kind: trouble for kind in wanted if (trouble := available(kind)) is not None}
-    for kind in troubles if options.kind else ():
-        raise UsageError(f"--kind {kind}: {troubles[kind]}")
-    return [kind for kind in wanted if kind not in troubles], [f"not run: {trouble}" for trouble in troubles.values()]
-
-
-def _chosen(options: argparse.Namespace, kind: str) -> list[Scenario]:
-    names: Sequence[str] = options.scenario or list(SCENARIOS)
-    if options.quick and not options.scenario and kind in QUICK:
-        names = QUICK[kind]
-    return [SCENARIOS[name] for name in dict.fromkeys(names) if kind in SCENARIOS[name].kinds]
-
-
-def _order(scenario: Scenario, kind: str, options: argparse.Namespace) -> Order:
-    steps = options.steps or (scenario.quick if options.quick else scenario.steps)
-    device = "cuda" if kind == "cuda" else "cpu"
-    return Order(scenario.name, kind, options.model or scenario.model, options.seed, steps, device, options.budget)
 
 
 def check_models(orders: Sequence[Order]) -> list[Order]:

@@ -14,34 +14,27 @@ class Progress:
     """One line per scenario. On a terminal it is rewritten in place while training runs."""
 
     def __init__(self, orders: Sequence[Order]) -> None:
-        self._line = Line(piped=math.inf)
-        self._count = len(orders)
+        self._line, self._count, self._done = Line(piped=math.inf), len(orders), 0
         self._wide = max((len(order.scenario) for order in orders), default=0) + 4
-        self._done = 0
 
     def begin(self, order: Order) -> None:
-        self._order, self._ooms = order, 0
+        self._order = order
         self._done += 1
         self._line.tell(f"{self._head(order.scenario)} measuring")
 
     def step(self, step: Step) -> None:
-        self._ooms += step.ooms
         where = f"step {step.step + 1}/{self._order.steps}"
-        self._line.tell(f"{self._head(self._order.scenario)} {where}, micro-batch {step.size}, loss {step.loss:.4g}, {_ooms(self._ooms)}")
+        self._line.tell(f"{self._head(self._order.scenario)} {where}, micro-batch {step.size}, loss {step.loss:.4g}")
 
     def end(self, runs: Sequence[Run]) -> None:
         self._line.clear()
         for run in runs:
             sizes = f"micro-batch {run.sizes[0]}–{run.sizes[-1]}" if run.sizes else "no step"
-            figures = f"{len(run.steps)} steps, {sizes}, {_ooms(run.ooms)}, {run.seconds:.1f} s"
+            figures = f"{len(run.steps)} steps, {sizes}, {run.ooms} OOMs, {run.seconds:.1f} s"
             print(f"{self._head(run.title)} {run.verdict:<6} {figures}", flush=True)
 
     def _head(self, title: str) -> str:
         return f"[{self._done:>{len(str(self._count))}}/{self._count}] {title:<{self._wide}} {self._order.kind:<6}"
-
-
-def _ooms(count: int) -> str:
-    return f"{count} OOM{'' if count == 1 else 's'}"
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -64,9 +57,7 @@ def summary(runs: Sequence[Run]) -> str:
     """The last lines: what went wrong, in words, and the count."""
     lines = [f"{run.title} on {run.kind}: {complaint}" for run in runs for complaint in run.complaints]
     lines += [f"{run.title} on {run.kind} shows nothing: {run.unshown}" for run in runs if run.passed and run.unshown]
-    survived = sum(run.ooms for run in runs)
     rounding = sorted({f"{d.tolerance_loss:.0e} of a loss, {d.tolerance_weight:.0e} of a weight in {r.dtype}" for r in runs if (d := r.differences)})
     if rounding:
         lines.append(f"counts as rounding: up to {'; '.join(rounding)}")
-    lines.append(f"{count(runs)}; {survived} out-of-memory errors survived")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{count(runs)}; {sum(run.ooms for run in runs)} out-of-memory errors survived"])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import read_losses
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.controller.partition import longest
@@ -23,20 +24,19 @@ from ..models.subject import Subject
 from ..record import Needs
 from ..reference.by_hand import view_of
 
-TRIALS = 9
-"""Halvings until a capacity is known to a few hundredths of what a piece takes."""
-
-ON_HOST = frozenset({"shim", "rlimit"})
-"""Kinds in which the host's memory is the device's: batches and the copies of the guarded optimizer step are in it, too."""
-
-LOOKED_AT = 64
-"""Batches among which the one with the longest samples is looked for."""
+TRIALS = 9  # halvings until a capacity is known to a few hundredths of what a piece takes
+LOOKED_AT = 64  # batches among which the one with the longest samples is looked for
+ON_HOST = frozenset({"shim", "rlimit"})  # where the host's memory is the device's: batches and the copies of the guarded step are in it, too
 
 
 def batch_of(subject: Subject, step: int) -> Any:
     """A copy of the step's batch, not counted by a budget."""
     with on_host():
         return map_tensors(subject.batch(step), torch.clone)
+
+
+def _views(subject: Subject, steps: int) -> Iterator[BatchView]:
+    return (view_of(subject, batch_of(subject, step)) for step in range(min(steps, LOOKED_AT)))
 
 
 def smallest(subject: Subject) -> int:
@@ -50,18 +50,12 @@ def smallest(subject: Subject) -> int:
 def least(subject: Subject, steps: int) -> int:
     """Samples of the largest piece that the smallest micro-batch can come to: an odd batch in twos has a piece of three."""
     size, align = smallest(subject), subject.options.get("align", 1)
-    lengths = {view_of(subject, batch_of(subject, step)).length for step in range(min(steps, LOOKED_AT))}
-    return max(longest(length, size, minimum=size, align=align) for length in lengths)
+    return max(longest(view.length, size, minimum=size, align=align) for view in _views(subject, steps))
 
 
 def longest_batch(subject: Subject, steps: int) -> BatchView:
     """The batch with the most numbers among those of the first steps."""
-    best = view_of(subject, batch_of(subject, 0))
-    for step in range(1, min(steps, LOOKED_AT)):
-        view = view_of(subject, batch_of(subject, step))
-        if view.elements * view.length > best.elements * best.length:
-            best = view
-    return best
+    return max(_views(subject, steps), key=lambda view: view.elements * view.length)
 
 
 def measure(memory: MemoryLimit, make: Callable[[], Subject], steps: int) -> Needs:
@@ -82,11 +76,11 @@ class _Pieces:
     def __init__(self, memory: MemoryLimit, subject: Subject, steps: int) -> None:
         self._memory, self.subject = memory, subject
         self.view = longest_batch(subject, steps)
-        self._names = Counts.read(subject.options.get("count"), self.view).names
 
     def run(self, size: int) -> None:
         piece = map_tensors(self.view.piece(0, size), lambda tensor: tensor.to(self._memory.device))
-        terms, _ = read_losses(self.subject.loss_fn(piece), self._names)
+        count = self.subject.options.get("count")
+        terms, _ = read_losses(self.subject.loss_fn(piece), tuple(count) if isinstance(count, Mapping) else None)
         torch.stack([term.double() for term in terms.values()]).sum().backward()
 
     def run_alone(self, size: int) -> None:
@@ -102,29 +96,26 @@ class _Pieces:
             return False
         return True
 
+    def peak(self, run: Callable[[], object]) -> int:
+        self._memory.reset_peak()
+        run()
+        return self._memory.peak()
+
 
 def _measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
-    model, optimizer, pieces = subject.model, subject.optimizer(subject.model.parameters()), _Pieces(memory, subject, steps)
+    optimizer, pieces = subject.optimizer(subject.model.parameters()), _Pieces(memory, subject, steps)
     samples, smallest_piece = pieces.view.length, least(subject, steps)
     sizes = sorted({min(samples, max(smallest_piece, size)) for size in (smallest_piece, samples // 4, samples // 2, samples)})
     for _ in range(2):  # what libraries keep for good is there the second time, and there are gradients to add to
         pieces.run(sizes[0])
-    memory.reset_peak()
-    optimizer.step()
-    first, held = memory.peak(), memory.live()
+    first, held = pieces.peak(optimizer.step), memory.live()
     optimizer.zero_grad()
     pieces.run(sizes[0])
-    peaks = []
-    for size in sizes:
-        memory.reset_peak()
-        pieces.run(size)
-        peaks.append(memory.peak())
-    memory.reset_peak()
-    optimizer.step()
-    peaks = [max(peak, memory.peak()) for peak in peaks]
+    peaks = [pieces.peak(partial(pieces.run, size)) for size in sizes]
+    later = pieces.peak(optimizer.step)
     copies = _bytes_of(optimizer) if memory.kind in ON_HOST else 0
     optimizer.zero_grad()
-    model.zero_grad()
+    subject.model.zero_grad()
     del pieces
     gc.collect()
     rest = memory.live()
@@ -132,7 +123,7 @@ def _measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     for step in range(min(steps, LOOKED_AT)):  # batches are made outside the runtime, and on the device where that is the host
         batch_of(subject, step)
     floor = max(held + copies, memory.peak())
-    return Needs(samples, rest, sizes, [max(floor, peak) for peak in _rising(peaks)], first, held, floor)
+    return Needs(samples, rest, sizes, list(accumulate((max(floor, later, peak) for peak in peaks), max)), first, held, floor)
 
 
 def _measure_by_trial(memory: MemoryLimit, subject: Subject, needs: Needs, steps: int) -> Needs:
@@ -148,16 +139,11 @@ def _measure_by_trial(memory: MemoryLimit, subject: Subject, needs: Needs, steps
             memory.resize(middle)
             low, high = (low, middle) if pieces.fits(size) else (middle, high)
         memory.resize(None)
-        peaks.append(high)
-    return replace(needs, peaks=[max(needs.floor, peak) for peak in _rising(peaks)])
+        peaks.append(max(needs.floor, high))
+    return replace(needs, peaks=list(accumulate(peaks, max)))
 
 
 def _bytes_of(optimizer: torch.optim.Optimizer) -> int:
     """What the guarded step copies: parameters and state."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return sum(leaf.nbytes for leaf in tree_leaves([parameters, list(optimizer.state.values())]) if isinstance(leaf, torch.Tensor))
-
-
-def _rising(peaks: Sequence[int]) -> list[int]:
-    """A larger size takes at least what a smaller one took."""
-    return [max(peaks[: i + 1]) for i in range(len(peaks))]

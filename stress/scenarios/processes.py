@@ -19,8 +19,7 @@ from .catalogue import Order, Play
 from .run import Tell, run, unexpected
 from .scripts import Room, margin_of
 
-FLAT = 0.1
-"""Part of what the whole batch takes that must depend on the micro-batch, or smaller ones do not help."""
+FLAT = 0.1  # part of what the whole batch takes that must depend on the micro-batch, or smaller ones do not help
 
 
 def perform(order: Order, tell: Tell) -> list[Run]:
@@ -40,7 +39,7 @@ def perform(order: Order, tell: Tell) -> list[Run]:
         return [failed(order, unexpected(error))]
 
 
-def failed(order: Order, complaint: str) -> Run:
+def failed(order: Order, complaint: str = "the process ended without a record") -> Run:
     """The record of a run that has left none."""
     return Run(order.scenario, order.kind, order.model, "", order.seed, Needs(0, 0, [1], [0]), process=order.process, complaints=[complaint])
 
@@ -81,7 +80,7 @@ def _in_child(order: Order, tell: Tell) -> Run:
         if isinstance(message, Run):
             return message
         tell(message)
-    return failed(order, "the process ended without a record")
+    return failed(order)
 
 
 def _kill(order: Order, tell: Tell) -> list[Run]:
@@ -109,9 +108,9 @@ def _two(order: Order, tell: Tell) -> list[Run]:
 def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
     """The device gets its size when both models are there, and loses it for the references, which are not made for it."""
     fence = device if isinstance(device, Fence) else None
-    orders = [replace(order, process=process, together=True) for process in (0, 1)]
+    orders = [replace(order, process=process) for process in (0, 1)]
     children = [Child(order.kind, carry_out, {"order": each}, deadline=order.deadline, fence=fence) for each in orders]
-    records: dict[int, Run] = {}
+    records = [failed(each) for each in orders]
     waiting: dict[int, Any] = {}
     with device:
         for index, message in run_children(children):
@@ -122,9 +121,9 @@ def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
                     tell(message)
             else:
                 moment, waiting[index] = message
-                size: int | None = None
                 if len(waiting) < len(children):
                     continue
+                size: int | None = None
                 if moment == "made":
                     needs = waiting[0][0]
                     room = Room(needs, needs.samples, copies=2, margin=margin_of(order.kind))
@@ -135,7 +134,7 @@ def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
                 waiting.clear()
                 for child in children:
                     child.send(size)
-    return [records[each.process] if each.process in records else failed(each, "the process ended without a record") for each in orders]
+    return records
 
 
 # ---------------------------------------------------------------------- verdicts
@@ -143,10 +142,10 @@ def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
 
 def judge(runs: list[Run], order: Order) -> list[Run]:
     """Makes every check of the scenario, and notes what is wrong on the records."""
-    for each in runs:
-        if each.end is not None:
-            each.complaints += [complaint for check in order.entry.all_checks(order.steps) for complaint in check(each)]
-    if len(runs) > 1 and all(each.end is not None for each in runs):
+    ended = [each for each in runs if each.end is not None]
+    for each in ended:
+        each.complaints += [complaint for check in order.entry.all_checks(order.steps) for complaint in check(each)]
+    if len(ended) == len(runs) > 1:
         runs[0].complaints += checks.fair(runs)
     for each in runs:
         if order.own and each.needs.samples:
@@ -175,9 +174,9 @@ def _excused(each: Run) -> tuple[list[str], str]:
     """The complaints that are no fault of the training, because the scenario was not written for the user's model; and why nothing is shown."""
     needs, least = each.needs, each.needs.sizes[0]
     depends = (needs.whole - needs.one) / max(1, needs.whole)
-    grave, differences = _grave(each), checks.exact(each)
+    grave, differences = _grave(each), set(checks.exact(each))
     if all("whole batches" in complaint for complaint in differences):
-        grave -= {*differences}  # the same pieces give the same curve: what is left is rounding, which some training makes larger with each step
+        grave -= differences  # the same pieces give the same curve: what is left is rounding, which some training makes larger with each step
     excuses = ["so nothing was shown", "was not measured", "whole batches"]
     if each.end is not None and (each.end.error or "").startswith("MicroBatchFloorError"):
         excuses.append("MicroBatchFloorError")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,13 +17,16 @@ from elastic_mbs.batch.view import map_tensors
 from elastic_mbs.cli.demo.compare import ROUNDING, Rounding
 from elastic_mbs.rollback.random_streams import RandomStreams
 
+from ..models.factory import make
 from ..models.subject import Subject
+from ..record import Differences
 from ..reference.by_hand import Partition, accumulate, view_of
 from ..streams import start_streams
+from .catalogue import Order
 from .measure import batch_of
 
-HALF = Rounding(loss=2e-2, weight=5e-2)
-"""Of types with eight or eleven bits: sums in another order differ in the last of them."""
+HALF = Rounding(loss=2e-2, weight=5e-2)  # of types with eight or eleven bits: sums in another order differ in the last of them
+SHAKEN = 30.0  # roundings that a run makes on its way count as so many of the weights at its start
 
 
 def rounding_of(model: nn.Module) -> tuple[str, Rounding]:
@@ -37,7 +42,8 @@ class Curve:
 
     losses: list[float] = field(default_factory=list)  # of each step
     norms: list[float] = field(default_factory=list)  # of each step's gradient
-    outputs: list[list[float]] = field(default_factory=list)  # of each evaluation: figures per sample
+    outputs: list[float] = field(default_factory=list)  # of each evaluation: the loss of each of its pieces
+    evaluated: dict[int, Partition] = field(default_factory=dict)  # after which steps there was an evaluation, and its pieces
     final: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers at the end
 
 
@@ -52,29 +58,41 @@ def generators_of(subject: Subject) -> RandomStreams:
 
 
 def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed: int, evaluated: Mapping[int, Partition] | None = None) -> Curve:
-    """Trains a subject over given partitions; None for the batch whole.
-
-    After the steps in `evaluated` it is evaluated on the next step's batch over the pieces given there: a loss that draws random numbers depends on
-    them.
-    """
+    """Trains over given partitions; None for the batch whole. After the steps in `evaluated` it is evaluated over the pieces given there."""
     model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
     device = next(model.parameters()).device
-    curve, probe = Curve(), Probe(model)
+    curve = Curve()
     begin_streams(seed)
     for step, partition in enumerate(partitions):
         view = view_of(subject, on_device(subject, step, device))
-        loss = accumulate(subject, view, [[0, view.length]] if partition is None else partition)
-        curve.losses.append(loss)
+        curve.losses.append(accumulate(subject, view, [[0, view.length]] if partition is None else partition))
         curve.norms.append(norm_of(model))
         optimizer.step()
         optimizer.zero_grad()
         if evaluated and step in evaluated:
             following = view_of(subject, on_device(subject, step + 1, device))
-            with probe, torch.no_grad():
-                figures = [probe.run(subject.loss_fn, following.piece(start, stop), stop - start)[0] for start, stop in evaluated[step]]
-            curve.outputs.append([] if any(each is None for each in figures) else [number for each in figures for number in flat(each)])
+            with evaluating(subject, subject.loss_fn) as evaluate, torch.no_grad():
+                curve.outputs += [evaluate(following.piece(start, stop)) for start, stop in evaluated[step]]
     curve.final = state_of(model)
     return curve
+
+
+@contextlib.contextmanager
+def evaluating(subject: Subject, loss_fn: Callable[[Any], Any]) -> Iterator[Callable[[Any], float]]:
+    """Puts the model in eval mode; gives a function that evaluates a piece: the loss is all that is known of a user's model."""
+    modes = [(module, module.training) for module in subject.model.modules()]
+
+    def evaluate(piece: Any) -> float:
+        returned = loss_fn(piece)
+        found = tree_leaves(getattr(returned, "loss", returned))
+        return math.fsum(float(leaf.double().mean()) for leaf in found if isinstance(leaf, Tensor))
+
+    subject.model.eval()
+    try:
+        yield evaluate
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def on_device(subject: Subject, step: int, device: torch.device | str) -> Any:
@@ -98,52 +116,6 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
 
 
-class Probe:
-    """Evaluates a model for which only a loss function is known: a hook keeps two figures of each sample's output. Puts the model in eval mode."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._output: Any = None
-
-    def __enter__(self) -> Probe:
-        self._modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        self._hook = self._model.register_forward_hook(self._keep)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-        self._output = None
-        for module, training in self._modes:
-            module.training = training
-
-    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._output = output
-
-    def run(self, loss_fn: Callable[[Any], Any], piece: Any, length: int) -> tuple[Tensor | None, int]:
-        """Mean and mean square of each sample's output, (samples, 2), and how many they are.
-
-        None where the model gives no tensor with a row for each.
-        """
-        loss_fn(piece)
-        output, self._output = self._output, None
-        rows = [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == length]
-        if not rows:
-            return None, length
-        samples = rows[0].flatten(1) if rows[0].dim() > 1 else rows[0][:, None]
-        samples = samples if samples.is_floating_point() else samples.float()
-        return torch.stack([samples.mean(1), samples.pow(2).mean(1)], 1), length
-
-
-def flat(figures: object) -> list[float]:
-    """Figures per sample as one list; empty where there are none."""
-    return figures.double().flatten().tolist() if isinstance(figures, Tensor) else []
-
-
-SHAKEN = 30.0
-"""Roundings that a run makes on its way count as so many of the weights at its start."""
-
-
 def relative(mine: Sequence[float], other: Sequence[float], shaken: Sequence[float] | None = None) -> float:
     """Largest difference of two curves, relative to the other's values; infinite where lengths differ or one is no number.
 
@@ -151,36 +123,101 @@ def relative(mine: Sequence[float], other: Sequence[float], shaken: Sequence[flo
     """
     if len(mine) != len(other):
         return math.inf
-    worst = explained = 0.0
-    for number, (a, b) in enumerate(zip(mine, other, strict=True)):
-        if shaken is not None:
-            explained = max(explained, SHAKEN * _off(shaken[number], b))
-        difference = _off(a, b)
-        worst = max(worst, difference if difference > explained else 0.0)
-    return worst
+    a, b = (torch.tensor(curve, dtype=torch.float64) for curve in (mine, other))
+    found = _off(a, b, b.abs())
+    if shaken is not None and len(found):
+        explained = SHAKEN * _off(torch.tensor(shaken, dtype=torch.float64), b, b.abs()).cummax(0).values
+        found = found.where(found > explained, 0.0)
+    return max(found.tolist(), default=0.0)
 
 
-def _off(a: float, b: float) -> float:
-    if a == b or (math.isnan(a) and math.isnan(b)):  # training that diverges does so in both
-        return 0.0
-    difference = abs(a - b) / max(abs(b), 1e-300)
-    return difference if math.isfinite(difference) else math.inf
+def _off(mine: Tensor, other: Tensor, scale: Tensor) -> Tensor:
+    """Differences of entries: none where training diverges in both, infinite where it does in one."""
+    same = (mine == other) | (mine.isnan() & other.isnan())
+    found = (mine - other).abs() / scale.clamp_min(1e-300)
+    return found.masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
 
 
 def weight_difference(mine: dict[str, Tensor], other: dict[str, Tensor], names: Sequence[str] | None = None) -> float:
     """Largest difference of an entry, relative to the largest entry of its tensor; infinite where one has what the other has not."""
-    if mine.keys() != other.keys():
+    if mine.keys() != other.keys() or any(mine[name].shape != other[name].shape for name in mine):
         return math.inf
     worst = 0.0
     for name in mine if names is None else names:
-        a, b = mine[name], other[name]
-        if a.shape != b.shape:
-            return math.inf
-        if a.numel() == 0 or torch.equal(a, b):
-            continue
-        a, b = a.to_dense().double(), b.to_dense().double()
-        same = (a == b) | (a.isnan() & b.isnan())
-        scale = b.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(1e-300)
-        difference = float((a - b).masked_fill(same, 0.0).abs().max() / scale)
-        worst = max(worst, difference if math.isfinite(difference) else math.inf)
+        a, b = (each[name].to_dense().double() for each in (mine, other))
+        if a.numel():
+            worst = max(worst, float(_off(a, b, b.nan_to_num(0.0, 0.0, 0.0).abs().max()).max()))
     return worst
+
+
+# ---------------------------------------------------------------------- a run under stress against it
+
+
+@lru_cache(maxsize=8)
+def separable(model: str, seed: int, device: str) -> bool:
+    """Whether the gradient of a batch is the same whole and in two halves, and draws no random numbers, which other pieces would draw otherwise."""
+    found = []
+    for parts in (1, 2):
+        subject = make(model, seed, device)
+        view = view_of(subject, on_device(subject, 0, device))
+        begin_streams(seed)
+        streams = generators_of(subject)
+        before, half = streams.read(hosts=True), view.length // 2
+        accumulate(subject, view, [[0, half], [half, view.length]] if parts == 2 and half else [[0, view.length]])
+        if streams.moved(before):
+            return False
+        gradients = {name: p.grad.detach() for name, p in subject.model.named_parameters() if p.grad is not None}
+        found.append(gradients | {name: buffer for name, buffer in subject.model.named_buffers() if buffer.is_floating_point()})
+    return weight_difference(found[0], found[1]) <= rounding_of(subject.model)[1].weight
+
+
+@lru_cache(maxsize=8)
+def whole(model: str, seed: int, device: str, steps: int) -> Curve:
+    """Training on whole batches."""
+    return train_by_hand(make(model, seed, device), [None] * steps, seed)
+
+
+def compare(order: Order, mine: Curve, partitions: Sequence[Partition]) -> Differences:
+    """Largest differences from training without limits: over the same pieces, and on whole batches where the model is separable."""
+    what = order.model, order.seed, order.device
+    subject = make(*what)
+    limits = rounding_of(subject.model)[1]
+    other = train_by_hand(subject, partitions, order.seed, mine.evaluated)
+    found = _differences(limits, mine, other)
+    if not within_rounding(found) and (order.own or order.device != "cpu"):  # the built-in models in float64 make no rounding larger
+        subject = make(*what)
+        _shake(subject.model)
+        found = _differences(limits, mine, other, train_by_hand(subject, partitions, order.seed, mine.evaluated))
+    if not separable(*what):
+        return found
+    unlimited = whole(*what, len(partitions))
+    return replace(found, whole_loss=relative(mine.losses, unlimited.losses), whole_weight=weight_difference(mine.final, unlimited.final))
+
+
+def within_rounding(found: Differences) -> bool:
+    """Whether rounding explains the differences from the same pieces."""
+    return found.loss <= found.tolerance_loss and max(found.norm, found.weight, found.outputs or 0.0) <= found.tolerance_weight
+
+
+def _differences(limits: Rounding, mine: Curve, other: Curve, shaken: Curve | None = None) -> Differences:
+    """Less what one rounding of the weights at its start has driven apart in `shaken`, where training makes a rounding larger with each step."""
+    names = list(other.final)
+    if shaken is not None:
+        off, own = ({name: weight_difference(each.final, other.final, [name]) for name in names} for each in (mine, shaken))
+        names = [name for name in names if off[name] > SHAKEN * own[name]]
+    loss, norm, outputs = (
+        relative(getattr(mine, name), getattr(other, name), None if shaken is None else getattr(shaken, name))
+        for name in ("losses", "norms", "outputs")
+    )
+    weight = weight_difference(mine.final, other.final, names)
+    return Differences(loss, norm, weight, limits.loss, limits.weight, outputs if mine.outputs or other.outputs else None)
+
+
+def _shake(model: nn.Module) -> None:
+    """Changes every weight by one rounding, up or down: how far that drives training apart is what rounding explains."""
+    stream = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape, generator=stream).to(parameter.device) * 2 - 1
+                parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)

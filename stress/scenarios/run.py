@@ -17,16 +17,15 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
-from ..limits import CudaLimit, MemoryLimit, in_child, switch_onednn_off
+from ..limits import MemoryLimit, in_child, switch_onednn_off
 from ..models.factory import make
-from ..models.subject import one_line
+from ..models.subject import Subject, one_line
 from ..record import Needs, Run, Step
-from .catalogue import Order, Play
-from .compare import compare, within_rounding
+from .catalogue import Order
 from .measure import ON_HOST, longest_batch, measure
-from .reference import rounding_of
+from .reference import compare, rounding_of, within_rounding
 from .scripts import Room, margin_of
-from .train import NoRoomForBatchError, Session, Trained
+from .train import Session, Trained
 
 Tell = Callable[[Step], object]
 Meet = Callable[[str, Any], int | None]
@@ -42,19 +41,19 @@ def run(order: Order, memory: MemoryLimit, tell: Tell = lambda step: None, meet:
     began = time.perf_counter()
     with memory:
         needs = needs_of(order, memory)
-        room, largest = room_of(order, needs), largest_block(order, needs)
-        dtype = rounding_of(make(order.model, order.seed, memory.device).model)[0]
+        session = Session(order, memory, room_of(order, needs))
         gc.collect()  # what was measured with is gone
-        session = Session(order, memory, room)
-        record = Run(order.scenario, order.kind, session.subject.name, dtype, order.seed, needs, process=order.process)
+        subject = session.subject
+        record = Run(order.scenario, order.kind, subject.name, rounding_of(subject.model)[0], order.seed, needs, process=order.process)
+        largest = largest_block(order, needs, subject)
         size = meet("made", (needs, memory.reserved()))
         if size is not None:
             memory.share(size)
         if largest is not None:
             memory.fragment(largest)
         trained = _train(session, record, tell)
-        del session
-        record.expandable = isinstance(memory, CudaLimit) and memory.expandable()
+        del session, subject
+        record.expandable = memory.expandable()
     meet("trained", None)
     if trained is not None:
         with contextlib.ExitStack() as undo:
@@ -86,20 +85,18 @@ def room_of(order: Order, needs: Needs) -> Room:
                 f"--budget: {format_bytes(order.budget)} are below the model: its smallest micro-batch ({needs.sizes[0]}) takes "
                 f"{format_bytes(needs.one)}, and {margin:.0%} stay free; give at least {round(needs.one / (1 - margin)) + 1}"
             )
-    return Room(needs, unit, copies=2 if order.entry.play is Play.TWO else 1, margin=margin)
+    return Room(needs, unit, copies=2 if order.together else 1, margin=margin)
 
 
-def largest_block(order: Order, needs: Needs) -> int | None:
+def largest_block(order: Order, needs: Needs, subject: Subject) -> int | None:
     """Bytes of the largest block that can be had where memory is fragmented: a share of the activations, but no parameter is larger.
 
     Nor is a part of a batch, where batches are on the device.
     """
     if order.entry.largest is None:
         return None
-    subject = make(order.model, order.seed, order.device, there="cpu")
-    whole = [tensor.nbytes for tensor in subject.model.parameters()]
-    if order.kind in ON_HOST:
-        whole += [leaf.nbytes for leaf in tree_leaves(longest_batch(subject, order.steps).batch) if isinstance(leaf, torch.Tensor)]
+    batch = longest_batch(subject, order.steps).batch if order.kind in ON_HOST else ()
+    whole = [leaf.nbytes for leaf in tree_leaves([*subject.model.parameters(), batch]) if isinstance(leaf, torch.Tensor)]
     return max(*whole, round(order.entry.largest * (needs.whole - needs.rest)))
 
 
@@ -108,9 +105,6 @@ def _train(session: Session, record: Run, tell: Tell) -> Trained | None:
     record.marks = session.journal.marks
     try:
         trained = session.train(tell)
-    except NoRoomForBatchError as error:
-        record.complaints.append(str(error))
-        return None
     except (Exception, SystemExit) as error:
         record.complaints.append(unexpected(error))
         return None
@@ -129,7 +123,7 @@ def unexpected(error: BaseException) -> str:
 def _compare(order: Order, trained: Trained, record: Run) -> None:
     """Notes the differences on the record, and the user's way out where there are some without a reason in the random numbers."""
     try:
-        record.differences = found = compare(order, trained)
+        record.differences = found = compare(order, trained.curve, [step.partition for step in trained.steps])
     except (Exception, SystemExit) as error:
         record.complaints.append(f"the run without limits, which it is compared with, has failed: {one_line(error)}")
         return

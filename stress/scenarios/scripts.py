@@ -12,10 +12,10 @@ from typing import Literal
 
 from ..record import Needs
 
-MARGIN = 0.08
-"""What stays free of the room for a share, which the controller would not use: 5 % that it keeps free, and the error of its fits."""
-ROOMY = 0.25
-"""The same on a GPU, whose allocator reserves more than it hands out: blocks of other sizes in its cache, and segments of 20 MiB."""
+# What stays free of the room for a share, which the controller would not use: 5 % that it keeps free, and the error of its fits. On a GPU the
+# allocator reserves more than it hands out: blocks of other sizes in its cache, and segments of 20 MiB.
+MARGIN, ROOMY = 0.08, 0.25
+FLAP, STAY = 6, 2  # steps from one return of memory to the next in `flapping`, and for how many of them it stays
 
 When = Literal["before", "forward", "backward"]
 
@@ -67,7 +67,6 @@ Script = Callable[[int, int, int], Supply]
 
 
 def always(supply: Supply) -> Script:
-    """The same in each step."""
     return lambda step, steps, seed: supply
 
 
@@ -116,11 +115,6 @@ def blind_spot(step: int, steps: int, seed: int) -> Supply:
 def dead(step: int, steps: int) -> bool:
     """Whether the memory sensor is dead in this step of `blind_spot`: from the first quarter to past the middle."""
     return steps // 4 <= step < steps * 5 // 8
-
-
-FLAP = 6
-"""Steps from one return of memory to the next in `flapping`, and for how many of them it stays."""
-STAY = 2
 
 
 def flapping(step: int, steps: int, seed: int) -> Supply:

@@ -8,44 +8,33 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from elastic_mbs import ElasticMBS, RecoveryError
 from elastic_mbs.events import CallDone, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorBack, SensorLost, WaitingForMemory, Warned
 from elastic_mbs.memory import MemorySensor, Reading, Unavailable, sensor_for
 from elastic_mbs.memory.budget import on_host
-from elastic_mbs.memory.oom import classify
 
 from ..flat_options import grouped
 from ..limits import MemoryLimit
 from ..models.factory import make
 from ..record import End, Mark, Step
-from ..reference.by_hand import Partition, view_of
+from ..reference.by_hand import view_of
 from ..streams import Streams
-from .catalogue import Order, Play
+from .catalogue import Order
 from .measure import batch_of
-from .reference import Curve, Probe, begin_streams, flat, generators_of, norm_of, state_of, weight_difference
-from .scripts import Room
+from .reference import Curve, begin_streams, evaluating, generators_of, norm_of, state_of, weight_difference
+from .scripts import Room, dead
 from .timeline import Timeline
 
-EVERY = 4
-"""Steps from one checkpoint to the next."""
+EVERY = 4  # steps from one checkpoint to the next
 
-_NAMES: dict[type[Event], str] = {
-    OptimizerOutOfMemory: "optimizer",
-    SensorLost: "sensor_lost",
-    SensorBack: "sensor_back",
-    WaitingForMemory: "waiting",
-    Warned: "warned",
-}
-
-
-class NoRoomForBatchError(RuntimeError):
-    """A batch did not fit while it was made, before the runtime had it."""
+_NAMES = {OptimizerOutOfMemory: "optimizer", SensorLost: "sensor_lost", SensorBack: "sensor_back", WaitingForMemory: "waiting", Warned: "warned"}
 
 
 class FailingSensor:
@@ -96,7 +85,6 @@ class Trained:
 
     steps: list[Step] = field(default_factory=list)
     curve: Curve = field(default_factory=Curve)  # what is compared with the reference
-    evaluated: dict[int, Partition] = field(default_factory=dict)  # after which steps there was an evaluation, and its pieces
     end: End | None = None
 
 
@@ -108,40 +96,37 @@ class Session:
         self.subject = make(order.model, order.seed, memory.device)
         self.model = self.subject.model
         self.journal, self.trained = Journal(), Trained()
-        self._sensor = None if self._scenario.dead is None else FailingSensor(memory.sensor or sensor_for(memory.device)[0])
+        self._sensor = FailingSensor(memory.sensor or sensor_for(memory.device)[0]) if self._scenario.sensor_dies else None
         options = {
             "policy": self._scenario.policy,
             "seed": order.seed + 7919 * order.process,
             "monitor_interval": 0.0,
             "wait_for_memory": self._scenario.wait,
             **self.subject.options,
+            "sensor": self._sensor or memory.sensor,
         }
-        self._mbs = ElasticMBS(self.model, on_event=self.journal, **grouped({**options, "sensor": self._sensor or memory.sensor}))
+        self._mbs = ElasticMBS(self.model, on_event=self.journal, **grouped(options))
         self._optimizer = self.subject.optimizer(self.model.parameters())
-        self._timeline = Timeline(
-            memory,
-            room,
-            lambda step: self._scenario.script(step, order.steps, order.seed),
-            lambda text: self.journal.mark("move", text),
-            moves=self._scenario.play is not Play.TWO,
-        )
-        self._loss_fn = self._timeline.wrap(self.subject.loss_fn, None if order.dies is None else self._die)
+        self._timeline = Timeline(memory, room, order, partial(self.journal.mark, "move"))
+        self._loss_fn = self._timeline.wrap(self.subject.loss_fn, self._die)
+        self._path = None if order.folder is None else Path(order.folder, "checkpoint.pt")
         self._step = 0
         self._error: tuple[str, bool, float] | None = None  # that ended training: its first line, whether all was restored, seconds
 
     def train(self, tell: Callable[[Step], object]) -> Trained:
         """Trains to the last step, from a checkpoint where there is one, and lets go of all but the model and the optimizer's state."""
         self.journal.began = time.monotonic()
-        if not self._load():
-            begin_streams(self._order.seed)
+        begin_streams(self._order.seed)
+        self._load()
         first = len(self.trained.steps)
         with self._mbs:
-            for step in range(self._step, self._order.steps):
-                self._step = step
-                if not self._train_step(step):
+            while self._step < self._order.steps:
+                made = self._train_step(self._step)
+                if made is None:
                     break
-                self._step = step + 1
-                tell(self.trained.steps[-1])
+                self.trained.steps.append(made)
+                self._step += 1
+                tell(made)
                 self._save()
         self._optimizer.zero_grad()
         del self._mbs
@@ -153,40 +138,24 @@ class Session:
             self.trained.curve.final = state_of(self.model)
         return self.trained
 
-    def _train_step(self, step: int) -> bool:
-        """Whether training goes on."""
-        journal, timeline, memory = self.journal, self._timeline, self._memory
+    def _train_step(self, step: int) -> Step | None:
+        """None where the call has ended by an error."""
+        journal = self.journal
         journal.begin(step)
         began = journal.now()
-        timeline.begin(step)
-        if self._sensor is not None and self._scenario.dead is not None:
-            self._sensor.dead = self._scenario.dead(step, self._order.steps)
-        figures = self._call(step)
-        if figures is None:
-            return False
+        self._timeline.begin(step)
+        if self._sensor is not None:
+            self._sensor.dead = dead(step, self._order.steps)
+        made = self._call(step, began)
+        if made is None:
+            return None
         if self._scenario.evaluates(step, self._order.steps):
             self._evaluate(step)
-        self.trained.steps.append(
-            Step(
-                step=step,
-                at=began,
-                seconds=journal.now() - began,
-                capacity=timeline.capacity,
-                others=timeline.others,
-                live=memory.live(),
-                ooms=journal.ooms,
-                loss=self.trained.curve.losses[-1],
-                norm=self.trained.curve.norms[-1],
-                time_lost=journal.lost,
-                lowest=timeline.lowest,
-                **figures,
-            )
-        )
-        return True
+        return replace(made, seconds=journal.now() - began, live=self._memory.live(), ooms=journal.ooms, time_lost=journal.lost)
 
-    def _call(self, step: int) -> dict[str, Any] | None:
-        """One batch and the optimizer's step; None where the call has ended by an error. Nothing of it is held afterwards."""
-        batch = self._fetch(step)
+    def _call(self, step: int, began: float) -> Step | None:
+        """One batch and the optimizer's step; nothing of it is held afterwards."""
+        batch, curve, timeline = batch_of(self.subject, step), self.trained.curve, self._timeline
         self._memory.reset_peak()
         before = self._state() if self._scenario.ends_by_error else None
         called = self.journal.now()
@@ -195,66 +164,52 @@ class Session:
         except RecoveryError as error:
             text, seconds = f"{type(error).__name__}: {error}", self.journal.now() - called
             self.journal.mark("error", text)
-            self._error = text.splitlines()[0], before is not None and self._same(before, self._state()), seconds
+            self._error = text.splitlines()[0], before is not None and _same(before, self._state()), seconds
             return None
         with on_host():
-            self.trained.curve.losses.append(float(result))
-            self.trained.curve.norms.append(norm_of(self.model))
+            curve.losses.append(float(result))
+            curve.norms.append(norm_of(self.model))
         self._mbs.optimizer_step(self._optimizer)
         self._optimizer.zero_grad()
-        self._timeline.finish()
+        timeline.finish()
         peak, view = self._memory.peak(), view_of(self.subject, batch)
-        return {
-            "peak": peak,
-            "samples": view.length,
-            "elements": view.elements,
-            "size": result.micro_batch_size,
-            "partition": [list(piece) for piece in result.partition],
-            "replayed": result.replayed_samples,
-            "skipped": [list(piece) for piece in result.skipped],
-        }
+        return Step(
+            step=step,
+            at=began,
+            capacity=timeline.capacity,
+            others=timeline.others,
+            lowest=timeline.lowest,
+            peak=peak,
+            samples=view.length,
+            elements=view.elements,
+            size=result.micro_batch_size,
+            partition=[list(piece) for piece in result.partition],
+            skipped=[list(piece) for piece in result.skipped],
+            replayed=result.replayed_samples,
+            loss=curve.losses[-1],
+            norm=curve.norms[-1],
+        )
 
     def _evaluate(self, step: int) -> None:
-        following = self._fetch(step + 1)
-        with Probe(self.model) as probe:
-            figures, lengths = self._mbs.eval(lambda piece: probe.run(self._loss_fn, piece, view_of(self.subject, piece).length), following)
-        with on_host():
-            self.trained.curve.outputs.append(flat(figures))
-        self.trained.evaluated[step] = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
-        self.journal.mark("eval", f"evaluated {sum(lengths)} samples")
-
-    def _fetch(self, step: int) -> Any:
-        try:
-            return batch_of(self.subject, step)
-        except Exception as error:
-            if classify(error) is None:
-                raise
-            text = f"the batch of step {step} itself did not fit, which is made outside the runtime, so nothing was shown"
-            raise NoRoomForBatchError(text) from error
+        following = batch_of(self.subject, step + 1)
+        with evaluating(self.subject, self._loss_fn) as evaluate:
+            losses = self._mbs.eval(evaluate, following)  # one of each piece
+        self.trained.curve.outputs += losses
+        self.trained.curve.evaluated[step] = list(itertools.pairwise([0, *itertools.accumulate(losses.lengths)]))
+        self.journal.mark("eval", f"evaluated {sum(losses.lengths)} samples")
 
     def _die(self) -> None:
         if self._step == self._order.dies:
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
-    # ------------------------------------------------------------------ what an error must leave as it was
-
-    def _state(self) -> tuple[dict[str, torch.Tensor], list[bool], Streams]:
+    def _state(self) -> _State:
+        """What an error must leave as it was."""
         with on_host():
             return state_of(self.model), [parameter.grad is not None for parameter in self.model.parameters()], Streams.now()
 
-    def _same(self, before: tuple[dict[str, torch.Tensor], list[bool], Streams], after: tuple[dict[str, torch.Tensor], list[bool], Streams]) -> bool:
-        with on_host():
-            return before[1] == after[1] and before[2].same(after[2]) and weight_difference(before[0], after[0]) == 0
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def _path(self) -> Path | None:
-        return None if self._order.folder is None else Path(self._order.folder, "checkpoint.pt")
-
     def _save(self) -> None:
         """After every fourth step. The file is whole at any moment, also while it is written."""
-        path = self._path()
-        if path is None or self._step % EVERY:
+        if self._path is None or self._step % EVERY:
             return
         state = {
             "step": self._step,
@@ -265,17 +220,16 @@ class Session:
             "trained": self.trained,
             "marks": self.journal.marks,
         }
-        torch.save(state, path.with_suffix(".new"))
-        os.replace(path.with_suffix(".new"), path)
+        torch.save(state, self._path.with_suffix(".new"))
+        os.replace(self._path.with_suffix(".new"), self._path)
         self.journal.mark("checkpoint", f"saved after {self._step} steps")
 
-    def _load(self) -> bool:
+    def _load(self) -> None:
         """Goes to where the checkpoint was saved, if there is one."""
-        path = self._path()
-        if path is None or not path.exists():
-            return False
+        if self._path is None or not self._path.exists():
+            return
         with on_host():
-            state = torch.load(path, weights_only=False)  # written by us; the states of numpy's streams hold arrays
+            state = torch.load(self._path, weights_only=False)  # written by us; the states of numpy's streams hold arrays
             self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._mbs.load_state_dict(state["elastic_mbs"])
@@ -285,4 +239,11 @@ class Session:
         self.journal.began -= self.trained.steps[-1].at + self.trained.steps[-1].seconds  # the curve goes on where it stood
         self.journal.begin(self._step)
         self.journal.mark("resumed", f"resumed at step {self._step} from a checkpoint")
-        return True
+
+
+_State = tuple[dict[str, Tensor], list[bool], Streams]
+
+
+def _same(before: _State, after: _State) -> bool:
+    with on_host():
+        return before[1] == after[1] and before[2].same(after[2]) and weight_difference(before[0], after[0]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,34 +16,25 @@ from stress.scenarios.processes import failed, judge
 from tests.helpers.records import NEEDS, SAME, grow, halves, mark, oom, record, small, step
 
 DIFFERENCES = ("loss", "norm", "weight", "outputs", "whole_loss", "whole_weight")
-blind = checks.froze_while_blind(lambda at, steps: 2 <= at < 5)
-floor = checks.ended_at_the_floor(10.0)
+blind, floor, calm = checks.froze_while_blind, checks.ended_at_the_floor, checks.calm
+went_on = partial(checks.went_on_to, steps=8)
 FLOOR = "MicroBatchFloorError: no"
 LOST, BACK = mark("sensor_lost", 2), mark("sensor_back", 5)
 KILLED, RESUMED = mark("killed", 5), replace(mark("resumed", 4), at=0.5)
 
 
 @pytest.mark.parametrize(
-    "check",
-    [checks.went_on_to(8), checks.exact, checks.covers_every_sample, checks.nothing_held, checks.nothing_happened, checks.bounded, checks.grown_back],
-)
-def test_a_good_record_has_no_complaints(check: checks.Check) -> None:
-    assert check(record()) == []
-
-
-@pytest.mark.parametrize(
     ("check", "run", "said"),
     [
-        (checks.went_on_to(8), record(end=None), "no end was recorded"),
-        (checks.went_on_to(8), record(end=End(1000, 1000, 0, "ValueError: no")), "by an error: ValueError: no"),
-        (checks.went_on_to(8), record([step(0)]), "1 steps of 8"),
-        (checks.went_on_to(8), record([step(i) for i in (0, 1, 2, 3, 4, 5, 7, 6)]), "8 steps of 8"),
+        (went_on, record(end=None), "no end was recorded"),
+        (went_on, record(end=End(1000, 1000, 0, "ValueError: no")), "by an error: ValueError: no"),
+        (went_on, record([step(0)]), "1 steps of 8"),
+        (went_on, record([step(i) for i in (0, 1, 2, 3, 4, 5, 7, 6)]), "8 steps of 8"),
         (checks.exact, record(differences=None), "not compared"),
         (checks.covers_every_sample, record([step(0, partition=[[0, 16], [8, 32]])]), "32 samples once"),
         (checks.covers_every_sample, record([step(0, partition=[[0, 33]])]), "32 samples once"),
         (checks.covers_every_sample, record([step(0, partition=[[0, 8], [16, 32]])]), "32 samples once"),
         (checks.covers_every_sample, record([step(0, partition=[[8, 32]])]), "32 samples once"),
-        (checks.covers_every_sample, record([step(0, partition=[[0, 24]])]), "32 samples once"),
         (checks.covers_every_sample, record([step(0, partition=[])]), "32 samples once"),
         (checks.covers_every_sample, record([step(0, partition=[[0, 16], [16, 16], [16, 31]])]), "32 samples once"),
         (checks.covers_every_sample, record([step(0, partition=halves(16), skipped=[[8, 16]])]), "and [[8, 16]] left out"),
@@ -54,8 +46,6 @@ def test_a_good_record_has_no_complaints(check: checks.Check) -> None:
         (checks.cut_up, record([small(0), step(1)]), "the whole batch went through at once in step 1, so nothing was shown"),
         (checks.bounded, record(marks=[oom(0), oom(4), oom(5)]), "3 out-of-memory errors, where the moves of memory explain 2"),
         (checks.grown_back, record([small(0)]), "2 pieces of up to 16 instead of 1"),
-        (checks.grown_back, record([small(0, ooms=1), small(1)]), "2 pieces"),
-        (floor, record(end=None), "no error was raised"),
         (floor, record(end=End(1000, 1000, 0)), "no error was raised"),
         (floor, record(end=End(1000, 1000, 0, "RuntimeError: no", True, 1.0)), "ended by RuntimeError"),
         (floor, record(end=End(1000, 1000, 0, FLOOR, False, 1.0)), "not as at the start of the call"),
@@ -63,11 +53,11 @@ def test_a_good_record_has_no_complaints(check: checks.Check) -> None:
         (blind, record(marks=[LOST, grow(3), BACK, grow(6)]), "step 3: it grew without a sensor"),
         (blind, record(marks=[LOST, BACK]), "nothing grew after the sensor was back"),
         (blind, record(marks=[LOST, grow(6)]), "what was said is ['sensor_lost']"),
-        (checks.calm(1.0), record(marks=[oom(i) for i in range(8)]), "8 out-of-memory errors"),
+        (calm, record(marks=[oom(i) for i in range(8)]), "8 out-of-memory errors"),
         (checks.optimizer_struck, record(), "never ran out of memory"),
         (checks.optimizer_struck, record([]), "was not measured"),
         (checks.evaluated, record(), "nothing was evaluated"),
-        (checks.evaluated, record(marks=[mark("eval", 1)]), "has no row for each sample"),
+        (checks.evaluated, record(marks=[mark("eval", 1)]), "nothing was evaluated"),
         (checks.resumed, record(), "killed and resumed never happened"),
         (checks.resumed, record(marks=[KILLED, mark("resumed", 0)]), "0 steps before the checkpoint"),
         (
@@ -87,6 +77,8 @@ def test_a_record_that_breaks_a_check_is_one_complaint(check: checks.Check, run:
 @pytest.mark.parametrize(
     ("check", "run"),
     [
+        *((check, record()) for check in (went_on, checks.exact, checks.covers_every_sample, checks.nothing_held)),
+        *((check, record()) for check in (checks.nothing_happened, checks.bounded, checks.grown_back)),
         (checks.covers_every_sample, record([step(0, partition=[[0, 8], [16, 32]], skipped=[[8, 16]])])),
         (checks.nothing_held, record(end=End(1256, 1000, 0), kind="rlimit")),  # a process limit counts the interpreter's memory
         (checks.nothing_held, record(end=None)),
@@ -104,15 +96,15 @@ def test_a_record_that_breaks_a_check_is_one_complaint(check: checks.Check, run:
         (checks.grown_back, record([small(0, peak=3600)])),
         (floor, record(end=End(1000, 1000, 3, FLOOR, True, 1.0))),
         (blind, record(marks=[LOST, BACK, grow(6)])),
-        (checks.calm(1.0), record(marks=[oom(i) for i in range(4)])),
-        (checks.calm(1.0), record([])),
+        (calm, record(marks=[oom(i) for i in range(4)])),
+        (calm, record([])),
         (checks.optimizer_struck, record(marks=[mark("optimizer", 0)])),
         (checks.evaluated, record(marks=[mark("eval", 1)], differences=replace(SAME, outputs=0.0))),
         (checks.resumed, record(marks=[KILLED, RESUMED])),
     ],
 )
-def test_what_a_check_allows_is_no_complaint(check: checks.Check, run: Run) -> None:
-    assert check(run) == []
+def test_a_good_record_and_what_a_check_allows_is_no_complaint(check: checks.Check, run: Run) -> None:
+    assert not list(check(run))
 
 
 @pytest.mark.parametrize("field", DIFFERENCES)
@@ -135,10 +127,10 @@ def test_a_fall_of_memory_explains_its_halvings_and_one_more() -> None:
 
 
 def test_a_process_that_is_pushed_out_by_the_other_is_a_complaint() -> None:
-    two = [record(kind="shim"), record(kind="shim", process=1)]
-    assert checks.fair(two) == []
-    assert "below a third" in checks.fair([two[0], replace(two[1], steps=[small(i, 2) for i in range(8)])])[0]
-    assert "never ran while" in checks.fair([two[0], replace(two[1], began=100.0)])[0]
+    first, second = record(kind="shim"), record(kind="shim", process=1)
+    assert not list(checks.fair([first, second]))
+    assert "below a third" in next(checks.fair([first, replace(second, steps=[small(i, 2) for i in range(8)])]))
+    assert "never ran while" in next(checks.fair([first, replace(second, began=100.0)]))
 
 
 # ---------------------------------------------------------------------- verdicts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_mbs import UsageError
-from stress.limits import Child, Crashed, Failed, Fence, Hung, run_child, run_children
+from stress.limits import Child, Crashed, Failed, Hung, run_child, run_children
 from stress.limits import child as child_module
 from stress.limits import fence as fences
 from tests.helpers import jobs
@@ -20,12 +20,9 @@ needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="no signals t
 needs_shim = pytest.mark.skipif(fences.trouble() is not None, reason="no shim here")
 
 
-def test_messages_arrive_in_order_whatever_the_job_prints() -> None:
+def test_messages_arrive_in_order_whatever_the_job_prints_and_it_can_wait_for_an_answer() -> None:
     words = ["one", "two ä", "three\nlines"]
     assert [message["word"] for message in run_child("budget", jobs.say, {"words": words}, deadline=LONG)] == words
-
-
-def test_a_job_waits_for_the_answer_of_its_parent() -> None:
     with Child("budget", jobs.answer, deadline=LONG) as child:
         child.send(21)
         assert list(child) == [42]
@@ -50,13 +47,10 @@ def test_half_a_message_at_the_end_is_none() -> None:
         next(child)
 
 
-def test_an_exit_code_is_no_crash() -> None:
+def test_an_exit_code_is_no_crash_and_bad_input_in_the_child_is_bad_input_in_the_parent() -> None:
     with pytest.raises(Failed, match="exit code 7; its last line: my last words") as error:
         list(run_child("budget", jobs.exit_with, {"code": 7}, deadline=LONG))
     assert (error.value.exit_code, error.value.error) == (7, None)
-
-
-def test_bad_input_in_the_child_is_bad_input_in_the_parent() -> None:
     with pytest.raises(UsageError, match=r"^this batch will not do$"):
         list(run_child("budget", jobs.refuse, deadline=LONG))
 
@@ -76,15 +70,12 @@ def test_a_hang_ends_at_the_deadline_with_the_stacks(job: Any, monkeypatch: pyte
         assert f"in {job.__name__}" in error.value.last_words
 
 
-def test_a_child_that_never_stops_emitting_is_hung_all_the_same() -> None:
+def test_a_child_that_never_stops_emitting_is_hung_but_what_one_has_left_can_be_read_later() -> None:
     with Child("budget", jobs.count, {"until": 10**9, "pause": 0.0005}, deadline=LONG) as child:
         assert next(iter(child)) == 0
         child._deadline = 0.1
         with pytest.raises(Hung, match="count"):
             list(child)
-
-
-def test_messages_of_an_ended_child_can_be_read_after_its_deadline() -> None:
     with Child("budget", jobs.count, {"until": 50, "pause": 0.0}, deadline=LONG) as child:
         child._process.join()
         child._deadline = 0.0
@@ -102,25 +93,18 @@ def test_children_run_at_the_same_time_and_one_that_fails_ends_the_others() -> N
     assert fences.start_time(slow.pid) == -1
 
 
-def test_each_kind_gets_its_environment_and_none_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["budget", pytest.param("shim", marks=needs_shim)])
+def test_each_kind_gets_its_environment_and_none_of_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fences.VARIABLE, "somebody else's")
-    names = [fences.VARIABLE, "LD_PRELOAD", "OMP_NUM_THREADS", "MKL_DISABLE_FAST_MM"]
     before = dict(os.environ)
-    (found,) = run_child("budget", jobs.environment, {"names": names}, deadline=LONG)
-    assert found == {fences.VARIABLE: None, "LD_PRELOAD": os.environ.get("LD_PRELOAD"), "OMP_NUM_THREADS": "1", "MKL_DISABLE_FAST_MM": "1"}
+    names = [fences.VARIABLE, "LD_PRELOAD", "OMP_NUM_THREADS", "MKL_DISABLE_FAST_MM"]
+    (found,) = run_child(kind, jobs.environment, {"names": names}, deadline=LONG)
     assert dict(os.environ) == before, "ours is as it was"
-
-
-@needs_shim
-def test_a_child_of_the_shim_has_a_device_of_its_own_or_shares_one() -> None:
-    names = {"names": [fences.VARIABLE, "LD_PRELOAD"]}
-    (own,) = run_child("shim", jobs.environment, names, deadline=LONG)
-    assert own["LD_PRELOAD"] == str(fences.library())
-    assert not os.path.exists(own[fences.VARIABLE]), "gone with the child"
-    with Fence.create() as fence, Child("shim", jobs.environment, names, deadline=LONG, fence=fence) as child:
-        assert next(iter(child))[fences.VARIABLE] == str(fence.path)
-        assert fence.path.exists()
-    assert not fence.path.exists()
+    file, preloaded, *libraries = (found[name] for name in names)
+    assert libraries == ["1", "1"]
+    assert preloaded == (str(fences.library()) if kind == "shim" else before.get("LD_PRELOAD"))
+    assert file is None if kind == "budget" else file != before[fences.VARIABLE]
+    assert file is None or not os.path.exists(file), "gone with the child"
 
 
 def test_another_package_of_the_tools_name_that_comes_first_on_the_path_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, UsageError
-from elastic_mbs.memory import Headroom, MemorySensor, NoSensor, Unavailable, UsageMeter
+from elastic_mbs.memory import Headroom, NoSensor, Unavailable
 from stress.limits import (
     KINDS,
     BudgetLimit,
@@ -119,7 +119,6 @@ def test_each_kind_tells_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -
     assert KINDS == ("budget", "shim", "rlimit", "cuda")
     assert available("budget") is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "CUDA device" in str(available("cuda"))
     with pytest.raises(UsageError, match="needs a CUDA device"):
         open_limit("cuda")
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -150,8 +149,6 @@ def test_the_budget_is_what_the_co_tenant_leaves_and_never_negative() -> None:
         assert isinstance(reading, Headroom)
         assert (reading.free, reading.total, reading.held_by_others) == (0, 64 * MEBI, 64 * MEBI)
         memory.resize(None)
-        assert isinstance(memory.sensor, MemorySensor)
-        assert isinstance(memory.sensor, UsageMeter)
         unlimited = memory.sensor.read()
         assert isinstance(unlimited, Headroom)
         assert unlimited.free > 1 << 28, "the machine's memory"
@@ -240,7 +237,10 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
 
 
 @needs_rlimit
-def test_the_limit_counts_from_what_was_mapped_when_the_memory_was_opened(limits: Limits) -> None:
+def test_the_limit_counts_from_what_was_mapped_when_the_memory_was_opened(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
     onednn = torch.backends.mkldnn.enabled
     memory = ProcessLimit()
     with memory:
@@ -267,18 +267,10 @@ def test_the_limit_counts_from_what_was_mapped_when_the_memory_was_opened(limits
     assert (limits.soft, limits.hard) == (-1, -1)
     assert torch.backends.mkldnn.enabled == onednn
     limits.hard = limits.soft = 1000 * MEBI  # the user's own, which is kept
+    monkeypatch.setattr(Path, "write_text", refuse)
     with ProcessLimit() as memory:
         memory.resize(1 << 50)
         assert limits.soft == 1000 * MEBI
-    assert (limits.soft, limits.hard) == (1000 * MEBI, 1000 * MEBI)
-
-
-@needs_rlimit
-def test_where_the_kernel_resets_no_mark_the_peak_is_that_of_the_run(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    with ProcessLimit() as memory:
-        monkeypatch.setattr(Path, "write_text", refuse)
         memory.reset_peak()
-        assert memory.peak() >= memory.live() >= 0
+        assert memory.peak() >= memory.live() >= 0, "where the kernel resets no mark, the peak is that of the run"
+    assert (limits.soft, limits.hard) == (1000 * MEBI, 1000 * MEBI)

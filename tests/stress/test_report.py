@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stress.record import End, Mark, Needs, Run
-from stress.report.data import MOVES, overview, run_data
+from stress.report.data import overview, run_data
 from stress.report.page import render
 from tests.helpers.records import SAME, halves, record, step
 
@@ -74,9 +74,7 @@ def test_lines_begin_with_the_first_step_and_hold_the_records_figures() -> None:
     times = [(round(t, 6), size) for t, size in data.sizes["micro-batch"]]
     assert times == [(0.0, 16), (0.5, 16), (1.0, 16), (1.2, 8), (1.5, 8), (2.0, 8), (2.4, 16), (2.5, 16)]
     assert [(round(t, 6), loss) for t, loss in data.loss] == [(0.5, 2.0), (1.5, 1.9), (2.5, 1.8)]
-    moves = [Mark(5.0 + number / 10, 0, "move", "the limit moves") for number in range(MOVES + 1)]
-    assert len(run_data(run(marks=moves[:-1])).marks) == MOVES
-    assert run_data(run(marks=moves)).marks == []
+    assert [mark.kind for mark in data.marks] == ["oom", "grow"], "the memory's lane shows the moves"
     ended = run_data(run(end=End(0, 0, 5, "MicroBatchFloorError: it does not fit", True)))
     assert ended.tiles[0] == ("ended by", "MicroBatchFloorError", "it does not fit")
 

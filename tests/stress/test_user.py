@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from stress.limits import BudgetLimit, available
 from stress.models.factory import make
 from stress.scenarios.catalogue import Order
-from stress.scenarios.compare import separable
 from stress.scenarios.measure import least, measure
 from stress.scenarios.processes import perform
-from stress.scenarios.reference import Probe
+from stress.scenarios.reference import separable
 
 Write = Callable[..., str]
 
@@ -204,34 +204,14 @@ def test_a_curve_that_rounding_drives_apart_is_no_failure_and_a_lost_sample_is(w
     assert not perform_one("eval_between", model, 18).passed
 
 
-@pytest.mark.parametrize(
-    ("output", "rows"),
-    [
-        (torch.ones(4, 3), 4),
-        ({"n": 2, "logits": torch.ones(4, 3)}, 4),
-        ((None, torch.ones(4, dtype=torch.int64)), 4),
-        (torch.ones(3, 4), 0),
-        (None, 0),
-    ],
-)
-def test_the_rows_of_the_samples_are_found_in_whatever_a_model_gives(output: Any, rows: int) -> None:
-    class Model(torch.nn.Module):
-        def forward(self) -> Any:
-            return output
-
-    model = Model()
-    with Probe(model) as probe:
-        figures, length = probe.run(lambda piece: model(), None, 4)
-    assert length == 4
-    assert (0 if figures is None else len(figures)) == rows
-
-
-def test_an_evaluation_without_a_row_for_each_sample_shows_nothing_and_says_so(write: Write) -> None:
-    # it was compared as an empty list, which is the same in every run
+def test_an_evaluation_is_compared_whatever_the_model_gives(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     model = f"type('Model', (nn.Module,), {{'forward': lambda self, x: self.inner(x).t()}})()\n    m.inner = {NET}"
-    found = perform_one("eval_between", write(returning(model, "lambda b: F.cross_entropy(m(b[0]).t(), b[1])")), 12)
-    assert found.passed
-    assert found.unshown == "the model's output has no row for each sample to compare, so nothing was shown of the evaluation"
+    mine = write(returning(model, "lambda b: F.cross_entropy(m(b[0]).t(), b[1])"))
+    assert perform_one("eval_between", mine, 18).verdict == "ok"
+    evaluate = ElasticMBS.eval
+    monkeypatch.setattr(ElasticMBS, "eval", lambda self, fn, batch: evaluate(self, lambda piece: fn([part.flip(0)[1:] for part in piece]), batch))
+    found = perform_one("eval_between", mine, 18)
+    assert any(complaint.startswith("an output of the evaluation differs") for complaint in found.complaints)
 
 
 # ---------------------------------------------------------------------- records
