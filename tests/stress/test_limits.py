@@ -100,18 +100,6 @@ def test_two_elastic_processes_share_one_device_and_the_parents_limit() -> None:
     assert all(message["held"] + message["others"] <= 40 * MEBI for message in found.values())
 
 
-@needs_shim
-def test_a_killed_process_gives_its_memory_to_the_other() -> None:
-    with Fence.create(40 * MEBI) as fence, Child("shim", limit_jobs.share, {"size": 30 * MEBI, "hold": LONG}, deadline=LONG, fence=fence) as first:
-        assert next(iter(first))["held"] == 30 * MEBI
-        assert 30 * MEBI <= fence.live() <= 31 * MEBI
-        first.kill()
-        with Child("shim", limit_jobs.share, {"size": 38 * MEBI, "hold": 0.0}, deadline=LONG, fence=fence) as other:
-            (second,) = other
-        assert second["held"] == 38 * MEBI
-        assert second["others"] == 0
-
-
 # ---------------------------------------------------------------------- the kinds
 
 
