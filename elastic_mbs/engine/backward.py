@@ -87,14 +87,10 @@ def _census(attempt: Attempt) -> Census:
 
 
 def _add_leaves(state: CallState, leaves: tuple[torch.Tensor, ...]) -> None:
-    """Adds leaves outside the model to the ledger, before any of them has a commit of this backward.
-
-    Raises:
-        ReplayUnsafeError: one of them has a gradient, and the batch is being replayed from its start: it can be from the dropped attempts.
-    """
+    """Adds leaves outside the model to the ledger, before any of them has a commit of this backward."""
     extra = state.context.ledger.add_extra(leaves)
     full = [leaf for leaf in extra if leaf.grad is not None]
-    if state.restarts and full:
+    if state.restarts and full:  # their gradients can be from the dropped attempts
         raise ReplayUnsafeError(
             f"a leaf of shape {tuple(full[0].shape)} outside the model appeared in the middle of the batch, so its gradient can hold samples that "
             "are now being replayed: call zero_grad() on it and run the batch again, or give its module in model=[...]"
@@ -175,11 +171,7 @@ def _learn(state: CallState, attempt: Attempt, committed: list[torch.Tensor]) ->
 
 
 def _check_cleared(state: CallState, attempt: Attempt, changed: list[torch.Tensor]) -> None:
-    """Checks that leaves which committed still have their gradient. A custom function can return None for an input, which then never has one.
-
-    Raises:
-        OptimizerInBackwardError: a hook of the user's has cleared one.
-    """
+    """Checks that leaves which committed still have their gradient. A custom function can return None for an input, which then never has one."""
     cleared = [leaf for leaf in state.context.ledger.leaves() if leaf.grad is None and has_hook(leaf)]
     if cleared and attempt.root is not None and not attempt.piece.committed:
         reached = set(map(id, walk(attempt.root).leaves))

@@ -31,18 +31,7 @@ from elastic_mbs.options import OutputPlace
 
 
 class Call:
-    """The work on one batch, from its split to its result.
-
-    Args:
-        context: what the runtime lends.
-        view: the batch.
-        counts: its counts.
-        name: of the loss function; limits and sizes are kept by it.
-        identity: of the loss function; profiles are kept by it, because two functions can share a name.
-        training: whether pieces run backward.
-        outputs: where outputs go.
-        own_graph: whether autograd saves its tensors in a table that can be emptied (door 3).
-    """
+    """The work on one batch, from its split to its result. The fields of `CallState` say what the arguments are."""
 
     def __init__(
         self,
@@ -323,12 +312,7 @@ class Call:
             raise
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses a step of an optimizer over the leaves of this batch while it is incomplete.
-
-        Raises:
-            StepInsideError: inside the step function.
-            IncompleteBatchError: between two pieces.
-        """
+        """Refuses a step of an optimizer over the leaves of this batch while it is incomplete."""
         ledger = self.context.ledger
         if not any(parameter in ledger for group in optimizer.param_groups for parameter in group["params"]):
             return  # an optimizer of the step's own, over tensors that it makes itself
@@ -341,11 +325,7 @@ class Call:
         raise error
 
     def check_inside(self, attempt: Attempt, what: str) -> None:
-        """Checks that `attempt` is being made.
-
-        Raises:
-            UsageError: it has not begun, or is over: what it is given now would be lost.
-        """
+        """Refuses what is given to an attempt that has not begun or is over: it would be lost."""
         if attempt is not self.state.attempt or not self.inside:
             raise UsageError(f"{what} is called inside its own `with micro:` block, where it belongs to the samples of that block")
 

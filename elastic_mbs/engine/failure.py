@@ -14,11 +14,7 @@ from elastic_mbs.rollback.graph import drain, has_hook_after, walk
 
 
 def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
-    """Notes what can be known of a failed attempt and drops its graph.
-
-    Returns:
-        Whether `error` is out-of-memory. If not, nothing was changed and it has to pass through.
-    """
+    """Notes what can be known of a failed attempt and drops its graph; False where `error` is not out-of-memory, and nothing was changed."""
     verdict = _classify(state, attempt, error)
     if verdict is None:
         return False

@@ -129,13 +129,7 @@ def choose_replay(state: CallState, failure: Failure) -> Replay:
 
 
 def recover(state: CallState) -> None:
-    """Rolls the failed attempt back, shrinks, and puts what has to run again back on the schedule.
-
-    Raises:
-        MicroBatchFloorError: the smallest micro-batch does not fit.
-        ReplayUnsafeError: no replay would be exact.
-        PoisonedDeviceError: the device cannot be trusted any more.
-    """
+    """Rolls the failed attempt back, shrinks, and puts what has to run again back on the schedule; or raises the reason why it cannot."""
     failure, context = state.failure, state.context
     assert failure is not None
     state.settled = False
@@ -264,11 +258,7 @@ _OTHERS = 16  # waiting can help when others hold at least 1/16 of the device: t
 
 
 def _wait_or_give_up(state: CallState, failure: Failure) -> None:
-    """Returns when a piece that cannot be cut may be tried again.
-
-    Raises:
-        MicroBatchFloorError: it will not fit; the text has the request, the memory that is free, the processes that hold the rest, and the ways out.
-    """
+    """Returns when a piece that cannot be cut may be tried again, or raises what was asked for, what is free, who has the rest, and the ways out."""
     piece, verdict = failure.piece, failure.verdict
     # Other pieces that commit in between, because the batch is replayed from its start, are no progress.
     state.failures_at_floor = state.failures_at_floor + 1 if state.floor_start == piece.start else 1

@@ -189,12 +189,7 @@ class CallState:
         return self.profile.settled and self.context.settings.plain and not (self.had_gradient and self.profile.mixes) and not self.indistinct
 
     def check_gradients(self) -> None:
-        """Checks that no other code has changed a gradient since the last piece. Before the first one the caller can clear them.
-
-        Raises:
-            BackwardInsideError: the step ran backward itself.
-            GradientsChangedError: a gradient was cleared, replaced or edited.
-        """
+        """Checks that no other code has changed a gradient since the last piece. Before the first one the caller can clear them."""
         ledger = self.context.ledger
         if not self.committed and not self.failures and all(leaf.grad is None for leaf in ledger.changed()):
             ledger.note()
