@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, MicroBatchFloorError, OutOfMemory, UsageError
+from elastic_mbs import ElasticMBS, Event, MemoryBudget, MemoryOptions, MicroBatchFloorError, OutOfMemory, UsageError
 from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import Pair, elastic, mlp, off_by, pairs
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, pairs
 
 pytestmark = pytest.mark.injectable
 
@@ -20,37 +20,26 @@ pytestmark = pytest.mark.injectable
 @pytest.mark.parametrize("fault", [0, 1, 2, 4, 5])
 def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(fault: int) -> None:
     model, batch = mlp(), pairs()
-    model.eval()
     with torch.no_grad():
         wanted = model(batch[0])
     modes: list[bool] = []
 
     def fn(b: Pair, factor: float, *, shift: float) -> dict[str, Any]:
         modes.append(torch.is_grad_enabled())
-        return {"logits": model(b[0]) * factor + shift, "size": len(b[0]), "first": b[1][:1]}
+        return {"logits": model(b[0]) * factor + shift, "size": len(b[0]), "none": None}
 
     mbs = elastic(model, micro_batch_size=4)
-    with InjectOOM(at=[fault]):
+    with InjectOOM(at=[fault]) as inject:
         outputs = mbs.eval(fn, batch, 2.0, shift=1.0)
+    assert mbs.stats.ooms == len(inject.hits) == (fault > 0)
     assert torch.allclose(outputs["logits"], wanted * 2 + 1, rtol=1e-12)
     assert not outputs["logits"].requires_grad
-    assert modes == [False] * len(modes)
-    assert sum(outputs["size"]) == 8
+    assert set(modes) == {False}
     assert torch.is_grad_enabled()
+    assert sum(outputs["size"]) == 8
+    assert mbs.eval(lambda b: None, batch) is None
     assert all(p.grad is None for p in model.parameters())
     assert mbs.last_result is None
-
-
-def test_failures_in_eval_are_in_the_statistics() -> None:
-    model, batch = mlp(), pairs()
-    mbs = elastic(model, micro_batch_size=4)
-    with InjectOOM(at=[2]):
-        mbs.eval(lambda b: model(b[0]), batch)
-    assert mbs.stats.ooms == 1
-
-
-def test_eval_of_a_piece_that_gives_nothing_gives_nothing() -> None:
-    assert elastic(mlp(), micro_batch_size=4).eval(lambda b: None, pairs()) is None
 
 
 def test_what_eval_gives_does_not_depend_on_the_split() -> None:
@@ -73,7 +62,7 @@ def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_
     """An out-of-memory error halved the pieces to four samples, and the confusion matrices of four classes came back as one with eight rows."""
     model, batch = mlp(), pairs(16)
 
-    def confusion(b: tuple[Tensor, Tensor]) -> Tensor:
+    def confusion(b: Pair) -> Tensor:
         found = torch.zeros(4, 4, dtype=torch.float64)
         return found.index_put_((b[1], model(b[0]).argmax(1)), torch.ones(len(b[1]), dtype=torch.float64), accumulate=True)
 
@@ -115,12 +104,11 @@ def test_evaluation_fits_more_than_training_and_has_sizes_of_its_own() -> None:
     with MemoryBudget("4MiB", track=(model, batch)) as budget:
         mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
         budget.limit = budget.live + 330 * 2**10
-        trained = mbs.backward(lambda b: model(b).pow(2).mean(), batch)
-        mbs.eval(lambda b: model(b).mean(1), batch)
+        mbs.backward(lambda b: model(b).pow(2).mean(), batch)
         mbs.eval(lambda b: model(b).mean(1), batch)
         saved: Any = mbs.state_dict()["controller"]
-        sizes = {track["mode"]: track["size"] for track in saved["tracks"]}
-    assert max(stop - start for start, stop in trained.partition) < 64  # the whole batch does not fit with its graph
+    sizes = {track["mode"]: track["size"] for track in saved["tracks"]}
+    assert sizes["train"] < 64  # the whole batch does not fit with its graph
     assert sizes["eval"] > sizes["train"]
 
 
@@ -128,8 +116,8 @@ def test_an_evaluation_that_does_not_fit_leaves_the_gradients_alone() -> None:
     """Its end by an error emptied all of them, as the end of a training call does: whatever had been accumulated by then was gone."""
     model, batch = mlp(), pairs(8)
     mbs = elastic(model, micro_batch_size=4)
-    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
-    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    mbs.backward(cross_entropy(model), batch)
+    before = grads(model)
     with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
         mbs.eval(lambda b: model(b[0]), batch)
     assert off_by(model, before) == 0
@@ -138,25 +126,22 @@ def test_an_evaluation_that_does_not_fit_leaves_the_gradients_alone() -> None:
 @pytest.mark.no_oom_injection
 def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> None:
     """Starting over empties the gradients of the batch, and an evaluation has none of its own."""
-    model, batch = mlp(), pairs(8)
-    draws, fails = [False], [False]
+    model, batch, fail = mlp(), pairs(8), FailOn(6)  # in the second piece of the third call
+    events: list[Event] = []
+    draws = [False]
 
-    def scores(b: tuple[Tensor, Tensor]) -> Tensor:
-        if fails[0] and bool((b[0][0] == batch[0][4]).all()):
-            fails[0] = False
-            random.random()
-            raise torch.OutOfMemoryError("CUDA out of memory. in the middle")
-        found: Tensor = model(b[0]) * (1 + random.random() if draws[0] else 1)
+    def scores(b: Pair) -> Tensor:
+        factor = random.random() if draws[0] else 1.0
+        fail()
+        found: Tensor = model(b[0]) * factor
         return found
 
-    events: list[Any] = []
     mbs = elastic(model, micro_batch_size=4, on_event=events.append)
     for _ in range(2):
         mbs.eval(scores, batch)
-    model.zero_grad()
-    mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
-    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    draws[0] = fails[0] = True
+    mbs.backward(cross_entropy(model), batch)
+    before = grads(model)
+    draws[0] = True
     mbs.eval(scores, batch)
     assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]
     assert off_by(model, before) == 0
