@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, Event, Headroom, MemoryBudget, MemoryOptions, OutOfMemory, UsageError
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, once, pairs, through, whole_gradient
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, grads, mlp, off_by, once, pairs, through, whole_gradient
 
 pytestmark = pytest.mark.injectable
 
@@ -99,14 +99,8 @@ def test_a_runtime_is_not_copied_and_says_so(take: Callable[[Any], object]) -> N
 
 @pytest.mark.no_oom_injection
 def test_statistics_and_the_last_result_tell_what_happened() -> None:
-    model, batch, fail = mlp(), pairs(), FailOn(3)
-
-    def loss_fn(b: Pair) -> Tensor:
-        fail()
-        loss: Tensor = cross_entropy(model)(b)
-        return loss
-
-    mbs = elastic(model, micro_batch_size=4)
+    model, batch = mlp(), pairs()
+    loss_fn, mbs = failing(model, FailOn(3)), elastic(model, micro_batch_size=4)
     assert mbs.last_result is None
     for door in (1, 3):
         assert through(door, mbs, loss_fn, batch) is mbs.last_result

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_mbs import Event, MemoryBudget, MemoryOptions, OutOfMemory, Warned, elastic_step
+from elastic_mbs import Event, MemoryBudget, MicroBatchFloorError, OutOfMemory, Warned
 from elastic_mbs.memory import host_guard
 from tests.helpers.rlimit import MEBI, Limit, fake_limit, guard_of
-from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
+from tests.helpers.steps import FailOn, cross_entropy, elastic, failing, mlp, off_by, pairs, through, whole_gradient
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only")
 
@@ -72,13 +72,9 @@ def test_evaluation_is_guarded_too_also_inside_a_step(limit: Limit) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), MemoryError()])
 def test_the_limit_comes_back_whatever_ends_the_call(limit: Limit, error: BaseException) -> None:
-    def loss_fn(batch: Any) -> Any:
-        raise error
-
-    mbs = elastic(mlp(), host_guard=True)
-    with pytest.raises(BaseException) as caught:
-        mbs.backward(loss_fn, pairs())
-    assert not isinstance(caught.value, AssertionError)
+    model = mlp()
+    with pytest.raises((type(error), MicroBatchFloorError)):
+        elastic(model, host_guard=True).backward(failing(model, FailOn(*range(1, 50), error=lambda: error)), pairs())
     assert limit.soft == -1
 
 
@@ -110,14 +106,6 @@ def test_closing_the_runtime_restores_the_limit(limit: Limit) -> None:
         assert limit.soft == -1
 
 
-def test_the_decorator_takes_the_switch(limit: Limit) -> None:
-    model = mlp()
-    step = elastic_step(model, memory=MemoryOptions(host_guard=True, monitor_interval=0))(cross_entropy(model))
-    step(pairs())
-    assert limit.seen[-1] == -1
-    assert len(limit.seen) > 2
-
-
 def test_a_refusal_is_one_event(limit: Limit) -> None:
     limit.refuse = PermissionError(1, "Operation not permitted")
     events: list[Event] = []
@@ -139,35 +127,26 @@ def test_a_budget_with_no_room_for_the_thread_pool_does_not_end_the_step(limit: 
         budget.limit = 2**40
 
 
+def onednn() -> RuntimeError:
+    return RuntimeError("could not create a primitive")
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_an_error_of_onednn_near_the_limit_is_out_of_memory_as_often_as_it_comes(limit: Limit, monkeypatch: pytest.MonkeyPatch, filled: bool) -> None:
-    model, batch = mlp(), pairs()
+    model, batch, events = mlp(), pairs(), list[Event]()
     wanted = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
-    fail = FailOn(1, 2, 3, error=lambda: RuntimeError("could not create a primitive"))
     monkeypatch.setattr(host_guard, "own_memory", lambda: (100 * MEBI, 950 * MEBI))
-    events: list[Event] = []
-
-    def loss_fn(part: Any) -> Any:
-        fail()
-        return cross_entropy(model)(part)
-
-    if filled:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    elastic(model, micro_batch_size=8, host_guard=True, on_event=events.append).backward(loss_fn, batch)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if filled else None
+    mbs = elastic(model, micro_batch_size=8, host_guard=True, on_event=events.append)
+    mbs.backward(failing(model, FailOn(1, 2, 3, error=onednn)), batch)
     assert off_by(model, wanted) <= 1e-12
     assert [event.kind for event in events if isinstance(event, OutOfMemory)] == ["host"] * 3
     assert not [event for event in events if isinstance(event, Warned)]
 
 
 def test_an_error_of_onednn_far_from_the_limit_is_tried_once_and_then_raised(limit: Limit) -> None:
-    model = mlp()
-    fail = FailOn(*range(1, 100), error=lambda: RuntimeError("could not create a primitive"))
-
-    def loss_fn(part: Any) -> Any:
-        fail()
-        return cross_entropy(model)(part)
-
+    model, fail = mlp(), FailOn(*range(1, 100), error=onednn)
     with pytest.raises(RuntimeError, match="could not create a primitive"):
-        elastic(model, micro_batch_size=8, host_guard=True).backward(loss_fn, pairs())
+        elastic(model, micro_batch_size=8, host_guard=True).backward(failing(model, fail), pairs())
     assert fail.count == 2

@@ -108,6 +108,17 @@ class FailOn:
             raise self.error()
 
 
+def failing(model: nn.Module, fail: FailOn) -> LossFn:
+    """`cross_entropy` that fails before its forward."""
+
+    def loss_fn(batch: Pair) -> Tensor:
+        fail()
+        loss: Tensor = cross_entropy(model)(batch)
+        return loss
+
+    return loss_fn
+
+
 def still_works(mbs: ElasticMBS, model: nn.Module) -> bool:
     """Whether the next call gives the right gradient, with nothing left over of what went wrong before."""
     batch = pairs(8, seed=77)
