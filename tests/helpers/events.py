@@ -50,53 +50,17 @@ ANY_EVENT = st.one_of(*(any_event(kind) for kind in KINDS))
 
 def done(ended: float = 1.0, **changes: Any) -> CallDone:
     """A call that finished at `ended`."""
-    call = CallDone(
-        name="run",
-        key=KEY,
-        mode="train",
-        samples=64,
-        pieces=4,
-        size_before=16,
-        micro_batch_size=16,
-        ooms=0,
-        replayed_samples=0,
-        seconds=0.5,
-        seconds_lost=0.0,
-        loss=2.5,
-        allocated=10 * MIB,
-        reserved=12 * MIB,
-        peak_allocated=30 * MIB,
-        peak_reserved=40 * MIB,
-        free=52 * MIB,
-        held_by_others=36 * MIB,
-        total=100 * MIB,
-        ended=ended,
-    )
-    return replace(call, **changes)
+    sizes = {"samples": 64, "pieces": 4, "size_before": 16, "micro_batch_size": 16, "ooms": 0, "replayed_samples": 0}
+    memory = {"allocated": 10, "reserved": 12, "peak_allocated": 30, "peak_reserved": 40, "free": 52, "held_by_others": 36, "total": 100}
+    figures = {**sizes, "seconds": 0.5, "seconds_lost": 0.0, "loss": 2.5, **{name: count * MIB for name, count in memory.items()}}
+    return CallDone(**{"name": "run", "key": KEY, "mode": "train", "ended": ended, **figures, **changes})
 
 
 def failure(**changes: Any) -> OutOfMemory:
     """An error that was survived."""
-    event = OutOfMemory(
-        name="run",
-        phase="backward",
-        start=16,
-        stop=32,
-        mode="piece",
-        size_before=16,
-        size_after=8,
-        committed=3,
-        kind="allocator",
-        message="CUDA out of memory. Tried to allocate 2.00 GiB.",
-        key=KEY,
-        requested=2048 * MIB,
-        free=5 * MIB,
-        held_by_others=36 * MIB,
-        holders="python (pid 4711) 30.0 MiB",
-        reading_age=0.25,
-        seconds_lost=0.125,
-    )
-    return replace(event, **changes)
+    event = OutOfMemory("run", "backward", 16, 32, "piece", 16, 8, 3, "allocator", "CUDA out of memory. Tried to allocate 2.00 GiB.", KEY)
+    seen = {"requested": 2048 * MIB, "free": 5 * MIB, "held_by_others": 36 * MIB, "holders": "python (pid 4711) 30.0 MiB", "reading_age": 0.25}
+    return replace(event, **{**seen, "seconds_lost": 0.125, **changes})
 
 
 GROWN = Resized("run", 8, 16, "grow", KEY, 64 * MIB)

@@ -24,12 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Room:
-    """How much memory there is on a device: a memory fraction on CUDA, a `MemoryBudget` on the CPU.
-
-    Args:
-        device: which.
-        modules: what is on the device already.
-    """
+    """How much memory there is on a device: a memory fraction on CUDA; on the CPU a `MemoryBudget`, which counts `modules` from the start."""
 
     def __init__(self, device: torch.device, *modules: nn.Module) -> None:
         self.device = device
@@ -80,11 +75,7 @@ class Room:
 
 
 class Neighbour:
-    """Another user of the device: a process that holds memory on CUDA (the demo's ballast), a lower limit on the CPU.
-
-    Args:
-        room: ours.
-    """
+    """Another user of the device: a process that holds memory on CUDA (the demo's ballast), a lower limit of our room on the CPU."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -121,12 +112,7 @@ class Neighbour:
 
 
 class Wide(nn.Module):
-    """Few weights and large activations, so that memory is a matter of the micro-batch; backward needs more than forward.
-
-    Args:
-        width: bytes of one activation per sample, over 8.
-        middle: a layer in the middle (dropout, BatchNorm).
-    """
+    """Few weights and large activations, so that memory is a matter of the micro-batch; backward needs more than forward."""
 
     def __init__(self, width: int, middle: nn.Module | None = None) -> None:
         super().__init__()
@@ -135,7 +121,6 @@ class Wide(nn.Module):
         self.last = nn.Linear(width, 4)
 
     def forward(self, x: torch.Tensor) -> Any:
-        """(samples, 8) → (samples, 4)."""
         return self.last(torch.tanh(torch.sin(self.middle(torch.tanh(self.first(x))))))
 
 
@@ -174,13 +159,6 @@ def by_hand(model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...
 def needs(room: Room, model: nn.Module, batch: Pair) -> tuple[int, int]:
     """Bytes of the forward and of the whole step, with gradients and what libraries keep for good in place."""
     loss_of(model, batch).backward()
-
-    def forward() -> None:
-        loss_of(model, batch)
-
-    def step() -> None:
-        loss_of(model, batch).backward()
-
-    found = room.need(forward), room.need(step)
+    found = room.need(lambda: loss_of(model, batch)), room.need(lambda: loss_of(model, batch).backward())
     model.zero_grad()
     return found

@@ -1,7 +1,6 @@
 """The GPU check works, as far as that can be seen without a GPU."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -90,49 +89,40 @@ def test_every_file_with_a_test_for_a_gpu_is_run(tool: Any, tmp_path: Path) -> N
     assert {argument for argument in command if argument.startswith("tests/")} == marked
 
 
-@pytest.fixture
-def begun(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A part with LIMIT seconds runs over it when it has made this file, however long that takes."""
-
-    class Popen(subprocess.Popen):  # type: ignore[type-arg]  # generic only to the type checker
-        def wait(self, timeout: float | None = None) -> int:
-            if timeout != LIMIT:
-                return super().wait(timeout)
-            while not (tmp_path / "begun").exists() and self.poll() is None:
-                time.sleep(0.01)
-            raise subprocess.TimeoutExpired(self.args, timeout)
-
-    monkeypatch.setattr(subprocess, "Popen", Popen)
-    return tmp_path / "begun"
-
-
-def test_a_part_that_runs_over_is_ended_with_all_that_it_started(tool: Any, begun: Path) -> None:
-    child = f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid())); time.sleep(3600)"
-    code = f"import subprocess, sys, time; print('said', flush=True); subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(3600)"
-    outcome = tool.run(tool.Part("it", [sys.executable, "-c", code], LIMIT, lambda text: {}))
-    assert (outcome.timed_out, outcome.passed) == (True, False)
-    assert "said" in outcome.tail
-    while alive(int(begun.read_text())):  # ends, or hangs
-        time.sleep(0.01)
-
-
 def alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_a_part_that_runs_over_still_reports_what_it_has_done(tool: Any, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_runs_over_reports_what_it_has_done_and_is_ended_with_all_that_it_started(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests, junit, pid = tmp_path / "test_it.py", tmp_path / "junit.xml", tmp_path / "pid"
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]  # generic only to the type checker
+        """A part with LIMIT seconds runs over it when its child is there, however long that takes."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != LIMIT:
+                return super().wait(timeout)
+            while not pid.exists() and self.poll() is None:
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setattr(tool, "GRACE", 600.0)
-    tests, junit = tmp_path / "test_it.py", tmp_path / "junit.xml"
-    tests.write_text(f"import pathlib, time\ndef test_a(): pass\ndef test_b(): pathlib.Path({str(begun)!r}).touch(); time.sleep(3600)\n")
+    child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(3600)"
+    start = f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(3600)"
+    tests.write_text(f"import subprocess, sys, time\ndef test_a(): pass\ndef test_b(): {start}\n")
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--junit-xml={junit}", str(tests)]
     outcome = tool.run(tool.Part("it", command, LIMIT, lambda _: tool.read_junit(junit)))
     assert (outcome.timed_out, outcome.passed) == (True, False)
     assert outcome.figures["passed"] == 1
     assert "test_b" in outcome.tail
+    while not (text := pid.read_text()) or alive(int(text)):  # ends, or hangs
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
