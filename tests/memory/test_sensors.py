@@ -41,12 +41,9 @@ def raiser(error: BaseException) -> Callable[..., Any]:
 # readings
 
 
-def test_capacity_is_what_is_free_and_what_we_hold() -> None:
-    assert Headroom(free=3, total=10, held_by_others=2, source="x", at=0.0).capacity == 8
-
-
 def test_a_reading_in_words_has_its_figures_its_processes_and_its_doubt() -> None:
     reading = Headroom(free=1024, total=4096, held_by_others=2048, source="nvml", at=0.0)
+    assert reading.capacity == 2048
     assert reading.in_words() == "1.0 KiB of 4.0 KiB were free at the last look, 2.0 KiB held by others"
     full = replace(reading, holders=(Holder(4711, "python", 2048),), doubt="the device was lost").in_words()
     assert full.removeprefix(reading.in_words()) == " (processes there: python (PID 4711) 2.0 KiB) (in doubt: the device was lost)"
@@ -54,22 +51,17 @@ def test_a_reading_in_words_has_its_figures_its_processes_and_its_doubt() -> Non
 
 
 @pytest.mark.parametrize(
-    ("usage", "factor"),
+    ("usage", "most", "least"),
     [
-        (Usage(1, 2, 10, 15, 0), 1.5),
-        (Usage(1, 2, 10, 10, 0), 1.0),
-        (Usage(1, 2, 10, 5, 0), 1.0),
-        (Usage(0, 0, 0, 5, 0), 1.0),
+        (Usage(1, 2, 10, 15, 0), 1.5, 1.5),
+        (Usage(1, 2, 10, 5, 0), 1.0, 1.0),
+        (Usage(0, 0, 0, 5, 0), 1.0, 1.0),
+        (Usage(1, 2, 10, 15, 0, idle=3), 1.5, 1.2),  # what was cached before may be no fragmentation
+        (Usage(1, 2, 10, 15, 0, idle=12), 1.5, 1.0),
     ],
 )
-def test_fragmentation_is_never_below_one(usage: Usage, factor: float) -> None:
-    assert usage.fragmentation == factor
-
-
-@pytest.mark.parametrize(("idle", "least"), [(0, 1.5), (3, 1.2), (12, 1.0)])
-def test_what_was_cached_before_may_be_no_fragmentation(idle: int, least: float) -> None:
-    usage = Usage(1, 2, 10, 15, 0, idle)
-    assert usage.fragmentation == 1.5
+def test_fragmentation_is_never_below_one(usage: Usage, most: float, least: float) -> None:
+    assert usage.fragmentation == most
     assert usage.least_fragmentation == pytest.approx(least)
 
 
@@ -89,14 +81,6 @@ def test_each_device_has_its_sensor() -> None:
 
 
 # host
-
-
-def test_the_host_sensor_accounts_for_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=30, total=100))
-    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: types.SimpleNamespace(rss=50))
-    assert HostSensor(clock=lambda: 7.0).read() == Headroom(30, 100, 20, "host", 7.0)
-    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: types.SimpleNamespace(rss=90))
-    assert HostSensor(clock=lambda: 7.0).read() == Headroom(30, 100, 0, "host", 7.0)  # shared pages count in both
 
 
 def test_the_host_sensor_reads_this_machine() -> None:
@@ -149,15 +133,12 @@ def test_the_host_meter_sees_a_new_record() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_the_high_water_mark_has_the_unit_of_the_system(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
+def test_the_high_water_mark_has_the_unit_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrusage", lambda _: types.SimpleNamespace(ru_maxrss=3))
-    assert host._high_water_mark() == 3 * unit
-
-
-def test_without_the_resource_module_the_mark_comes_from_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "resource", None)
+    for platform, unit in (("linux", 1024), ("darwin", 1)):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert host._high_water_mark() == 3 * unit
+    monkeypatch.setattr(host, "resource", None)  # Windows
     assert host._high_water_mark() == 0
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: types.SimpleNamespace(rss=80, peak_wset=99))
     assert host._high_water_mark() == 99
@@ -182,30 +163,25 @@ def read(device: str = "cuda:0") -> Headroom:
     return reading
 
 
-def test_cuda_headroom_is_what_nvml_has_free_and_what_we_reserved(cuda: FakeCuda, driver: FakeDriver) -> None:
-    reading = read()
-    assert reading == Headroom(6 * GIB, 9 * GIB, 1 * GIB, "nvml", 5.0)
-    assert reading.capacity == 8 * GIB
-
-
-def test_a_cap_on_this_process_limits_its_capacity(cuda: FakeCuda, driver: FakeDriver) -> None:
-    cuda.fraction = 0.5
-    reading = read()
-    assert reading.capacity == int(4.5 * GIB)
-    assert reading.free == int(2.5 * GIB)
-    cuda.fraction = 0.1  # below what is reserved already
-    assert read().free == 0
-    assert read().capacity == int(0.9 * GIB)
-
-
-def test_a_torch_that_cannot_tell_its_cap_has_none(cuda: FakeCuda, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
-    assert read().capacity == 8 * GIB
-
-
-def test_capacity_never_exceeds_the_device(cuda: FakeCuda, driver: FakeDriver) -> None:
-    driver.cards[0].free = 9 * GIB
-    assert read() == Headroom(7 * GIB, 9 * GIB, 0, "nvml", 5.0)
+@pytest.mark.parametrize(
+    ("free", "fraction", "expected"),
+    [
+        pytest.param(6, 1.0, Headroom(6 * GIB, 9 * GIB, 1 * GIB, "nvml", 5.0), id="what NVML has free, and what we reserved"),
+        pytest.param(9, 1.0, Headroom(7 * GIB, 9 * GIB, 0, "nvml", 5.0), id="never more than the device"),
+        pytest.param(6, 0.5, Headroom(5 * GIB // 2, 9 * GIB, 9 * GIB // 2, "nvml", 5.0), id="a cap on this process"),
+        pytest.param(6, 0.125, Headroom(0, 9 * GIB, 63 * GIB // 8, "nvml", 5.0), id="a cap below what is reserved"),
+        pytest.param(6, None, Headroom(6 * GIB, 9 * GIB, 1 * GIB, "nvml", 5.0), id="a torch that cannot tell its cap"),
+    ],
+)
+def test_capacity_is_what_is_free_and_what_we_reserved_below_the_cap(
+    cuda: FakeCuda, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, free: int, fraction: float | None, expected: Headroom
+) -> None:
+    driver.cards[0].free = free * GIB
+    if fraction is None:
+        monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    else:
+        cuda.fraction = fraction
+    assert read() == expected
 
 
 @pytest.mark.parametrize("reserved", [[1 * GIB, 2 * GIB], [2 * GIB, 1 * GIB]])
