@@ -117,7 +117,7 @@ class MemoryBudget:
 
     @property
     def limit(self) -> int:
-        """Bytes allowed; may be set at any time and from any thread (an int, or a string such as "2GiB"). Below `live`, the next allocation fails."""
+        """Bytes allowed; may be set at any time and from any thread (as to the class). Below `live`, the next allocation fails."""
         return self._limit
 
     @limit.setter
@@ -225,9 +225,7 @@ class MemoryBudget:
             return self._admit(parts_of(value))
         key, nbytes = id(storage), storage.nbytes()
         known = self._storages.get(key)
-        if known is not None and known.nbytes == nbytes and known() is storage:
-            return 0
-        if not self.covers(storage.device):
+        if (known is not None and known.nbytes == nbytes and known() is storage) or not self.covers(storage.device):
             return 0
         with _lock:
             if len(self._gone) > _SETTLE_EVERY:
@@ -244,17 +242,14 @@ class MemoryBudget:
             return max(0, grown)
 
     def _refusal(self, new: int) -> str | None:
-        """Whether `new` bytes, already counted, pass the limit: the error's text if they do, and the peak noted if not."""
+        """The error's text if `new` bytes, already counted, pass the limit."""
         with _lock:
             live = self.live
             if live <= self._limit:
-                self._peak = max(self._peak, live)
                 return None
             self.ooms += 1
-            return (
-                f"virtual device out of memory. Tried to allocate {in_words(new)}. "
-                f"Budget {in_words(self._limit)}, of which {in_words(max(0, live - new))} is in use."
-            )
+            budget, used = in_words(self._limit), in_words(max(0, live - new))
+            return f"virtual device out of memory. Tried to allocate {in_words(new)}. Budget {budget}, of which {used} is in use."
 
 
 class _CountingMode(TorchDispatchMode):
@@ -284,11 +279,11 @@ class _CountingMode(TorchDispatchMode):
         # `_live` holds what was just counted, and may still hold what has died since it was last settled: while even that is below peak and
         # limit there is nothing to note, which is the usual case in steady training
         if new and (budget._live > budget._peak or budget._live > budget._limit):
-            if _in_place(func):
-                budget._note_peak()
-            elif (refusal := budget._refusal(new)) is not None:
+            refusal = None if _in_place(func) else budget._refusal(new)
+            if refusal is not None:
                 args = kwargs = out = None  # type: ignore[assignment]  # the error's traceback keeps this frame: it must keep none of the tensors
                 raise torch.OutOfMemoryError(refusal)
+            budget._note_peak()
         return out
 
 

@@ -6,11 +6,10 @@
                          page cache that is in use
 ```
 
-On a CPU there is no out-of-memory error: Linux hands out addresses freely, and kills when they are written to and the group (or the machine) has no
-page left. `RLIMIT_DATA` limits the addresses themselves: beyond it torch's allocator raises, and the piece is replayed in halves.
-
-The limit is absolute, what others leave us of the group, and not what is free now on top of what we have mapped: memory that the heap has handed back
-to the kernel is still mapped and can be written to again without a request. Source: shared/reference/cpu_memory.md, "RLIMIT fence".
+On a CPU there is no out-of-memory error: Linux hands out addresses freely, and kills when they are written to and no page is left. RLIMIT_DATA
+limits the addresses themselves: beyond it torch's allocator raises, and the piece is replayed in halves. The limit is absolute, and not what is free
+now on top of what is mapped: what the heap has handed back to the kernel is still mapped and can be written to again without a request
+(shared/reference/cpu_memory.md, "RLIMIT fence").
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
 
+_NEEDS = "host_guard needs Linux, which holds all private memory of a process to RLIMIT_DATA"
 _LEAST_MARGIN = 32 << 20
 _MARGIN_SHARE = 128  # of the limit: page tables and what the kernel counts late grow with it
 _NEAR = 4  # an ambiguous error counts when less than this fraction (1/4) of the limit was left
@@ -94,21 +94,15 @@ class HostGuard:
         self._ready: tuple[int, int] | None = None
         self._overrun = False
         if resource is None or sys.platform != "linux":
-            raise UsageError(
-                f"host_guard needs Linux, which holds all private memory of a process to RLIMIT_DATA; this is {sys.platform}: leave it off "
-                "(a MemoryBudget limits tensors anywhere)"
-            )
+            raise UsageError(f"{_NEEDS}; this is {sys.platform}: leave it off (a MemoryBudget limits tensors anywhere)")
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
         try:
             enforced = _process.enforced(own_memory()[1])
         except (OSError, ValueError) as error:
             self._turn_off(error)
-        else:
-            if not enforced:
-                raise UsageError(
-                    "host_guard needs a kernel that holds a process to RLIMIT_DATA, and this one maps memory beyond it (gVisor, or booted with "
-                    "ignore_rlimit_data): leave it off"
-                )
+            return
+        if not enforced:
+            raise UsageError(f"{_NEEDS}, and this kernel maps memory beyond it (gVisor, or booted with ignore_rlimit_data): leave it off")
         convolutions = (module for module in modules if isinstance(module, _ConvNd) and module.weight.dtype != torch.float64)
         if torch.backends.mkldnn.enabled and any(convolutions):
             self._warn(

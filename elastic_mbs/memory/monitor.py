@@ -29,7 +29,7 @@ class Monitor:
     Args:
         sensor: what to read. One that raises, or returns something else than a reading, counts as unavailable.
         interval: seconds between readings. 0 means no thread: every `latest` reads in the caller's thread, for tests and simulated sensors.
-        clock: gives the time stamps, in seconds. Every reading is stamped with the time just before the sensor was read, whatever stamp it brought.
+        clock: gives the time stamps, in seconds: each reading gets the time just before the sensor was read, whatever stamp it brought.
         on_change: called with the reading when the sensor is lost (there is none, or it is in doubt), and when it is back. Called in the thread that
             read; an error in it is logged in the monitor's thread and passes through in the caller's. A bound method is held weakly.
 

@@ -4,9 +4,9 @@ A device is found by UUID because CUDA and NVML number them differently (CUDA or
 
 ```
    absent ◄── no library, no driver, device unknown ── first try ──► answering ◄──────────────┐
- (for good, or asked again with back-off)                               │ any error            │ it answers again
-                                                                        ▼                      │
-                                                            lost: reference given back, tried again after 5, 10, 20 … 60 s
+      │ asked again every ten seconds                                   │ any error            │ it answers again
+      ▼                                                                 ▼                      │
+   as at the first try                                               lost: reference given back, asked again every ten seconds
 ```
 
 A device that NVML never knew can be read by other means. One that it *lost* is in doubt, and so are the other figures: the driver was unloaded under
@@ -25,8 +25,7 @@ from typing import Any
 
 from elastic_mbs.memory.processes import Holder, holders_on
 
-FIRST_RETRY = 5.0  # seconds from a failure to the next try; doubles with each one that fails, too
-LAST_RETRY = 60.0  # longest time between two tries, and how long NVML has to answer before a new failure starts from `FIRST_RETRY` again
+RETRY_EVERY = 10.0  # seconds from a failure to the next try
 HOLDERS_EVERY = 5.0  # seconds for which a list of holders is good enough: it is for messages, and costs the driver more than the figures
 # At the first try these mean that NVML is not there or does not serve this device, which says nothing bad of the device itself.
 _ABSENT = "LibraryNotFound DriverNotLoaded FunctionNotFound LibRmVersionMismatch NotFound InvalidArgument NoPermission NotSupported"
@@ -45,7 +44,7 @@ class NvmlDevice:
 
     Args:
         uuid: the full one, without prefix, of a GPU or of a MIG instance: `torch.cuda.get_device_properties(device).uuid`.
-        clock: seconds, for the back-off and the age of the list of holders.
+        clock: seconds, for the next try and the age of the list of holders.
     """
 
     def __init__(self, uuid: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,9 +56,7 @@ class NvmlDevice:
         self._handle: Any = None
         self._answered = False
         self._failure: NoAnswer | None = None  # until NVML answers again
-        self._never = False  # it will not be there at another try either
-        self._delay = FIRST_RETRY
-        self._retry_at = self._back_at = 0.0  # when the next try is due; since when it answers
+        self._retry_at = 0.0  # when the next try is due
         self._holders: tuple[Holder, ...] = ()
         self._holders_at: float | None = None
 
@@ -67,7 +64,7 @@ class NvmlDevice:
         """Free bytes, or why they are not known. Does not raise, and asks NVML only when a try is due."""
         self._after_fork()
         with self._lock:
-            if self._failure is not None and (self._never or self._clock() < self._retry_at):
+            if self._failure is not None and self._clock() < self._retry_at:
                 return self._failure
             return self._read()
 
@@ -96,8 +93,7 @@ class NvmlDevice:
         try:
             import pynvml
         except Exception as error:  # the deprecated package warns when it is imported, and a warning may be an error here
-            self._failure, self._never = NoAnswer(f"NVML: {type(error).__name__}: {error}"), True
-            return self._failure
+            return self._fail(None, f"NVML: {type(error).__name__}: {error}", absent=True)
         try:
             if self._handle is None:
                 pynvml.nvmlInit()
@@ -109,21 +105,13 @@ class NvmlDevice:
             return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=absent)
         if not info.total:
             return self._fail(pynvml, "NVML gives no memory figures for this device", absent=True)
-        if self._failure is not None:
-            self._failure, self._back_at = None, self._clock()
-        self._answered = True
+        self._failure, self._answered = None, True
         return int(info.free)
 
     def _fail(self, pynvml: Any, reason: str, *, absent: bool) -> NoAnswer:
         """Latches a failure, and gives our reference back: the library looks for the driver again only when the process holds none."""
-        now = self._clock()
-        if self._failure is None and now - self._back_at >= LAST_RETRY:
-            self._delay = FIRST_RETRY
-        lost = self._answered or not absent
-        self._failure, self._retry_at = NoAnswer(reason, lost), now + self._delay
-        self._delay = min(2 * self._delay, LAST_RETRY)
-        # where there is no driver at the start, a training job will not see one come
-        self._never = not lost and not self._initialised
+        self._failure = NoAnswer(reason, lost=self._answered or not absent)
+        self._retry_at = self._clock() + RETRY_EVERY
         self._handle, self._holders, self._holders_at = None, (), None
         if self._initialised:
             self._initialised = False

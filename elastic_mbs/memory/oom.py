@@ -74,16 +74,11 @@ def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None 
     By type first, then by error code, then by text; texts count for RuntimeError, MemoryError and OSError only (a ValueError is the user's).
     Followed are `raise … from …`, the `inner_exception` of torch.compile, and an error that a handler raised in place of the one it was
     handling. Not followed are `from None`, a mistake made inside a handler (AssertionError, TypeError, …), and an error that was already being
-    handled when the caller's frame was entered: it is not what failed now. A poisoned link anywhere in the chain decides. A group is out of
-    memory if all its members are.
+    handled when the caller's frame was entered: it is not what failed now. This package's own errors are none, but for MicroBatchFloorError.
 
     Args:
         exc: an exception as caught, by the frame whose code is to be retried.
         is_oom: the user's own predicate: it can add errors, not take away any. It is given `exc` itself and its errors pass through.
-
-    Returns:
-        A verdict without any reference to `exc`, or None: let it pass through untouched. What does not derive from Exception (KeyboardInterrupt,
-        SystemExit, GeneratorExit) and this package's own errors but MicroBatchFloorError are never out of memory.
     """
     if not isinstance(exc, Exception) or (isinstance(exc, ElasticMBSError) and not isinstance(exc, MicroBatchFloorError)):
         return None
@@ -96,20 +91,18 @@ def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None 
 def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
     """Releases the memory of a failed attempt. To be called outside of any `except` block, after its references were dropped. Never raises.
 
-    Args:
-        devices: where the attempt ran.
-        thorough: False on the first failure of a range: its memory went with the last reference, and the allocator has emptied its own cache
-            before it raised (a second time would mostly hand our memory to a co-tenant). True on the second one, or at the floor: reference
-            cycles are collected, an out-of-memory that an interactive shell has pinned is cleared, and the caches are emptied.
+    The first time (not `thorough`) nothing is to be done: the memory went with the last reference, and the allocator has emptied its own cache before
+    it raised. From the second one on, or at the floor: reference cycles, an error that an interactive shell has pinned, and the caches.
     """
-    if thorough:
-        for name in ("last_exc", "last_value"):  # of an interactive shell; other errors are there to be looked at
-            pinned = getattr(sys, name, None)
-            if isinstance(pinned, BaseException) and classify(pinned) is not None:
-                clear_traceback(pinned)
-                traceback.clear_frames(getattr(sys, "last_traceback", None))
-        gc.collect()
-        empty_caches(devices)
+    if not thorough:
+        return
+    for name in ("last_exc", "last_value"):  # of an interactive shell; other errors are there to be looked at
+        pinned = getattr(sys, name, None)
+        if isinstance(pinned, BaseException) and classify(pinned) is not None:
+            clear_traceback(pinned)
+            traceback.clear_frames(getattr(sys, "last_traceback", None))
+    gc.collect()
+    empty_caches(devices)
 
 
 def retry(what: str, operation: Callable[[], T], devices: Iterable[torch.device], is_oom: Callable[[BaseException], bool] | None = None) -> T:
@@ -193,7 +186,7 @@ def _exercise(device: torch.device) -> None:  # cuda-only
 
 def _classify(exc: Exception, seen: set[int]) -> Verdict | None:
     """An exception with all that it wraps; `seen` holds the ids of those that lead to it."""
-    judged = [_members(link, seen) if isinstance(link, ExceptionGroup) else _judge(link) for link in _links(exc, seen)]
+    judged = [_members(link, seen) if isinstance(link, ExceptionGroup) else _verdict(_kind(link), link) for link in _links(exc, seen)]
     found = [verdict for verdict in judged if verdict is not None]
     # a poisoned one decides, and one that is certain comes before one that is masked
     return min(found, key=lambda verdict: (verdict.kind is not Kind.POISONED, verdict.kind is Kind.MASKED), default=None)
@@ -242,14 +235,9 @@ def _replaced(exc: Exception, own: FrameType | None) -> BaseException | None:
     return context if handler is not own and handler in frames else None
 
 
-def _judge(exc: Exception) -> Verdict | None:
-    kind = _kind(exc)
-    return None if kind is None else _verdict(kind, exc)
-
-
-def _verdict(kind: Kind, exc: Exception) -> Verdict:
+def _verdict(kind: Kind | None, exc: Exception) -> Verdict | None:
     text = _text(exc)
-    return Verdict(kind, _first_line(exc, text), patterns.requested_bytes(text))
+    return None if kind is None else Verdict(kind, _first_line(exc, text), patterns.requested_bytes(text))
 
 
 def _kind(exc: Exception) -> Kind | None:

@@ -143,18 +143,6 @@ def test_two_threads_count_into_one_budget() -> None:
         assert budget.live == 0
 
 
-def test_storages_may_die_in_threads_that_never_entered() -> None:
-    pile: list[Tensor] = []
-    with MemoryBudget("1GiB") as budget:
-        pile.extend(block() for _ in range(500))
-        reaper = threading.Thread(target=pile.clear)
-        reaper.start()
-        others = [block(2) for _ in range(100)]
-        reaper.join()
-        assert budget.live == 200 * KIB
-        del others
-
-
 def test_the_collector_may_free_storages_inside_the_budget_itself() -> None:
     class Cycle:
         def __init__(self) -> None:

@@ -151,7 +151,7 @@ def test_a_sparse_gradient_whose_addition_passes_the_limit_is_added_once(replay:
     torch.testing.assert_close(*found)
 
 
-def test_the_limit_moves_while_training_runs() -> None:
+def test_the_limit_can_be_moved_at_any_time() -> None:
     with MemoryBudget("4KiB") as budget:
         x = block(3)
         budget.limit = "2KiB"
@@ -159,11 +159,10 @@ def test_the_limit_moves_while_training_runs() -> None:
         x.add_(1)
         with pytest.raises(torch.OutOfMemoryError):
             block()
-        budget.limit = 8 * KIB
-        assert block(5).numel() == 5 * KIB
         with pytest.raises(UsageError, match="-5 bytes"):
             budget.limit = -5
-        assert budget.limit == 8 * KIB
+        budget.limit = 8 * KIB
+        assert block(5).numel() == 5 * KIB
 
 
 # training
@@ -174,37 +173,32 @@ def test_out_of_memory_in_a_step_returns_to_rest(phase: str) -> None:
     torch.manual_seed(0)
     model = net()
     x = torch.randn(256, 64)
-    phases: list[str] = []
+    entered: list[str] = []
 
     def step() -> None:
-        phases.append("forward")
+        entered.append("forward")
         loss = model(x).square().mean()
-        phases.append("backward")
+        entered.append("backward")
         loss.backward()
-        phases.append("done")
 
     with MemoryBudget("1GiB", track=(model, x)) as budget:
         step()
-        expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         rest = budget.live
         budget.reset_peak()
-        with torch.no_grad():
-            model(x)
-        forward_alone = budget.peak
-        budget.reset_peak()
-        model(x).square().mean()
-        with_graph = budget.peak
-        budget.limit = forward_alone if phase == "forward" else with_graph
+        with torch.set_grad_enabled(phase == "backward"):
+            model(x).square().mean()
+        budget.limit = budget.peak
         for _ in range(3):
             with pytest.raises(torch.OutOfMemoryError):
                 step()
-            assert phases[-1] == phase
+            assert entered[-1] == phase
             model.zero_grad()
             assert budget.live == rest
         budget.limit = "1GiB"
         step()
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True) if p.grad is not None)
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True) if p.grad is not None and g is not None)
     assert budget.ooms == 3
 
 

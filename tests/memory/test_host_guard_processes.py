@@ -173,33 +173,21 @@ def test_a_forked_child_and_a_thread_are_held_to_what_they_should_be() -> None:
     """)
 
 
-def test_threads_of_torch_are_made_before_the_first_piece() -> None:
-    run_limited("""
+def test_threads_and_what_the_first_backward_imports_are_there_before_the_first_piece() -> None:
+    # refused memory for the stack of a thread, libgomp ends the process; in the middle of an import, sympy stayed half imported
+    run_limited(
+        """
         torch.set_num_threads(3)
         guard = guard_beside(group := Group())
         group.leave(256 * MEBI)
         guard.renew()
         guard.lift()
-        group.leave(4 * MEBI)  # not enough for the stack of one thread: libgomp would end the process
-        guard.renew()
-        torch.ones(1 << 18, dtype=torch.uint8).add_(1)
-        guard.lift()
         assert len(os.listdir("/proc/self/task")) >= 3
-    """)
-
-
-def test_what_the_first_backward_imports_is_there_before_the_first_piece() -> None:
-    """It imported sympy under the limit; refused memory in the middle of that, sympy stayed half imported, and every later backward failed."""
-    run_limited(
-        """
-        guard = guard_beside(group := Group())
-        group.leave(256 * MEBI)
-        guard.renew()
-        guard.lift()
+        loss, wide = torch.zeros((), requires_grad=True).clone(), torch.ones(1 << 18, dtype=torch.uint8)
         group.leave(0)
         guard.renew()
-        loss = torch.zeros((), requires_grad=True).clone()
         try:
+            wide.add_(1)
             torch.autograd.backward(loss, torch.ones(()))
         finally:
             guard.lift()

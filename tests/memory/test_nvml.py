@@ -64,20 +64,15 @@ def test_a_forked_child_opens_nvml_for_itself_and_leaves_the_parents_reference(d
 # ---------------------------------------------------------------------- never there
 
 
-def test_where_there_is_no_nvml_it_is_asked_once_and_nothing_is_in_doubt(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_nvml_nothing_is_in_doubt(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_library(_: str) -> None:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    clock = Clock()
-    without_library, without_driver = (NvmlDevice("abc", clock=clock) for _ in range(2))
     driver.fail = {"InitWithFlags": ABSENT}
-    for _ in range(2):
-        assert without_driver.memory() == no_answer(ABSENT, lost=False)
-        clock.pass_(10_000)
-    assert driver.calls == ["InitWithFlags"]
+    assert NvmlDevice("abc").memory() == no_answer(ABSENT, lost=False)
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", no_library)
-    assert without_library.memory() == no_answer(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, lost=False)
+    assert NvmlDevice("abc").memory() == no_answer(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, lost=False)
 
 
 @pytest.mark.parametrize("text", [None, "raise FutureWarning('The pynvml package is deprecated')", "NVMLError, nvmlInit = ValueError, int"])
@@ -104,7 +99,7 @@ def test_a_device_that_nvml_does_not_know_is_no_loss_and_asked_for_again_later(d
         assert device.memory() == no_answer(NOT_FOUND, lost=False)
     assert driver.calls == ["InitWithFlags", "HandleByUUID", "HandleByUUID", "Shutdown"]
     driver.cards.append(Card("GPU-xyz", 7, 9))
-    clock.pass_(5.0)
+    clock.pass_(10.0)
     assert device.memory() == 7
 
 
@@ -128,47 +123,13 @@ def test_a_loss_is_latched_and_nvml_is_left_alone_until_a_try_is_due(driver: Fak
     driver.calls.clear()
     lost = no_answer(code, lost=True)
     assert device.memory() == lost
-    clock.pass_(4.9)
+    clock.pass_(9.9)
     driver.fail, driver.references = {}, 0
     assert device.memory() == lost
     assert driver.calls == ["MemoryInfo", "Shutdown"]
     clock.pass_(0.1)
     assert device.memory() == FREE
     assert driver.calls == ["MemoryInfo", "Shutdown", *OPEN]
-
-
-def tries(driver: FakeDriver, device: NvmlDevice, clock: Clock, seconds: int) -> list[float]:
-    """When NVML was asked, in seconds from now, by a monitor that reads every second."""
-    start, found = clock.now, []
-    for _ in range(seconds):
-        before = len(driver.calls)
-        device.memory()
-        if len(driver.calls) > before:
-            found.append(clock.now - start)
-        clock.pass_(1.0)
-    return found
-
-
-def test_the_time_between_two_tries_doubles_up_to_a_minute(driver: FakeDriver) -> None:
-    clock = Clock()
-    device = NvmlDevice("abc", clock=clock)
-    device.memory()
-    driver.fail = {"InitWithFlags": UNKNOWN, "MemoryInfo": UNKNOWN}
-    assert tries(driver, device, clock, 300) == [0, 5, 15, 35, 75, 135, 195, 255]
-    assert driver.references == 0, "every reference that was taken was given back"
-
-
-def test_a_driver_that_comes_and_goes_is_not_asked_more_and_more(driver: FakeDriver) -> None:
-    clock = Clock()
-    device = NvmlDevice("abc", clock=clock)
-    device.memory()
-    for answers_for, due in ((0, [0, 5]), (10, [0, 20]), (120, [0, 5])):
-        driver.fail = {}
-        clock.pass_(answers_for / 2)
-        device.memory()
-        clock.pass_(answers_for / 2)
-        driver.fail = {"MemoryInfo": LOST}
-        assert tries(driver, device, clock, 6 if not answers_for else 30)[:2] == due, "the back-off goes on until it has answered for a minute"
 
 
 def test_after_the_driver_was_loaded_again_all_references_are_given_back(driver: FakeDriver) -> None:
@@ -182,7 +143,7 @@ def test_after_the_driver_was_loaded_again_all_references_are_given_back(driver:
     assert [device.memory() for device in devices] == [no_answer(UNKNOWN, lost=True)] * 2
     assert driver.references == 0
     driver.fail = {}
-    clock.pass_(5.0)
+    clock.pass_(10.0)
     assert [device.memory() for device in devices] == [FREE, 5]
 
 
@@ -204,13 +165,13 @@ STATES: list[dict[str, int]] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(STATES), st.integers(1, 90)), max_size=8))
-def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_a_minute(story: list[tuple[dict[str, int], int]]) -> None:
+def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_ten_seconds(story: list[tuple[dict[str, int], int]]) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         driver = FakeDriver(patch)
         device = NvmlDevice("abc", clock=clock)
         assert device.memory() == FREE
-        for state, seconds in [*story, ({}, 61)]:
+        for state, seconds in [*story, ({}, 11)]:
             driver.fail = state
             failures = 0
             for _ in range(seconds):
@@ -221,7 +182,7 @@ def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_a_mi
                 assert not isinstance(answer, NoAnswer) or answer.lost
                 failures += len(driver.calls) > before and answer != FREE
                 clock.pass_(1.0)
-            assert failures <= 2 + seconds // 5, "no more than one try every five seconds"
+            assert failures <= 1 + seconds // 10, "no more than one try every ten seconds"
         assert answer == FREE
 
 
@@ -289,8 +250,8 @@ def test_nvml_that_is_lost_leaves_the_runtimes_figures_in_doubt_until_it_is_back
     assert monitor.latest() == doubtful
     driver.fail = {}
     assert monitor.latest() == doubtful
-    clock.pass_(5.0)
-    back = replace(good, at=10.0)
+    clock.pass_(10.0)
+    back = replace(good, at=15.0)
     assert monitor.latest() == back
     assert changes == [doubtful, back]
 
