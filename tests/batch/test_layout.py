@@ -335,6 +335,8 @@ def test_of_nested_tuples_the_outer_one_is_asked_about_unless_dims_name_its_part
     with pytest.raises(BatchError, match='"y" is a tuple of 2'):
         BatchView({"x": rows(2), "y": ((1, 2), (3, 4))})
     assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
+    with pytest.raises(BatchError, match=r'"v\.0\.t" is a tuple of 2'):  # in a list that only its length decides
+        BatchView({"x": rows(4), "v": [{"a": rows(4), "t": (1, 2)}]})
     with pytest.raises(BatchError, match=r'"y\.size" is a tuple of 2'):
         BatchView({"x": rows(2), "y": {"size": (3, 4)}}, {"x": 0, "y": 0})
     said = {"x": rows(2), "pair": (rows(3), {"mask": rows(4)})}
