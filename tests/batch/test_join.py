@@ -149,6 +149,7 @@ def ragged(*lengths: int) -> list[torch.Tensor]:
         ([[{"box": box} for box in ragged(1, 2, 3)], [{"box": box} for box in ragged(4, 5)]], [3, 2], [{"box": b} for b in ragged(1, 2, 3, 4, 5)]),
         ([ragged(1, 2, 3), ragged(4, 5)], [3, 2], ragged(1, 2, 3, 4, 5)),
         ([ragged(1, 7), ragged(5, 4)], [2, 2], ragged(1, 7, 5, 4)),
+        ([[torch.zeros(2, 5), torch.zeros(2, 6)], [torch.zeros(2, 7)] * 2], [2, 2], [torch.zeros(2, size) for size in (5, 6, 7, 7)]),
         ([[torch.zeros(2), "a"], [torch.zeros(2), "b"]], [2, 2], [torch.zeros(2), "a", torch.zeros(2), "b"]),
         ([[torch.zeros(2, 5), torch.zeros(2, 6)]] * 2, [2, 2], [torch.zeros(4, 5), torch.zeros(4, 6)]),
         ([[torch.zeros(2), {"ids": torch.zeros(2)}]] * 2, [2, 2], [torch.zeros(4), {"ids": torch.zeros(4)}]),  # of two types: no list of samples
