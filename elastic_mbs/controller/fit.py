@@ -1,6 +1,6 @@
 """Memory and time as functions of the micro-batch in elements, fitted while it runs. PAPAYA (arXiv 2303.14633) fits both by straight lines.
 
-For memory a line through two small sizes is up to 48 % too low at a larger one: the peak is a maximum of affine functions, so it is convex.
+A line through two small sizes is up to 48 % too low for memory at a larger one: the peak is a maximum of affine functions, so it is convex.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ class _Knot:
     def peak(self) -> int:
         return max(self.peaks)
 
-    def shift(self, by: int) -> None:
-        self.peaks = [max(0, peak + by) for peak in self.peaks]
-
 
 class MemoryFit:
     """Peak bytes as a convex, piecewise linear function of the micro-batch: chords between measurements, which lie above any convex function."""
@@ -54,8 +51,7 @@ class MemoryFit:
         # larger sizes then seem not to fit, for good, because the smaller one is not measured again.
         before, self._held = self._held, held
         if before is not None and before != held:
-            for knot in self._knots.values():
-                knot.shift(held - before)
+            self._shift(held - before, before=self._seen + 1)
 
     @property
     def largest_observed(self) -> int:
@@ -71,24 +67,20 @@ class MemoryFit:
     def add(self, x: int, peak: int) -> None:
         """Takes one measurement: at most `peak` bytes were allocated while pieces of `x` elements ran."""
         self._seen += 1
-        knot = self._knots.get(x)
-        if knot is None:
-            self._knots[x] = _Knot([peak], self._seen)
-        else:
-            self._measure_again(knot, peak)
+        older = self._knots.get(x)
+        knot = self._knots[x] = _Knot([*(older.peaks if older else []), peak][-self.RECENT :], self._seen)
+        if older and older.peak != knot.peak:
+            # Where what the process holds besides is not known, a second measurement at one size shows it: those made before the first move with it.
+            self._shift(knot.peak - older.peak, before=older.seen)
         self._drop_contradicted()
         if len(self._knots) > KNOTS:
             del self._knots[_crowded(sorted(self._knots), x)]
 
-    def _measure_again(self, knot: _Knot, peak: int) -> None:
-        before, since = knot.peak, knot.seen
-        knot.peaks = [*knot.peaks, peak][-self.RECENT :]
-        knot.seen = self._seen
-        # Where what the process holds besides is not known, a second measurement at one size shows it: older ones move with it.
-        if knot.peak != before:
-            for other in self._knots.values():
-                if other.seen < since:
-                    other.shift(knot.peak - before)
+    def _shift(self, by: int, *, before: int) -> None:
+        """Moves the peaks that were measured earlier than `before`."""
+        for knot in self._knots.values():
+            if knot.seen < before:
+                knot.peaks = [max(0, peak + by) for peak in knot.peaks]
 
     def _drop_contradicted(self) -> None:
         """Newest first: a knot that needs more memory for less, or less for more, than a newer one is dropped."""
@@ -135,7 +127,7 @@ class MemoryFit:
             if not peaks:
                 raise ValueError(f"no peak at {x!r} elements")
             fit._knots[checked(x, int, 1)] = _Knot([checked(peak, int) for peak in peaks], checked(seen, int))
-        fit._seen = max((knot.seen for knot in fit._knots.values()), default=0)
+            fit._seen = max(fit._seen, seen)
         return fit
 
 

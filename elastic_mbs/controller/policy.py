@@ -86,10 +86,8 @@ class Policy:
                 raise UsageError(f"{name}={getattr(self, name)} must not be negative")
         limits = self.limits
         if limits.maximum is not None and limits.maximum < limits.floor:
-            raise UsageError(
-                f"max_micro_batch_size={limits.maximum} leaves no size: it must be at least min_micro_batch_size={limits.minimum}, rounded up to a "
-                f"multiple of align={limits.align}, which is {limits.floor}"
-            )
+            least = f"min_micro_batch_size={limits.minimum}, rounded up to a multiple of align={limits.align}, which is {limits.floor}"
+            raise UsageError(f"max_micro_batch_size={limits.maximum} leaves no size: it must be at least {least}")
         if not self.margin < 1:
             raise UsageError(f"margin={self.margin} leaves no memory: it is a fraction of the capacity, below 1")
         if not self.max_cooldown >= self.cooldown:

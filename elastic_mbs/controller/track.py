@@ -114,9 +114,8 @@ class Track:
         self.ceilings = sorted([*self.ceilings, ceiling], key=lambda c: c.elements)[:MAX_CEILINGS]
 
     def confirm_ceilings(self, capacity: Capacity, changed: float) -> None:
-        """Considers the first reading made after a failure: the lower of it and the one at hand then is the evidence."""
-        # The one at hand can be from before the co-tenant came. Where neither shows less memory than as much had run with before, capacity explains
-        # nothing (a spike between two readings): then only time counts.
+        """Considers the first reading after a failure: the one at hand then can be from before the co-tenant came. The lower one counts."""
+        # Where neither shows less memory than as much had run with before, capacity explains nothing (a spike between readings): only time counts.
         for ceiling in self.ceilings:
             if ceiling.confirmed or capacity.at <= ceiling.at:
                 continue

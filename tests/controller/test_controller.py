@@ -71,10 +71,6 @@ def test_an_int_starts_there_and_does_not_probe() -> None:
     assert driver.controller.piece_done(KEY, 8, 100, driver.reading()) == 8
 
 
-def test_a_size_is_never_above_the_batch() -> None:
-    assert Driver(32).controller.begin(KEY, 5, 1).size == 5
-
-
 def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
     fixed, settling = Driver(4, grow=False), Driver(grow=False)
     assert not fixed.controller.begin(KEY, 64, 1).learning, "peaks are for growing"
@@ -247,8 +243,3 @@ def test_the_same_clock_and_seed_give_the_same_decisions() -> None:
 def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
-
-
-def test_keys_and_shape_classes_are_readable() -> None:
-    assert [shape_class(n) for n in (1, 2, 3, 4, 1023, 1024)] == [0, 1, 1, 2, 9, 10]
-    assert str(Key("lm", "train", 10)) == "lm (train, 2^10 elements per sample)"

@@ -1,6 +1,5 @@
 """Fits of memory and time: safe where they interpolate, silent where nothing is known."""
 
-import json
 import random
 
 import pytest
@@ -64,14 +63,8 @@ def test_largest_is_the_largest_size_predicted_to_fit(readings: list[tuple[int, 
     assert fit.largest(budget, limit) == max(fitting, default=0)
 
 
-def test_nothing_is_predicted_without_a_measurement() -> None:
-    fit = MemoryFit()
-    assert fit.predict(1) is None
-    assert fit.largest(10**9, 100) == 0
-    assert fit.slope is None
-
-
 def test_one_size_gives_an_upper_bound_below_it_and_no_slope_above_it() -> None:
+    assert (MemoryFit().predict(1), MemoryFit().largest(10**9, 100), MemoryFit().slope, TimeFit().gain(1, 2)) == (None, 0, None, None)
     fit = fitted([(100, 10)], [8])
     assert fit.predict(3) == fit.predict(8) == 180
     assert fit.predict(9) is None
@@ -175,32 +168,12 @@ def test_time_coefficients_are_never_negative() -> None:
     assert falling.gain(10, 20) == pytest.approx(0.5)
 
 
-def test_time_needs_two_sizes() -> None:
-    fit = TimeFit()
-    assert fit.gain(1, 2) is None
-    fit.add(8, 1.0)
-    assert fit.gain(8, 16) is None
-
-
 def test_memory_of_the_time_fit_is_bounded() -> None:
     fit = TimeFit()
     for m in range(1, 200):
         fit.add(m, 0.5 + 0.25 * m)
     assert len(fit.state()) <= KNOTS
     assert fit.coefficients() == pytest.approx((0.25, 0.5))
-
-
-def test_fits_survive_json() -> None:
-    memory, time = fitted([(7, 3)], [2, 9, 9, 30]), TimeFit()
-    time.add(2, 0.1)
-    time.add(9, 0.4)
-    memory_again = MemoryFit.restored(json.loads(json.dumps(memory.state())))
-    time_again = TimeFit.restored(json.loads(json.dumps(time.state())))
-    assert memory_again.state() == memory.state()
-    assert time_again.state() == time.state()
-    memory.add(9, 80)
-    memory_again.add(9, 80)
-    assert memory_again.state() == memory.state()
 
 
 def test_peaks_move_with_what_the_process_holds_besides() -> None:

@@ -27,28 +27,22 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--interval {arguments.interval} is not between 0.05 and 3600 seconds")
     if importlib.util.find_spec("rich") is None:
         raise UsageError("watch needs rich, which is not installed: pip install 'elastic-mbs[tui]'")
-    follow(arguments.log, once=arguments.once, interval=arguments.interval)
-    return 0
-
-
-def follow(log: Path, *, once: bool, interval: float) -> None:
-    """Shows the panel of a log."""
     from rich.console import Console
     from rich.live import Live
 
     from elastic_mbs.cli.watch.panel import panel
 
-    console, follower = Console(), Follower(log)
+    console, follower = Console(), Follower(arguments.log)
     follower.read()
     state = follower.current
     if state is None:
-        raise UsageError(f"{log}: {EMPTY}")
-    if once or not console.is_terminal:
+        raise UsageError(f"{arguments.log}: {EMPTY}")
+    if arguments.once or not console.is_terminal:
         console.print(panel(state, time.time()))
-        return
+        return 0
     with Live(panel(state, time.time()), console=console, auto_refresh=False) as live:
         while True:
-            time.sleep(interval)
+            time.sleep(arguments.interval)
             follower.read()
             state = follower.current or state  # a new file shows its first line soon
             live.update(panel(state, time.time()), refresh=True)

@@ -47,20 +47,17 @@ class State:
             self.seconds += event.seconds or 0.0
             self.lost += event.seconds_lost
         if isinstance(event, CallDone):
-            self._add_call(event)
+            self.calls += 1
+            self.samples += event.samples
+            self.replayed += event.replayed_samples
+            self.last = event
+            if event.mode == "train":
+                self.losses.extend([] if event.loss is None else [event.loss])
+                self.rates.extend([] if event.rate is None else [event.rate])
         else:
             self.ooms += isinstance(event, OutOfMemory | OptimizerOutOfMemory)
             line = str(entry.record["event"]) if event is None else event.line()
             self.events.append((entry.t, str(entry.record.get("level", "")), line))
-
-    def _add_call(self, call: CallDone) -> None:
-        self.calls += 1
-        self.samples += call.samples
-        self.replayed += call.replayed_samples
-        self.last = call
-        if call.mode == "train":
-            self.losses.extend([] if call.loss is None else [call.loss])
-            self.rates.extend([] if call.rate is None else [call.rate])
 
 
 class Follower:
@@ -78,11 +75,7 @@ class Follower:
         self._rest = b""  # a line without its end
 
     def read(self) -> None:
-        """Takes the new lines that are whole, without waiting for any.
-
-        Raises:
-            UsageError: the file cannot be read, is gone, or is not a run log; the message is one line.
-        """
+        """Takes the new lines that are whole, without waiting for any; a UsageError of one line where that is not possible."""
         try:
             now = self._path.stat()
             if now.st_ino != self._inode or now.st_size < self._offset:
