@@ -93,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
     for model in models:
         find(model)
     check_writable(options.json, "--json")
-    check_kind(options.kind, available(options.kind))
+    check_kind(options.kind)
     what = f"{options.failures} failures, limit {options.kind}, models {', '.join(models)}, seed {options.seed}, torch {torch.__version__}"
     print(f"hammer, {what}", flush=True)
     run, began = _Run(options, models), time.monotonic()
@@ -112,8 +112,9 @@ def main(options: argparse.Namespace) -> int:
     return run.code
 
 
-def check_kind(kind: str, problem: str | None) -> None:
-    """UsageError where there is a problem with a kind of limit on this machine."""
+def check_kind(kind: str) -> None:
+    """UsageError where a kind of limit cannot be had on this machine."""
+    problem = available(kind)
     if problem is not None:
         raise UsageError(f"--kind {kind} cannot be had here: {problem}")
 

@@ -29,7 +29,7 @@ from elastic_mbs.events import format_bytes
 
 from ..exit_codes import PASSED, UNEXPECTED, WRONG
 from ..flat_options import grouped
-from ..limits import ChildError, Emit, available, in_child, open_limit, run_child
+from ..limits import ChildError, Emit, in_child, open_limit, run_child
 from ..options import duration, seed, whole
 from ..output import check_writable
 from ..progress import Progress
@@ -177,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Runs it; returns the exit code."""
     check_writable(options.json, "--json")
-    check_kind(options.kind, available(options.kind))
+    check_kind(options.kind)
     check(options.model, options.seed, "cpu")
     arguments = {name: getattr(options, name) for name in ("kind", "seed", "model", "samples")} | {"seconds": options.minutes * 60}
     what = f"limit {options.kind}, model {options.model}, seed {options.seed}, torch {torch.__version__}"

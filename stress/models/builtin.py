@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from elastic_mbs import count_tokens
 from elastic_mbs.cli.demo.gpt import GPT, GPTConfig
 
+from .layers import Made
 from .subject import Subject
 
 SAMPLES = 32
@@ -65,23 +66,14 @@ def _cross_entropy(model: nn.Module, piece: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), labels.flatten()) if labels.dim() > 1 else F.cross_entropy(scores, labels)
 
 
-class Wide(nn.Module):
+def wide(*, big: bool = False) -> Subject:
     """Few weights and large activations, so that memory is a matter of the micro-batch, and little work: most scenarios train it."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, width)
-        self.last = nn.Linear(width, 4)
+    def run(m: Any, x: Tensor) -> Any:
+        return m.last(torch.tanh(torch.sin(torch.tanh(m.first(x))))).mean(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(samples, rows, 8) → (samples, 4)."""
-        scores: Tensor = self.last(torch.tanh(torch.sin(torch.tanh(self.first(x))))).mean(1)
-        return scores
-
-
-def wide(*, big: bool = False) -> Subject:
-    """Two small layers and large activations between them: the quick case."""
-    return _subject("wide", Wide(8192), _labelled(4, 256 if big else 1, 8), _cross_entropy, _momentum)
+    model = Made(run, first=nn.Linear(8, 8192), last=nn.Linear(8192, 4))
+    return _subject("wide", model, _labelled(4, 256 if big else 1, 8), _cross_entropy, _momentum)
 
 
 def adam(*, big: bool = False) -> Subject:
@@ -113,24 +105,19 @@ def cnn(*, big: bool = False) -> Subject:
     return _subject("cnn", model, _labelled(10, 3, side, side), _cross_entropy, _momentum)
 
 
-class Heads(nn.Module):
-    """A trunk with a mask and two branches, whose backwards are ready at the same time: where one fails, the other waits in autograd's queue."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Dropout(0.1))
-        self.words = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
-        self.rows = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(samples, rows, 16) → scores of each row, (samples, rows, 10), and a figure per sample."""
-        shared = self.trunk(x)
-        return self.words(shared), self.rows(shared).mean((1, 2))
-
-
 def heads(*, big: bool = False) -> Subject:
-    """Two losses with counts of their own, over two branches: words are counted in one and samples in the other."""
+    """Two losses with counts of their own, over a trunk with a mask and two branches: words are counted in one and samples in the other.
+
+    The backwards of the branches are ready at the same time: where one fails, the other waits in autograd's queue.
+    """
     rows, width = (512, 1024) if big else (16, 128)
+
+    def run(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        shared = m.trunk(x)
+        return m.words(shared), m.rows(shared).mean((1, 2))
+
+    trunk = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Dropout(0.1))
+    branches = {name: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, out)) for name, out in (("words", 10), ("rows", 1))}
 
     def draw(stream: torch.Generator, step: int) -> dict[str, Tensor]:
         labels = torch.randint(0, 10, (SAMPLES, rows), generator=stream)
@@ -143,7 +130,7 @@ def heads(*, big: bool = False) -> Subject:
         said = F.cross_entropy(words.flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED)
         return {"words": said, "figures": F.mse_loss(figures, piece["figures"])}
 
-    return _subject("heads", Heads(width), draw, loss, count={"words": count_tokens("labels"), "figures": None})
+    return _subject("heads", Made(run, trunk=trunk, **branches), draw, loss, count={"words": count_tokens("labels"), "figures": None})
 
 
 def gpt(*, big: bool = False, name: str = "gpt", length: Callable[[int], int] | None = None) -> Subject:

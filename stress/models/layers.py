@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,25 +93,22 @@ def _recurrent(cell: nn.Module) -> Made:
     return Made(lambda m, x: m.cell(x)[0], cell=cell)
 
 
-class _Experts(nn.Module):
+def _experts(m: Any, x: Tensor) -> Tensor:
     """Which expert a sample meets depends on the sample, and one is never met."""
+    rows = x.flatten(0, 1)
+    choice = m.gate(rows).softmax(-1)
+    best = choice.argmax(-1)
+    out = torch.zeros_like(rows)
+    for index, expert in enumerate(m.experts):
+        mine = (best == index).nonzero()[:, 0]
+        if len(mine):
+            out = out.index_add(0, mine, expert(rows[mine]) * choice[mine, index, None])
+    return out.view_as(x)
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, 2)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.never = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        choice = self.gate(rows).softmax(-1)
-        best = choice.argmax(-1)
-        out = torch.zeros_like(rows)
-        for index, expert in enumerate(self.experts):
-            mine = (best == index).nonzero()[:, 0]
-            if len(mine):
-                out = out.index_add(0, mine, expert(rows[mine]) * choice[mine, index, None])
-        return out.view_as(x)
+def _routed(width: int) -> Made:
+    experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+    return Made(_experts, gate=nn.Linear(width, 2), experts=experts, never=nn.Linear(width, width))
 
 
 class _Running(nn.Module):
@@ -130,6 +127,15 @@ class _Running(nn.Module):
             self.own_count += 1
             self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1 / self.own_count
         return (x - self.mean) * self.scale
+
+
+def flat_gradients(leaves: Sequence[Tensor]) -> Tensor:
+    """Gives leaves gradients of zeros that are views of one flat buffer, as bucketing does; returns that."""
+    flat, offset = torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype), 0
+    for leaf in leaves:
+        leaf.grad = flat[offset : offset + leaf.numel()].view_as(leaf)
+        offset += leaf.numel()
+    return flat
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ LAYERS: dict[str, Layer] = {
     "attention": Layer(lambda d: Made(_attention, mix=nn.Linear(d, 3 * d), out=nn.Linear(d, d)), half=True),
     "gru": Layer(lambda d: _recurrent(nn.GRU(d, d, batch_first=True))),
     "lstm": Layer(lambda d: _recurrent(nn.LSTM(d, d, batch_first=True))),
-    "experts": Layer(_Experts),
+    "experts": Layer(_routed),
     "tied": Layer(lambda d: nn.Linear(d, d), half=True, shared=True),
     "frozen": Layer(lambda d: nn.Linear(d, d).requires_grad_(False)),
     "shift": Layer(lambda d: Made(lambda m, x: x + m.by, by=nn.Parameter(torch.zeros(d))), half=True),  # only a sum lies between it and what follows

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from elastic_mbs import count_tokens
 
 from .interpreted import InterpretedBackend
-from .layers import CLASSES, VOCABULARY, Made, Network
+from .layers import CLASSES, VOCABULARY, Made, Network, flat_gradients
 from .subject import Subject
 
 SAMPLES, LENGTH, FEATURES, WIDTH = 8, 3, 4, 6
@@ -76,20 +76,13 @@ def guests() -> Subject:
     return replace(case, loss_fn=loss_fn, extra=(weight, prompt, x))
 
 
-def flat_gradients() -> Subject:
-    """Gradients that are views of one flat buffer, as bucketing does; they are there at the start."""
-    case = step("linear")
-    flat, offset = torch.zeros(sum(leaf.numel() for leaf in case.leaves())), 0
-    for leaf in case.leaves():
-        leaf.grad = flat[offset : offset + leaf.numel()].view_as(leaf)
-        offset += leaf.numel()
-    return case
-
-
-def begun(case: Subject) -> Subject:
-    """`.grad` from an earlier backward is kept and added to."""
-    for leaf in case.leaves():
-        leaf.grad = torch.randn_like(leaf)
+def begun(case: Subject, *, flat: bool = False) -> Subject:
+    """`.grad` from an earlier backward is kept and added to, or views of one flat buffer are."""
+    if flat:
+        flat_gradients(case.leaves())
+    else:
+        for leaf in case.leaves():
+            leaf.grad = torch.randn_like(leaf)
     return case
 
 
@@ -161,7 +154,7 @@ STEPS: dict[str, Callable[[], Subject]] = {
     "sparse_embedding": lambda: step("linear", tokens=True, sparse=True),
     "two_losses": two_losses,
     "guests": guests,
-    "flat_gradients": flat_gradients,
+    "flat_gradients": lambda: begun(step("linear"), flat=True),
     "gradients_at_start": lambda: begun(step("linear")),
     "gradients_at_start_dropout": lambda: begun(step("attention", "dropout", tokens=True, ignored=True, tie=True, separable=False)),
     "host_masks": host_masks,

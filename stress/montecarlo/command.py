@@ -136,8 +136,9 @@ class _Cases:
             failures = dict(outcome.phases + outcome.errors)
             demand(not (baseline and failures), f"there were out-of-memory events although nothing was made to fail: {failures}")
         except Exception as error:
-            totals.failures[_kind(error)] += 1
-            self.code = max(self.code, _code(error))
+            kind, code = _verdict(error)
+            totals.failures[kind] += 1
+            self.code = max(self.code, code)
             print("\n".join(self._report(plan, error, repeat)), flush=True)
             return
         totals.clean += not (outcome.struck or outcome.limits_hit)
@@ -150,10 +151,10 @@ class _Cases:
 
     def _report(self, plan: Plan, error: Exception, repeat: str) -> Iterator[str]:
         """A failure in lines: what, the case, and the smallest that fails in the same way."""
-        wrong = _code(error) == WRONG
-        yield f"{'WRONG' if wrong else f'UNEXPECTED {type(error).__name__}'}: {str(error).partition(chr(10))[0][:300]}"
+        kind, code = _verdict(error)
+        yield f"{'WRONG' if code == WRONG else f'UNEXPECTED {kind}'}: {str(error).partition(chr(10))[0][:300]}"
         yield from _lines("case", plan, repeat)
-        if not wrong:
+        if code != WRONG:
             last = traceback.extract_tb(error.__traceback__)[-1]
             yield f"  raised in {last.filename}:{last.lineno}"
 
@@ -161,7 +162,7 @@ class _Cases:
             try:
                 self._run(candidate, repeat)
             except Exception as found:
-                return _kind(found) == _kind(error)
+                return _verdict(found)[0] == kind
             return False
 
         small = shrink(plan, fails, seconds=self._options.shrink)
@@ -177,9 +178,6 @@ def _lines(what: str, plan: Plan, repeat: str) -> list[str]:
     return [f"  {what}: {plan.words()}", f"  repeat: python -m {TOOL} montecarlo {repeat}"]
 
 
-def _kind(error: Exception) -> str:
-    return "wrong outcome" if isinstance(error, WrongOutcomeError) else type(error).__name__
-
-
-def _code(error: Exception) -> int:
-    return WRONG if isinstance(error, WrongOutcomeError) else UNEXPECTED
+def _verdict(error: Exception) -> tuple[str, int]:
+    """How a case has failed, in words and as an exit code."""
+    return ("wrong outcome", WRONG) if isinstance(error, WrongOutcomeError) else (type(error).__name__, UNEXPECTED)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.layers import Network
+from ..models.layers import Network, flat_gradients
 from .batches import CONTAINERS, FEATURES, losses
 from .plan import Plan
 
@@ -110,11 +110,7 @@ def _start_gradients(setup: Setup) -> None:
     sparse = {id(module.weight) for module in setup.model.modules() if isinstance(module, nn.Embedding) and module.sparse}
     leaves = [leaf for leaf in setup.leaves() if id(leaf) not in sparse]
     if kind == "flat":
-        flat, offset = torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype), 0
-        for leaf in leaves:
-            leaf.grad = flat[offset : offset + leaf.numel()].view_as(leaf)
-            offset += leaf.numel()
-        setup.flat = [flat]
+        setup.flat = [flat_gradients(leaves)]
     elif kind != "none":
         for leaf in leaves[:: 1 if kind == "all" else 2]:
             leaf.grad = torch.randn_like(leaf)

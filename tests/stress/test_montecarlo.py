@@ -22,15 +22,16 @@ from hypothesis import strategies as st
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.engine import recovery
-from elastic_mbs.errors import UsageError
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.models.layers import LAYERS
-from stress.montecarlo import Fault, Outcome, Plan, case_seed, draw, run_trial
 from stress.montecarlo.faults import SENSORS, Faults
-from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, read
+from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, Fault, Plan, draw, read
 from stress.montecarlo.shrink import shrink, smaller
+from stress.montecarlo.totals import Outcome
+from stress.montecarlo.trial import run_trial
 from stress.reference.state import error_of
+from stress.repeat import case_seed
 from stress.streams import Streams
 from stress.watchdog import Watchdog
 
@@ -53,12 +54,7 @@ def test_a_case_is_the_same_each_time_and_survives_being_printed(seed: int) -> N
     assert not {"faults", "limits", "moves"} & plan.calmed().changes().keys()
 
 
-def test_cases_of_a_seed_differ_by_their_number_and_by_the_seed() -> None:
-    seeds = {case_seed(seed, number) for seed in range(20) for number in range(20)}
-    assert len(seeds) == 400
-
-
-@pytest.mark.parametrize("text", ["[]", "{", '{"depth": 3}', '{"layers": ["lava"]}', '{"faults": [{"where": 1}]}', '{"samples": "many"}'])
+@pytest.mark.parametrize("text", ["[]", "{", "7", '{"depth": 3}', '{"layers": ["lava"]}', '{"faults": [{"where": 1}]}', '{"samples": "many"}'])
 def test_what_is_no_case_is_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--case", text) == 2
     told = capsys.readouterr().err
@@ -221,7 +217,7 @@ def test_shrinking_keeps_what_makes_a_case_fail_and_nothing_else() -> None:
     small = shrink(plan, lambda each: "dropout" in each.layers and each.samples >= 5 and len(each.faults) >= 1)
     assert small.layers == ("dropout",)
     assert small.samples == 5
-    assert small.faults == (Fault(),) or len(small.faults) == 1
+    assert len(small.faults) == 1
     assert small.changes().keys() <= {"seed", "layers", "samples", "faults"}
     assert plan not in list(smaller(plan))
 
@@ -303,10 +299,3 @@ def test_the_random_stream_of_numpy_is_compared_where_it_is_there() -> None:
     random.random()
     assert not before.same(Streams.now())
     before.restore()
-
-
-def test_a_plan_of_the_plainest_case_says_so() -> None:
-    assert Plan().words() == "the plainest case"
-    assert "samples 9" in Plan(samples=9).words()
-    with pytest.raises(UsageError):
-        read("7")
