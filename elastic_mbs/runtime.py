@@ -18,8 +18,8 @@ from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.micro_batch import DisabledPass, MicroBatch, loop, micro_batches
 from elastic_mbs.engine.misuse import check_capture, check_function, running_call
-from elastic_mbs.engine.model import TrainedModel, modules_of
-from elastic_mbs.engine.profile import identity_of, name_of
+from elastic_mbs.engine.model import TrainedModel
+from elastic_mbs.engine.profile import names_of
 from elastic_mbs.engine.result import Stats, StepResult
 from elastic_mbs.engine.verify import VerifyReport, verify
 from elastic_mbs.errors import IncompleteBatchError, NestedCallError, UsageError
@@ -85,7 +85,7 @@ class ElasticMBS:
         recovery: RecoveryOptions | None = None,
         memory: MemoryOptions | None = None,
     ) -> None:
-        trained = TrainedModel(modules_of(model))
+        trained = TrainedModel(model)
         policy, groups = policy or Policy(), (gradients or GradientOptions(), recovery or RecoveryOptions(), memory or MemoryOptions())
         self.settings = Settings(name or "elastic_mbs", micro_batch_size, reduction, scaler, outputs, policy, *groups).for_model(
             normalises_batch=trained.normalises_batch()
@@ -177,7 +177,7 @@ class ElasticMBS:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
             assert self.last_result is not None
             return self.last_result
-        with self._start(batch, name_of(loss_fn), identity_of(loss_fn), arguments=(args, kwargs)) as call:
+        with self._start(batch, *names_of(loss_fn), arguments=(args, kwargs)) as call:
             for micro in micro_batches(call):
                 with micro:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
@@ -233,7 +233,7 @@ class ElasticMBS:
         if not self.enabled:
             with torch.no_grad():
                 return fn(self._context.load(batch), *args, **kwargs)
-        with self._start(batch, name_of(fn), identity_of(fn), training=False, outputs=to, arguments=(args, kwargs)) as call, torch.no_grad():
+        with self._start(batch, *names_of(fn), training=False, outputs=to, arguments=(args, kwargs)) as call, torch.no_grad():
             for micro in micro_batches(call):
                 with micro:
                     micro.keep(fn(micro.data, *args, **kwargs))

@@ -11,7 +11,7 @@ from elastic_mbs.batch.containers import Path
 
 @dataclass
 class LossProfile:
-    """Facts that decide how a failure can be replayed; each is found once, in calls without a failure."""
+    """What calls without a failure have shown of a loss function: it decides how a failed piece can be replayed."""
 
     commits: set[int] = field(default_factory=set)  # numbers of commits of clean backwards; several where the graph depends on the data (routing)
     census_taken: bool = False
@@ -35,13 +35,7 @@ class LossProfile:
         return bool(self.census_taken and self.commits and not (self.extra_leaves or self.hidden or self.custom))
 
 
-def name_of(fn: Callable[..., Any]) -> str:
-    """What limits and sizes are kept by: the qualified name of a function, or its type's."""
-    named = getattr(fn, "func", fn)  # a functools.partial is called what it calls
-    return getattr(named, "__qualname__", type(named).__qualname__)
-
-
-def identity_of(fn: Callable[..., Any]) -> object:
-    """What traits are kept by: the code of a function, which its closures share, or an object's type."""
-    named = getattr(fn, "func", fn)
-    return getattr(named, "__code__", None) or getattr(getattr(named, "__func__", None), "__code__", None) or type(named)
+def names_of(fn: Callable[..., Any]) -> tuple[str, object]:
+    """What limits and sizes of a function are kept by, and what its profile is kept by: its qualified name, and its code, which closures share."""
+    called = getattr(fn, "func", fn)  # by a functools.partial
+    return getattr(called, "__qualname__", type(called).__qualname__), getattr(called, "__code__", type(called))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,30 +56,30 @@ class VerifyReport:
             raise UsageError(str(self))
 
 
-class _Piece(NamedTuple):
-    """The losses of a range of samples, by name."""
-
-    start: int
-    stop: int
-    losses: dict[str | None, float]
+Losses = dict[str | None, float]  # by name
 
 
-@dataclass
 class _Comparison:
     """The losses of a few samples, taken whole and in pieces."""
 
-    context: Context
-    view: BatchView
-    counts: Counts
-    loss_fn: Callable[[Any], Any]
-    streams: StreamState  # at the start of every evaluation
-
-    def run(self) -> VerifyReport:
-        n = self.view.length
+    def __init__(self, context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], streams: StreamState) -> None:
+        self.context, self.view, self.counts, self.loss_fn = context, view, counts, loss_fn
+        self.streams = streams  # at the start of every evaluation
+        self.reduction = context.settings.reduction
+        n = view.length
         self.whole = self._losses(0, n)
-        self.margin = TOLERANCE.get(self.dtype, HALF_TOLERANCE) * max(1e-12, *map(abs, self.whole.values()))
-        self.ones, self.halves = self._pieces(1), self._pieces(-(-n // 2))
-        self.reduction = self.context.settings.reduction
+        self.ones, self.halves = ([(a, min(a + size, n), self._losses(a, min(a + size, n))) for a in range(0, n, size)] for size in (1, -(-n // 2)))
+
+    def _losses(self, start: int, stop: int) -> Losses:
+        self.context.streams.restore(self.streams)
+        self.context.buffers.restore(to_call_start=True)
+        with torch.enable_grad():  # a loss without a graph is an error that should be found here as well
+            piece = to_device(map_tensors(self.view.piece(start, stop), torch.clone), self.context.piece_device)
+            terms: Terms = read_losses(self.loss_fn(piece), self.counts.names)[0]
+        self.dtype = next(iter(terms.values())).dtype
+        return {name: float(term.detach()) for name, term in terms.items()}
+
+    def report(self) -> VerifyReport:
         wrong = [name for name in self.whole if not self._adds_up(name, self.reduction)]
         findings = [f"{'the loss' if name is None else f'the loss {name!r}'} {self._reason(name)}" for name in wrong]
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.context.model.modules):
@@ -90,29 +90,12 @@ class _Comparison:
         split = sum(self._joined(self.ones, name, self.reduction) for name in self.whole)
         return VerifyReport(not wrong, sum(self.whole.values()), split, tuple(findings))
 
-    def _losses(self, start: int, stop: int) -> dict[str | None, float]:
-        self.context.streams.restore(self.streams)
-        self.context.buffers.restore(to_call_start=True)
-        with torch.enable_grad():  # a loss without a graph is an error that should be found here as well
-            piece = to_device(map_tensors(self.view.piece(start, stop), torch.clone), self.context.piece_device)
-            terms: Terms = read_losses(self.loss_fn(piece), self.counts.names)[0]
-        self.dtype = next(iter(terms.values())).dtype
-        return {name: float(term.detach()) for name, term in terms.items()}
-
-    def _pieces(self, size: int) -> list[_Piece]:
-        n = self.view.length
-        return [_Piece(a, min(a + size, n), self._losses(a, min(a + size, n))) for a in range(0, n, size)]
-
-    def _joined(self, pieces: list[_Piece], name: str | None, reduction: str) -> float:
-        total = 0.0
-        for start, stop, losses in pieces:
-            weight = (self.counts.weights(start, stop, reduction=reduction) or {}).get(name)
-            if weight:
-                total += losses[name] * weight
-        return total
+    def _joined(self, pieces: list[tuple[int, int, Losses]], name: str | None, reduction: str) -> float:
+        weights = [(self.counts.weights(start, stop, reduction=reduction) or {}).get(name) for start, stop, _ in pieces]
+        return sum(losses[name] * weight for (_, _, losses), weight in zip(pieces, weights, strict=True) if weight)
 
     def _near(self, a: float, b: float) -> bool:
-        return abs(a - b) <= self.margin
+        return abs(a - b) <= TOLERANCE.get(self.dtype, HALF_TOLERANCE) * max(1e-12, *map(abs, self.whole.values()))
 
     def _adds_up(self, name: str | None, reduction: str) -> bool:
         return all(self._near(self.whole[name], self._joined(pieces, name, reduction)) for pieces in (self.ones, self.halves))
@@ -136,14 +119,13 @@ class _Comparison:
         label = looks_like_token_labels(self.view) if self.counts.names is None else None
         if label is None:
             return None
-        labels = dict(self.view.named_tensors())[label]
-        for shift in (False, True):
-            if shift and labels.dim() < 2:
-                break
-            tokens = ((labels[:, 1:] if shift else labels) != -100).reshape(self.view.length, -1).sum(1).tolist()
-            terms = sum(piece.losses[None] * tokens[piece.start] for piece in self.ones if tokens[piece.start])
+        found = dict(self.view.named_tensors())[label] != -100
+        kinds = {"": found} if found.dim() < 2 else {"": found, ", shift=True": found[:, 1:]}
+        for how, counted in kinds.items():
+            tokens = counted.reshape(self.view.length, -1).sum(1).tolist()
+            terms = sum(losses[None] * tokens[start] for start, _, losses in self.ones if tokens[start])
             if sum(tokens) and self._near(whole, terms / sum(tokens)):
-                how, over = (", shift=True", ", from the second of each sample on") if shift else ("", "")
+                over = ", from the second of each sample on" if how else ""
                 return f"is a mean over the labels that are not -100{over}: give count=count_tokens({label!r}{how})"
         return None
 
@@ -151,8 +133,9 @@ class _Comparison:
         """A term that is added once per call shows up (pieces - 1) times too often."""
         if len(self.halves) < 2:
             return None
-        whole = self.whole[name]
-        by_ones, by_halves = ((sum(piece.losses[name] for piece in each) - whole) / (len(each) - 1) for each in (self.ones, self.halves))
+        by_ones, by_halves = (
+            (sum(losses[name] for _, _, losses in pieces) - self.whole[name]) / (len(pieces) - 1) for pieces in (self.ones, self.halves)
+        )
         if not self._near(by_ones, by_halves):
             return None
         return (
@@ -164,12 +147,6 @@ class _Comparison:
 def verify(context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[Any], Any]) -> VerifyReport:
     """Compares whole and split losses of a few samples, and leaves no trace. See `ElasticMBS.verify`.
 
-    Args:
-        context: the runtime's.
-        few: the samples.
-        counts: their counts.
-        loss_fn: takes a piece of them.
-
     Raises:
         UsageError: there are fewer than two samples.
         MicroBatchFloorError: they do not fit, or there is no room for copies of the buffers.
@@ -178,6 +155,7 @@ def verify(context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[
         raise UsageError(f"verify compares a whole with its parts, so it needs at least 2 samples, not {few.length}")
     modules, leaves = context.model.modules, context.model.leaves
     with ExitStack() as backup, ExitStack() as undo:
+        backup.callback(context.buffers.end_call)
         backup.callback(undo.close)  # an interrupt can strike between the block and its exit
         for module in modules:
             undo.callback(setattr, module, "training", module.training)
@@ -193,5 +171,5 @@ def verify(context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[
             module.training = False
         for leaf in leaves:
             leaf.grad = None
-        comparison = _Comparison(context, few, counts, loss_fn, streams)
-        return context.retry(f"run {few.length} samples whole: verify takes fewer with samples=", comparison.run)
+        what = f"run {few.length} samples whole: verify takes fewer with samples="
+        return context.retry(what, lambda: _Comparison(context, few, counts, loss_fn, streams).report())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from elastic_mbs import BatchError, CountError, ElasticMBS, LossError, UnsupportedError, UsageError, elastic_step
+from elastic_mbs import BatchError, CountError, ElasticMBS, LossError, UsageError, elastic_step
 from elastic_mbs.engine.misuse import running_call
 from stress.flat_options import grouped
 from tests.helpers.open_calls import close_what_is_open
@@ -149,28 +149,9 @@ def test_a_setting_of_the_wrong_type_is_refused_when_it_is_given_and_not_when_me
         ElasticMBS(model, **grouped({key: value}))
 
 
-@pytest.mark.parametrize(("bad", "says"), [(None, "NoneType"), ([], "empty"), ("model", "str"), ([3], "int"), (lambda self: self, "function")])
-def test_what_is_no_model(bad: Any, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        ElasticMBS(bad)
-
-
 def test_a_class_in_place_of_a_model_for_the_decorator() -> None:
     with pytest.raises(UsageError, match="class"):
         elastic_step(nn.Linear)  # type: ignore[arg-type]  # the mistake
-
-
-def test_data_parallel_wrappers_are_refused_by_name(model: nn.Module) -> None:
-    with pytest.raises(UnsupportedError, match="DataParallel"):
-        ElasticMBS(nn.DataParallel(model))
-    with pytest.raises(UnsupportedError, match="DataParallel"):
-        ElasticMBS([mlp(), nn.Sequential(nn.DataParallel(model))])
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # HashStore
-    try:
-        with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
-            ElasticMBS(nn.parallel.DistributedDataParallel(model))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # ---------------------------------------------------------------------- batches and counts

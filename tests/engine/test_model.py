@@ -1,3 +1,5 @@
+"""The modules, leaves and devices of a model are known in every call, and what cannot be trained in pieces is refused by name."""
+
 from __future__ import annotations
 
 import gc
@@ -9,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS, MemoryOptions, Policy
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
+from tests.helpers.steps import FailOn, elastic
 
 
 def net() -> nn.Sequential:
@@ -76,23 +78,16 @@ def test_a_change_of_the_model_is_found_once(change: Callable[[nn.Sequential], N
     assert not inventory.refresh()
 
 
-def test_a_replaced_module_without_parameters_is_found() -> None:
+def test_a_replaced_module_is_dropped_and_the_new_one_found_though_it_has_no_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
     inventory = TrainedModel([model])
+    old = weakref.ref(model[1])
     model[1] = nn.BatchNorm1d(2, affine=False)
-    inventory.refresh()
-    assert inventory.normalises_batch()
-    assert agrees(inventory, model)
-
-
-def test_a_replaced_module_is_let_go_of() -> None:
-    model = net()
-    inventory = TrainedModel([model])
-    old = weakref.ref(model[2])
-    model[2] = nn.Linear(2, 1)
     inventory.refresh()
     gc.collect()
     assert old() is None
+    assert inventory.normalises_batch()
+    assert agrees(inventory, model)
 
 
 def test_after_forget_everything_is_new() -> None:
@@ -133,54 +128,50 @@ def test_batch_norm_that_would_use_the_batch_is_known(module: nn.Module, trainin
     assert TrainedModel([nn.Sequential(nn.Identity(), module).train(training)]).normalises_batch() is expected
 
 
-def test_no_module_is_refused() -> None:
-    with pytest.raises(UsageError, match="empty sequence; give the module"):
-        TrainedModel([])
+NO_MODEL: list[tuple[Any, str]] = [
+    (None, "NoneType"),
+    ("model", "str"),
+    (lambda self: self, "function"),
+    ([], "empty sequence; give the module"),
+    *(
+        ([net(), value], f"has a {name} in it; give a torch.nn.Module")
+        for value, name in ((3, "int"), (nn.Linear, "type"), (torch.zeros(1), "Tensor"))
+    ),
+]
 
 
-@pytest.mark.parametrize(("value", "name"), [(3, "int"), (None, "NoneType"), (nn.Linear, "type"), (torch.zeros(1), "Tensor")])
-def test_what_is_no_module_is_refused_by_type(value: Any, name: str) -> None:
-    with pytest.raises(UsageError, match=f"has a {name} in it; give a torch.nn.Module"):
-        TrainedModel([net(), value])
+@pytest.mark.parametrize(("value", "says"), NO_MODEL)
+def test_what_is_no_model_is_refused_by_type(value: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        TrainedModel(value)
 
 
-def test_data_parallel_is_refused_at_any_depth() -> None:
-    wrapped = nn.DataParallel(net())
-    for model in (wrapped, nn.Sequential(wrapped)):
-        with pytest.raises(UnsupportedError, match="one process per device"):
-            TrainedModel([model])
-
-
-@pytest.mark.parametrize("name", ["DistributedDataParallel", "FullyShardedDataParallel", "FSDPLinear"])
-def test_wrappers_with_collectives_are_refused_by_name(name: str) -> None:
-    wrapper = type(name, (nn.Module,), {})
-    with pytest.raises(UnsupportedError, match=f"{name} runs collectives"):
-        TrainedModel([nn.Sequential(wrapper())])
+@pytest.mark.parametrize("name", [nn.parallel.DistributedDataParallel.__name__, "FullyShardedDataParallel", "FSDPLinear"])
+def test_wrappers_with_replicas_or_collectives_are_refused_by_name_at_any_depth(name: str) -> None:
+    for wrapper, says in ((nn.DataParallel(net()), "one process per device"), (type(name, (nn.Module,), {})(), f"{name} runs collectives")):
+        for model in (wrapper, nn.Sequential(wrapper)):
+            with pytest.raises(UnsupportedError, match=says):
+                TrainedModel(model)
 
 
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused() -> None:
-    with pytest.raises((UsageError, UnsupportedError), match=r"[Ll]azy|initiali"):
+    with pytest.raises(UsageError, match="LazyLinear has parameters without a shape yet"):
         TrainedModel([nn.Sequential(nn.LazyLinear(3))])
 
 
 def test_the_statistics_of_a_replaced_norm_are_put_back_after_a_failure() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+    model, fail = net().double(), FailOn(3)
     x = torch.randn(8, 3, dtype=torch.float64)
-    fail = False
 
     def loss_fn(piece: torch.Tensor) -> torch.Tensor:
-        nonlocal fail
         loss: torch.Tensor = model(piece).square().mean()
-        if fail:
-            fail = False
-            raise torch.OutOfMemoryError("out of memory")
+        fail()
         return loss
 
-    with ElasticMBS(model, micro_batch_size=4, policy=Policy(grow=False), memory=MemoryOptions(monitor_interval=0)) as mbs:
+    with elastic(model, micro_batch_size=4) as mbs:
         mbs.backward(loss_fn, x)
         model.zero_grad()
         model[1] = nn.BatchNorm1d(2).double()
-        fail = True
         result = mbs.backward(loss_fn, x)
     assert result.ooms == 1
     assert dict(model.named_buffers())["1.num_batches_tracked"].item() == len(result.partition)
