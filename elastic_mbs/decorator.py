@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, Protocol
 
 from torch import nn
@@ -69,45 +67,44 @@ def elastic_step(model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], 
 
 
 def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:
-    @functools.wraps(fn)
     def step(batch: Any, *args: Any, **kwargs: Any) -> StepResult:
         return mbs.backward(fn, batch, *args, **kwargs)
 
-    step.mbs = mbs  # type: ignore[attr-defined]  # functions take attributes; typing has no word for it
-    return step  # type: ignore[return-value]  # for the same reason
+    return _decorated(fn, step, mbs)
+
+
+def _decorated(fn: Callable[..., Any], step: Any, mbs: object) -> ElasticStep:
+    decorated: Any = functools.update_wrapper(step, fn)
+    decorated.mbs = mbs
+    return decorated  # type: ignore[no-any-return]  # functions take attributes; typing has no word for it
 
 
 class _Holder:
-    """An instance's runtime, kept in the instance so that both end together; a copy or a pickle of the instance starts without one.
+    """An instance's runtime, kept in the instance so that both end together; a deep copy or a pickle of the instance starts without one."""
 
-    Attributes:
-        mbs: the runtime.
-        owner: gives the instance: a shallow copy of it has the same holder, and is another.
-        modules: what the runtime was made for.
-    """
-
-    def __init__(self) -> None:
-        self.mbs: ElasticMBS | None = None
-        self.owner: Callable[[], Any] = lambda: None
-        self.modules: list[nn.Module] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Holder:
-        return _Holder()
+    def __init__(self, owner: int = 0) -> None:
+        self.owner = owner  # id of the instance: a shallow copy of it has the same holder, and is another
+        self.modules: Sequence[nn.Module] = ()
+        self.mbs: ElasticMBS | None = None  # the runtime that was made for them
 
     def __reduce__(self) -> tuple[type[_Holder], tuple[()]]:
         return _Holder, ()
 
-
-def _reference(owner: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(owner)
-    except TypeError:  # slots without one for it: the collector finds the cycle
-        return lambda: owner
+    def runtime(self, modules: Sequence[nn.Module], options: dict[str, Any]) -> ElasticMBS:
+        """The runtime for these modules. Another model is another run: what a runtime watches, and would put back, is the old one's."""
+        old = self.mbs
+        if old is not None and _same(modules, self.modules):
+            return old
+        new = ElasticMBS(modules, **options)
+        self.mbs, self.modules = new, tuple(modules)
+        if old is not None:
+            old.close()
+        return new
 
 
 def _same(modules: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
-    """Whether they are the same networks: a list of two may be made anew for each call, or a model be wrapped."""
-    return (len(modules) == len(others) and all(map(is_, modules, others))) or _owners(modules) == _owners(others)
+    """Whether they are the same networks: a list of two can be made anew for each call, and a model be wrapped."""
+    return list(map(id, modules)) == list(map(id, others)) or _owners(modules) == _owners(others)
 
 
 def _owners(modules: Sequence[nn.Module]) -> set[int]:
@@ -119,25 +116,15 @@ def _on_method(fn: Callable[..., Any], model: Callable[[Any], Any], options: dic
 
     def runtime_of(owner: Any) -> ElasticMBS:
         try:
-            holder = vars(owner).setdefault(key, _Holder())
+            attributes = vars(owner)
         except TypeError as error:
             raise UsageError(f"{type(owner).__name__} has no __dict__ to keep its runtime in: use ElasticMBS(...) directly") from error
-        if holder.owner() is not owner:
-            holder = vars(owner)[key] = _Holder()
-            holder.owner = _reference(owner)
-        modules = modules_of(model(owner))
-        if holder.mbs is None or not _same(modules, holder.modules):
-            # Another model is another run: what this runtime watches, and would put back, is the old one's.
-            made = ElasticMBS(modules, **options)
-            if holder.mbs is not None:
-                holder.mbs.close()
-            holder.mbs, holder.modules = made, list(modules)
-        mbs: ElasticMBS = holder.mbs
-        return mbs
+        holder: _Holder | None = attributes.get(key)
+        if holder is None or holder.owner != id(owner):
+            holder = attributes[key] = _Holder(id(owner))
+        return holder.runtime(modules_of(model(owner)), options)
 
-    @functools.wraps(fn)
     def step(self: Any, batch: Any, *args: Any, **kwargs: Any) -> StepResult:
         return runtime_of(self).backward(types.MethodType(fn, self), batch, *args, **kwargs)
 
-    step.mbs = runtime_of  # type: ignore[attr-defined]  # functions take attributes; typing has no word for it
-    return step  # type: ignore[return-value]  # for the same reason
+    return _decorated(fn, step, runtime_of)

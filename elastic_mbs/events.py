@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 logger = logging.getLogger("elastic_mbs")
@@ -23,7 +23,7 @@ def format_bytes(count: int | float | None) -> str:
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+    return f"{size:.{units[0] != 'B':d}f} {units[0]}"
 
 
 # --8<-- [start:events]: this part is a page of the documentation
@@ -32,12 +32,12 @@ class Event:
     """Base of all events."""
 
     level: ClassVar[int] = logging.INFO
+    text: ClassVar[str] = ""  # of its line, with its fields in braces
     name: str  # the runtime's, so that two runtimes can share one sink
 
     def line(self) -> str:
         """The event as one log line."""
-        parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "name"]
-        return f"{type(self).__name__}: " + " ".join(parts)
+        return self.text.format_map(vars(self))
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,11 @@ class OptimizerOutOfMemory(Event):
     """A guarded optimizer step ran out of memory; parameters and state have been put back, and it is tried again."""
 
     level: ClassVar[int] = logging.WARNING
+    text: ClassVar[str] = "out of memory in {optimizer}.step(), which has been taken back; trying again {action}: {message}"
     optimizer: str  # its class
     action: str  # what is different in the next try
     kind: str  # what sort of error it was (see `elastic_mbs.memory.oom.Kind`)
     message: str  # first line of the error's text
-
-    def line(self) -> str:
-        return f"out of memory in {self.optimizer}.step(), which has been taken back; trying again {self.action}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -129,15 +127,13 @@ class CallDone(Event):
 class CallFailed(Event):
     """A call has ended by an exception, which passes on to the caller. Made only where there is a sink."""
 
+    text: ClassVar[str] = "a call has ended by {error} after {seconds:.3g} s and {ooms} out-of-memory errors, for {key}: {message}"
     key: str  # track of the controller
     error: str  # the exception's class
     message: str  # its first line
     ooms: int  # out-of-memory errors survived before it
     seconds: float  # since the call began
     seconds_lost: float  # of those, in failed attempts
-
-    def line(self) -> str:
-        return f"a call has ended by {self.error} after {self.seconds:.3g} s and {self.ooms} out-of-memory errors, for {self.key}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -161,14 +157,12 @@ class WaitingForMemory(Event):
 class Resized(Event):
     """The micro-batch size changed between two calls."""
 
+    text: ClassVar[str] = "micro-batch {before} → {after} ({reason}) for {key}"
     before: int  # in samples
     after: int  # in samples
     reason: str  # "grow", "thrash" or "limit"
     key: str  # track of the controller (loss function, train or eval, shape class)
     capacity: int | None = None  # bytes that this process could hold in all when that was decided; None without a reading
-
-    def line(self) -> str:
-        return f"micro-batch {self.before} → {self.after} ({self.reason}) for {self.key}"
 
 
 @dataclass(frozen=True)
@@ -176,20 +170,16 @@ class SensorLost(Event):
     """The memory sensor gives no reading, or an unreliable one: growth stops, training goes on."""
 
     level: ClassVar[int] = logging.WARNING
+    text: ClassVar[str] = "no memory reading to rely on, so micro-batches stop growing until there is one: {reason}"
     reason: str
-
-    def line(self) -> str:
-        return f"no memory reading to rely on, so micro-batches stop growing until there is one: {self.reason}"
 
 
 @dataclass(frozen=True)
 class SensorBack(Event):
     """The memory sensor gives reliable readings again."""
 
+    text: ClassVar[str] = "memory readings are back (from {source})"
     source: str
-
-    def line(self) -> str:
-        return f"memory readings are back (from {self.source})"
 
 
 @dataclass(frozen=True)
@@ -197,11 +187,9 @@ class Warned(Event):
     """A probable mistake; emitted once per runtime and topic."""
 
     level: ClassVar[int] = logging.WARNING
+    text: ClassVar[str] = "{message}"
     topic: str
     message: str
-
-    def line(self) -> str:
-        return self.message
 
 
 # --8<-- [end:events]
@@ -227,13 +215,9 @@ class EventLog:
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = tuple(sinks)
+        self.listened = bool(self._sinks)  # whether there is a sink
         self._closing = tuple(sink for sink in self._sinks if isinstance(sink, ClosingSink))
         self._warned: set[str] = set()
-
-    @property
-    def listened(self) -> bool:
-        """Whether there is a sink."""
-        return bool(self._sinks)
 
     def begin(self) -> None:
         """A call begins."""
@@ -263,9 +247,7 @@ class SizeReader:
     """Follows the sizes of one runtime's tracks through its events, in order."""
 
     def __init__(self) -> None:
-        # Tracks whose next finished call has an outdated size: the size changed at its end, or the call after it, which did not wait for its figures,
-        # has run out of memory.
-        self._newer: set[str] = set()
+        self._newer: set[str] = set()  # tracks whose size has changed since the call that is reported next
 
     def read(self, event: Event | None) -> tuple[str, int] | None:
         """The track and its size, or None where the event has no news of it."""
@@ -274,7 +256,7 @@ class SizeReader:
             return event.key, event.size_after if isinstance(event, OutOfMemory) else event.after
         if not isinstance(event, CallDone):
             return None
-        if event.key in self._newer:
-            self._newer.remove(event.key)
-            return None
-        return event.key, event.micro_batch_size
+        if event.key not in self._newer:
+            return event.key, event.micro_batch_size
+        self._newer.remove(event.key)
+        return None

@@ -1,4 +1,4 @@
-"""The options of `ElasticMBS`: three groups of rarer ones, and `Settings`, which holds all that stay fixed for a runtime's life.
+"""The options of `ElasticMBS`: three groups of rarer ones, and `Settings`, which holds all of them.
 
 How sizes are chosen is `elastic_mbs.controller.policy.Policy`.
 """
@@ -22,8 +22,6 @@ from elastic_mbs.version import __version__
 Reduction = Literal["mean", "sum"]
 Replay = Literal["auto", "isolate"]
 OutputPlace = Literal["cpu", "device"] | None
-SIZES = ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")
-"""Options of the policy that a run log lists with the settings."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,7 @@ class RecoveryOptions:
     on_fatal: Callable[[ElasticMBSError], object] | None = None
 
     def __post_init__(self) -> None:
-        if self.replay not in ("auto", "isolate"):
-            raise UsageError(
-                f"replay={self.replay!r} is not known: use 'auto', or 'isolate' for losses that compare samples in ways torch cannot show"
-            )
+        _check_choice(self, "replay", "auto", "isolate")
         problem = check_generators(self.generators)
         if problem is not None:
             raise UsageError(problem)
@@ -112,11 +107,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """All options that stay fixed for a runtime's life; the attributes are those of `ElasticMBS`.
-
-    Raises:
-        UsageError: a value makes no sense, or two of them do not go together.
-    """
+    """All options of a runtime, which stay as they are for its life."""
 
     name: str = "elastic_mbs"
     micro_batch_size: int | Literal["auto"] = "auto"
@@ -140,10 +131,8 @@ class Settings:
         low, high = self.limits.minimum, self.limits.maximum
         if size != "auto" and not (low <= size and (high is None or size <= high)):
             raise UsageError(f"micro_batch_size={size} lies outside [min_micro_batch_size={low}, max_micro_batch_size={high}]")
-        if self.reduction not in ("mean", "sum"):
-            raise UsageError(f"reduction={self.reduction!r} is not known: use 'mean' (a mean over the piece's counts) or 'sum'")
-        if self.outputs is not None and self.outputs not in ("cpu", "device"):
-            raise UsageError(f"outputs={self.outputs!r} is not known: use 'cpu' (the default), 'device', or None to drop them")
+        _check_choice(self, "reduction", "mean", "sum")
+        _check_choice(self, "outputs", "cpu", "device", None)
         if self.scaler is not None and self.gradients.backward is not None:
             raise UsageError("scaler= and backward= were both given; a trainer's own backward scales the loss by itself, so leave scaler out")
         if self.scaler is not None and not (hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")):
@@ -164,24 +153,15 @@ class Settings:
 
 
 def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
-    """The fields of a run log's header that describe a runtime.
-
-    Args:
-        settings: those that are numbers, flags and strings are listed.
-        devices: gives the model's devices.
-    """
+    """The fields of a run log's header that describe a runtime: versions, device, and the options that are numbers, flags and strings."""
     policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
     groups = (settings, settings.gradients, settings.recovery, settings.memory)
     listed = {item.name: getattr(group, item.name) for group in groups for item in fields(group) if item.name != "name"}
-    listed |= {name: policy.pop(name) for name in SIZES}
+    listed |= {name: policy.pop(name) for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")}
+    versions = {"elastic_mbs": __version__, "torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda}
     return {
         "name": settings.name,
-        "versions": {
-            "elastic_mbs": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-        },
+        "versions": versions,
         "device": _device_name(devices()[0]),
         "settings": {name: value for name, value in listed.items() if value is None or isinstance(value, bool | int | float | str)},
         "policy": policy,
@@ -195,6 +175,11 @@ def _device_name(device: torch.device) -> str:
         return f"{device} ({torch.cuda.get_device_name(device)})"
     except RuntimeError:  # cuda-only
         return str(device)
+
+
+def _check_choice(options: object, name: str, *choices: str | None) -> None:
+    if (value := getattr(options, name)) not in choices:
+        raise UsageError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
 
 
 def _check_callables(options: object, *names: str) -> None:

@@ -1,4 +1,7 @@
-"""ElasticMBS: its lifetime and its doors. The only place that wires the rest together."""
+"""ElasticMBS: its lifetime and its doors, which are `backward`, the loop over `micro_batches`, and `elastic_step` in front of `backward`.
+
+The only place that wires the rest together.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class ElasticMBS:
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for `elastic-mbs report` and `elastic-mbs watch`.
         on_event: functions that get each `Event`, a `CallDone` for each finished call among them; see `elastic_mbs.sinks` for some.
         name: name in logs and events.
-        enabled: False makes every door a plain pass over the whole batch, with nothing caught.
+        enabled: False makes each call a plain pass over the whole batch, with nothing caught.
         policy: which sizes are allowed, and how eagerly the size is raised.
         gradients: how gradients are made and summed: `accumulate_dtype`, a trainer's own `backward`.
         recovery: what happens after an out-of-memory error: `replay`, `generators`, `is_oom`, `on_fatal`.
@@ -86,10 +89,9 @@ class ElasticMBS:
         memory: MemoryOptions | None = None,
     ) -> None:
         trained = TrainedModel(model)
-        policy, groups = policy or Policy(), (gradients or GradientOptions(), recovery or RecoveryOptions(), memory or MemoryOptions())
-        self.settings = Settings(name or "elastic_mbs", micro_batch_size, reduction, scaler, outputs, policy, *groups).for_model(
-            normalises_batch=trained.normalises_batch()
-        )
+        groups = (policy or Policy(), gradients or GradientOptions(), recovery or RecoveryOptions(), memory or MemoryOptions())
+        settings = Settings(name or "elastic_mbs", micro_batch_size, reduction, scaler, outputs, *groups)
+        self.settings = settings.for_model(normalises_batch=trained.normalises_batch())
         self.enabled = enabled
         self.last_result: StepResult | None = None
         self._call: Call | None = None

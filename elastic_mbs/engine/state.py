@@ -118,7 +118,7 @@ class CallState:
     schedule: Schedule
     plan: Plan
     size: int  # micro-batch in samples
-    table: SavedTensorTable | None  # of autograd's saved tensors (door 3)
+    table: SavedTensorTable | None  # of autograd's saved tensors (`micro_batches`)
     batch_versions: Any  # of the batch's tensors at the start
 
     watch: Stopwatch = field(init=False)

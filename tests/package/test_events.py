@@ -42,11 +42,15 @@ EVENTS: list[tuple[Event, list[str]]] = [
 
 
 @pytest.mark.parametrize(("event", "told"), EVENTS, ids=lambda value: type(value).__name__)
-def test_an_event_is_one_line_with_its_figures(event: Event, told: list[str]) -> None:
+def test_an_event_is_one_line_with_its_figures_frozen_and_of_numbers_and_strings_only(event: Event, told: list[str]) -> None:
     line = event.line()
     assert len(line.splitlines()) == 1
     for part in told:
         assert part in line
+    for field in fields(event):
+        assert isinstance(getattr(event, field.name), int | float | str | None)  # a sink that keeps it keeps no memory alive
+    with pytest.raises(FrozenInstanceError):
+        event.name = "another"  # type: ignore[misc]  # the mistake
 
 
 def test_every_kind_of_event_is_looked_at_here() -> None:
@@ -62,15 +66,6 @@ def test_the_rate_is_samples_per_second_where_the_time_is_known(seconds: float |
 @pytest.mark.parametrize(("mode", "told"), [("piece", "replaying the piece"), ("isolate", "replaying the piece"), ("step", "replaying the batch")])
 def test_the_line_says_what_is_replayed(mode: str, told: str) -> None:
     assert f"{told} (mode {mode}" in replace(OOM, mode=mode).line()
-
-
-@pytest.mark.parametrize(("event", "told"), EVENTS, ids=lambda value: type(value).__name__)
-def test_an_event_is_frozen_and_holds_numbers_and_strings_only(event: Event, told: list[str]) -> None:
-    assert told
-    for field in fields(event):
-        assert isinstance(getattr(event, field.name), int | float | str | None)
-    with pytest.raises(FrozenInstanceError):
-        event.name = "another"  # type: ignore[misc]  # the mistake
 
 
 @pytest.mark.parametrize(
