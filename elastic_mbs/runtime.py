@@ -1,7 +1,4 @@
-"""ElasticMBS: its lifetime and its doors, which are `backward`, the loop over `micro_batches`, and `elastic_step` in front of `backward`.
-
-The only place that wires the rest together.
-"""
+"""ElasticMBS: its lifetime and its doors (`backward`, `micro_batches`, `eval`). The only place that wires the rest together."""
 
 from __future__ import annotations
 
@@ -114,7 +111,7 @@ class ElasticMBS:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stops the monitor and takes every hook off the model.
+        """Ends an unfinished batch, stops the monitor and writes out what sinks hold.
 
         Raises:
             IncompleteBatchError: a loop over `micro_batches` was left early, and nothing else is already being raised.
@@ -130,15 +127,13 @@ class ElasticMBS:
             self.close()
 
     def close(self) -> None:
-        """Stops the monitor and takes every hook off the model; the next call puts them back."""
+        """Ends an unfinished batch, stops the monitor and writes out what sinks hold; a later call starts them again."""
         if self._call is not None and not self._call.finished:
             self._call.abort(IncompleteBatchError("closed in the middle of a batch"))
         self._context.monitor.stop()
         self._steps.stop()
         if self._context.guard is not None:
             self._context.guard.restore()
-        self._context.ledger.forget()
-        self._context.model.forget()
         try:
             if self._context.telemetry is not None:
                 self._context.telemetry.rest()
@@ -148,7 +143,7 @@ class ElasticMBS:
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickles."""
         raise UsageError(
-            "an ElasticMBS can be neither copied nor pickled: it has a thread, and hooks on a model of its own. "
+            "an ElasticMBS can be neither copied nor pickled: it has a thread, and a model of its own. "
             "Make another one; what this one has learned is in state_dict()"
         )
 
@@ -216,9 +211,9 @@ class ElasticMBS:
             fn: gets a piece of the batch first, then the rest of the arguments unchanged. It may run more than once for the same samples.
             batch: any container of tensors and per-sample lists.
             *args: passed on.
+            **kwargs: passed on.
             to: where outputs are kept while the rest of the batch runs, and joined: "device" leaves them where they are made, "cpu" moves them to the
                 host piece by piece, where they would fill the device.
-            **kwargs: passed on.
 
         Returns:
             The same containers that `fn` returns. Tensors whose first dimension is the piece's length, and lists with one item per sample, are put
@@ -283,9 +278,13 @@ class ElasticMBS:
         Args:
             loss_fn: as for `backward`.
             batch: a batch; its first `samples` are used.
-            *args: passed on to `loss_fn`.
+            *args: passed on.
+            **kwargs: passed on.
             samples: how many samples to compare on.
-            **kwargs: passed on to `loss_fn`.
+
+        Raises:
+            UsageError: there are fewer than two samples, or batch, counts or loss make no sense.
+            MicroBatchFloorError: they do not fit.
         """
         check_function(loss_fn, "verify(loss_fn, batch)")
         self._check_complete()
@@ -362,8 +361,7 @@ class ElasticMBS:
             context.monitor.start()
         if context.telemetry is not None:
             context.log.begin()
-        args, kwargs = arguments
-        view = context.retry("look at the batch", lambda: self._batches.view(batch, name, training=training, args=args, kwargs=kwargs))
+        view = context.retry("look at the batch", lambda: self._batches.view(batch, name, training=training, args=arguments[0], kwargs=arguments[1]))
         counts = context.retry("count the loss terms", lambda: self._batches.counts(view, training=training))
         place = self.settings.outputs if training else outputs
         self._call = Call(context, view, counts, name=name, identity=identity, training=training, outputs=place, own_graph=own_graph)
