@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, elastic_step
+from elastic_mbs import ElasticMBS, UsageError, elastic_step
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, quiet, whole_gradient
 
@@ -230,3 +230,15 @@ def test_a_list_of_networks_that_is_made_anew_for_each_call_has_one_runtime() ->
     trainer.train_step(pairs())
     assert Trainer.train_step.mbs(trainer) is runtime
     assert runtime.stats.calls == 2
+
+
+def test_an_instance_with_nowhere_to_keep_its_runtime_is_refused() -> None:
+    class Slots:
+        __slots__ = ("model",)
+
+        @elastic_step(lambda self: self.model)
+        def train_step(self, batch: Pair) -> Tensor:
+            raise AssertionError("never called")
+
+    with pytest.raises(UsageError, match="Slots has no __dict__ to keep its runtime in"):
+        Slots().train_step(pairs())
