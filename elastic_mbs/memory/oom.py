@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from elastic_mbs.errors import ElasticMBSError, MicroBatchFloorError
+from elastic_mbs.errors import ElasticMBSError, MicroBatchFloorError, RecoveryError
 from elastic_mbs.events import logger
 from elastic_mbs.memory import oom_patterns as patterns
 
@@ -105,7 +105,15 @@ def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
     empty_caches(devices)
 
 
-def retry(what: str, operation: Callable[[], T], devices: Iterable[torch.device], is_oom: Callable[[BaseException], bool] | None = None) -> T:
+def retry(
+    what: str,
+    operation: Callable[[], T],
+    devices: Iterable[torch.device],
+    is_oom: Callable[[BaseException], bool] | None = None,
+    *,
+    error: type[RecoveryError] = MicroBatchFloorError,
+    passes: Callable[[], bool] = lambda: False,
+) -> T:
     """Runs bookkeeping of this package that can itself run out of memory and can be repeated, releasing more memory before each retry.
 
     Args:
@@ -113,21 +121,23 @@ def retry(what: str, operation: Callable[[], T], devices: Iterable[torch.device]
         operation: done once it returns; after an error in the middle a second call goes on where the first one stopped.
         devices: whose caches are emptied.
         is_oom: see `classify`.
+        error: what it ends in.
+        passes: whether an error is the user's own, and passes.
 
     Raises:
-        MicroBatchFloorError: it still ran out.
+        RecoveryError: it still ran out; an `error`.
     """
     message = ""
     for attempt in range(3):
         try:
             return operation()
-        except Exception as error:
-            verdict = classify(error, is_oom)
-            if verdict is None or verdict.kind is Kind.MASKED:  # the latter says nothing of room by itself
+        except Exception as caught:
+            verdict = classify(caught, is_oom)
+            if verdict is None or verdict.kind is Kind.MASKED or passes():  # a masked one says nothing of room by itself
                 raise
             message = verdict.message
         release(devices=devices, thorough=attempt > 0)
-    raise MicroBatchFloorError(f"there is no room to {what}: {message}")
+    raise error(f"there is no room to {what}: {message}")
 
 
 def empty_caches(devices: Iterable[torch.device]) -> None:

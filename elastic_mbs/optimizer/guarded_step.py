@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,6 @@ from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.optimizer.known import has_state, one_by_one, with_gradient
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
-from elastic_mbs.rollback.random_streams import RandomStreams
 
 T = TypeVar("T")
 
@@ -36,7 +34,8 @@ ONE_BY_ONE = len(WAYS) - 1
 LONGEST_PAUSE = 64
 """Most steps between two tries of the fastest way."""
 
-_TRIES = 4  # of our own bookkeeping, each after releasing what can be released
+_TRIES = 4  # to roll back, each after releasing what can be released
+_HUNG = ("step", "grad_scale", "found_inf", "param_groups")  # what the scaler and we put on the optimizer for the length of a step
 
 
 class GuardedStep:
@@ -49,23 +48,82 @@ class GuardedStep:
     def __call__(self, optimizer: Optimizer) -> None:
         """See `ElasticMBS.optimizer_step`."""
         _check(optimizer)
-        self._unscale(optimizer)
         if next(with_gradient(optimizer), None) is None:
             optimizer.step()  # it changes nothing: for its hooks, and for a scheduler that counts steps
             return
-        step = self._insist("keep the optimizer's state", lambda: _Step(optimizer, self._context.streams))
-        try:
-            step.hooks.defer()
-            self._try_in_order(step)
-        finally:
-            if step.half_made:  # an interrupt between the lines of the roll-back itself
-                self._roll_back(step)
-            step.hooks.put_back()
-        step.hooks.run_after()
+        what = "keep the optimizer's state"
+        step = _retry(self._context, what, lambda: _Step(optimizer, self._context, self._order))
+        _retry(self._context, what, step.make, passes=step.passes)
 
-    def _try_in_order(self, step: _Step) -> None:
-        key, name = _key(step.optimizer), type(step.optimizer).__name__
-        last = ONE_BY_ONE if one_by_one(step.optimizer) else ONE_BY_ONE - 1
+
+def _retry(context: Context, what: str, operation: Callable[[], T], *, passes: Callable[[], bool] = lambda: False) -> T:
+    is_oom = context.settings.recovery.is_oom
+    return oom.retry(what, operation, context.devices, is_oom, error=OptimizerStepError, passes=passes)
+
+
+class _Step:
+    """One step of one optimizer. Whatever ends `make`, the step is whole, or everything is as it was, or the error has a note."""
+
+    def __init__(self, optimizer: Optimizer, context: Context, order: AttemptOrder) -> None:
+        self._optimizer, self._context, self._order = optimizer, context, order
+        self._step = optimizer.step
+        self._hooks = _DeferredHooks(optimizer)
+        self._hung = {name: value for name, value in vars(optimizer).items() if name in _HUNG}
+        states = getattr(context.settings.scaler, "_per_optimizer_states", None)
+        self._scaler_state: dict[str, Any] = {} if states is None else states[id(optimizer)]  # whether it has unscaled, and has stepped
+        self._made = False
+        self._lost = False  # it ended half-way, and there are no copies
+        self._half_made = False  # until all that belongs to it has been done, or been rolled back
+
+    def passes(self) -> bool:
+        """Whether the error on its way is not one of our own bookkeeping, to be retried: a hook of the user's, or a step that has been lost."""
+        return self._hooks.running or self._lost
+
+    def make(self) -> None:
+        """Makes the step. After an out-of-memory error it can be called again, and goes on from what has been done."""
+        try:
+            if not self._made:
+                _retry(self._context, "unscale the gradients", self._unscale)
+                self._remember(OptimizerSnapshot.of(self._optimizer))
+                self._try_in_order()
+            self._hooks.run_after()
+        except BaseException as error:
+            if self._half_made or self._made:
+                error.add_note(f"elastic_mbs: {self._settle()}.")
+            raise
+        finally:
+            if self._half_made:  # an interrupt between the lines above
+                self._settle()
+
+    def _remember(self, snapshot: OptimizerSnapshot) -> None:
+        self._snapshot = snapshot
+        self._streams = self._context.streams.read(hosts=True)  # some optimizers round at random
+        self._scaler_before = dict(self._scaler_state)
+
+    def _unscale(self) -> None:
+        """Unscales the gradients now, once, unless that has been done: inside the step it would be done again with every try."""
+        scaler = self._context.settings.scaler
+        if scaler is None or not scaler.is_enabled():
+            return
+        if self._half_made:
+            self._roll_back()
+        gradients = [parameter.grad for _, parameter in with_gradient(self._optimizer) if parameter.grad is not None]
+        self._remember(OptimizerSnapshot.of_gradients(self._optimizer))
+        # Those of one type are unscaled by one operation in place, which happens or does not.
+        if len({(grad.device, grad.dtype) for grad in gradients}) > 1 or any(grad.is_sparse for grad in gradients):
+            self._snapshot.take(host=True)
+            self._half_made = True
+        try:
+            scaler.unscale_(self._optimizer)
+        except RuntimeError as error:
+            if "already been called on this optimizer since the last update" not in str(error):
+                raise
+        self._half_made = False
+
+    def _try_in_order(self) -> None:
+        key, name = _key(self._optimizer), type(self._optimizer).__name__
+        # a step without copies allocates nothing, one parameter at a time or all of them
+        last = ONE_BY_ONE if self._snapshot.complete and one_by_one(self._optimizer) else ONE_BY_ONE - 1
         began = min(self._order.first(key), last)
         verdict: oom.Verdict | None = None
         # A way that worked before is tried twice: the last one leaves no other.
@@ -74,120 +132,113 @@ class GuardedStep:
                 self._context.monitor.request_reading()  # the next reading explains it
                 self._context.log.emit(OptimizerOutOfMemory(self._context.settings.name, name, WAYS[way], verdict.kind.name.lower(), verdict.message))
                 self._release()
-            verdict = self._attempt(step, way)
+            verdict = self._attempt(way)
             if verdict is None:
                 self._order.worked(key, began, way)
+                self._take_off()
+                self._made, self._half_made = True, False
                 return
         assert verdict is not None
         how = ", not even one parameter at a time" if last == ONE_BY_ONE else ""
         raise OptimizerStepError(
             f"{name}.step() does not fit{how}. It asked for {format_bytes(verdict.requested)}; {self._context.monitor.latest().in_words()}. "
-            f"Copies of what it changes take {format_bytes(step.snapshot.nbytes)}: without them a step that fails half-way could not be rolled back. "
+            f"Copies of what it changes take {format_bytes(self._snapshot.nbytes)}: without them a step that fails half-way could not go back. "
             "Parameters and state are as they were before it and the gradients are there, so it may be called again. "
             "Ways out: free what others hold; fused=True (no copies, no temporaries) or foreach=False; an optimizer with a smaller state; "
             f"optimizer.step() without this guard. The error was: {verdict.message}"
         )
 
-    def _attempt(self, step: _Step, way: int) -> oom.Verdict | None:
-        """Tries to step; after an error everything is as it was before. Returns why there was no memory, or None after a success."""
-        make: Callable[[], object] = step.optimizer.step
-        if way == ONE_BY_ONE:
-            make = partial(_step_one_by_one, step.optimizer, make)
+    def _attempt(self, way: int) -> oom.Verdict | None:
+        """Tries to step. Returns why there was no memory, with everything as it was before, or None after a success."""
+        self._half_made = True
         try:
-            step.snapshot.take(host=way > 0)
-            step.half_made = step.snapshot.complete
-            _run(self._context.settings.scaler, step, make)
-            step.half_made = False
+            self._hooks.defer()
+            self._snapshot.take(host=way > 0)
+            self._run(self._one_by_one if way == ONE_BY_ONE else self._step)
             return None
-        except BaseException as error:
-            if step.hooks.fired and not step.hooks.failed and not step.snapshot.complete:
-                error.add_note("elastic_mbs: a fused step, of which no copies are taken, ended half-way: load the last checkpoint.")
-                raise
-            self._roll_back(step)
-            verdict = None if step.hooks.failed else self._classify(error)
-            if verdict is None or verdict.kind is oom.Kind.MASKED:
-                error.add_note("elastic_mbs: parameters and optimizer state are as they were before this step.")
+        except Exception as error:
+            verdict = oom.classify(error, self._context.settings.recovery.is_oom)
+            if verdict is None or verdict.kind is oom.Kind.MASKED or self._hooks.running or self._runs_without_copies():
                 raise
             oom.clear_traceback(error)
         if verdict.kind is oom.Kind.POISONED:
             raise PoisonedDeviceError(f"the device cannot be trusted after this error; save what you need and restart the process: {verdict.message}")
+        self._roll_back()
         return verdict
 
-    def _unscale(self, optimizer: Optimizer) -> None:
-        """Unscales the gradients now, once, unless that has been done: inside the step it would be done again with every try."""
-        scaler = self._context.settings.scaler
-        gradients = [parameter.grad for _, parameter in with_gradient(optimizer) if parameter.grad is not None]
-        if scaler is None or not scaler.is_enabled() or not gradients:
-            return
-        snapshot = OptimizerSnapshot.of_gradients(optimizer)
-        if len({(grad.device, grad.dtype) for grad in gradients}) == 1 and not any(grad.is_sparse for grad in gradients):
-            snapshot.tensors = []  # they are unscaled by one operation in place, which happens or does not
-
-        def unscale() -> None:
-            snapshot.take(host=True)
-            try:
-                scaler.unscale_(optimizer)
-            except BaseException:
-                self._roll_back(snapshot)
-                raise
-
+    def _run(self, make: Callable[[], object]) -> None:
+        """Runs one try, through the scaler where there is one: it skips the step where a gradient is not finite."""
+        injector, scaler, hooks = misuse.fault_injector, self._context.settings.scaler, self._hooks
+        if injector is not None:
+            injector.begin(self, (), ready=self._snapshot.complete and not hooks.begun, protected=lambda: hooks.running)
         try:
-            self._insist("unscale the gradients", unscale)
-        except RuntimeError as error:
-            if "already been called on this optimizer since the last update" not in str(error):
-                raise
+            if scaler is None:
+                make()
+            else:
+                vars(self._optimizer)["step"] = make
+                scaler.step(self._optimizer)
+        finally:
+            if injector is not None:
+                injector.end()
 
-    def _roll_back(self, half_made: _Step | OptimizerSnapshot) -> None:
-        what = "roll back the step that failed, so parameters may be half changed: load the last checkpoint"
-        self._insist(what, half_made.restore, through_all=True)
+    def _one_by_one(self) -> None:
+        optimizer = self._optimizer
+        self._hooks.begin(optimizer, (optimizer,), {})  # now, while they can see all groups
+        for group, parameter in list(with_gradient(optimizer)):
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            self._step()
 
-    def _insist(self, what: str, operation: Callable[[], T], *, through_all: bool = False) -> T:
-        """Runs what may be called again after an error, until it has ended well.
+    def _runs_without_copies(self) -> bool:
+        return self._hooks.begun and not self._snapshot.complete
 
-        Args:
-            what: for the error, if there is no room for it.
-            operation: to be run.
-            through_all: other errors do not end it either: half restored is worse than an interrupt that is raised a little later.
-        """
+    def _settle(self) -> str:
+        """Leaves a whole step or none, if there is a way; returns what it leaves."""
+        if not self._made and not self._runs_without_copies():
+            self._roll_back()
+            return "parameters and optimizer state are as they were before this step"
+        self._take_off()
+        self._made = self._made or self._hooks.ended
+        self._lost, self._half_made = not self._made, False
+        return "this step has been made" if self._made else "a fused step, of which no copies are taken, ended half-way: load the last checkpoint"
+
+    def _roll_back(self) -> None:
+        """Puts everything back, through all errors: half restored is worse than an interrupt that is raised a little later."""
         interrupt, message = None, ""
         for tried in range(_TRIES):
             try:
                 if tried:
                     self._release()
-                found = operation()
+                self._restore()
             except BaseException as error:
-                if not through_all and self._classify(error) is None:
-                    raise
                 interrupt = interrupt if isinstance(error, Exception) else error
                 message = f"{type(error).__name__}: {error}"
                 oom.clear_traceback(error)
             else:
                 if interrupt is not None:
                     raise interrupt
-                return found
+                return
+        self._half_made = False
+        what = "roll back the step that failed, so parameters may be half changed: load the last checkpoint"
         raise OptimizerStepError(f"there is no room to {what}: {message}")
 
-    def _classify(self, error: BaseException) -> oom.Verdict | None:
-        return oom.classify(error, self._context.settings.recovery.is_oom)
+    def _restore(self) -> None:
+        self._take_off()
+        self._snapshot.restore()
+        self._context.streams.restore(self._streams)
+        self._scaler_state.update(self._scaler_before)
+        self._half_made = False
+
+    def _take_off(self) -> None:
+        """Takes off the optimizer what was put on it for the step."""
+        self._hooks.put_back()
+        attributes = vars(self._optimizer)
+        for name in _HUNG:
+            if name not in self._hung:
+                attributes.pop(name, None)
+        attributes.update(self._hung)
 
     def _release(self) -> None:
-        oom.release(devices=self._context.model.devices(), thorough=True)
-
-
-class _Step:
-    """One step of one optimizer, and what is needed to roll it back."""
-
-    def __init__(self, optimizer: Optimizer, streams: RandomStreams) -> None:
-        self.optimizer = optimizer
-        self.half_made = False
-        self.hooks = _DeferredHooks(optimizer)
-        self.snapshot = OptimizerSnapshot.of(optimizer)
-        self._streams, self._stream_state = streams, streams.read(hosts=True)  # some optimizers round at random
-
-    def restore(self) -> None:
-        self.snapshot.restore()
-        self._streams.restore(self._stream_state)
-        self.half_made = False
+        oom.release(devices=self._context.devices, thorough=True)
 
 
 class AttemptOrder:
@@ -225,73 +276,41 @@ class _DeferredHooks:
     """Runs the user's step hooks once for the whole step, however often it is tried: one may clip gradients, another average weights."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.fired = False  # whether the step has begun
-        self.failed = False  # whether the error on its way comes from a hook
+        self.begun = False  # the hooks before the step have been run
+        self.ended = False  # the latest call of `step` has ended
+        self.running = False  # a hook of the user's runs, or has failed
         self._optimizer = optimizer
         self._before, self._after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        self._left = list(self._before.values())  # to be run
 
     def defer(self) -> None:
-        self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: self._begin})
-        self._optimizer._optimizer_step_post_hooks = OrderedDict()
+        self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: self.begin})
+        self._optimizer._optimizer_step_post_hooks = OrderedDict({0: self._end})
 
     def put_back(self) -> None:
         self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks = self._before, self._after
 
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.fired:
+    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.begun:
             return
-        self.fired = self.failed = True
         self.put_back()  # a hook may take itself off, or add another one
-        for hook in tuple(self._before.values()):
-            if hook(optimizer, args, kwargs) is not None:
+        while self._left:
+            self.running = True
+            if self._left.pop(0)(optimizer, args, kwargs) is not None:
                 raise MisuseError("a step hook that changes the arguments of step() does not go with optimizer_step(), which passes none")
+            self.running = False
         self.defer()
-        self.failed = False
+        self._left, self.begun = list(self._after.values()), True
+
+    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.ended = True
 
     def run_after(self) -> None:
         """Runs the hooks that wait for a step to be made; none where the scaler has skipped it."""
-        if self.fired:
-            for hook in tuple(self._after.values()):
-                hook(self._optimizer, (self._optimizer,), {})
-
-
-def _run(scaler: torch.amp.GradScaler | None, step: _Step, make: Callable[[], object]) -> None:
-    """Runs one try, through the scaler where there is one."""
-    injector = misuse.fault_injector
-    if injector is not None:
-        injector.begin(step, (), ready=step.snapshot.complete and not step.hooks.fired, protected=lambda: step.hooks.failed)
-    try:
-        if scaler is None:
-            make()
-        else:
-            _through(scaler, step.optimizer, make)
-    finally:
-        if injector is not None:
-            injector.end()
-
-
-def _through(scaler: torch.amp.GradScaler, optimizer: Optimizer, make: Callable[[], object]) -> None:
-    """Steps through the scaler, which skips the step where a gradient is not finite."""
-    attributes = vars(optimizer)
-    names = ("step", "grad_scale", "found_inf")  # what the scaler and we hang on the optimizer, and an error would leave there
-    before = {name: attributes[name] for name in names if name in attributes}
-    attributes["step"] = make
-    try:
-        scaler.step(optimizer)
-    finally:
-        for name in names:
-            attributes.pop(name, None)
-        attributes.update(before)
-
-
-def _step_one_by_one(optimizer: Optimizer, step: Callable[[], object]) -> None:
-    groups = optimizer.param_groups
-    try:
-        for group, parameter in list(with_gradient(optimizer)):
-            optimizer.param_groups = [{**group, "params": [parameter]}]
-            step()
-    finally:
-        optimizer.param_groups = groups
+        while self.begun and self._left:
+            self.running = True
+            self._left.pop(0)(self._optimizer, (self._optimizer,), {})
+            self.running = False
 
 
 def _check(optimizer: object) -> None:

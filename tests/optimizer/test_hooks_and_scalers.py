@@ -126,3 +126,13 @@ def test_a_step_hook_that_takes_itself_off_stays_off() -> None:
     for _ in range(3):
         mbs.optimizer_step(optimizer)
     assert calls == ["once"]
+
+
+def test_a_hook_before_the_step_sees_every_group_where_the_step_begins_one_parameter_at_a_time() -> None:
+    world = World("AdamW", "foreach", steps=1, scaled=False)
+    with Everywhere(at=[28, 70]):
+        world.guarded()
+    seen: list[int] = []
+    world.optimizer.register_step_pre_hook(lambda optimizer, *a: seen.append(sum(len(group["params"]) for group in optimizer.param_groups)))
+    world.guarded()
+    assert seen == [4]
