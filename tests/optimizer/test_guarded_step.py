@@ -124,7 +124,7 @@ def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(error: ty
             nonlocal left
             # what comes before the step, and our own way into a hook of the user's, whose errors are passed on as they are
             in_hook = error is MemoryError and getattr(frame.f_locals.get("self"), "running", False)
-            outside = in_hook or frame.f_code.co_name in ("__call__", "_check")
+            outside = in_hook or frame.f_code.co_name in ("__call__", "_check", "_retry")
             if frame.f_code.co_filename == guarded_step.__file__ and not outside:
                 left -= event == "line"
                 if left == 0:
