@@ -1,8 +1,4 @@
-"""What an optimizer's step can change, and copies of it, so that a step that failed half-way can be rolled back.
-
-A failed step leaves what its operations did before: moments that moved while the parameters did not, states of which one tensor was created and
-another was not. Calling `step()` again then is wrong more often than not (shared/reference/autograd.md, "optimizer.step()").
-"""
+"""What an optimizer's step can change, and copies of it, so that a step that failed half-way can be rolled back."""
 
 from __future__ import annotations
 

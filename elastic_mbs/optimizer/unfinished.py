@@ -1,7 +1,4 @@
-"""Optimizer steps made without the guard: one that began and did not end is reported, because calling it again would train a different model.
-
-Source: shared/reference/autograd.md, "optimizer.step()".
-"""
+"""Optimizer steps made without the guard: one that began and did not end is reported, because calling it again would train a different model."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ from elastic_mbs.errors import BackwardInsideError, GradientsChangedError
 
 Grads = list[torch.Tensor | None]
 
-NO_VERSION = -1
-"""Version of a gradient that is not there, or of an inference tensor, which autograd does not write to."""
+NO_VERSION = -1  # of a gradient that is not there, or of an inference tensor, which autograd does not write to
 
 _GRAD, _VERSION, _LAYOUT, _CDATA = attrgetter("grad"), attrgetter("_version"), attrgetter("layout"), attrgetter("_cdata")
 _STORAGE, _is_tensor = torch.Tensor.untyped_storage, partial(is_not, None)
@@ -184,10 +183,9 @@ def _version(grad: torch.Tensor | None) -> int:
 
 
 def separate(leaves: Sequence[torch.Tensor]) -> None:
-    """Gives the gradients of `leaves` memory of their own, where autograd has made several in one place.
+    """Gives gradients memory of their own, where autograd has made several in one place.
 
-    Autograd takes a gradient that has no other owner for a leaf's own, without a copy. Where two leaves meet in one addition, each through a view,
-    both get views of one tensor, and what the next piece adds to one is added to the other.
+    Where two leaves meet in one addition, each through a view, both get views of one tensor, and what the next piece adds to one is added to both.
     """
     for leaf in overlapping(leaves):
         assert leaf.grad is not None

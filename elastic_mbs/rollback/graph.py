@@ -82,9 +82,8 @@ _LEAF, _SEED = torch.zeros((), device="cpu", requires_grad=True), torch.zeros(()
 def drop_unrun() -> None:
     """Drops what a failed backward has left in the queue of this thread; allocates nothing.
 
-    On a CPU autograd runs in the caller's thread, and where the graph has branches an error leaves those that were ready in its queue. They keep
-    their part of the graph, with the activations in it, until the next backward of the thread. Where autograd refuses to run at all (a forked child),
-    the queue stays; the state of the batch is put back all the same.
+    On a CPU autograd runs in the caller's thread, and an error leaves the branches that were ready in its queue, with their activations, until the
+    thread's next backward. Where autograd refuses to run at all (a forked child), the queue stays.
     """
     with suppress(RuntimeError):
         torch.autograd.grad(_LEAF, _LEAF, _SEED)
@@ -120,16 +119,11 @@ def _watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def inner_backwards(root: Node, found: Found) -> Iterator[None]:
-    """Takes a census of each backward that a custom function runs inside the one from `root`.
+    """Gives `found` the leaves of each backward that a custom function runs inside the one from `root`, before any of them has a commit.
 
-    Recomputing functions (reentrant checkpointing, offloading, reversible blocks) build a graph of their own during backward and call
-    `torch.autograd.backward` on it. Its leaves are in no graph before that moment, so that function is wrapped while such a backward of ours runs.
-    All threads share the wrapper. It looks only into backwards inside one of ours: autograd numbers its running graphs, and a hook on a root notes
-    the number, on whatever thread the root runs.
-
-    Args:
-        root: a node of our graph that runs before any that could start another backward.
-        found: gets the leaves of each inner graph, before any of them has a commit.
+    Recomputing functions (reentrant checkpointing, offloading, reversible blocks) build a graph during backward and call `torch.autograd.backward`
+    on it: that function is wrapped while such a backward of ours runs, for all threads. It looks only into backwards inside one of ours: autograd
+    numbers its running graphs, and a hook on a root notes the number, on whatever thread the root runs.
     """
     global _users, _original  # noqa: PLW0603  # what is wrapped belongs to the process
     with _lock:

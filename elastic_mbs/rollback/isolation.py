@@ -20,15 +20,11 @@ from torch.utils.weak import TensorWeakRef
 
 @dataclass(slots=True)
 class _Held:
-    """One leaf's gradient while a piece runs.
+    """One leaf's gradient while a piece runs."""
 
-    `original` is the tensor the user had in `.grad`, kept as an object because it may be a view into a bucket. `total` is what pieces are added to:
-    the original itself, or a wider copy. The leaf is held weakly: a step may make leaves of its own for each piece, and recomputation does.
-    """
-
-    leaf: TensorWeakRef
-    original: torch.Tensor | None
-    total: torch.Tensor | None
+    leaf: TensorWeakRef  # weakly: a step may make leaves of its own for each piece, and recomputation does
+    original: torch.Tensor | None  # what the user had in `.grad`, kept as an object because it may be a view into a bucket
+    total: torch.Tensor | None  # what pieces are added to: the original itself, or a wider copy
     wide: bool
     finished: bool = False
 
@@ -36,15 +32,11 @@ class _Held:
 class Isolation:
     """Sets gradients aside for the length of a call.
 
-    Args:
-        accumulate_dtype: type in which half-precision gradients are summed, or None for their own.
-
-    The steps that can themselves run out of memory (`fold`, `finish`) work leaf by leaf and may be called again after an error: what was done is not
-    done twice.
+    `fold` and `finish` can run out of memory. They work leaf by leaf and may be called again after an error: what was done is not done twice.
     """
 
     def __init__(self, accumulate_dtype: torch.dtype | None = None) -> None:
-        self._dtype = accumulate_dtype
+        self._dtype = accumulate_dtype  # in which half-precision gradients are summed; None: in their own
         self._held: dict[int, _Held] = {}
 
     def set_aside(self, leaves: Iterable[torch.Tensor]) -> None:

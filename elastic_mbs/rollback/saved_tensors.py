@@ -1,12 +1,8 @@
 """A table of saved tensors that the engine owns, for the loop that the user writes out.
 
-In `for micro in mbs.micro_batches(batch): with micro: …` the caller's frame still holds the failed attempt's `loss` and outputs while the piece is
-replayed, and they hold the graph, and the graph holds every activation. So inside the block autograd saves its tensors in slots that can be emptied
-from here; the graph then is an empty shell. Doors 1 and 2 drop their references instead and install no such hooks.
-
-Two catches of saved-tensor hooks are met here (shared/reference/autograd.md): they switch off autograd's check for in-place changes of saved tensors,
-so the slot keeps the version and checks it; and the saved tensor of an operation's own output points back at its node, so the slot keeps it detached.
-A third is not: `torch.func` transforms refuse to run under such hooks. `micro_batches(..., own_graph=False)` leaves the table out.
+Its frame still holds the failed attempt's `loss`, and so the graph with every activation, while the piece is replayed. Inside the block autograd
+saves its tensors in slots that can be emptied from here.
+`torch.func` transforms refuse to run under such hooks: `micro_batches(..., own_graph=False)` leaves the table out.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ class _Slot:
     __slots__ = ("__weakref__", "shape", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor.detach()
+        self.tensor: torch.Tensor | None = tensor.detach()  # an operation's own output would point back at its node
         self.version = -1 if tensor.is_inference() else tensor._version
         self.shape = tuple(tensor.shape)
 
@@ -33,7 +29,7 @@ def _unpack(slot: _Slot) -> torch.Tensor:
             "elastic_mbs: this graph belongs to an attempt that ran out of memory, and its saved tensors are gone. "
             "Call micro.backward(loss) with the loss of the running attempt, inside its own `with micro:` block."
         )
-    if slot.version >= 0 and tensor._version != slot.version:
+    if slot.version >= 0 and tensor._version != slot.version:  # autograd's own check is off under hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{tensor.type()} {list(slot.shape)}] is at version {tensor._version}; expected version {slot.version} instead."
@@ -42,7 +38,7 @@ def _unpack(slot: _Slot) -> torch.Tensor:
 
 
 class SavedTensorTable:
-    """Context manager: tensors that autograd saves inside it can be let go of with `empty`."""
+    """A context manager: tensors that autograd saves inside it can be released by `empty`."""
 
     def __init__(self) -> None:
         self._slots: list[weakref.ref[_Slot]] = []
@@ -65,10 +61,9 @@ class SavedTensorTable:
             self._hooks.__exit__(kind, error, trace)
 
     def empty(self) -> None:
-        """Lets go of every tensor saved so far."""
+        """Releases every tensor saved so far."""
         for reference in self._slots:
-            slot = reference()
-            if slot is not None:
+            if (slot := reference()) is not None:
                 slot.tensor = None
         self._slots.clear()
 
