@@ -88,7 +88,7 @@ def unwritable_gradient() -> Step:
     return step
 
 
-def hook_on(*written: int) -> Step:
+def hook_on(*written: int, late: bool = False) -> Step:
     """A hook on the last leaf, or one on each, writes to gradients: that is no commit of theirs, and hides none."""
     step = plain()
     leaves = list[Tensor](step.model.parameters())
@@ -98,8 +98,14 @@ def hook_on(*written: int) -> Step:
             if other.grad is not None:
                 other.grad.mul_(1.0)
 
-    for leaf in leaves[-1:] if written else leaves:
-        leaf.register_post_accumulate_grad_hook(write)
+    def register() -> None:
+        for leaf in leaves[-1:] if written else leaves:
+            leaf.register_post_accumulate_grad_hook(write)
+
+    if late:
+        step.begin = register
+    else:
+        register()
     return step
 
 
@@ -184,6 +190,7 @@ STEPS = {  # how it is made, the clean calls before memory runs out, and how a p
     "hook on each": (hook_on, 1, {"isolate"}),
     "hook on another": (lambda: hook_on(0), 0, {"isolate", "step"}),
     "hook on another, known": (lambda: hook_on(0), 1, {"isolate"}),
+    "hook on another, late": (lambda: hook_on(0, late=True), 1, {"step", "isolate"}),
     **{f"routes {used}": (becoming(Routed, used=used), 1, {"piece"} if used[1] else set()) for used in ROUTES},
     "one place": (becoming(Meeting), 0, {"piece", "step"}),
     "one place, known": (becoming(Meeting), 1, {"piece", "step"}),
