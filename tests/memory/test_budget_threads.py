@@ -26,26 +26,18 @@ def block(kib: int = 1) -> Tensor:
     return torch.empty(kib * KIB, dtype=torch.uint8)
 
 
-def test_entering_twice_is_refused() -> None:
+def test_a_budget_is_entered_once_at_a_time() -> None:
     budget = MemoryBudget(MIB)
     with budget, pytest.raises(MisuseError, match="already active in this thread"):
         budget.__enter__()
     with budget:  # one after the other is fine
         kept = block()
-        assert budget.live == KIB
-    del kept
+    beside = block(4)
+    assert budget.live == KIB, "after the block nothing new is counted, and the old is followed"
+    del kept, beside
+    assert budget.live == 0
     with pytest.raises(MisuseError, match="not active in this thread"):
         budget.__exit__(None, None, None)
-
-
-def test_after_the_block_nothing_new_is_counted_and_the_old_is_followed() -> None:
-    with MemoryBudget(MIB) as budget:
-        x = block(2)
-    y = block(4)
-    assert budget.live == 2 * KIB
-    del x
-    assert budget.live == 0
-    assert y.numel()
 
 
 def test_budgets_nest_and_both_count() -> None:

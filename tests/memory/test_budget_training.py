@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import ElasticMBS, RecoveryOptions
 from elastic_mbs.errors import UsageError
@@ -200,35 +199,6 @@ def test_out_of_memory_in_a_step_returns_to_rest(phase: str) -> None:
         step()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True) if p.grad is not None and g is not None)
     assert budget.ooms == 3
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_lowers_the_peak_and_may_fail_inside_the_recomputation(reentrant: bool) -> None:
-    model = nn.ModuleList(net(depth=4) for _ in range(4))
-    x = torch.randn(256, 64, requires_grad=True)
-
-    def step(use: bool) -> None:
-        h = x
-        for layer in model:
-            h = checkpoint(layer, h, use_reentrant=reentrant) if use else layer(h)
-        h.sum().backward()
-
-    with MemoryBudget("1GiB", track=(model, x)) as budget:
-        peaks = []
-        for use in (False, True):
-            budget.reset_peak()
-            step(use)
-            peaks.append(budget.peak)
-            model.zero_grad()
-            x.grad = None
-        assert peaks[1] < peaks[0]
-        rest = budget.live
-        budget.limit = peaks[1] - 1
-        with pytest.raises(torch.OutOfMemoryError):
-            step(True)
-        model.zero_grad()
-        x.grad = None
-        assert budget.live == rest
 
 
 def test_autocast_copies_are_counted() -> None:

@@ -64,20 +64,18 @@ def test_the_limit_is_absolute_and_not_on_top_of_what_is_mapped(tmp_path: Path, 
     guard.lift()
 
 
-@pytest.mark.parametrize(("total", "margin"), [(1000 * MEBI, 32 * MEBI), (128 * 1024 * MEBI, 1024 * MEBI)])
-def test_the_default_margin_grows_with_the_limit(tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch, total: int, margin: int) -> None:
+@pytest.mark.parametrize(
+    ("total", "margin", "left"),
+    [(1000 * MEBI, None, 1000 * MEBI - 32 * MEBI), (128 * 1024 * MEBI, None, 127 * 1024 * MEBI), (1000 * MEBI, "1GiB", 0)],
+    ids=["at least 32 MiB", "grows with the limit", "never below nothing"],
+)
+def test_the_margin_is_left_to_others(
+    tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch, total: int, margin: str | None, left: int
+) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=total - 100 * MEBI, total=total))
-    guard = guard_of(tmp_path, None)
+    guard = guard_of(tmp_path, margin, warn=[].append)
     guard.renew()
-    assert guard.limit == total - margin
-    guard.lift()
-
-
-def test_a_margin_above_the_limit_leaves_nothing_and_does_not_go_below(tmp_path: Path, limit: Limit) -> None:
-    container(tmp_path, 50 * MEBI, 50 * MEBI)
-    guard = guard_of(tmp_path, "1GiB", warn=[].append)
-    guard.renew()
-    assert limit.soft == 0
+    assert guard.limit == limit.soft == left
     guard.lift()
 
 
