@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import numbers
 import sys
+from collections import UserDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -101,12 +102,9 @@ def roles_in(values: Iterable[Any]) -> set[Role]:
     return {kind_of(cls).role for cls in set(map(type, values))}  # once per type: a list of many strings costs little
 
 
-_PER_SAMPLE = ("_encodings",)  # attributes of a mapping with one item per sample: HF BatchEncoding's, which answer `word_ids(i)`
-
-
-def _take_mapping(obj: Any) -> Parts:
-    attributes = getattr(obj, "__dict__", {})
-    return {name: attributes[name] for name in _PER_SAMPLE if isinstance(attributes.get(name), list)} | {key: obj[key] for key in obj}
+def _take_user_dict(obj: Any) -> Parts:
+    encodings = vars(obj).get("_encodings")  # one per sample: HF BatchEncoding answers `word_ids(i)` with them
+    return ({"_encodings": encodings} if isinstance(encodings, list) else {}) | dict(obj.data)
 
 
 def _take_dataclass(obj: Any) -> Parts:
@@ -129,9 +127,9 @@ def refilled(fill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
             object.__setattr__(new, "__dict__", new)
         elif attributes:
             # By identity, because their names can be others; numbers and texts are the same in all pieces.
-            old = {id(part): key for key, part in kind_of(type(obj)).take(obj).items() if key in parts and not isinstance(part, _SCALARS)}
-            same = [name for name, value in vars(obj).items() if id(value) in old and attributes.get(name) is value]
-            attributes.update({name: parts[old[id(attributes[name])]] for name in same})
+            taken = kind_of(type(obj)).take(obj).items()
+            renewed = {id(part): parts[key] for key, part in taken if key in parts and not isinstance(part, _SCALARS)}
+            attributes.update({name: renewed[id(value)] for name, value in attributes.items() if id(value) in renewed})
         return new
 
     return put
@@ -155,38 +153,21 @@ def _fill_dataclass(new: Any, parts: Parts) -> None:
         object.__setattr__(new, name, value)
 
 
-def _store(obj: Any) -> str | None:
-    """The attribute of a mapping that is the dict with its items."""
-    for name, value in getattr(obj, "__dict__", {}).items():
-        if isinstance(value, dict) and value.keys() == obj.keys() and all(obj[key] is item for key, item in value.items()):
-            return str(name)
-    return None
-
-
-def _put_mapping(obj: Any, parts: Parts) -> Any:
-    items = {key: parts[key] for key in obj}
-    store = _store(obj)
-    if store is None:
-        return _constructed(obj, items, parts)
-    inner = vars(obj)[store]
-    renewed = kind_of(type(inner)).put(inner, items)  # a shallow copy would share that dict
-    return _with_parts(refilled(lambda new, _: vars(new).update({store: renewed}))(obj, parts), obj, parts)
+def _fill_user_dict(new: Any, parts: Parts) -> None:
+    items = {key: parts[key] for key in new.data}
+    new.data = kind_of(type(new.data)).put(new.data, items)  # a shallow copy can share that dict
 
 
 def _put_tuple(obj: Any, parts: Parts) -> Any:
-    return obj._make(parts.values()) if hasattr(obj, "_make") else _constructed(obj, list(parts.values()), parts)  # torch.return_types and the like
-
-
-def _constructed(obj: Any, content: Any, parts: Parts) -> Any:
-    try:
-        return _with_parts(type(obj)(content), obj, parts)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    values = list(parts.values())
+    if hasattr(obj, "_make"):
+        return obj._make(values)
+    try:  # torch.return_types and the like
+        new = type(obj)(values)
+        kept = all(item is value for item, value in zip(new, values, strict=True))
+    except (TypeError, ValueError) as error:
         raise _not_rebuilt(obj, error) from error
-
-
-def _with_parts(new: Any, obj: Any, parts: Parts) -> Any:
-    taken = kind_of(type(obj)).take(new)
-    if taken.keys() != parts.keys() or any(taken[key] is not value for key, value in parts.items()):
+    if not kept:
         raise _not_rebuilt(obj, "a new one does not keep its items")
     return new
 
@@ -215,7 +196,8 @@ _SUBCLASSES: dict[Any, Kind] = {
     tuple: Kind(Role.FIELDS, _BUILTINS[tuple].take, _put_tuple),
     list: Kind(Role.LIST, _BUILTINS[list].take, refilled(_fill_list)),
     dict: Kind(Role.FIELDS, lambda obj: dict(obj.items()), refilled(_fill_dict)),
-    Mapping: Kind(Role.FIELDS, _take_mapping, _put_mapping),
+    UserDict: Kind(Role.FIELDS, _take_user_dict, refilled(_fill_user_dict)),
+    Mapping: Kind(Role.UNKNOWN, why="only its class knows how it is made: make it a dict, or"),
 }
 _WALKED = frozenset({Role.TENSOR, Role.LIST, Role.FIELDS, Role.CUSTOM})
 
@@ -253,17 +235,10 @@ def fresh(obj: Any) -> Any:
 
 def attributes_with_rows(obj: Any, parts: Parts) -> list[str]:
     """Attributes of a container that have rows and are none of its parts: each piece would get the whole batch's."""
-    attributes = getattr(obj, "__dict__", None)
-    if not attributes or attributes is obj:
-        return []
-    known = {id(part) for part in parts.values()}
-    if kind_of(type(obj)).put is _put_mapping:
-        store = _store(obj)
-        if store is None:
-            return []  # its constructor makes the pieces, attributes and all
-        known.add(id(attributes[store]))
+    known = {id(part) for part in parts.values()} | ({id(obj.data)} if isinstance(obj, UserDict) else set())
     cached = _cached_properties(type(obj))
-    return [name for name, value in attributes.items() if name not in cached and id(value) not in known and _has_rows(value)]
+    attributes = getattr(obj, "__dict__", {}).items()
+    return [name for name, value in attributes if name not in cached and id(value) not in known and _has_rows(value)]
 
 
 def _has_rows(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.token_counts import TokenCount, described, is_array
+from elastic_mbs.batch.token_counts import count_tokens, described, is_array
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import CountError
 
@@ -78,8 +78,6 @@ class Counts:
 
     def weights(self, start: int, stop: int, *, reduction: str = "mean") -> dict[str | None, float] | None:
         """The weight of each loss of samples `start` to `stop`, by name: c / C, under "sum" 1 or 0; None where they have no loss term."""
-        if not 0 <= start <= stop <= self.n:
-            raise CountError(f"there are no samples {start}:{stop} in a batch of {self.n}")
         shares = {name: (column.prefix[stop] - column.prefix[start]) / column.units for name, column in self._columns.items()}
         if not any(shares.values()):
             return None
@@ -92,7 +90,7 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
             f"{where} is {described(count)}: it must be None (samples), a function of the batch that gives one count per sample, "
             "or a dict of such functions"
         )
-    values = _on_host(count.of(view) if isinstance(count, TokenCount) else count(view.batch), where)
+    values = _on_host(count.of(view) if isinstance(count, count_tokens) else count(view.batch), where)
     if len(values) != view.length:
         raise CountError(
             f"{where} returned {len(values)} counts for a batch of {view.length} samples: it must return one count per sample\n"
@@ -125,14 +123,16 @@ def _on_host(result: Any, where: str) -> list[Any]:
     if isinstance(result, Mapping):
         raise CountError(f"{where} returned a dict: give a dict of functions instead, one per loss: count={{{', '.join(map(repr, result))}: ...}}")
     if isinstance(result, Real) or getattr(result, "ndim", 1) != 1:
-        raise CountError(f"{where} returned {described(result)}: it must return one count per sample\n  sum over every dimension but the first")
+        many = getattr(result, "ndim", 0) > 1
+        remedy = "sum over every dimension but the first" if many else "where all samples count the same: torch.full((N,), count)"
+        raise CountError(f"{where} returned {described(result)}: it must return one count per sample\n  {remedy}")
     if isinstance(result, Tensor) or is_array(result):
         return list(result.tolist())
     if not isinstance(result, Sequence) or isinstance(result, str | bytes):
         raise CountError(f"{where} returned {described(result)}: it must return one number per sample, as a tensor or a sequence")
-    scalars = [value for value in result if isinstance(value, Tensor) and value.ndim == 0]
-    if scalars and len(scalars) == len(result) and len({(value.device, value.dtype) for value in scalars}) == 1:
-        return list(torch.stack(scalars).tolist())  # one copy from the device for all of them
+    forms = {(value.device, value.dtype) if isinstance(value, Tensor) and value.ndim == 0 else None for value in result}
+    if len(forms) == 1 and None not in forms:
+        return list(torch.stack(list(result)).tolist())  # one copy from the device for all of them
     return [value.item() if isinstance(value, Tensor) and value.ndim == 0 else value for value in result]
 
 

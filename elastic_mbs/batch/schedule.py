@@ -33,16 +33,13 @@ class Schedule:
         self._reduction = reduction
         self._minimum, self._align = minimum, align  # of a piece's length, in samples
         self._size = 0
-        self._rests: list[Range] = []
-        self._pieces: list[Range] = []  # of the rest that was cut last; the next one is at the end
-        self.skipped: list[tuple[int, int]] = []  # not handed out, because nothing in them counts
         self.restart()
 
     def restart(self) -> None:
         """Drops all progress: the batch runs from its start."""
         self._rests = [Range(0, self._counts.n)]
-        self._pieces.clear()
-        self.skipped.clear()
+        self._pieces: list[Range] = []  # of the rest that was cut last; the next one is at the end
+        self.skipped: list[tuple[int, int]] = []  # not handed out, because nothing in them counts
 
     def next(self, size: int) -> Range | None:
         """The next piece, of at most `size` samples; None at the end."""

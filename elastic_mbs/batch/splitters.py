@@ -101,17 +101,8 @@ class Splitter:
         return found
 
     def mapped(self, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-        """`value` with `fn` applied to its tensors; the same object when `fn` changes none of them."""
-        if self.move is None:
-            return value
-        changes: list[bool] = []
-
-        def traced(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            changes.append(new is not tensor)
-            return new
-
-        moved = self.move(value, traced)
+        """`value` with `fn` applied to its tensors."""
+        moved = value if self.move is None else self.move(value, fn)
         if moved is None:
             raise self._error("move", "returned None: it must return the rebuilt object")
-        return moved if any(changes) else value
+        return moved

@@ -16,15 +16,23 @@ from elastic_mbs.errors import CountError
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCount:
-    """Counts the labels that are not ignored, per sample. Made by `count_tokens`."""
+class count_tokens:
+    """`count=` for losses that are means over labels: the number of labels other than `ignore_index` in each sample.
+
+    Called with a batch it returns a tensor of shape (N,) on the labels' device, or a list where the labels are one with an entry per sample.
+
+    Args:
+        key: where the labels are: a name, a dotted path, an index, or a function batch → labels, a tensor of shape (N, ...).
+        ignore_index: labels of this value are no loss terms (-100 in PyTorch and transformers).
+        shift: leave out the first position along dim 1, as causal language models do: they predict labels[:, 1:]. Not where something precedes
+            the labels, so that the first one is predicted too (the virtual tokens of peft's prompt tuning).
+    """
 
     key: str | int | Callable[[Any], Any] = "labels"
     ignore_index: int = -100
     shift: bool = False
 
     def __call__(self, batch: Any) -> Any:
-        """A tensor of shape (N,) on the labels' device, or a list where the labels are a list with one entry per sample."""
         return self._count(self._labels(batch))
 
     def of(self, view: BatchView) -> Any:
@@ -62,25 +70,6 @@ class TokenCount:
             return lookup(batch, self.key)
         except LookupError as error:
             raise CountError(f"{self!r}: {error}\n  count_tokens(key=...) takes a name, a dotted path, an index or a function") from error
-
-    def __repr__(self) -> str:
-        key = getattr(self.key, "__qualname__", repr(self.key)) if callable(self.key) else repr(self.key)
-        return f"count_tokens(key={key}, ignore_index={self.ignore_index}, shift={self.shift})"
-
-
-def count_tokens(key: str | int | Callable[[Any], Any] = "labels", ignore_index: int = -100, shift: bool = False) -> TokenCount:
-    """`count=` for losses that are means over labels: the number of labels other than `ignore_index` in each sample.
-
-    Args:
-        key: where the labels are: a name, a dotted path, an index, or a function batch → labels, a tensor of shape (N, ...).
-        ignore_index: labels of this value are no loss terms (-100 in PyTorch and transformers).
-        shift: leave out the first position along dim 1, as causal language models do: they predict labels[:, 1:]. Not where something precedes
-            the labels, so that the first one is predicted too (the virtual tokens of peft's prompt tuning).
-
-    Returns:
-        A function batch → counts of shape (N,).
-    """
-    return TokenCount(key, ignore_index, shift)
 
 
 _LABEL_NAMES = frozenset({"label", "labels", "target", "targets", "y"})

@@ -41,8 +41,6 @@ class BatchView:
 
     def piece(self, start: int, stop: int) -> Any:
         """Samples `start` to `stop`: `narrow()` views in new containers, so that neither a replay nor the caller sees a `pop`."""
-        if not 0 <= start < stop <= self.length:
-            raise BatchError(f"there is no piece {start}:{stop} in a batch of {self.length} samples")
         return self._root.piece(start, stop)
 
     @cached_property
@@ -78,10 +76,9 @@ class BatchView:
 
 def check_graphs(view: BatchView) -> None:
     """Refuses a batch that pieces cannot share: one whose tensors carry a graph."""
-    if all(tensor.grad_fn is None for tensor in view.tensors):
-        return
-    for name, tensor in view.named_tensors():
+    for tensor in view.tensors:
         if tensor.grad_fn is not None:
+            name = next((name for name, each in view.named_tensors() if each is tensor), "")
             raise BatchError(
                 f"the tensor {name or 'batch'!r} carries a graph ({tensor.grad_fn.name()}), and each piece would run backward through it again: "
                 "compute it inside loss_fn, with its module in model=[...], or detach it"

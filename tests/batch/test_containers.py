@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,25 +29,6 @@ class Encoding(UserDict[str, Any]):
 
     def __getitem__(self, item: Any) -> Any:
         return self._encodings[item] if isinstance(item, int) else self.data[item]
-
-
-class Store(Mapping[str, Any]):
-    """A mapping of one's own around an inner dict, whose arrays it gives as tensors."""
-
-    def __init__(self, data: dict[str, Any], note: str = "none") -> None:
-        self.spare = dict.fromkeys(data)  # another dict with the same keys, which holds something else
-        self._data = data
-        self.note = note
-        self.inputs = data["x"]
-
-    def __getitem__(self, key: str) -> Any:
-        return torch.as_tensor(self._data[key])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data)
 
 
 class Pair(NamedTuple):
@@ -118,7 +97,6 @@ def containers() -> list[Any]:
         Slotted(X, Y),
         UserDict({"x": X, "y": Y}),
         Encoding({"x": X, "y": Y}, list("abcdef"), names=["n"]),
-        MappingProxyType({"x": X, "y": Y}),
         Output(x=X, y=Y),
         torch.return_types.max((X, Y)),
         *with_attributes(),
@@ -126,7 +104,7 @@ def containers() -> list[Any]:
 
 
 def with_attributes() -> list[Any]:
-    return [Linked(X, Y), Store({"x": X, "y": Y}, "kept"), Record(x=X, y=Y), Record2(x=X, y=Y), Fields([X, Y])]
+    return [Linked(X, Y), Record(x=X, y=Y), Record2(x=X, y=Y), Fields([X, Y])]
 
 
 def kind(value: Any) -> str:
@@ -148,7 +126,6 @@ def test_a_piece_and_a_mapped_batch_have_the_batchs_type(batch: Any) -> None:
 
 
 def test_attributes_next_to_the_parts_are_kept() -> None:
-    assert BatchView(Store({"x": X}, "kept")).piece(0, 1).note == "kept"
     assert BatchView(Frozen(X)).piece(0, 1).name == "frozen"
     assert BatchView(defaultdict(list, x=X)).piece(0, 1)["new"] == []
     batch: Any = Record(x=X)
@@ -170,14 +147,12 @@ def test_an_attribute_with_rows_that_is_no_part_is_asked_about(batch: Any, mask:
 
 
 @pytest.mark.parametrize("data", [X, X.numpy()], ids=kind)
-@pytest.mark.parametrize("make", [Linked, lambda x, y: Store({"x": x, "y": y})], ids=["dataclass", "mapping"])
-def test_an_attribute_that_is_a_part_is_the_pieces_own(make: Any, data: Any) -> None:
-    batch = make(data, Y)
-    if make is Linked:
-        assert batch.doubled.shape == X.shape
+def test_an_attribute_that_is_a_part_is_the_pieces_own(data: Any) -> None:
+    batch = Linked(data, Y)
+    assert batch.doubled.shape == X.shape
     piece = BatchView(batch).piece(1, 3)
     assert torch.equal(torch.as_tensor(piece.inputs), X[1:3])
-    assert make is not Linked or torch.equal(torch.as_tensor(piece.doubled), X[1:3] * 2), "a cached property is computed again"
+    assert torch.equal(torch.as_tensor(piece.doubled), X[1:3] * 2), "a cached property is computed again"
 
 
 class Attributes(dict[str, Any]):
@@ -286,40 +261,6 @@ def test_a_field_that_the_constructor_computes_is_refused_until_it_is_named() ->
     assert BatchView(Counted(X), {"rows": None}).piece(0, 2).rows == 6
 
 
-class Strict(Mapping[str, Any]):
-    __slots__ = ("items_",)
-
-    def __init__(self, **values: Any) -> None:
-        self.items_ = tuple(values.items())
-
-    def __getitem__(self, key: str) -> Any:
-        return dict(self.items_)[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key, _ in self.items_)
-
-    def __len__(self) -> int:
-        return len(self.items_)
-
-
-class Doubling(Strict):
-    __slots__ = ()
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        super().__init__(**{key: value * 2 for key, value in data.items()})
-
-
-class Cached(Store):
-    """Looks elsewhere first, in a dict that the batch's pieces would share."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        super().__init__(data)
-        self._first = (dict(data),)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._first[0][key]
-
-
 class Two(tuple[Any, ...]):
     __slots__ = ()
 
@@ -342,9 +283,6 @@ class Uncopyable(dict[str, Any]):
 @pytest.mark.parametrize(
     ("batch", "why"),
     [
-        (Strict(x=X), "positional argument"),
-        (Doubling({"x": X}), "does not keep its items"),
-        (Cached({"x": X}), "does not keep its items"),
         (Two(X, Y), "positional argument"),
         (Reversed([X, Y]), "does not keep its items"),
         (Uncopyable(x=X), "not copied"),
@@ -353,7 +291,7 @@ class Uncopyable(dict[str, Any]):
 )
 def test_a_container_that_cannot_be_rebuilt_is_refused_by_name(batch: Any, why: str) -> None:
     with pytest.raises(BatchError, match=why) as caught:
-        BatchView(batch, whole("_first")).piece(0, 1)
+        BatchView(batch).piece(0, 1)
     assert f"register_splitter({type(batch).__qualname__}" in str(caught.value)
 
 

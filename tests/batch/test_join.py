@@ -161,9 +161,3 @@ def test_containers_keep_their_type_and_rows_and_items_their_order(outputs: list
     found = join(outputs, lengths)
     assert isinstance(found, type(joined))
     assert repr(found) == repr(joined)
-
-
-@pytest.mark.parametrize(("outputs", "lengths"), [([], []), ([1], []), ([1], [1, 2])])
-def test_lengths_must_match_the_outputs(outputs: list[Any], lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match=f"got {len(outputs)} outputs and {len(lengths)} lengths"):
-        join(outputs, lengths)

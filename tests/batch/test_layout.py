@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,6 +199,7 @@ class TensorLike(dict[str, Any]):
         (TensorLike(x=rows(2)), "TensorLike"),
         (deque([1, 2]), "deque"),
         (range(2), "range"),
+        (MappingProxyType({"x": rows(2)}), "mappingproxy"),
         (torch.nn.Linear(1, 1), "Linear"),
     ],
 )

@@ -97,15 +97,6 @@ def test_labels_that_are_not_found_are_named(counter: Callable[[Any], Any], batc
         counter(batch)
 
 
-def test_count_tokens_shows_its_arguments() -> None:
-    def pick(batch: Any) -> Any:
-        return batch
-
-    assert repr(count_tokens()) == "count_tokens(key='labels', ignore_index=-100, shift=False)"
-    assert "pick" in repr(count_tokens(pick, shift=True))
-    assert count_tokens("y") == count_tokens("y")
-
-
 @pytest.mark.parametrize(
     ("batch", "name"),
     [

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elastic_mbs.batch.join import join
 from elastic_mbs.batch.splitters import items, whole
-from elastic_mbs.batch.view import BatchView
+from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError
 
 
@@ -114,12 +114,6 @@ def test_what_holds_no_samples_passes_whole() -> None:
     assert view.tensors == [named["x"], table, adjacency]
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (2, 1), (-1, 2), (4, 5)])
-def test_a_range_outside_the_batch_is_refused(start: int, stop: int) -> None:
-    with pytest.raises(BatchError, match=f"no piece {start}:{stop} in a batch of 4"):
-        BatchView(rows(4)).piece(start, stop)
-
-
 @pytest.mark.parametrize(
     ("batch", "dims", "elements"),
     [
@@ -167,6 +161,13 @@ def test_a_batch_that_requires_grad_gets_its_gradient_through_the_pieces() -> No
         (view.piece(start, stop)["x"] ** 2).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(("part", "name"), [(lambda x: {"x": x}, "x"), (lambda x: [{"a": x}], "batch")], ids=["field", "item"])
+def test_a_graph_in_the_batch_is_refused_by_name_in_items_too(part: Any, name: str) -> None:
+    batch = part(torch.ones(1, requires_grad=True) * 2)
+    with pytest.raises(BatchError, match=f"the tensor '{name}' carries a graph"):
+        check_graphs(BatchView(batch))
 
 
 def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
