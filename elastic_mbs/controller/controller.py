@@ -22,11 +22,11 @@ import math
 from collections.abc import Callable
 from random import Random
 
+from elastic_mbs.controller.fit import checked
 from elastic_mbs.controller.growth import double_fits, is_due, next_size
 from elastic_mbs.controller.plan import CallOutcome, Capacity, Key, Move, Plan, shape_class
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.controller.saved_value import checked
-from elastic_mbs.controller.track import Ceiling, Probing, RunningCall, Settled, Track, Trial
+from elastic_mbs.controller.track import Ceiling, RunningCall, Track, Trial
 from elastic_mbs.errors import UsageError
 
 __all__ = ["CallOutcome", "Capacity", "Controller", "Key", "Limits", "Move", "Plan", "Policy", "shape_class"]
@@ -82,13 +82,12 @@ class Controller:
         # does a missing sensor not stop growth.
         target = self._limits.clamp(2 * size)
         if size >= track.expected()[0]:
-            track.state = Settled()
+            track.probing = False
         elif target > track.size:
-            if double_fits(track, self._policy, size * call.elements, target * call.elements, capacity):
+            track.probing = double_fits(track, self._policy, size * call.elements, target * call.elements, capacity)
+            if track.probing:
                 self._resize(track, target)
                 call.size = min(track.size, call.samples)
-            else:
-                track.state = Settled()
         return call.size
 
     def out_of_memory(self, key: Key, attempted: int, capacity: Capacity | None) -> int | None:
@@ -114,7 +113,7 @@ class Controller:
         length = call.longest or self._limits.longest(call.samples, call.size)
         self._measure(track, call, outcome, length)
         if track.probing and call.epoch == track.epoch and call.samples == track.expected()[0]:
-            track.state = Settled()  # a whole call at one size: there was nothing left to double
+            track.probing = False  # a whole call at one size: there was nothing left to double
         if outcome.retries:
             return self._end_thrashing(track, length, call.elements, capacity)
         return self._end_clean(track, length * call.elements, call.epoch, capacity)
@@ -154,8 +153,7 @@ class Controller:
         if self._start is not None and not self._policy.grow:
             track.size = min(track.size, self._start)
         track.size = self._limits.clamp(track.size)
-        if self._start is not None and track.probing:
-            track.state = Settled()
+        track.probing = track.probing and self._start is None
         return key, track
 
     def _running(self, key: Key) -> tuple[Track, RunningCall]:
@@ -166,7 +164,7 @@ class Controller:
 
     def _new(self, key: Key, elements: int) -> Track:
         now, known = self._clock(), [(k, t) for k, t in self._tracks.items() if (k.name, k.mode) == (key.name, key.mode) and not t.probing]
-        state: Probing | Settled = Settled()
+        probing = self._start is None and not known
         if self._start is not None:
             size = self._start
         elif known:
@@ -174,8 +172,8 @@ class Controller:
             _, track = min(known, key=lambda item: (abs(item[0].shape - key.shape), -item[0].shape))
             size = track.size * track.expected()[1] // elements
         else:
-            size, state = self._policy.probe, Probing()
-        return Track(self._limits.clamp(size), state, self._patience(), resized_at=now, decided_at=now)
+            size = self._policy.probe
+        return Track(self._limits.clamp(size), probing, self._patience(), resized_at=now, decided_at=now)
 
     def _patience(self) -> int:
         patience = self._policy.patience
@@ -216,8 +214,8 @@ class Controller:
     def _failed(self, track: Track, elements: int, capacity: Capacity | None) -> Trial | None:
         """Remembers a failure at so many elements, and settles; returns the growth that has failed by it."""
         now = self._clock()
-        failed = track.state if isinstance(track.state, Trial) and elements > track.state.elements else None
-        track.state = Settled()
+        failed = track.trial if track.trial is not None and elements > track.trial.elements else None
+        track.trial, track.probing = None, False
         if track.grown:
             track.failed_growths += 1
             track.grown = False
@@ -265,6 +263,6 @@ class Controller:
         if after is None:
             return None
         samples, elements = track.expected()
-        track.state = Trial(track.size, self._limits.longest(samples, track.size) * elements, self._policy.patience)
+        track.trial = Trial(track.size, self._limits.longest(samples, track.size) * elements, self._policy.patience)
         track.grown = True
         return self._move(track, after, "grow")

@@ -8,11 +8,19 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from elastic_mbs.controller.saved_value import checked
+from typing import Any, TypeVar
 
 KNOTS = 32  # sizes remembered per fit: sequence lengths vary without end, memory of them must not
+
+Value = TypeVar("Value", int, float, bool, str)
+
+
+def checked(value: Any, kind: type[Value], least: float = 0) -> Value:
+    """`value`; a ValueError unless it is of that type and, if it is a number, finite and not below `least`. An int serves as a float."""
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits or (kind is not str and not least <= value < 2**63):
+        raise ValueError(f"{value!r} is not of type {kind.__name__}, or out of range")
+    return kind(value)
 
 
 def _crowded(sizes: Sequence[int], keep: int) -> int:

@@ -17,8 +17,8 @@ def piece_count(samples: int, size: int, *, minimum: int = 1, align: int = 1) ->
         return 0
     if samples <= size:
         return 1
-    units = _ceiling_division(samples, align)
-    count = min(_ceiling_division(units, max(1, size // align)), max(1, samples // minimum))
+    units = -(-samples // align)
+    count = min(-(-units // max(1, size // align)), max(1, samples // minimum))
     while count > 1 and _shortest(samples, units, count, align) < minimum:
         count -= 1
     return count
@@ -29,7 +29,7 @@ def longest(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int
     count = piece_count(samples, size, minimum=minimum, align=align)
     if count <= 1:
         return samples
-    short, extra = divmod(_ceiling_division(samples, align), count)
+    short, extra = divmod(-(-samples // align), count)
     if extra == 1:
         return samples - (count - 1) * short * align
     return (short + 1 if extra else short) * align
@@ -37,7 +37,7 @@ def longest(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int
 
 def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
     """The smallest aligned size that needs no more than `count` pieces: any larger one costs memory and saves no time."""
-    return _ceiling_division(_ceiling_division(samples, align), count) * align
+    return -(-samples // (align * count)) * align
 
 
 @lru_cache(maxsize=8)  # few: of a long range in small pieces each takes megabytes
@@ -46,7 +46,7 @@ def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int 
     count = piece_count(stop - start, size, minimum=minimum, align=align)
     if count == 0:
         return ()
-    short, extra = divmod(_ceiling_division(stop - start, align), count)
+    short, extra = divmod(-((stop - start) // -align), count)
     lengths = [short + 1] * extra + [short] * (count - extra)  # longer ones first: the allocator's blocks serve all that follow
     if extra and (stop - start) % align:
         # The last unit is not full: the last piece must be one of the longer ones, or it would differ by more than one unit.
@@ -56,10 +56,6 @@ def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int 
         pieces.append((start, min(stop, start + length * align)))
         start = pieces[-1][1]
     return tuple(pieces)
-
-
-def _ceiling_division(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _shortest(samples: int, units: int, count: int, align: int) -> int:

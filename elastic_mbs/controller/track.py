@@ -9,26 +9,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_mbs.controller.fit import MemoryFit, TimeFit
+from elastic_mbs.controller.fit import MemoryFit, TimeFit, checked
 from elastic_mbs.controller.plan import Capacity
-from elastic_mbs.controller.saved_value import checked
 
 RECENT_CALLS = 16  # calls whose batches decide how large a batch and how long a sample must be expected
 MAX_CEILINGS = 8
 NEVER = float("-inf")
 
 
-class Probing:
-    """The size doubles from piece to piece."""
-
-
-class Settled:
-    """The size stays until growth is earned."""
-
-
 @dataclass
 class Trial:
-    """The size has grown and has not proven itself yet."""
+    """A size that has grown and has not proven itself yet."""
 
     before: int  # size that it grew from, in samples
     elements: int  # longest piece at that size, in elements
@@ -72,10 +63,11 @@ class Track:
     """Everything known about one kind of call."""
 
     size: int  # the micro-batch, in samples
-    state: Probing | Settled | Trial
+    probing: bool  # the size doubles from piece to piece; else it stays until growth is earned
     patience: int  # clean calls at this size before it can grow (jitter drawn)
     resized_at: float  # when the size last changed
     decided_at: float  # readings up to this one are not looked at: older than the size, or already decided on
+    trial: Trial | None = None
     epoch: int = 0  # counts the changes of size: a call that changed it is no clean call at the new one
     clean: int = 0  # clean calls at this size in a row
     calls: int = 0  # calls at this size
@@ -91,10 +83,6 @@ class Track:
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))  # samples and elements per sample
     memory: MemoryFit = field(default_factory=MemoryFit)
     time: TimeFit = field(default_factory=TimeFit)
-
-    @property
-    def probing(self) -> bool:
-        return isinstance(self.state, Probing)
 
     def resize(self, size: int, now: float, patience: int) -> None:
         """Changes the size and discards the counts of calls at the old one."""
@@ -132,16 +120,15 @@ class Track:
         """A clean call had this many elements on the device at once: ceilings at or below it are disproved, and a trial goes on."""
         if self.ceilings:
             self.ceilings = [c for c in self.ceilings if c.elements > elements]
-        if isinstance(self.state, Trial) and elements > self.state.elements:
-            self.state.calls -= 1
-            if self.state.calls <= 0:
-                self.state = Settled()
-        if not isinstance(self.state, Trial) and capacity is not None and (self.proven is None or elements >= self.proven[0]):
+        if self.trial is not None and elements > self.trial.elements:
+            self.trial.calls -= 1
+            if self.trial.calls <= 0:
+                self.trial = None
+        if self.trial is None and capacity is not None and (self.proven is None or elements >= self.proven[0]):
             self.proven = (elements, capacity.bytes)
 
     def saved(self, now: float) -> dict[str, object]:
         """What is worth saving, as JSON. Times become relative, because the next process has another clock."""
-        trial = self.state if isinstance(self.state, Trial) else None
         return {
             "size": self.size,
             "probing": self.probing,
@@ -154,7 +141,7 @@ class Track:
             "cooldown_left": max(0.0, self.cooldown_until - now),
             "fragmentation": self.fragmentation,
             "passed_with": None if self.proven is None else list(self.proven),
-            "trial": None if trial is None else [trial.before, trial.elements, trial.calls],
+            "trial": None if self.trial is None else [self.trial.before, self.trial.elements, self.trial.calls],
             "ceilings": [[c.elements, c.limit, c.capacity] for c in self.ceilings],
             "recent": [list(batch) for batch in self.recent],
             "memory": self.memory.state(),
@@ -164,11 +151,11 @@ class Track:
     @classmethod
     def restored(cls, row: Any, now: float) -> Track:
         """The track that `saved()` was taken from; KeyError, TypeError or ValueError if it is malformed. Older readings are stale for it."""
-        state: Probing | Settled | Trial = Probing() if checked(row["probing"], bool) else Settled()
+        probing, patience = checked(row["probing"], bool), checked(row["patience"], int, 1)
+        track = cls(checked(row["size"], int, 1), probing, patience, resized_at=now, decided_at=now)
         if row["trial"] is not None:
             before, elements, calls = row["trial"]
-            state = Trial(checked(before, int, 1), checked(elements, int, 1), checked(calls, int))
-        track = cls(checked(row["size"], int, 1), state, checked(row["patience"], int, 1), resized_at=now, decided_at=now)
+            track.trial = Trial(checked(before, int, 1), checked(elements, int, 1), checked(calls, int))
         track.epoch, track.clean, track.calls, track.failed_growths = (checked(row[name], int) for name in ("epoch", "clean", "calls", "strikes"))
         track.grown = checked(row["young"], bool)
         left = checked(row["cooldown_left"], float)

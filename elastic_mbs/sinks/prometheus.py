@@ -8,55 +8,35 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import (
-    CallDone,
-    Event,
-    OptimizerOutOfMemory,
-    OutOfMemory,
-    Resized,
-    SensorBack,
-    SensorLost,
-    SizeReader,
-    WaitingForMemory,
-    Warned,
-)
+from elastic_mbs.events import Event, SensorBack, SensorLost, SizeReader
 from elastic_mbs.sinks.guarded import GuardedSink
 
-
-class _Metric(NamedTuple):
-    """A metric. A name that ends in "_total" is a counter, to which the values add up; any other is a gauge."""
-
-    help: str
-    labels: str  # the event's name, and these fields of it
-    events: Any = ()  # the classes that have a value for it; none where `_count` sets it
-    value: str = ""  # the field that is the value; without one, the events are counted
-
-
-_METRICS = {
-    "calls_total": _Metric("Calls that finished.", "mode", CallDone),
-    "samples_total": _Metric("Samples in calls that finished.", "mode", CallDone, "samples"),
-    "out_of_memory_total": _Metric("Out-of-memory errors.", "phase kind", OutOfMemory | OptimizerOutOfMemory),
-    "replayed_samples_total": _Metric("Samples that were run again.", "mode", CallDone, "replayed_samples"),
-    "seconds_total": _Metric("Time of calls that finished.", "mode", CallDone, "seconds"),
-    "lost_seconds_total": _Metric("Time in attempts that ran out of memory.", "mode", CallDone, "seconds_lost"),
-    "resizes_total": _Metric("Changes of the micro-batch size between calls.", "reason", Resized),
-    "waits_total": _Metric("Waits for others to free memory.", "", WaitingForMemory),
-    "warnings_total": _Metric("Warnings about probable mistakes.", "", Warned),
-    "micro_batch_size": _Metric("Micro-batch size in samples.", "key"),
-    "samples_per_second": _Metric("Throughput of the last call.", "mode", CallDone, "rate"),
-    "loss": _Metric("Loss of the last training call.", "", CallDone, "loss"),
-    "memory_allocated_bytes": _Metric("Bytes in live tensors when the last call ended.", "", CallDone, "allocated"),
-    "memory_reserved_bytes": _Metric("Bytes that the allocator held when the last call ended.", "", CallDone, "reserved"),
-    "memory_free_bytes": _Metric("Bytes that the process could still get.", "", CallDone, "free"),
-    "memory_held_by_others_bytes": _Metric("Bytes that the process cannot get because others have them.", "", CallDone, "held_by_others"),
-    "memory_total_bytes": _Metric("Bytes that the device has.", "", CallDone, "total"),
-    "memory_readable": _Metric("1 while there are memory readings, 0 while there are none.", ""),
-    "last_event_timestamp_seconds": _Metric("Unix time of the last event.", ""),
+# name: help, labels besides the runtime's name (fields of the event), events that have a value for it (none where `_take` sets it), and the field
+# that is the value (where it is empty, the events are counted). A name that ends in "_total" is a counter, to which values add up; others are gauges.
+_METRICS: dict[str, tuple[str, str, str, str]] = {
+    "calls_total": ("Calls that finished.", "mode", "CallDone", ""),
+    "samples_total": ("Samples in calls that finished.", "mode", "CallDone", "samples"),
+    "out_of_memory_total": ("Out-of-memory errors.", "phase kind", "OutOfMemory OptimizerOutOfMemory", ""),
+    "replayed_samples_total": ("Samples that were run again.", "mode", "CallDone", "replayed_samples"),
+    "seconds_total": ("Time of calls that finished.", "mode", "CallDone", "seconds"),
+    "lost_seconds_total": ("Time in attempts that ran out of memory.", "mode", "CallDone", "seconds_lost"),
+    "resizes_total": ("Changes of the micro-batch size between calls.", "reason", "Resized", ""),
+    "waits_total": ("Waits for others to free memory.", "", "WaitingForMemory", ""),
+    "warnings_total": ("Warnings about probable mistakes.", "", "Warned", ""),
+    "micro_batch_size": ("Micro-batch size in samples.", "key", "", ""),
+    "samples_per_second": ("Throughput of the last call.", "mode", "CallDone", "rate"),
+    "loss": ("Loss of the last training call.", "", "CallDone", "loss"),
+    "memory_allocated_bytes": ("Bytes in live tensors when the last call ended.", "", "CallDone", "allocated"),
+    "memory_reserved_bytes": ("Bytes that the allocator held when the last call ended.", "", "CallDone", "reserved"),
+    "memory_free_bytes": ("Bytes that the process could still get.", "", "CallDone", "free"),
+    "memory_held_by_others_bytes": ("Bytes that the process cannot get because others have them.", "", "CallDone", "held_by_others"),
+    "memory_total_bytes": ("Bytes that the device has.", "", "CallDone", "total"),
+    "memory_readable": ("1 while there are memory readings, 0 while there are none.", "", "", ""),
+    "last_event_timestamp_seconds": ("Unix time of the last event.", "", "", ""),
 }
-_OWN_LABELS = {"name"}.union(*(metric.labels.split() for metric in _METRICS.values()))
 
 
 class PrometheusTextfile(GuardedSink):
@@ -92,13 +72,13 @@ class PrometheusTextfile(GuardedSink):
         self._client = prometheus_client
         self.path = Path(path).absolute()
         self._labels = {label: str(value) for label, value in (labels or {}).items()}
-        bad_labels = [label for label in self._labels if not re.fullmatch(r"(?!__)[a-zA-Z_]\w*", label, re.ASCII) or label in _OWN_LABELS]
+        ours = {"name"}.union(*(own.split() for _, own, _, _ in _METRICS.values()))
+        bad = [label for label in self._labels if not re.fullmatch(r"(?!__)[a-zA-Z_]\w*", label, re.ASCII) or label in ours]
         problems = {
             "node_exporter reads names that end in .prom only; name it so": self.path.suffix != ".prom",
             f"there is no folder {str(self.path.parent)!r}": not self.path.parent.is_dir(),
-            "this is a folder": self.path.is_dir(),
             f"every={every!r} is not a finite number of seconds of at least 0": not 0 <= every < math.inf,
-            f"{bad_labels} cannot be labels here: letters, digits and _, and none of our own names": bool(bad_labels),
+            f"{bad} cannot be labels here: letters, digits and _, and none of our own names": bool(bad),
         }
         for problem in (problem for problem, present in problems.items() if present):
             raise UsageError(f"PrometheusTextfile({os.fspath(path)!r}): {problem}")
@@ -119,14 +99,21 @@ class PrometheusTextfile(GuardedSink):
         """The metrics, as prometheus_client reads them."""
         core = self._client.core
         for name, samples in self._values.items():
+            about, own, _, _ = _METRICS[name]
             make = core.CounterMetricFamily if name.endswith("_total") else core.GaugeMetricFamily
-            family = make(f"elastic_mbs_{name}", _METRICS[name].help, labels=[*self._labels, "name", *_METRICS[name].labels.split()])
+            family = make(f"elastic_mbs_{name}", about, labels=[*self._labels, "name", *own.split()])
             for values, number in samples.items():
                 family.add_metric([*self._labels.values(), *values], number)
             yield family
 
     def _take(self, event: Event) -> None:
-        self._count(event)
+        for name, (_, _, kinds, value) in _METRICS.items():
+            if type(event).__name__ in kinds.split():
+                self._put(name, event, getattr(event, value) if value else 1)
+        size = self._size_readers.setdefault(event.name, SizeReader()).read(event)
+        self._put("micro_batch_size", event, size and size[1])
+        self._put("last_event_timestamp_seconds", event, self._wall())
+        self._put("memory_readable", event, isinstance(event, SensorBack) if isinstance(event, SensorLost | SensorBack) else None)
         self._waiting = True
         if self._clock() - self._written >= self._every:
             self._end()
@@ -137,19 +124,8 @@ class PrometheusTextfile(GuardedSink):
             self._client.write_to_textfile(str(self.path), self)
             self._waiting = False
 
-    def _count(self, event: Event) -> None:
-        for name, metric in _METRICS.items():
-            if isinstance(event, metric.events):
-                self._put(name, event, getattr(event, metric.value) if metric.value else 1)
-        size = self._size_readers.setdefault(event.name, SizeReader()).read(event)
-        self._put("micro_batch_size", event, size and size[1])
-        self._put("last_event_timestamp_seconds", event, self._wall())
-        if isinstance(event, SensorLost | SensorBack):
-            self._put("memory_readable", event, isinstance(event, SensorBack))
-
     def _put(self, name: str, event: Event, value: float | None) -> None:
-        if value is None:
-            return
-        labels = tuple(str(getattr(event, label, "optimizer")) for label in ("name", *_METRICS[name].labels.split()))  # its failures have no phase
-        samples = self._values.setdefault(name, {})
-        samples[labels] = value + (samples.get(labels, 0) if name.endswith("_total") else 0)
+        if value is not None:
+            labels = tuple(str(getattr(event, label, "optimizer")) for label in ("name", *_METRICS[name][1].split()))  # its failures have no phase
+            samples = self._values.setdefault(name, {})
+            samples[labels] = value + (samples.get(labels, 0) if name.endswith("_total") else 0)

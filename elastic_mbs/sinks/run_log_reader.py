@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from elastic_mbs import events
@@ -79,13 +79,17 @@ def read_runs(lines: Iterable[bytes]) -> list[Run]:
     return list(reader.runs.values())
 
 
-def open_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The lines of a file; a UsageError of one line if it cannot be read."""
+def read_log(path: Path) -> list[Run]:
+    """The runs of a file; a UsageError of one line if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            yield from file
-    except OSError as error:
-        raise UsageError(f"{os.fspath(path)}: {error.strerror or error}") from error
+        with path.open("rb") as file:
+            return read_runs(file)
+    except (OSError, UsageError) as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError | UsageError) -> UsageError:
+    return UsageError(f"{path}: {getattr(error, 'strerror', None) or error}")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -96,11 +100,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("run"), str):
         return None
-    times: list[Any] = [record.get("time")]
-    if "event" in record:
-        whole, times = isinstance(record["event"], str), [*times, record.get("t")]
-    else:
-        whole = record.get("kind") == "run" and "schema" in record
+    header = "event" not in record and record.get("kind") == "run" and "schema" in record
+    times: list[Any] = [record.get("time"), 0 if header else record.get("t")]
+    whole = header or isinstance(record.get("event"), str)
     return record if whole and all(type(at) in {int, float} and abs(at) < 1e15 for at in times) else None
 
 

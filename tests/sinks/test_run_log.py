@@ -20,7 +20,7 @@ from elastic_mbs import CallDone, ElasticMBS, Event, MemoryBudget, MemoryOptions
 from elastic_mbs.options import Settings, describe
 from elastic_mbs.sinks import run_log
 from elastic_mbs.sinks.run_log import SCHEMA, RunLog, checked_path
-from elastic_mbs.sinks.run_log_reader import Run, open_lines, read_runs
+from elastic_mbs.sinks.run_log_reader import Run, read_log
 from tests.helpers.device_sim import Clock
 from tests.helpers.events import ONE_OF_EACH, done, failure, log_of
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def runs_in(path: Path) -> list[Run]:
-    return read_runs(open_lines(path))
+    return read_log(path)
 
 
 def events_in(path: Path) -> list[Event | None]:

@@ -15,7 +15,7 @@ from elastic_mbs.cli.demo.run import POLICY
 from elastic_mbs.cli.report.data import Mark, read_run
 from elastic_mbs.cli.report.page import document, section
 from elastic_mbs.events import CallDone, OutOfMemory, format_bytes
-from elastic_mbs.sinks.run_log_reader import open_lines, read_runs
+from elastic_mbs.sinks.run_log_reader import read_log
 
 ROWS = 12  # of the table
 
@@ -78,7 +78,7 @@ def verdict(outcome: Outcome) -> str:
 
 def page(outcome: Outcome, rows: Mapping[str, str], log: Path) -> str:
     """The report of the last run of the log, with the co-tenant's moves, the losses of the run without limits and the figures of the summary."""
-    run = read_runs(open_lines(log))[-1]
+    run = read_log(log)[-1]
     data = read_run(run)
     began = float(run.header["time"])
     left = [(at - began, move.what, format_bytes(move.left)) for at, move in outcome.notes.moves]

@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic_mbs.cli.report.data import read_run
 from elastic_mbs.cli.report.page import page
 from elastic_mbs.errors import UsageError
-from elastic_mbs.sinks.run_log_reader import open_lines, read_runs
+from elastic_mbs.sinks.run_log_reader import read_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def render(log: Path) -> str:
     """The report of a log, as HTML; a log that cannot be read is a UsageError of one line."""
-    try:
-        runs = read_runs(open_lines(log))
-    except UsageError as error:
-        raise UsageError(f"{log}: {str(error).removeprefix(f'{log}: ')}") from error
-    return page([read_run(run) for run in runs], log.name)
+    return page([read_run(run) for run in read_log(log)], log.name)
 
 
 def check_out(out: Path, log: Path) -> None:

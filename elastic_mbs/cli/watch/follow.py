@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, CallFailed, OptimizerOutOfMemory, OutOfMemory, SizeReader
-from elastic_mbs.sinks.run_log_reader import Entry, Reader
+from elastic_mbs.sinks.run_log_reader import Entry, Reader, unreadable
 
 EVENTS, POINTS = 8, 400  # how many of the last events and figures are kept
 
@@ -90,7 +90,5 @@ class Follower:
                 for entry in run.entries:
                     self.current.add(entry)
                 run.entries.clear()
-        except OSError as error:
-            raise UsageError(f"{self._path}: {error.strerror or error}") from error
-        except UsageError as error:
-            raise UsageError(f"{self._path}: {error}") from error
+        except (OSError, UsageError) as error:
+            raise unreadable(self._path, error) from error
