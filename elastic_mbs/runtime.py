@@ -133,7 +133,7 @@ class ElasticMBS:
         self._context.monitor.stop()
         self._steps.stop()
         if self._context.guard is not None:
-            self._context.guard.restore()
+            self._context.guard.lift()
         try:
             if self._context.telemetry is not None:
                 self._context.telemetry.rest()

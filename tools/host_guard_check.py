@@ -74,7 +74,7 @@ def main() -> int:
 @contextlib.contextmanager
 def _group() -> Iterator[Path]:
     """A group of our own with a limit; taken away at the end, when nobody is left in it."""
-    groups = groups_of(Path("/"), Path("/proc/self/cgroup").read_text())
+    groups = groups_of(Path("/"), Path("/proc/self/cgroup").read_bytes())
     own = next((group for group in groups if os.path.exists(group.folder + group.names.usage)), None)
     if own is None:
         raise OSError("this process is in no group that counts memory")

@@ -8,9 +8,8 @@
    a storage dies ──► its weak reference goes on a queue ──► settled before anyone reads the count
 ```
 
-A storage can die in any thread and at any byte code, also inside a section that holds our lock: a finaliser that changed the count would lose
-updates, or wait for its own thread. So the finaliser is `deque.append`, one atomic call into C; whoever wants the count empties the queue first,
-under a lock, which is re-entrant because a signal handler or a `__del__` of the user may read the budget while this thread holds it.
+A storage can die in any thread and at any byte code, also inside a section that holds our lock. So the finaliser is `deque.append`, one atomic call
+into C; whoever wants the count empties the queue first, under a lock, which is re-entrant because a signal handler or a `__del__` may read a budget.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ class MemoryBudget:
     assert budget.ooms == 1
     ```
 
-    What is counted: each untyped storage once, from the operation that brought it to its end. One that no operation brought (`torch.tensor([...])`,
-    `from_numpy`) is counted when first seen, and may fail the next allocation. Wrapper subclasses (DTensor, jagged nested tensors) count through the
-    plain tensors inside them; meta and fake tensors, other devices and mkldnn tensors (which have no storage) not at all.
+    Each untyped storage counts once, from the operation that brought it to its end; one that no operation brought (`from_numpy`) when first seen.
+    Wrapper subclasses (DTensor, jagged nested tensors) count through the plain tensors inside them; meta and fake tensors, other devices and mkldnn
+    tensors not at all. Budgets nest: all of them count, each has its limit. `ElasticMBS` inside the block takes it as sensor and meter by itself.
 
     How it differs from an allocator:
 
@@ -74,11 +73,8 @@ class MemoryBudget:
     - Temporaries inside an operation are not seen (peaks of convolution nets were up to 6 % low); nothing is rounded up or fragmented.
     - Until the error is dropped, its traceback keeps the *inputs* of the failed operation alive: retry outside the `except` block.
     - Code under `torch.compile` runs eagerly inside the block: torch switches compilation off under a dispatch mode.
-    - It counts the operations of the threads that entered it, each by its own `with`; autograd's device threads take it along. A forked child (a
-      worker of a DataLoader) is another process: nothing is counted and nothing raises there.
-
-    It costs about 5 µs for each operation. It is a `MemorySensor` and a `UsageMeter`, which `ElasticMBS` inside the block takes by itself.
-    Budgets nest: all of them count, each has its limit.
+    - It counts the threads that entered it, each by its own `with`, and autograd's. In a forked child (a DataLoader's worker) nothing counts.
+    - It costs about 5 µs for each operation.
 
     Args:
         limit: bytes, or a string such as `"2GiB"`.
@@ -100,7 +96,6 @@ class MemoryBudget:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.device = torch.device(device)
-        self._type, self._index = self.device.type, self.device.index
         self.ooms = 0
         self.resets = 0
         self._clock = clock
@@ -113,7 +108,7 @@ class MemoryBudget:
 
     def covers(self, device: torch.device) -> bool:
         """Whether tensors on `device` are counted."""
-        return device.type == self._type and self._index in (None, device.index)
+        return device.type == self.device.type and self.device.index in (None, device.index)
 
     @property
     def limit(self) -> int:
@@ -156,7 +151,7 @@ class MemoryBudget:
         for item in objects:
             for tensor in tensors_of(item):
                 self._admit(tensor)
-        self._note_peak()
+        self._check(0, may_refuse=False)
 
     def read(self) -> Reading:
         """Headroom under the limit. `total` is the largest limit that was ever set, and what is missing from it counts as held by others."""
@@ -211,10 +206,6 @@ class MemoryBudget:
             if self._gone and self._gone[0] is gone:
                 self._gone.popleft()
 
-    def _note_peak(self) -> None:
-        with _lock:
-            self._peak = max(self._peak, self.live)
-
     def _admit(self, value: Any) -> int:
         """Counts the storages in a result or an argument of an operation unless that has been done. Returns the bytes that they added."""
         if not isinstance(value, Tensor):
@@ -241,11 +232,12 @@ class MemoryBudget:
             self._live += grown
             return max(0, grown)
 
-    def _refusal(self, new: int) -> str | None:
-        """The error's text if `new` bytes, already counted, pass the limit."""
+    def _check(self, new: int, *, may_refuse: bool) -> str | None:
+        """The error's text if `new` bytes, already counted, pass the limit; else notes the peak."""
         with _lock:
             live = self.live
-            if live <= self._limit:
+            if live <= self._limit or not may_refuse:
+                self._peak = max(self._peak, live)
                 return None
             self.ooms += 1
             budget, used = in_words(self._limit), in_words(max(0, live - new))
@@ -273,17 +265,16 @@ class _CountingMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         budget = self.budget
         if budget._admit([args, list(kwargs.values())] if kwargs else args):
-            budget._note_peak()
+            budget._check(0, may_refuse=False)
         out = func(*args, **kwargs) if kwargs else func(*args)
         new = budget._admit(out)
         # `_live` holds what was just counted, and may still hold what has died since it was last settled: while even that is below peak and
         # limit there is nothing to note, which is the usual case in steady training
         if new and (budget._live > budget._peak or budget._live > budget._limit):
-            refusal = None if _in_place(func) else budget._refusal(new)
+            refusal = budget._check(new, may_refuse=not _in_place(func))
             if refusal is not None:
                 args = kwargs = out = None  # type: ignore[assignment]  # the error's traceback keeps this frame: it must keep none of the tensors
                 raise torch.OutOfMemoryError(refusal)
-            budget._note_peak()
         return out
 
 

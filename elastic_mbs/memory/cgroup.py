@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -25,25 +26,15 @@ _NO_LIMIT = 1 << 60  # version 1 writes "no limit" as the largest multiple of a 
 
 @dataclass(frozen=True)
 class CgroupMemory:
-    """The group that binds: of all that this process is nested in, the one with the least memory available. All sizes are in bytes.
+    """The group that binds: of all that this process is nested in, the one with the least memory available. All sizes are in bytes."""
 
-    Attributes:
-        version: of the hierarchy that the memory controller is in: 2, or 1.
-        path: the group, counted from the root of the mount: "/" for a container's own group inside of it.
-        limit: what the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and `memory.high`, where it throttles.
-        current: charged to the group now, page cache included.
-        reclaimable: page cache in `current` that is not mapped, which the kernel drops when it must.
-        available: what could still be charged to the group: `limit - (current - reclaimable)`, between 0 and `limit`.
-        source: the file that the limit is from.
-    """
-
-    version: Literal[1, 2]
-    path: str
-    limit: int
-    current: int
-    reclaimable: int
-    available: int
-    source: str
+    version: Literal[1, 2]  # of the hierarchy that the memory controller is in
+    path: str  # the group, counted from the root of the mount: "/" for a container's own group inside of it
+    limit: int  # what the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and `memory.high`, where it throttles
+    current: int  # charged to the group now, page cache included
+    reclaimable: int  # page cache in `current` that is not mapped, which the kernel drops when it must
+    available: int  # what could still be charged to the group: `limit - (current - reclaimable)`, between 0 and `limit`
+    source: str  # the file that the limit is from
 
 
 def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
@@ -52,25 +43,9 @@ def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
     Args:
         root: the folder taken for `/` (a copy of another machine's files).
     """
-    return CgroupReader(root).read()
-
-
-class CgroupReader:
-    """Reads the limit repeatedly, and looks the groups up again only when the process is in another one."""
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
-        self._known: tuple[bytes, list[Group]] = b"", []
-
-    def read(self) -> CgroupMemory | None:
-        """See `cgroup_memory`."""
-        membership, groups = self._known
-        now = content_of(self._root / "proc/self/cgroup") or b""
-        if now != membership:
-            groups = list(groups_of(self._root, now.decode(errors="surrogateescape")))
-            self._known = now, groups
-        found = [memory for group in groups if (memory := group.read()) is not None]
-        return min(found, key=lambda memory: memory.available, default=None)
+    membership = content_of(root / "proc/self/cgroup") or b""
+    found = [memory for group in groups_of(root, membership) if (memory := group.read()) is not None]
+    return min(found, key=lambda memory: memory.available, default=None)
 
 
 class _Names(NamedTuple):
@@ -89,14 +64,18 @@ _NAMES: dict[Literal[1, 2], _Names] = {
 }
 
 
+@dataclass(frozen=True)
 class Group:
-    """One group: where its files are and what they are called."""
+    """One group: where its files are."""
 
-    def __init__(self, version: Literal[1, 2], top: Path, inside: PurePosixPath) -> None:
-        self.version = version
-        self.folder = os.path.join(top, inside, "")
-        self.path = str(PurePosixPath("/") / inside)  # from the folder that the hierarchy is mounted at
-        self.names = _NAMES[version]
+    version: Literal[1, 2]
+    folder: str  # with a slash at its end
+    path: str  # from the folder that the hierarchy is mounted at
+
+    @property
+    def names(self) -> _Names:
+        """What its files are called."""
+        return _NAMES[self.version]
 
     def read(self) -> CgroupMemory | None:
         """Its figures now; None where it has no limit."""
@@ -126,24 +105,27 @@ class Group:
         return {name: number for name, number in pairs if number is not None}
 
 
-def groups_of(root: Path, membership: str) -> Iterator[Group]:
-    """The groups that a process is nested in, as far as they can be seen, from its own outwards."""
+@lru_cache(maxsize=8)  # the guard reads before each piece, and a process seldom changes its group
+def groups_of(root: Path, membership: bytes) -> tuple[Group, ...]:
+    """The groups that a process is nested in, as far as they can be seen, from its own outwards; `membership` is its /proc/self/cgroup."""
     paths: dict[Literal[1, 2], str] = {}
-    for line in membership.splitlines():
+    for line in membership.decode(errors="surrogateescape").splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if "memory" in controllers.split(","):
             paths[1] = path
         elif hierarchy == "0" and not controllers:
             paths[2] = path
+    found = []
     # in a hybrid the controller is in one of the two, and the other's folders have no memory files; version 1 says so in its list of controllers
     for version, path in sorted(paths.items()):
         mounts = [(root / folder, _inside(path, top)) for kind, top, folder in _mounts(root) if kind == version]
         seen = [(folder, inside) for folder, inside in mounts if inside is not None and os.path.isdir(folder / inside)]
         # where no mount shows our group, the root of one is at least one of its ancestors
         for folder, inside in seen or [(folder, PurePosixPath()) for folder, _ in mounts[:1]]:
-            for relative in (inside, *inside.parents):
-                yield Group(version, folder, relative)
+            nested = (inside, *inside.parents)
+            found += [Group(version, os.path.join(folder, relative, ""), str(PurePosixPath("/") / relative)) for relative in nested]
+    return tuple(found)
 
 
 def _mounts(root: Path) -> Iterator[tuple[Literal[1, 2], str, str]]:

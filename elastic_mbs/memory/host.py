@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_mbs.memory.cgroup import CgroupReader
+from elastic_mbs.memory.cgroup import cgroup_memory
 from elastic_mbs.memory.sensor import Headroom, Reading, Unavailable, Usage
 
 try:
@@ -23,7 +23,7 @@ class HostSensor:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
         self._clock = clock
-        self._cgroup = CgroupReader(root)
+        self._root = root
 
     def read(self) -> Reading:
         """What is available without swapping; all that is neither available nor our resident set is held by others."""
@@ -33,7 +33,7 @@ class HostSensor:
         except (OSError, psutil.Error) as error:
             return Unavailable(f"host memory: {type(error).__name__}: {error}", at)
         free, total, source = memory.available, memory.total, "host"
-        group = self._cgroup.read()
+        group = cgroup_memory(self._root)
         if group is not None:
             total = min(total, group.limit)
             if group.available < free:

@@ -1,15 +1,9 @@
 """A limit on this process's own memory, so that its allocator fails before the kernel kills it.
 
-```
-   limit of the cgroup ├──────────── others ────────────┼──── margin ────┼────────────── ours ──────────────┤
-                         other processes, the kernel,                      0                    RLIMIT_DATA: what we may map
-                         page cache that is in use
-```
-
 On a CPU there is no out-of-memory error: Linux hands out addresses freely, and kills when they are written to and no page is left. RLIMIT_DATA
-limits the addresses themselves: beyond it torch's allocator raises, and the piece is replayed in halves. The limit is absolute, and not what is free
-now on top of what is mapped: what the heap has handed back to the kernel is still mapped and can be written to again without a request
-(shared/reference/cpu_memory.md, "RLIMIT fence").
+limits the addresses themselves: beyond it torch's allocator raises, and the piece is replayed in halves. The limit is what the cgroup has, less
+others and a margin, and not what is free now on top of what is mapped: what the heap has handed back to the kernel is still mapped and can be
+written to again without a request (shared/reference/cpu_memory.md, "RLIMIT fence").
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes, logger
-from elastic_mbs.memory.cgroup import CgroupReader, content_of
+from elastic_mbs.memory.cgroup import cgroup_memory, content_of
 from elastic_mbs.memory.oom_patterns import ONEDNN
 from elastic_mbs.memory.size import parse_bytes
 
@@ -51,15 +45,14 @@ class HostGuard:
     """Lowers the soft limit of RLIMIT_DATA around each piece, to what the cgroup (or the machine) leaves to this process.
 
     `renew` before a piece, `lift` after it, so that everything between two pieces runs under the user's own limits, which are never exceeded. Guards
-    nest and the lowest limit counts. While a piece runs, other threads and programs started from within it are under the limit, too; a forked child
-    goes back to the user's.
+    nest and the lowest limit counts. Other threads and programs started from within a piece are under it, too; a forked child is not.
 
     What it cannot do:
 
-    - The limit counts addresses, and freed memory that the heap keeps stays counted: a process may be refused memory somewhat before the group is
-      full. If others grow into what our heap has mapped already, nothing holds them.
-    - What is made at first use and cannot bear a refusal should be made before: `torch.set_num_threads`, imports, `torch.compile`, libraries with
-      threads of their own (a thread that cannot be made ends the process). torch's own thread pool is made before the first piece.
+    - The limit counts addresses, and what the heap keeps of freed memory: a process may be refused memory somewhat before the group is full. If
+      others grow into what our heap has mapped already, nothing holds them.
+    - A thread that cannot be made ends the process. torch's own are made before the first piece; libraries with threads of their own, imports and
+      `torch.compile` should run once before.
     - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape, and a model with convolutions is warned.
     - Only pieces are guarded: `optimizer.step()` and the data loader run without a limit.
 
@@ -90,14 +83,14 @@ class HostGuard:
         self.limit: int | None = None
         self._margin = None if margin is None else parse_bytes(margin)
         self._warn = warn
-        self._cgroup = CgroupReader(root)
+        self._root = root
         self._ready: tuple[int, int] | None = None
         self._overrun = False
         if resource is None or sys.platform != "linux":
             raise UsageError(f"{_NEEDS}; this is {sys.platform}: leave it off (a MemoryBudget limits tensors anywhere)")
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
         try:
-            enforced = _process.enforced(own_memory()[1])
+            enforced = _process.enforced()
         except (OSError, ValueError) as error:
             self._turn_off(error)
             return
@@ -139,10 +132,6 @@ class HostGuard:
         except (OSError, ValueError) as error:
             self._turn_off(error)
 
-    def restore(self) -> None:
-        """Puts the user's limit back; the next `renew` sets ours again."""
-        self.lift()
-
     def explains(self, message: str) -> bool:
         """Whether an error of oneDNN, whose text leaves it open, is out-of-memory: it is when little of the limit is left."""
         if self.trouble is not None or self.limit is None or not ONEDNN.search(message):
@@ -154,10 +143,10 @@ class HostGuard:
 
     def _allowed(self) -> int:
         """Bytes that this process may map: what it has in memory and what it could still get, less the margin."""
-        memory, machine, (anonymous, _) = self._cgroup.read(), psutil.virtual_memory(), own_memory()
+        group, machine, (anonymous, _) = cgroup_memory(self._root), psutil.virtual_memory(), own_memory()
         most, available = machine.total, machine.available
-        if memory is not None:
-            most, available = min(most, memory.limit), min(available, memory.available)
+        if group is not None:
+            most, available = min(most, group.limit), min(available, group.available)
         margin = max(_LEAST_MARGIN, most // _MARGIN_SHARE) if self._margin is None else self._margin
         return max(0, min(most, anonymous + available) - margin)
 
@@ -213,10 +202,10 @@ class _ProcessLimit:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._wanted: dict[HostGuard, int] = {}
+        self._wanted: dict[object, int] = {}  # for each guard
         self._users = (0, 0)  # soft and hard, as they were before the first guard
 
-    def lower(self, guard: HostGuard, limit: int) -> int:
+    def lower(self, guard: object, limit: int) -> int:
         """Adds a guard, or renews its limit; returns the limit now in force. OSError or ValueError: refused by the system, nothing has changed."""
         with self._lock:
             users = self._users if self._wanted else resource.getrlimit(resource.RLIMIT_DATA)
@@ -226,25 +215,24 @@ class _ProcessLimit:
             self._wanted, self._users = wanted, users
             return lowest
 
-    def release(self, guard: HostGuard) -> None:
+    def release(self, guard: object) -> None:
         """Removes a guard, if it is up. The last one is removed without a new object: there may be no memory for any."""
         with self._lock:
             if self._wanted.pop(guard, None) is not None:
                 others = self._wanted
                 resource.setrlimit(resource.RLIMIT_DATA, (_lowest(*others.values(), *self._users), self._users[1]) if others else self._users)
 
-    def enforced(self, mapped: int) -> bool:
+    def enforced(self) -> bool:
         """Whether the kernel refuses a mapping beyond the limit; tried out, far above what other threads need meanwhile."""
+        room = 64 << 20
         with self._lock:
-            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            room = 64 << 20
-            resource.setrlimit(resource.RLIMIT_DATA, (_lowest(mapped + room, soft, hard), hard))
+            self.lower(self, own_memory()[1] + room)
             try:
                 mmap.mmap(-1, 4 * room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
             except OSError as error:
                 return error.errno == errno.ENOMEM
             finally:
-                resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+                self.release(self)
             return False
 
     def leave_in_child(self) -> None:

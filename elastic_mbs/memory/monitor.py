@@ -18,13 +18,12 @@ from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailab
 OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
-_all: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 class Monitor:
     """Reads a sensor once per interval in a daemon thread and keeps the latest reading.
 
-    A monitor that is garbage-collected ends its thread. A forked child has none; the first `latest` or `request_reading` there starts one again.
+    A monitor that is garbage-collected ends its thread. A forked child has none until `start` is called there.
 
     Args:
         sensor: what to read. One that raises, or returns something else than a reading, counts as unavailable.
@@ -52,54 +51,45 @@ class Monitor:
         self._on_change = weakref.WeakMethod(on_change) if isinstance(on_change, MethodType) else lambda: on_change
         self._reading: Reading = Unavailable("no reading yet")
         self._available = True
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the one that reads; another one that finds this changed ends
         self._wake = threading.Event()  # ends the thread's sleep: to read, or to end
-        self._orphaned = False  # the thread was left behind in the process that this one was forked from
-        _all.add(self)
+        self._pid = 0  # the process that the thread runs in; 0 without one
 
     @property
     def running(self) -> bool:
-        """Whether the thread was started, in this process or in the one that it was forked from, or none is wanted."""
-        return self._thread is not None or self._orphaned or self._interval == 0
+        """Whether the thread was started in this process, or none is wanted."""
+        return self._pid == os.getpid() or self._interval == 0
 
     def start(self) -> None:
         """Starts the thread, unless it runs already or the interval is 0. Where there can be no thread the sensor counts as unavailable."""
-        with self._lock:
-            if self._interval == 0 or self._thread is not None:
-                return
-            self._orphaned, self._wake = False, threading.Event()
-            weakref.finalize(self, self._wake.set)
-            arguments = weakref.ref(self), self._wake, self._interval
-            self._thread = threading.Thread(target=_watch, args=arguments, name="elastic-mbs-monitor", daemon=True)
-            try:
-                self._thread.start()
-                return
-            except RuntimeError as error:
-                self._thread, reason = None, f"no thread for the memory monitor: {error}"
-        self._publish(Unavailable(reason, self._clock()))
+        if self.running:
+            return
+        self._pid, self._wake = os.getpid(), threading.Event()
+        weakref.finalize(self, self._wake.set)
+        arguments = weakref.ref(self), self._wake, self._interval
+        self._thread = threading.Thread(target=_watch, args=arguments, name="elastic-mbs-monitor", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread, self._pid = None, 0
+            self._publish(Unavailable(f"no thread for the memory monitor: {error}", self._clock()))
 
     def stop(self) -> None:
         """Ends the thread, waiting at most two seconds for a sensor that hangs. The latest reading stays."""
-        with self._lock:
-            thread, self._thread, self._orphaned = self._thread, None, False
-        self._wake.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_SECONDS)
+        thread = self._thread if self.running else None  # one that a fork left behind may have held its lock
+        self._thread, self._pid = None, 0
+        if thread is not None:
+            self._wake.set()
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
 
     def request_reading(self) -> None:
         """Requests a reading now and not at the end of the interval, without waiting for it."""
-        if self._orphaned:
-            self.start()
         self._wake.set()
 
     def latest(self) -> Reading:
         """The latest reading, without waiting; `Unavailable("no reading yet")` before the first."""
-        if self._interval == 0:
-            return self.read_now()
-        if self._orphaned:
-            self.start()
-        return self._reading
+        return self.read_now() if self._interval == 0 else self._reading
 
     def cached(self) -> Reading:
         """The latest reading and never a new one, not even at interval 0."""
@@ -120,17 +110,11 @@ class Monitor:
             except Exception:
                 logger.exception("an error in on_change of the memory monitor")
 
-    def _leave_in_child(self) -> None:
-        """After a fork: the thread and whoever held the locks are in the parent."""
-        self._orphaned = self._orphaned or self._thread is not None
-        self._thread, self._lock, self._wake = None, threading.Lock(), threading.Event()
-
     def _publish(self, reading: Reading) -> None:
         """Keeps the reading, and reports a change."""
         available = trouble_with(reading) is None
-        with self._lock:
-            changed = available != self._available
-            self._reading, self._available = reading, available
+        changed = available != self._available
+        self._reading, self._available = reading, available
         on_change = self._on_change() if changed else None
         if on_change is not None:
             on_change(reading)
@@ -155,12 +139,3 @@ def _watch(reference: weakref.ref[Monitor], wake: threading.Event, interval: flo
         monitor._read_in_thread()
         del monitor
         wake.wait(interval)
-
-
-def _leave_in_child() -> None:
-    for monitor in _all:
-        monitor._leave_in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_in_child)

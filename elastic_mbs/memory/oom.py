@@ -1,7 +1,6 @@
 """Whether an error is out of memory, and releasing what a failed attempt holds.
 
-A verdict holds strings and numbers only: an exception that is kept keeps its traceback, the traceback its frames, and the frames every tensor of the
-failed attempt.
+A verdict holds strings and numbers only: an exception that is kept keeps its frames, and those every tensor of the failed attempt.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _MISTAKES += (SyntaxError, TypeError, ValueError, Warning)
 
 
 class Kind(enum.Enum):
-    """What sort of error it was, and so what may be done about it (`reference/errors.md`, tables A to C)."""
+    """What sort of error it was, and so what may be done about it (`reference/errors.md`), in order of the caution it asks for."""
 
     ALLOCATOR = "allocator"  # a device's caching allocator refused a request, synchronously: shrink and replay
     HOST = "host"  # the host's allocator did, or Python's or C++'s own heap
@@ -50,8 +49,7 @@ class Kind(enum.Enum):
 
 _BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)  # each has a pattern of its name
 _SYNCHRONOUS = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
-# Of several errors at once, the one that asks for the most caution decides.
-_CAUTION = (Kind.POISONED, Kind.MASKED, Kind.USER, Kind.RUNTIME, Kind.LIBRARY, Kind.HOST, Kind.ALLOCATOR)
+_CAUTION = list(Kind)
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,9 @@ def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None 
     """Tells whether `exc` is, or wraps, an out-of-memory error.
 
     By type first, then by error code, then by text; texts count for RuntimeError, MemoryError and OSError only (a ValueError is the user's).
-    Followed are `raise … from …`, the `inner_exception` of torch.compile, and an error that a handler raised in place of the one it was
-    handling. Not followed are `from None`, a mistake made inside a handler (AssertionError, TypeError, …), and an error that was already being
-    handled when the caller's frame was entered: it is not what failed now. This package's own errors are none, but for MicroBatchFloorError.
+    Followed are `raise … from …`, torch.compile's `inner_exception`, and an error that a handler raised in place of the one it was handling. Not
+    followed are `from None`, a mistake made inside a handler (TypeError, …), and an error that was already being handled when the caller's frame was
+    entered: it is not what failed now. This package's own errors are none, but for MicroBatchFloorError.
 
     Args:
         exc: an exception as caught, by the frame whose code is to be retried.
@@ -91,16 +89,14 @@ def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None 
 def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
     """Releases the memory of a failed attempt. To be called outside of any `except` block, after its references were dropped. Never raises.
 
-    The first time (not `thorough`) nothing is to be done: the memory went with the last reference, and the allocator has emptied its own cache before
-    it raised. From the second one on, or at the floor: reference cycles, an error that an interactive shell has pinned, and the caches.
+    The first time (not `thorough`) the memory went with the last reference, and the allocator has emptied its own cache before it raised. From the
+    second one on, or at the floor: reference cycles, an error that an interactive shell has pinned, and the caches.
     """
     if not thorough:
         return
-    for name in ("last_exc", "last_value"):  # of an interactive shell; other errors are there to be looked at
-        pinned = getattr(sys, name, None)
-        if isinstance(pinned, BaseException) and classify(pinned) is not None:
-            clear_traceback(pinned)
-            traceback.clear_frames(getattr(sys, "last_traceback", None))
+    pinned = getattr(sys, "last_value", None)  # by an interactive shell
+    if isinstance(pinned, BaseException) and classify(pinned) is not None:  # other errors are there to be looked at
+        clear_traceback(pinned)
     gc.collect()
     empty_caches(devices)
 
@@ -114,18 +110,10 @@ def retry(
     error: type[RecoveryError] = MicroBatchFloorError,
     passes: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Runs bookkeeping of this package that can itself run out of memory and can be repeated, releasing more memory before each retry.
+    """Runs bookkeeping that can itself run out of memory and be repeated, releasing more before each retry; an `error` with `what` where that fails.
 
-    Args:
-        what: what there is no room for, for the error.
-        operation: done once it returns; after an error in the middle a second call goes on where the first one stopped.
-        devices: whose caches are emptied.
-        is_oom: see `classify`.
-        error: what it ends in.
-        passes: whether an error is the user's own, and passes.
-
-    Raises:
-        RecoveryError: it still ran out; an `error`.
+    `operation` is done once it returns; after an error in the middle a second call goes on where the first one stopped. `passes` tells whether an
+    error is the user's own.
     """
     message = ""
     for attempt in range(3):
@@ -148,7 +136,7 @@ def empty_caches(devices: Iterable[torch.device]) -> None:
             if empty_cache is not None:
                 empty_cache()
         except Exception as error:  # it can itself run out of memory, or find its device lost; the replay will show it
-            logger.debug("empty_cache on %s: %s", backend, _first_line(error, _text(error)))
+            logger.debug("empty_cache on %s: %s", backend, _first_line(error))
 
 
 def clear_traceback(exc: BaseException) -> None:
@@ -181,9 +169,9 @@ def probe(device: torch.device) -> str | None:
             verdict = classify(error)
             if verdict is not None and verdict.synchronous:
                 return None
-            message = _first_line(error, _text(error))
+            message = _first_line(error)
             if verdict is None or verdict.kind is not Kind.RUNTIME:
-                return message
+                break
     return message
 
 
@@ -210,7 +198,7 @@ def _members(group: ExceptionGroup[Exception], seen: set[int]) -> Verdict | None
         if verdict is None:
             return None
         found.append(verdict)
-    return min(found, key=lambda verdict: _CAUTION.index(verdict.kind))
+    return max(found, key=lambda verdict: _CAUTION.index(verdict.kind))
 
 
 def _links(exc: Exception, seen: set[int]) -> Iterator[Exception]:
@@ -246,8 +234,7 @@ def _replaced(exc: Exception, own: FrameType | None) -> BaseException | None:
 
 
 def _verdict(kind: Kind | None, exc: Exception) -> Verdict | None:
-    text = _text(exc)
-    return None if kind is None else Verdict(kind, _first_line(exc, text), patterns.requested_bytes(text))
+    return None if kind is None else Verdict(kind, _first_line(exc), patterns.requested_bytes(_text(exc)))
 
 
 def _kind(exc: Exception) -> Kind | None:
@@ -262,8 +249,7 @@ def _kind(exc: Exception) -> Kind | None:
         return Kind.HOST
     if isinstance(exc, OSError) and (exc.errno == errno.ENOMEM or getattr(exc, "winerror", None) in _WINDOWS_CODES):
         return Kind.HOST
-    code = getattr(exc, "error_code", None) if isinstance(exc, torch.AcceleratorError) else None
-    if code is not None:
+    if isinstance(exc, torch.AcceleratorError) and (code := getattr(exc, "error_code", None)) is not None:
         return Kind.RUNTIME if code == _OUT_OF_MEMORY_CODE else None
     return next((kind for kind in _BY_TEXT if getattr(patterns, kind.name).search(text)), None)
 
@@ -275,5 +261,5 @@ def _text(exc: BaseException) -> str:
         return ""
 
 
-def _first_line(exc: BaseException, text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(exc).__name__)[:_MESSAGE_LENGTH]
+def _first_line(exc: BaseException) -> str:
+    return next((line.strip() for line in _text(exc).splitlines() if line.strip()), type(exc).__name__)[:_MESSAGE_LENGTH]

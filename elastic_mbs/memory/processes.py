@@ -22,30 +22,24 @@ _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the kernel gives the host's own P
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has memory on the device.
+    """A process that has memory on the device."""
 
-    Attributes:
-        pid: its process id for the driver, which in a container is the host's.
-        name: the program's name; None where it cannot be read, or the PID means nothing here.
-        bytes: what it holds on the device; None where the driver does not know.
-    """
-
-    pid: int
-    name: str | None = None
-    bytes: int | None = None
+    pid: int  # its process id for the driver, which in a container is the host's
+    name: str | None = None  # the program's; None where it cannot be read, or the PID means nothing here
+    bytes: int | None = None  # what it holds on the device; None where the driver does not know
 
 
 def describe(holders: Iterable[Holder]) -> str:
-    """The biggest holders in words: `python (PID 4711) 3.2 GiB, PID 88, and 2 more`; empty where none is known."""
+    """The first holders in words: `python (PID 4711) 3.2 GiB, PID 88, and 2 more`; empty where none is known."""
     words = []
-    for holder in sorted(holders, key=_by_size):
+    for holder in holders:
         name = f"PID {holder.pid}" if holder.name is None else f"{holder.name} (PID {holder.pid})"
         words.append(name if holder.bytes is None else f"{name} {format_bytes(holder.bytes)}")
     return ", ".join(words if len(words) <= SHOWN else [*words[:SHOWN], f"and {len(words) - SHOWN} more"])
 
 
 def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
-    """The processes on a device but for this one, the biggest first; raises whatever the binding raises where the driver refuses."""
+    """The processes on a device but for this one, the biggest first, unknown sizes last; raises what the binding raises."""
     found: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics"):
         for process in getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle):
@@ -55,7 +49,8 @@ def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
     ours = os.getpid()
     named = ours in found or pids_are_ours()
     found.pop(ours, None)
-    return tuple(sorted((Holder(pid, name_of(pid) if named else None, size) for pid, size in found.items()), key=_by_size))
+    by_size = sorted(found.items(), key=lambda item: (1 if item[1] is None else -item[1], item[0]))
+    return tuple(Holder(pid, name_of(pid) if named else None, size) for pid, size in by_size)
 
 
 def pids_are_ours() -> bool:
@@ -74,8 +69,3 @@ def name_of(pid: int) -> str | None:
         return psutil.Process(pid).name() or None
     except (psutil.Error, OSError, ValueError, OverflowError):
         return None
-
-
-def _by_size(holder: Holder) -> tuple[int, int]:
-    """Sorts the biggest to the front and those of unknown size to the end."""
-    return 1 if holder.bytes is None else -holder.bytes, holder.pid

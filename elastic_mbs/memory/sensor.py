@@ -14,25 +14,15 @@ from elastic_mbs.memory.processes import Holder, describe
 
 @dataclass(frozen=True)
 class Headroom:
-    """One reading of a device's memory in bytes, all figures taken together.
+    """One reading of a device's memory in bytes, all figures taken together."""
 
-    Attributes:
-        free: what this process could still get from the device, without what its own allocator keeps in reserve.
-        total: what the device has.
-        held_by_others: what this process cannot get: co-tenants or the driver have it, or a cap on this process keeps it away.
-        source: "nvml", "cuda", "host", "cgroup" or "budget".
-        at: time of the reading, in seconds of the reader's clock (monotonic unless another was injected).
-        doubt: why growth must not rely on this reading, which is good enough for a message and for waiting; None where it may.
-        holders: other processes known to hold memory here, the biggest first; advisory, and often incomplete.
-    """
-
-    free: int
-    total: int
-    held_by_others: int
-    source: str
-    at: float
-    doubt: str | None = None
-    holders: tuple[Holder, ...] = ()
+    free: int  # what this process could still get from the device, without what its own allocator keeps in reserve
+    total: int  # what the device has
+    held_by_others: int  # what this process cannot get: co-tenants or the driver have it, or a cap on this process keeps it away
+    source: str  # "nvml", "cuda", "host", "cgroup" or "budget"
+    at: float  # time of the reading, in seconds of the reader's clock (monotonic unless another was injected)
+    doubt: str | None = None  # why growth must not rely on this reading, which is good enough for a message and for waiting; None where it may
+    holders: tuple[Holder, ...] = ()  # other processes known to hold memory here, the biggest first; advisory, and often incomplete
 
     @property
     def capacity(self) -> int:
@@ -70,21 +60,14 @@ def trouble_with(reading: Reading) -> str | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the tensors of this process take, in bytes by its own allocator's account; the peaks are those since they were last reset.
+    """What the tensors of this process take, in bytes by its own allocator's account; the peaks are those since they were last reset."""
 
-    Attributes:
-        allocated: in live tensors now.
-        reserved: what the allocator holds from the device now.
-        retries: how often the allocator has emptied its cache and tried again, since the process began.
-        idle: what its cache held when the peaks were last reset.
-    """
-
-    allocated: int
-    reserved: int
+    allocated: int  # in live tensors now
+    reserved: int  # what the allocator holds from the device now
     peak_allocated: int
     peak_reserved: int
-    retries: int
-    idle: int = 0
+    retries: int  # how often the allocator has emptied its cache and tried again, since the process began
+    idle: int = 0  # what its cache held when the peaks were last reset
 
     @property
     def fragmentation(self) -> float:

@@ -11,17 +11,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elastic_mbs.errors import UsageError
 
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {torch.sparse_coo: ("_indices", "_values"), torch.sparse_csr: _BY_ROW, torch.sparse_bsr: _BY_ROW}
+_PARTS |= {torch.sparse_csc: _BY_COLUMN, torch.sparse_bsc: _BY_COLUMN}
+
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """The plain tensors in which a tensor without a storage of its own keeps its data."""
-    layout = tensor.layout
-    if layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+    return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 
 def tensors_of(item: Any) -> Iterable[Tensor]:

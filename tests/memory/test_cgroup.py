@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_mbs.memory import CgroupMemory, Headroom, HostSensor, cgroup_memory
-from elastic_mbs.memory.cgroup import CgroupReader
 from tests.helpers.cgroups import NO_LIMIT, ROOT_OF, Version, write_group, write_membership
 
 MEBI = 1 << 20
@@ -191,22 +190,16 @@ def test_any_nesting_agrees_with_a_plain_reading(version: Version, groups: list[
     assert (None if memory is None else memory.available) == (max(0, min(left)) if left else None)
 
 
-# reading again and again
-
-
-def test_a_reader_sees_what_changes_and_follows_the_process_to_another_group(tmp_path: Path) -> None:
+def test_a_reading_sees_what_changes_and_follows_the_process_to_another_group(tmp_path: Path) -> None:
     one_group(tmp_path, 2, 100, 60)
-    reader = CgroupReader(tmp_path)
-    first = reader.read()
+    assert binding(tmp_path).available == 40
     one_group(tmp_path, 2, 90, 80)
-    second = reader.read()
+    assert binding(tmp_path).available == 10
     one_group(tmp_path, 2, "max", 80)
-    assert [memory and memory.available for memory in (first, second, reader.read())] == [40, 10, None]
+    assert cgroup_memory(tmp_path) is None
     write_group(tmp_path / ROOT_OF[2], "/other", 2, 100, 20)
     write_membership(tmp_path, {2: "/other"})
-    memory = reader.read()
-    assert memory is not None
-    assert (memory.path, memory.available) == ("/other", 80)
+    assert (binding(tmp_path).path, binding(tmp_path).available) == ("/other", 80)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="this machine's own files")

@@ -121,16 +121,6 @@ def test_the_limit_comes_back_where_python_has_no_memory_to_look(limit: Limit, m
     assert limit.soft == 700 * MEBI
 
 
-def test_a_guard_that_was_restored_can_be_used_again(tmp_path: Path, limit: Limit) -> None:
-    container(tmp_path, 500 * MEBI, 300 * MEBI)
-    guard = guard_of(tmp_path)
-    for _ in range(2):
-        guard.renew()
-        assert limit.soft == 290 * MEBI
-        guard.restore()
-        assert limit.soft == -1
-
-
 def test_the_own_memory_is_read_from_this_process() -> None:
     before, _ = host_guard.own_memory()
     pile = bytearray(32 * MEBI)

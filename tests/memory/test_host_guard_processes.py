@@ -33,10 +33,12 @@ PREPARE = """
         def leave(self, room):  # bytes that may be mapped beside what is mapped now, and the margin
             self.limit = host_guard.own_memory()[1] + self.others + 24 * MEBI + room
 
+        def bind(self):
+            host_guard.cgroup_memory = lambda root: self.read()
+
     def guard_beside(group):
-        guard = HostGuard("24MiB")
-        guard._cgroup = group
-        return guard
+        group.bind()
+        return HostGuard("24MiB")
 """
 
 
@@ -88,7 +90,7 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
             for _ in range(15):
                 memory = MemoryOptions(host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0)
                 mbs = ElasticMBS(model, micro_batch_size=len(x), memory=memory)
-                mbs._context.guard._cgroup = group
+                group.bind()
                 events = []
                 mbs._context.log._sinks = (events.append,)
                 model.zero_grad()
@@ -130,7 +132,7 @@ def test_a_micro_batch_of_one_that_does_not_fit_ends_with_a_typed_error_and_a_us
         before = resource.getrlimit(resource.RLIMIT_DATA)
         group, model = Group(), nn.Linear(4, 4).double()
         mbs = ElasticMBS(model, memory=MemoryOptions(host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0))
-        mbs._context.guard._cgroup = group
+        group.bind()
         group.leave(4 * MEBI)
         big = 64 * MEBI
         loss_fn = lambda batch: (model(batch) * torch.ones(big, dtype=torch.uint8)[0]).sum()
@@ -168,7 +170,7 @@ def test_a_forked_child_and_a_thread_are_held_to_what_they_should_be() -> None:
             os._exit(0 if alone and again and resource.getrlimit(resource.RLIMIT_DATA)[0] == 1 << 40 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert resource.getrlimit(resource.RLIMIT_DATA)[0] == low, "what the child does is its own"
-        guard.restore()
+        guard.lift()
         assert resource.getrlimit(resource.RLIMIT_DATA) == (1 << 40, resource.RLIM_INFINITY)
     """)
 
