@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 
@@ -70,41 +70,25 @@ def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:
     def step(batch: Any, *args: Any, **kwargs: Any) -> StepResult:
         return mbs.backward(fn, batch, *args, **kwargs)
 
-    return _decorated(fn, step, mbs)
-
-
-def _decorated(fn: Callable[..., Any], step: Any, mbs: object) -> ElasticStep:
     decorated: Any = functools.update_wrapper(step, fn)
     decorated.mbs = mbs
-    return decorated  # type: ignore[no-any-return]  # functions take attributes; typing has no word for it
+    return cast(ElasticStep, decorated)
 
 
 class _Holder:
     """An instance's runtime, kept in the instance so that both end together; a deep copy or a pickle of the instance starts without one."""
 
-    def __init__(self, owner: int = 0) -> None:
+    def __init__(self, owner: int = 0, modules: Sequence[nn.Module] = (), mbs: ElasticMBS | None = None) -> None:
         self.owner = owner  # id of the instance: a shallow copy of it has the same holder, and is another
-        self.modules: Sequence[nn.Module] = ()
-        self.mbs: ElasticMBS | None = None  # the runtime that was made for them
+        self.modules = modules
+        self.mbs = mbs
 
     def __reduce__(self) -> tuple[type[_Holder], tuple[()]]:
         return _Holder, ()
 
-    def runtime(self, modules: Sequence[nn.Module], options: dict[str, Any]) -> ElasticMBS:
-        """The runtime for these modules. Another model is another run: what a runtime watches, and would put back, is the old one's."""
-        old = self.mbs
-        if old is not None and _same(modules, self.modules):
-            return old
-        new = ElasticMBS(modules, **options)
-        self.mbs, self.modules = new, tuple(modules)
-        if old is not None:
-            old.close()
-        return new
-
-
-def _same(modules: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
-    """Whether they are the same networks: a list of two can be made anew for each call, and a model be wrapped."""
-    return list(map(id, modules)) == list(map(id, others)) or _owners(modules) == _owners(others)
+    def serves(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether they are the same networks: a list of two can be made anew for each call, and a model be wrapped."""
+        return modules == self.modules or _owners(modules) == _owners(self.modules)
 
 
 def _owners(modules: Sequence[nn.Module]) -> set[int]:
@@ -119,12 +103,20 @@ def _on_method(fn: Callable[..., Any], model: Callable[[Any], Any], options: dic
             attributes = vars(owner)
         except TypeError as error:
             raise UsageError(f"{type(owner).__name__} has no __dict__ to keep its runtime in: use ElasticMBS(...) directly") from error
-        holder: _Holder | None = attributes.get(key)
-        if holder is None or holder.owner != id(owner):
-            holder = attributes[key] = _Holder(id(owner))
-        return holder.runtime(modules_of(model(owner)), options)
+        modules = tuple(modules_of(model(owner)))
+        old: _Holder = attributes.get(key) or _Holder()
+        own = old.mbs if old.owner == id(owner) else None
+        if own is not None and old.serves(modules):
+            return own
+        new = ElasticMBS(modules, **options)  # another model is another run: what a runtime watches, and would put back, is the old one's
+        attributes[key] = _Holder(id(owner), modules, new)
+        if own is not None:
+            own.close()
+        return new
 
     def step(self: Any, batch: Any, *args: Any, **kwargs: Any) -> StepResult:
         return runtime_of(self).backward(types.MethodType(fn, self), batch, *args, **kwargs)
 
-    return _decorated(fn, step, runtime_of)
+    decorated: Any = functools.update_wrapper(step, fn)
+    decorated.mbs = runtime_of
+    return cast(ElasticStep, decorated)

@@ -6,6 +6,7 @@ Events hold numbers and strings only, never tensors or exceptions: a sink that k
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -45,10 +46,14 @@ class OutOfMemory(Event):
     """A piece ran out of memory and will be replayed."""
 
     level: ClassVar[int] = logging.WARNING
+    text: ClassVar[str] = (
+        "out of memory in {phase} of samples {start}:{stop}: micro-batch {size_before} → {size_after}, "
+        "replaying in mode {mode} ({committed} leaves had committed): {message}"
+    )
     phase: str  # "load", "forward", "backward" or "commit"
     start: int  # first sample of the failed piece
     stop: int  # one past its last sample
-    mode: str  # how it is replayed: "piece", "step" or "isolate"
+    mode: str  # how it is replayed: "piece", "step" (the whole batch) or "isolate"
     size_before: int  # micro-batch size that was attempted, in samples
     size_after: int  # micro-batch size that will be attempted next, in samples
     committed: int  # leaves that the failed attempt had already committed
@@ -61,12 +66,6 @@ class OutOfMemory(Event):
     holders: str = ""  # the biggest of the others in words, where they are known
     reading_age: float | None = None  # seconds since that reading was taken: the others can have changed since
     seconds_lost: float | None = None  # host seconds from the start of the undone work ("step": of the call) until it was undone; None without sinks
-
-    def line(self) -> str:
-        return (
-            f"out of memory in {self.phase} of samples {self.start}:{self.stop}: micro-batch {self.size_before} → {self.size_after}, "
-            f"replaying the {'batch' if self.mode == 'step' else 'piece'} (mode {self.mode}, {self.committed} leaves had committed): {self.message}"
-        )
 
 
 @dataclass(frozen=True)
@@ -218,6 +217,7 @@ class EventLog:
         self.listened = bool(self._sinks)  # whether there is a sink
         self._closing = tuple(sink for sink in self._sinks if isinstance(sink, ClosingSink))
         self._warned: set[str] = set()
+        self._emitting: list[int] = []  # threads whose events the sinks are getting
 
     def begin(self) -> None:
         """A call begins."""
@@ -228,8 +228,17 @@ class EventLog:
         """Logs the event in one line and hands it to every sink."""
         if logger.isEnabledFor(event.level):
             logger.log(event.level, "[%s] %s", event.name, event.line())
-        for sink in self._sinks:
-            sink(event)
+        self._emitting.append(threading.get_ident())
+        try:
+            for sink in self._sinks:
+                sink(event)
+        finally:
+            self._emitting.remove(threading.get_ident())
+
+    @property
+    def emitting(self) -> bool:
+        """Whether this thread is inside a sink."""
+        return threading.get_ident() in self._emitting
 
     def close(self) -> None:
         """Closes the sinks of this package."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -32,9 +32,6 @@ class GradientOptions:
         accumulate_dtype: type in which half-precision gradients are summed over the pieces; `torch.float32` keeps them exact to one rounding, for one
             extra copy of the gradients in that type.
         backward: a trainer's own `backward(loss)`, used in place of `loss.backward()`.
-
-    Raises:
-        UsageError: a value makes no sense.
     """
 
     accumulate_dtype: torch.dtype | None = None
@@ -56,9 +53,6 @@ class RecoveryOptions:
         generators: random generators of the user's (torch, random, numpy) that a step draws from, to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
         on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
-
-    Raises:
-        UsageError: a value makes no sense.
     """
 
     replay: Replay = "auto"
@@ -68,8 +62,7 @@ class RecoveryOptions:
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
-        problem = check_generators(self.generators)
-        if problem is not None:
+        if (problem := check_generators(self.generators)) is not None:
             raise UsageError(problem)
         _check_callables(self, "is_oom", "on_fatal")
 
@@ -85,9 +78,6 @@ class MemoryOptions:
         wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
         host_guard: True keeps training on a CPU from being killed at the limit of its container (or of the machine): around each piece the process
             is held to what others leave, so that its allocator fails instead. Linux only; see `memory.HostGuard`. A size (`"64MiB"`) is its margin.
-
-    Raises:
-        UsageError: a value makes no sense.
     """
 
     device: torch.device | str | None = "auto"
@@ -155,26 +145,17 @@ class Settings:
 def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
     """The fields of a run log's header that describe a runtime: versions, device, and the options that are numbers, flags and strings."""
     policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
-    groups = (settings, settings.gradients, settings.recovery, settings.memory)
-    listed = {item.name: getattr(group, item.name) for group in groups for item in fields(group) if item.name != "name"}
-    listed |= {name: policy.pop(name) for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")}
-    versions = {"elastic_mbs": __version__, "torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda}
+    listed = {name: policy.pop(name) for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")}
+    for group in (settings, settings.gradients, settings.recovery, settings.memory):
+        listed |= vars(group)
+    device = devices()[0]
     return {
-        "name": settings.name,
-        "versions": versions,
-        "device": _device_name(devices()[0]),
+        "name": listed.pop("name"),
+        "versions": {"elastic_mbs": __version__, "torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda},
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
         "settings": {name: value for name, value in listed.items() if value is None or isinstance(value, bool | int | float | str)},
         "policy": policy,
     }
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return str(device)
-    try:  # cuda-only
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    except RuntimeError:  # cuda-only
-        return str(device)
 
 
 def _check_choice(options: object, name: str, *choices: str | None) -> None:

@@ -331,8 +331,8 @@ class Call:
 
     @property
     def inside(self) -> bool:
-        """Whether an attempt is being made, as opposed to the loop standing between two."""
-        return self.state.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT)
+        """Whether an attempt is being made, or a sink runs, as opposed to the loop standing between two."""
+        return self.state.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT) or self.context.log.emitting
 
     def left_early(self, what: str = "a loop over micro-batches was left early") -> IncompleteBatchError:
         """The error for a loop that did not run to its end, with what is missing."""
@@ -355,8 +355,8 @@ def _check_outer(context: Context, training: bool) -> None:
         raise error
     if outer is not None and (training or outer.context is context):
         raise NestedCallError(
-            "a call was started inside the step function of another one, and could not be undone when that one is replayed: "
-            "take it out of the step function (an eval by another runtime may stay)"
+            "a call was started inside the step function of another one, or in a function of on_event while it runs, and could not be undone "
+            "when that one is replayed: take it out of there (an eval by another runtime may stay)"
         )
 
 

@@ -12,14 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_mbs.errors import OptimizerInBackwardError, UnsupportedError, UsageError
 
-StepObserver = Callable[[torch.optim.Optimizer, Any, Any], None]
-
 fault_injector: Any = None
 """The `elastic_mbs.testing.faults.RandomFaults` of a test: it hears of each attempt's begin and end, and makes some fail. Read through the module."""
 
 _thread = threading.local()
 _running: list[Any] = []  # the calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step there
-_observers: list[StepObserver] = []
 
 
 def running_call() -> Any:
@@ -33,7 +30,7 @@ def enter_call(call: Any) -> None:
     if running_call() is None:
         _thread.call = call
     _running.append(call)
-    _hook_steps()
+    hook_steps()
 
 
 def leave_call(call: Any) -> None:
@@ -44,19 +41,9 @@ def leave_call(call: Any) -> None:
         _running.remove(call)
 
 
-def observe_steps(observer: StepObserver) -> None:
-    """Calls `observer(optimizer, args, kwargs)` before each step of any optimizer, until `leave_steps`."""
-    _observers.append(observer)
-    _hook_steps()
-
-
-def leave_steps(observer: StepObserver) -> None:
-    """Ends what `observe_steps` began."""
-    _observers.remove(observer)
-
-
 @functools.cache  # one hook for all calls, which stays: putting it on and off for each would cost more than all its runs
-def _hook_steps() -> None:
+def hook_steps() -> None:
+    """Has every step of an optimizer checked before it begins."""
     register_optimizer_step_pre_hook(_on_step)
 
 
@@ -66,8 +53,6 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             leave_call(call)
         else:
             call.check_step(optimizer)
-    for observer in tuple(_observers):
-        observer(optimizer, args, kwargs)
 
 
 def check_gradients_stayed(committed: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:

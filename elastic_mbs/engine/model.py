@@ -14,12 +14,7 @@ from elastic_mbs.errors import UnsupportedError, UsageError
 
 
 class TrainedModel:
-    """The modules behind one runtime; a tied or shared part is counted once.
-
-    Raises:
-        UsageError: `model` is no module and no sequence of them, or has parameters without a shape.
-        UnsupportedError: a wrapper that runs collectives or replicas inside forward and backward.
-    """
+    """The modules behind one runtime; a tied or shared part is counted once."""
 
     def __init__(self, model: object) -> None:
         self.roots = tuple(modules_of(model))
@@ -87,35 +82,25 @@ def _values(owned: attrgetter[dict[str, Any]], modules: Iterable[nn.Module]) -> 
 
 
 def modules_of(model: object) -> Sequence[nn.Module]:
-    """The modules that `model=` stands for.
-
-    Raises:
-        UsageError: it is neither a module nor a sequence of them.
-    """
+    """The modules that `model=` stands for."""
     modules = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(modules, Sequence) or isinstance(modules, str):
+    if not (isinstance(modules, Sequence) and modules and all(isinstance(module, nn.Module) for module in modules)):
         raise UsageError(
-            f"model={model!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them "
+            f"model={str(model)[:80]!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them, of one at least "
             "(a callable only to elastic_step, for methods)"
         )
-    if not modules:
-        raise UsageError("model= is an empty sequence; give the module (or the modules) that the step trains")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise UsageError(f"model= has a {type(module).__name__} in it; give a torch.nn.Module or a sequence of them")
     return modules
+
+
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def _check(module: nn.Module) -> None:
     kind = type(module).__name__
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         raise UsageError(f"{kind} has parameters without a shape yet: run one batch through the model first, under torch.no_grad()")
-    if isinstance(module, nn.DataParallel):
+    if not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__):
         raise UnsupportedError(
-            "nn.DataParallel runs replicas in threads, and an error in one leaves the others half done; use one process per device"
-        )
-    if kind in ("DistributedDataParallel", "FullyShardedDataParallel") or kind.startswith("FSDP"):
-        raise UnsupportedError(
-            f"{kind} runs collectives inside forward and backward; one rank's replay would leave the others waiting. "
-            "Distributed training is not supported yet"
+            f"{kind} runs collectives or replicas inside forward and backward, and a replay in one would leave the others waiting or half done. "
+            "Give the module itself, with one process per device; distributed training is not supported yet"
         )

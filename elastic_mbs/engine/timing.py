@@ -93,13 +93,7 @@ class Telemetry:
         self._pid = os.getpid()
 
     def done(self, event: CallDone, watch: Stopwatch, result: StepResult | None) -> None:
-        """A call has finished. Emits what is known by now, of this one and of those before it.
-
-        Args:
-            event: of the call; its times and its loss are filled in here.
-            watch: the call's.
-            result: of a call that trained, for the loss.
-        """
+        """A call has finished, with a `result` if it trained. Fills in times and losses, and emits what is known by now."""
         loss = None if result is None else _fetch(result, watch.device)
         watch = copy.copy(watch)
         watch.stop()  # again: its callbacks have run since, and the loss is being copied

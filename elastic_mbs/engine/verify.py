@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from elastic_mbs.engine.context import Context
 from elastic_mbs.errors import UsageError
 from elastic_mbs.rollback.random_streams import StreamState
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-HALF_TOLERANCE = 2e-2
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # half precision: 2e-2
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,7 @@ class VerifyReport:
         return "\n".join([head, *(f"- {finding}" for finding in self.findings)])
 
     def raise_if_wrong(self) -> None:
-        """Raises if the losses differ.
-
-        Raises:
-            UsageError: with the whole report as its text.
-        """
+        """Raises a `UsageError` with the whole report as its text, if the losses differ."""
         if not self.ok:
             raise UsageError(str(self))
 
@@ -95,7 +89,7 @@ class _Comparison:
         return sum(losses[name] * weight for (_, _, losses), weight in zip(pieces, weights, strict=True) if weight)
 
     def _near(self, a: float, b: float) -> bool:
-        return abs(a - b) <= TOLERANCE.get(self.dtype, HALF_TOLERANCE) * max(1e-12, *map(abs, self.whole.values()))
+        return abs(a - b) <= TOLERANCE.get(self.dtype, 2e-2) * max(1e-12, *map(abs, self.whole.values()))
 
     def _adds_up(self, name: str | None, reduction: str) -> bool:
         return all(self._near(self.whole[name], self._joined(pieces, name, reduction)) for pieces in (self.ones, self.halves))
@@ -119,23 +113,19 @@ class _Comparison:
         label = looks_like_token_labels(self.view) if self.counts.names is None else None
         if label is None:
             return None
-        found = dict(self.view.named_tensors())[label] != -100
-        kinds = {"": found} if found.dim() < 2 else {"": found, ", shift=True": found[:, 1:]}
-        for how, counted in kinds.items():
-            tokens = counted.reshape(self.view.length, -1).sum(1).tolist()
+        labels = dict(self.view.named_tensors())[label]
+        found = (labels != -100).reshape(len(labels), -1)
+        for how, over, counted in (("", "", found), (", shift=True", ", from the second of each sample on", found[:, 1:])):
+            tokens = counted.sum(1).tolist()
             terms = sum(losses[None] * tokens[start] for start, _, losses in self.ones if tokens[start])
             if sum(tokens) and self._near(whole, terms / sum(tokens)):
-                over = ", from the second of each sample on" if how else ""
                 return f"is a mean over the labels that are not -100{over}: give count=count_tokens({label!r}{how})"
         return None
 
     def _extra_term(self, name: str | None) -> str | None:
         """A term that is added once per call shows up (pieces - 1) times too often."""
-        if len(self.halves) < 2:
-            return None
-        by_ones, by_halves = (
-            (sum(losses[name] for _, _, losses in pieces) - self.whole[name]) / (len(pieces) - 1) for pieces in (self.ones, self.halves)
-        )
+        surplus = [sum(losses[name] for _, _, losses in pieces) - self.whole[name] for pieces in (self.ones, self.halves)]
+        by_ones, by_halves = surplus[0] / (len(self.ones) - 1), surplus[1]
         if not self._near(by_ones, by_halves):
             return None
         return (
@@ -145,31 +135,30 @@ class _Comparison:
 
 
 def verify(context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[Any], Any]) -> VerifyReport:
-    """Compares whole and split losses of a few samples, and leaves no trace. See `ElasticMBS.verify`.
-
-    Raises:
-        UsageError: there are fewer than two samples.
-        MicroBatchFloorError: they do not fit, or there is no room for copies of the buffers.
-    """
+    """Compares whole and split losses of a few samples, and leaves no trace. See `ElasticMBS.verify`."""
     if few.length < 2:
         raise UsageError(f"verify compares a whole with its parts, so it needs at least 2 samples, not {few.length}")
-    modules, leaves = context.model.modules, context.model.leaves
+    modules, buffers = context.model.modules, context.buffers
+    modes = [(module, module.training) for module in modules]
+    grads = [(leaf, leaf.grad) for leaf in context.model.leaves]  # set aside, whatever loss_fn does: nothing here adds to them
+    streams = context.retry("read the random streams", lambda: context.streams.read(hosts=True))
+
+    def put_back() -> None:
+        for leaf, grad in grads:
+            leaf.grad = grad
+        for module, training in modes:
+            module.training = training
+        context.retry("put the buffers back", lambda: buffers.restore(to_call_start=True))
+        context.retry("put the random streams back", lambda: context.streams.restore(streams))
+
     with ExitStack() as backup, ExitStack() as undo:
-        backup.callback(context.buffers.end_call)
-        backup.callback(undo.close)  # an interrupt can strike between the block and its exit
-        for module in modules:
-            undo.callback(setattr, module, "training", module.training)
-        for leaf in leaves:  # set aside, whatever loss_fn does: nothing here adds to them
-            undo.callback(setattr, leaf, "grad", leaf.grad)
-        streams = context.retry("read the random streams", lambda: context.streams.read(hosts=True))
-        for _ in range(2):  # should an interrupt strike one, the other is whole
-            undo.callback(context.retry, "put the random streams back", partial(context.streams.restore, streams))
-        context.retry("copy the buffers", lambda: context.buffers.begin_call(modules, VerifyReport))
-        for _ in range(2):
-            undo.callback(context.retry, "put the buffers back", partial(context.buffers.restore, to_call_start=True))
+        backup.callback(buffers.end_call)
+        context.retry("copy the buffers", lambda: buffers.begin_call(modules, VerifyReport))
+        for stack in (backup, undo):  # should an interrupt strike one, the other is whole
+            stack.callback(put_back)
         for module in modules:
             module.training = False
-        for leaf in leaves:
+        for leaf, _ in grads:
             leaf.grad = None
         what = f"run {few.length} samples whole: verify takes fewer with samples="
         return context.retry(what, lambda: _Comparison(context, few, counts, loss_fn, streams).report())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.engine import misuse
@@ -16,18 +16,17 @@ class StepWatch:
 
     def __init__(self) -> None:
         self._begun: str | None = None  # the optimizer whose step has begun and not ended
-        self._end: RemovableHandle | None = None
+        self._hooks: tuple[RemovableHandle, ...] = ()
 
     def start(self) -> None:
-        if self._end is None:
-            misuse.observe_steps(self._on_begin)
-            self._end = register_optimizer_step_post_hook(self._on_end)
+        if not self._hooks:
+            misuse.hook_steps()  # before our own hook: a step that is refused has not begun
+            self._hooks = register_optimizer_step_pre_hook(self._on_begin), register_optimizer_step_post_hook(self._on_end)
 
     def stop(self) -> None:
-        if self._end is not None:
-            self._end.remove()
-            misuse.leave_steps(self._on_begin)
-        self._end = self._begun = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._begun = (), None
 
     @property
     def unfinished(self) -> bool:

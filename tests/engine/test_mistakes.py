@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from elastic_mbs import (
     BackwardInsideError,
     ElasticMBSError,
+    Event,
     GradientsChangedError,
     NestedCallError,
     OptimizerInBackwardError,
+    OutOfMemory,
     StepInsideError,
 )
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.open_calls import close_what_is_open
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, loop, mlp, off_by, pairs, still_works, through, whole_gradient
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, loop, mlp, off_by, pairs, still_works, through, whole_gradient
 
 pytestmark = pytest.mark.injectable
 
@@ -145,6 +147,34 @@ def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(model
         else:
             through(1 if outer == "backward" else 3, mbs, loss_fn, batch)
     assert still_works(mbs, model)
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("inner", ["eval", "backward", "step", "eval of another"])
+def test_a_call_from_a_sink_in_the_middle_of_a_call_is_refused_and_leaves_it_alone(model: nn.Module, inner: str) -> None:
+    # eval from a sink ended the outer call as a loop left early, and its gradients were emptied while it went on
+    other, optimizer, batch = mlp(seed=5), torch.optim.SGD(model.parameters(), lr=1.0), pairs()
+    judge = elastic(other, micro_batch_size=2)
+    calls: dict[str, Callable[[], object]] = {
+        "eval": lambda: mbs.eval(model, batch[0]),
+        "backward": lambda: judge.backward(cross_entropy(other), batch),
+        "step": optimizer.step,
+        "eval of another": lambda: judge.eval(other, batch[0]),
+    }
+    refused = list[Exception]()
+
+    def sink(each: Event) -> None:
+        if isinstance(each, OutOfMemory):
+            try:
+                calls[inner]()
+            except (NestedCallError, StepInsideError) as error:
+                refused.append(error)
+
+    mbs = elastic(model, micro_batch_size=4, on_event=sink)
+    result = mbs.backward(failing(model, FailOn(2)), batch)
+    assert result.partition == ((0, 4), (4, 6), (6, 8))
+    assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
+    assert len(refused) == (inner != "eval of another")
 
 
 @pytest.mark.no_oom_injection

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs.engine.model import TrainedModel
+from elastic_mbs.engine.model import _WRAPPERS, TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
 from tests.helpers.steps import FailOn, elastic
 
@@ -132,11 +132,7 @@ NO_MODEL: list[tuple[Any, str]] = [
     (None, "NoneType"),
     ("model", "str"),
     (lambda self: self, "function"),
-    ([], "empty sequence; give the module"),
-    *(
-        ([net(), value], f"has a {name} in it; give a torch.nn.Module")
-        for value, name in ((3, "int"), (nn.Linear, "type"), (torch.zeros(1), "Tensor"))
-    ),
+    *((value, "is a list; give a torch.nn.Module") for value in ([], [net(), 3], [nn.Linear], [torch.zeros(1)])),
 ]
 
 
@@ -146,12 +142,18 @@ def test_what_is_no_model_is_refused_by_type(value: Any, says: str) -> None:
         TrainedModel(value)
 
 
-@pytest.mark.parametrize("name", [nn.parallel.DistributedDataParallel.__name__, "FullyShardedDataParallel", "FSDPLinear"])
+@pytest.mark.parametrize("name", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
 def test_wrappers_with_replicas_or_collectives_are_refused_by_name_at_any_depth(name: str) -> None:
-    for wrapper, says in ((nn.DataParallel(net()), "one process per device"), (type(name, (nn.Module,), {})(), f"{name} runs collectives")):
-        for model in (wrapper, nn.Sequential(wrapper)):
-            with pytest.raises(UnsupportedError, match=says):
-                TrainedModel(model)
+    wrapper = type("Own", (type(name, (nn.Module,), {}),), {})()  # FSDP2 makes a class of its own for each wrapped one, too
+    for model in (wrapper, nn.Sequential(wrapper)):
+        with pytest.raises(UnsupportedError, match="Own runs collectives or replicas"):
+            TrainedModel(model)
+
+
+def test_the_names_of_wrappers_are_those_of_torch() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    for name in _WRAPPERS:
+        assert hasattr(fsdp, name) or hasattr(nn.parallel, name)
 
 
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused() -> None:
