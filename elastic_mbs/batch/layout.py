@@ -127,8 +127,7 @@ class Layout:
         if ndim == 0 and not isinstance(given, int):
             return Node(Cut.WHOLE, path, value, kind)
         if not -ndim <= dim < ndim:
-            remedy = f"dims={{{quoted(path)}: d}} needs {-ndim} ≤ d < {ndim}" if ndim else "leave it out of dims: 0-d tensors pass whole"
-            raise BatchError(f"{where(path)} has no dim {dim}: its shape is {tuple(value.shape)}\n  {remedy}")
+            raise BatchError(f"{where(path)} has no dim {dim}: its shape is {tuple(value.shape)} (0-d tensors pass whole and are left out of dims)")
         dim %= ndim
         return self._leaf(Node(Cut.NARROW if is_tensor else Cut.COPY, path, value, kind, dim, value.shape[dim]))
 
@@ -181,7 +180,7 @@ class Layout:
         for name, what in suspects.items():
             path = (*node.path, name)
             if self.given(path) is not None:
-                remedy = f"if that is right: {argument('whole', path)}\n  if not: make it a part, or {to_register(type(value))}"
+                remedy = f"if that is right: dims={call('whole', path)}\n  if not: make it a part, or {to_register(type(value))}"
                 raise BatchError(f"{where(path)} {what} {type_name(type(value))}: every piece would get the whole batch's\n  {remedy}")
 
     def lengths(self) -> set[int]:
@@ -222,7 +221,7 @@ class Layout:
             node = self.unclear[-1]  # the outermost: its parts come before it
             raise BatchError(
                 f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has rows: is it one item per sample?\n"
-                f"  if so: {argument('items', node.path)}\n  if every piece needs all of it: {argument('whole', node.path)}"
+                f"  if so: dims={call('items', node.path)}\n  if every piece needs all of it: dims={call('whole', node.path)}"
             )
         sizes = {leaf.size for leaf in self.leaves}
         if len(sizes) > 1:
@@ -241,52 +240,51 @@ class Layout:
     def _could_be_samples(self, root: Node) -> list[Node]:
         """Fields that could be the samples: many alike tensors in a list, or lists of one length that are all there is (zip(*samples))."""
         first, *others = root.children.values()
-        if first.cut is not Cut.FIELDS and len(others) < _MANY:
-            return []
         lists = [first, *others] if first.cut is Cut.FIELDS else [root]
         if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.given(each.path) is not _NOT_GIVEN for each in lists):
             return []
-        if len(lists) == 1 and len({(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}) > 1:
-            return []
         counts = {len(each.value) for each in lists}
-        return lists if len(counts) == 1 and counts.pop() > (_MANY if len(lists) == 1 else 1) else []
+        if len(lists) > 1:
+            return lists if len(counts) == 1 and counts != {1} else []
+        if counts.pop() <= _MANY:
+            return []
+        return lists if len({(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}) == 1 else []
 
     def _disagreement(self, batch: Any) -> str:
         """Names each leaf and its shape, and the line to add for each length that the batch can have."""
         lists = {path: len(value) for path, value in [((), batch), *walk(batch)] if type(value) in (list, tuple) and roles_in(value) == {Role.TENSOR}}
-        sizes = {leaf.size for leaf in self.leaves}
-        ways = {length: _line_to_add(self.leaves, lists, length) for length in sorted({*sizes, *lists.values()} - {0}, reverse=True)}
+        sizes = sorted({leaf.size for leaf in self.leaves})
+        ways = [f"  if it has {length} samples: {self._line_to_add(lists, length)}" for length in {*sizes, *lists.values()} - {0}]
         unused = [((name,), None) for name in self.dims if name and not any(name in suffixes(path) for path, _ in walk(batch))]
         return "\n".join(
             [
-                f"the parts of the batch disagree on its length: {' and '.join(map(str, sorted(sizes)[:4]))}",
+                f"the parts of the batch disagree on its length: {' and '.join(map(str, sizes[:4]))}",
                 *[f"  {_line(leaf)}" for leaf in self.leaves[:12]],
                 *([f"  … and {len(self.leaves) - 12} more"] if len(self.leaves) > 12 else []),
-                *[f"  if it has {length} samples: {ways[length]}" for length in sorted(ways, key=lambda each: len(ways[each]))[:3]],
+                *sorted(ways, key=len)[:3],
                 *([f"  dims names {some(unused)}, which the batch does not have"] if unused else []),
             ]
         )
 
-
-def _line_to_add(leaves: list[Node], lists: dict[Path, int], length: int) -> str:
-    dims, names = [], dict[str, dict[str, None]](items={}, whole={})
-    for leaf in leaves:
-        shape, parent = tuple(leaf.value.shape) if leaf.cut in (Cut.NARROW, Cut.COPY) else (), leaf.path[:-1]
-        if leaf.size == length:
-            continue
-        if lists.get(parent) == length:
-            names["items"][quoted(parent) if parent else ""] = None
-        elif length in shape:
-            dims.append(f"{quoted(leaf.path)}: {shape.index(length)}")
-        else:
-            names["whole"][quoted(leaf.path)] = None
-    helpers = [f"{helper}({', '.join(each)})" for helper, each in names.items() if each]
-    return "dims=" + " | ".join(([f"{{{', '.join(dims)}}}"] if dims else []) + helpers)
+    def _line_to_add(self, lists: dict[Path, int], length: int) -> str:
+        dims, said = [], dict[Path, str]()
+        for leaf in self.leaves:
+            parent = leaf.path[:-1]
+            if leaf.size == length:
+                continue
+            if lists.get(parent) == length:
+                said[parent] = "items"
+            elif leaf.cut in (Cut.NARROW, Cut.COPY) and length in leaf.value.shape:
+                dims.append(f"{quoted(leaf.path)}: {tuple(leaf.value.shape).index(length)}")
+            else:
+                said[leaf.path] = "whole"
+        ways = [call(helper, *[path for path in said if said[path] == helper]) for helper in dict.fromkeys(said.values())]
+        return "dims=" + " | ".join(([f"{{{', '.join(dims)}}}"] if dims else []) + ways)
 
 
 def _is_texts(value: Any) -> bool:
     """A tuple as `default_collate` makes of texts."""
-    return type(value) is tuple and bool(value) and isinstance(value[0], str | bytes) and all(isinstance(part, str | bytes) for part in value)
+    return type(value) is tuple and bool(value) and all(isinstance(part, str | bytes) for part in value)
 
 
 def _has_rows(value: Any, roles: set[Role]) -> bool:
@@ -302,9 +300,9 @@ def quoted(path: Path) -> str:
     return f'"{dotted(path)}"'
 
 
-def argument(helper: str, *paths: Path) -> str:
-    """What to add to the call, ready to paste."""
-    return f"dims={helper}({', '.join([quoted(path) for path in paths if path])})"
+def call(helper: str, *paths: Path) -> str:
+    """A call of `whole`, `items` or `fields`, ready to paste after `dims=`."""
+    return f"{helper}({', '.join([quoted(path) for path in paths if path])})"
 
 
 def _line(leaf: Node) -> str:
@@ -315,11 +313,11 @@ def _line(leaf: Node) -> str:
 
 
 def _refusal(path: Path, what: str, remedy: str) -> BatchError:
-    whole = f"\n  or, if every piece needs all of it: {argument('whole', path)}" if path else ""
+    whole = f"\n  or, if every piece needs all of it: dims={call('whole', path)}" if path else ""
     return BatchError(f"{where(path)} is {what}, which cannot be cut into samples\n  {remedy}{whole}")
 
 
 def _two_readings(lists: list[Node], samples: int) -> str:
     paths = [node.path for node in lists]
     ways = f"as {len(lists[0].value)} items, one per sample, or as {len(lists[0].value)} fields of {samples} samples each"
-    return f"{where(paths[0])} can be read in two ways: {ways}\n  items: {argument('items', *paths)}\n  fields: {argument('fields', *paths)}"
+    return f"{where(paths[0])} can be read in two ways: {ways}\n  items: dims={call('items', *paths)}\n  fields: dims={call('fields', *paths)}"

@@ -9,8 +9,7 @@ import torch
 
 from elastic_mbs.errors import LossError
 
-Terms = dict[str | None, torch.Tensor]
-"""Loss terms by the names of their counts; a single loss goes by None."""
+Terms = dict[str | None, torch.Tensor]  # by the names of their counts; a single loss goes by None
 
 _WAYS = "return the loss, (loss, outputs), an object with .loss, or a dict with 'loss'"
 
@@ -29,7 +28,9 @@ def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
         terms: Terms = {None: _scalar(loss, "the loss")}
     else:
         if not isinstance(loss, Mapping):
-            raise LossError(f"count= is a dict with the names {list(names)}, so loss_fn must return a dict of losses with them, not {_kind(loss)}")
+            raise LossError(
+                f"count= is a dict with the names {list(names)}, so loss_fn must return a dict of losses with them, not a {type(loss).__name__}"
+            )
         missing, extra = [n for n in names if n not in loss], [n for n in loss if n not in names]
         if missing or extra:
             raise LossError(f"the losses and count= must have the same names: missing {missing}, without a count {extra}")
@@ -54,21 +55,17 @@ def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
         return loss, value
     if isinstance(value, tuple | list) and value:
         return value[0], (None if len(value) == 1 else value[1] if len(value) == 2 else tuple(value[1:]))
-    raise LossError(f"loss_fn returned {_kind(value)}, which has no loss in it; {_WAYS}")
+    raise LossError(f"loss_fn returned a {type(value).__name__}, which has no loss in it; {_WAYS}")
 
 
 def _scalar(loss: Any, what: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
-        raise LossError(f"{what} is {_kind(loss)}, not a tensor; {_WAYS}")
+        raise LossError(f"{what} is a {type(loss).__name__}, not a tensor; {_WAYS}")
     if loss.numel() != 1:
         raise LossError(f"{what} has shape {tuple(loss.shape)}; it must be a scalar: reduce it with .mean() (or .sum() and reduction='sum')")
     if not loss.is_floating_point():
         raise LossError(f"{what} has dtype {loss.dtype}; it must be a real floating-point scalar")
     return loss if loss.ndim == 0 else loss.reshape(())  # not a view: a failed attempt detaches it
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
 
 
 def is_plain(loss: object) -> TypeGuard[torch.Tensor]:
@@ -81,14 +78,8 @@ _FULL = frozenset({torch.float32, torch.float64})
 
 def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:
     """Σ weight · term, as a scalar with a graph."""
-    total: torch.Tensor | None = None
-    for name, term in terms.items():
-        weight = weights[name]
-        if weight != 0:  # a mean over no terms is NaN, and so is NaN · 0
-            # A small weight would cost a half-precision loss bits.
-            wide = term.float() if term.dtype in (torch.float16, torch.bfloat16) else term
-            part = wide * weight
-            total = part if total is None else total + part
-    if total is None:
+    # A mean over no terms is NaN, and so is NaN · 0; a small weight would cost a half-precision loss bits.
+    parts = [(term if term.dtype in _FULL else term.float()) * weights[name] for name, term in terms.items() if weights[name] != 0]
+    if not parts:
         raise LossError("every loss term of this piece has count 0")
-    return total
+    return sum(parts[1:], parts[0])

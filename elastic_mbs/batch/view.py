@@ -46,10 +46,7 @@ class BatchView:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, whole ones and those inside per-sample items too."""
-        found: list[Tensor] = []
-        for end in self._ends:
-            found += [end.value] if end.cut is Cut.NARROW else tensors_in(end.value)
-        return found
+        return [tensor for end in self._ends for tensor in ([end.value] if end.cut is Cut.NARROW else tensors_in(end.value))]
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """(dotted path, tensor) for the tensors that are fields of the batch, those inside per-sample items left out."""

@@ -271,9 +271,9 @@ def test_a_typing_error_in_dims_is_named_when_the_lengths_disagree() -> None:
 @pytest.mark.parametrize(
     ("batch", "dims", "message"),
     [
-        ({"x": rows(2)}, {"x": 1}, r'"x" has no dim 1: its shape is \(2,\)\n  dims=\{"x": d\} needs -1 ≤ d < 1'),
+        ({"x": rows(2)}, {"x": 1}, r'"x" has no dim 1: its shape is \(2,\)'),
         ({"x": rows(2)}, {"x": -2}, '"x" has no dim -2'),
-        ({"x": torch.tensor(1)}, {"x": 0}, r'"x" has no dim 0: its shape is \(\)\n  leave it out'),
+        ({"x": torch.tensor(1)}, {"x": 0}, r'"x" has no dim 0: its shape is \(\) \(0-d tensors .* are left out'),
         ({"x": rows(2), "n": ["a", "b"]}, {"n": 1}, '"n" has no dim 1: it is a list of 2 items'),
         ({"x": rows(2)}, {"x": True}, "dims says True of 'x'"),
         ({"x": rows(2)}, {"x": "0"}, "dims says '0' of 'x'"),
