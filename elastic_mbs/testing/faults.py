@@ -12,8 +12,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import nn
@@ -32,6 +34,19 @@ def is_chosen(seed: int, test: str) -> bool:
     return random.Random(f"{seed}:{test}:chosen").random() < CHOSEN
 
 
+def noting_compile() -> Any:
+    """A patch under which `torch.compile` notes its calls with the injector of the test that makes them."""
+    compile_ = torch.compile
+
+    @wraps(compile_)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if misuse.fault_injector is not None:
+            misuse.fault_injector.compiles = True
+        return compile_(*args, **kwargs)
+
+    return mock.patch.object(torch, "compile", noted)
+
+
 class RandomFaults:
     """A context manager in which operations of guarded attempts, in its thread, fail with `torch.OutOfMemoryError` at random places.
 
@@ -45,7 +60,7 @@ class RandomFaults:
         self._seed, self._test, self._always = seed, test, always
         self._thread = 0
         self._open: list[_Attempt] = []
-        self._compiles = False  # torch.compile was called in the block: it does not run under a dispatch mode
+        self.compiles = False  # torch.compile was called in the block: what it gives does not run under a dispatch mode
         self.restart()
 
     def restart(self, example: str = "") -> None:
@@ -56,25 +71,13 @@ class RandomFaults:
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        self._compile = torch.compile
-        self._note = torch.compile = self._noted
         self._injector_before, misuse.fault_injector = misuse.fault_injector, self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         misuse.fault_injector = self._injector_before
-        self.put_compile_back()
         while self._open:  # attempts that were left open
             self._open.pop().leave()
-
-    def put_compile_back(self) -> None:
-        """Takes our wrapper off `torch.compile`. Where the block's own patch hides it, that patch's end brings it back: call again then."""
-        if torch.compile is self._note:
-            torch.compile = self._compile
-
-    def _noted(self, *args: Any, **kwargs: Any) -> Any:
-        self._compiles = True
-        return self._compile(*args, **kwargs)
 
     def begin(self, owner: object, modules: Iterable[nn.Module], *, ready: bool, protected: Callable[[], bool] | None = None) -> None:
         """An attempt of a call or of an optimizer's step begins, as `misuse.fault_injector`.
@@ -85,10 +88,11 @@ class RandomFaults:
         if threading.get_ident() != self._thread:
             return
         self.attempts += 1
-        ready = ready and not self._compiles and not any(map(_is_compiled, modules)) and not _is_injected()
+        ready = ready and not self.compiles and not any(map(_is_compiled, modules)) and not _is_injected()
         attempt = _Attempt(self, owner, self._draw(owner) if ready else 0, protected or (lambda: False))
         self._open.append(attempt)
-        attempt.enter()
+        if attempt.at:
+            attempt.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def end(self) -> None:
         """The latest attempt has ended."""
@@ -131,10 +135,6 @@ class _Attempt(TorchDispatchMode):
         self.faults, self.owner, self.at, self.protected = faults, owner, at, protected
         self.count = 0
         self.struck = False
-
-    def enter(self) -> None:
-        if self.at:
-            self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def leave(self) -> None:
         if self.at:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from elastic_mbs.testing.faults import RandomFaults, is_chosen
+from elastic_mbs.testing.faults import RandomFaults, is_chosen, noting_compile
 
 MARKER = "no_oom_injection"
 _FAULTS = pytest.StashKey[RandomFaults]()
@@ -36,11 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker, and draws a seed where none was given."""
+    """Registers the marker, draws a seed where none was given, and follows `torch.compile`."""
     config.addinivalue_line("markers", f"{MARKER}: out-of-memory errors are not injected here: it asserts how many there are, sizes, or memory")
     if config.option.oom_injection_seed is None:
         given: int | None = getattr(config, "workerinput", {}).get(_SEED)
         config.option.oom_injection_seed = random.SystemRandom().randrange(2**31) if given is None else given
+    if config.option.oom_injection != "never":
+        patch = noting_compile()  # for the whole run: a test that patches `torch.compile` itself puts this one back
+        patch.start()
+        config.add_cleanup(patch.stop)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -51,8 +55,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Mode and seed."""
-    option = config.option
-    return None if option.oom_injection == "never" else f"oom injection: {option.oom_injection}, --oom-injection-seed={option.oom_injection_seed}"
+    return None if config.option.oom_injection == "never" else f"oom injection: {_options(config.option)}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,17 +71,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             return (yield)
     finally:
         item.user_properties.append((_COUNT, len(faults.hits)))  # from here it comes to xdist's controller, and into junit.xml
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Leaves `torch.compile` as it was, where the test's monkeypatch has put back what it found in the middle of the test: our wrapper."""
-    try:
-        return (yield)
-    finally:
-        faults = item.stash.get(_FAULTS, None)
-        if faults is not None:
-            faults.put_compile_back()
 
 
 @pytest.hookimpl(wrapper=True)

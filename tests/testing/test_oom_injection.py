@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as stack
 
 from elastic_mbs import ElasticMBS, LossError, MemoryBudget
 from elastic_mbs.engine import misuse
 from elastic_mbs.testing import InjectOOM
-from elastic_mbs.testing.faults import PER_CALL, RandomFaults, is_chosen
+from elastic_mbs.testing.faults import PER_CALL, RandomFaults, is_chosen, noting_compile
 from tests.helpers.steps import cross_entropy, elastic, loop, mlp, off_by, pairs, whole_gradient
 
 pytestmark = pytest.mark.no_oom_injection
@@ -52,9 +53,6 @@ def run(calls=2, size=4):
 
 def _told(out: str, word: str) -> list[str]:
     return [line for line in out.splitlines() if word in line]
-
-
-# ---------------------------------------------------------------------- where errors strike
 
 
 def _train(faults: RandomFaults, calls: int = 4, door: int = 1) -> list[int]:
@@ -100,7 +98,6 @@ def test_about_half_of_the_tests_are_chosen_by_seed_and_name() -> None:
 
 def test_code_outside_of_attempts_is_never_hit() -> None:
     model, batch = mlp(), pairs(8)
-    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
     with RandomFaults(1, "test", always=True) as faults:
         mbs = elastic(model, micro_batch_size=4)
         for micro in mbs.micro_batches(batch):
@@ -180,16 +177,8 @@ def test_a_budget_in_the_test_counts_as_before() -> None:
 
 @pytest.mark.parametrize("how", ["in the test", "before it", "in place"])
 def test_what_torch_compile_has_a_part_in_is_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Compiled(nn.Module):
+    class Compiled(nn.Sequential):
         """What torch.compile gives, without its wait for a compiler."""
-
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(x)
-            return out
 
     monkeypatch.setattr(torch, "compile", lambda module, **options: Compiled(module))
     monkeypatch.setattr(torch._dynamo, "OptimizedModule", Compiled)
@@ -199,7 +188,7 @@ def test_what_torch_compile_has_a_part_in_is_left_alone(how: str, monkeypatch: p
         inner._compiled_call_impl = None
         inner.__dict__["_compiled_call_impl"] = inner._call_impl
     given = torch.compile
-    with RandomFaults(1, "test", always=True) as faults:
+    with noting_compile(), RandomFaults(1, "test", always=True) as faults:
         if how == "in the test":
             compile_: Any = torch.compile
             model = compile_(inner)
@@ -214,8 +203,8 @@ def test_an_attempt_that_was_left_open_ends_with_the_test() -> None:
     with RandomFaults(1, "test", always=True):
         micro = next(iter(mbs.micro_batches(batch)))
         micro.__enter__()
-        assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 1
-    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+        assert len(stack()) == 1
+    assert stack() == []
     with pytest.raises(LossError):
         micro.__exit__(None, None, None)
 
@@ -242,9 +231,6 @@ def test_a_call_inside_a_call_is_hit_and_both_are_survived() -> None:
     assert hits > 10
 
 
-# ---------------------------------------------------------------------- in pytest
-
-
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> Iterator[pytest.Pytester]:
     pytester.makeconftest('pytest_plugins = ["elastic_mbs.testing"]')
@@ -254,6 +240,7 @@ def suite(pytester: pytest.Pytester) -> Iterator[pytest.Pytester]:
 
 
 def test_always_strikes_every_test_but_those_that_are_marked(suite: pytest.Pytester) -> None:
+    compile_ = torch.compile
     suite.makepyfile(
         SUITE
         + """
@@ -265,7 +252,8 @@ def before():
     assert run() == 0
 
 @pytest.mark.parametrize("number", range(3))
-def test_struck(before, number):
+def test_struck(before, number, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: model)
     assert run() > 0
 
 @pytest.mark.no_oom_injection
@@ -275,48 +263,10 @@ def test_marked():
     )
     done = suite.runpytest_inprocess("--strict-markers", "--oom-injection=always", "--oom-injection-seed=7")
     done.assert_outcomes(passed=4)
-    assert _told(str(done.stdout), "oom injection: always, --oom-injection-seed=7")
+    assert _told(str(done.stdout), "oom injection: --oom-injection=always --oom-injection-seed=7")
+    assert torch.compile is compile_, "which a test had patched"
     (summary,) = _told(str(done.stdout), "in 3 tests of 3 chosen")
     assert int(summary.split()[2]) >= 3
-
-
-def test_never_installs_nothing(suite: pytest.Pytester) -> None:
-    suite.makepyfile(SUITE + "\ndef test_free():\n    assert misuse.fault_injector is None\n    assert run() == 0\n")
-    done = suite.runpytest_inprocess()
-    done.assert_outcomes(passed=1)
-    assert not _told(str(done.stdout), "oom injection")
-
-
-def test_torch_compile_is_as_before_after_a_test_that_has_patched_it_itself(suite: pytest.Pytester) -> None:
-    suite.makepyfile(
-        SUITE
-        + """
-GIVEN = torch.compile
-
-def test_patches(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    assert run() > 0
-
-@pytest.mark.no_oom_injection
-def test_after_it():
-    assert torch.compile is GIVEN
-
-@pytest.fixture
-def patched():
-    mine = torch.compile = lambda model: model
-    yield
-    assert torch.compile is mine
-    torch.compile = GIVEN
-
-def test_is_patched_before_it_begins(patched):
-    assert run() > 0
-
-@pytest.mark.no_oom_injection
-def test_after_them():
-    assert torch.compile is GIVEN
-"""
-    )
-    suite.runpytest_inprocess("--oom-injection=always", "--oom-injection-seed=7").assert_outcomes(passed=4)
 
 
 INEXACT = """
@@ -339,7 +289,9 @@ def test_counts_its_own_runs():
 
 def test_code_that_is_not_exact_under_replay_fails_with_its_errors_and_the_command_that_repeats_them(suite: pytest.Pytester) -> None:
     suite.makepyfile(test_inexact=SUITE + INEXACT)
-    suite.runpytest_inprocess().assert_outcomes(passed=1)
+    free = suite.runpytest_inprocess()
+    free.assert_outcomes(passed=1)
+    assert not _told(str(free.stdout), "oom injection")
     done = suite.runpytest_inprocess("--oom-injection=always", "--oom-injection-seed=3")
     done.assert_outcomes(failed=1)
     out = str(done.stdout)
