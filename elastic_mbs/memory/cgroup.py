@@ -1,14 +1,9 @@
 """The memory limit of this process's control group (cgroup), version 2 or 1: what a container may use.
 
-```
-/proc/self/cgroup      which group we are in, as a path in its hierarchy
-/proc/self/mountinfo   where that hierarchy is mounted, and which group of it is the root of the mount
-   both              → a folder; its parents up to the mount point are the groups that we are nested in
-```
-
-Every one of these groups limits the sum of what it contains, so the one with the least left counts. In a container the mount's root is often the
-container's own group; what lies above is then out of sight (version 1 still shows the tightest limit of all). Page cache is charged to the group too,
-but the kernel drops it before it kills a process: it counts as available, except for what is mapped (shared/reference/cpu_memory.md, "RLIMIT fence").
+/proc/self/cgroup has our group's path, /proc/self/mountinfo where its hierarchy is mounted and from which group on. Each of the nested groups limits
+the sum of what it contains, so the one with the least left counts. What lies above a container's mount is out of sight (version 1 still shows the
+tightest limit of all). Page cache counts as available, since the kernel drops it before it kills, except for what is mapped
+(shared/reference/cpu_memory.md, "RLIMIT fence").
 """
 
 from __future__ import annotations
@@ -135,11 +130,12 @@ def _mounts(root: Path) -> Iterator[tuple[Literal[1, 2], str, str]]:
         fields, kind = mount.split(" "), file_system.split(" ")
         if not separator or len(fields) < 5 or len(kind) < 3:
             continue
-        top, folder = _unescaped(fields[3]), _unescaped(fields[4]).lstrip("/")
+        # mountinfo writes spaces, tabs, newlines and backslashes in octal
+        top, folder = (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
         if kind[0] == "cgroup2":
-            yield 2, top, folder
+            yield 2, top, folder.lstrip("/")
         elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield 1, top, folder
+            yield 1, top, folder.lstrip("/")
 
 
 def _inside(path: str, top: str) -> PurePosixPath | None:
@@ -158,11 +154,6 @@ def content_of(path: str | Path) -> bytes | None:
             return file.read()
     except (OSError, ValueError):
         return None
-
-
-def _unescaped(text: str) -> str:
-    """Without the octal that stands for spaces, tabs, newlines and backslashes in mountinfo."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _as_number(text: bytes) -> int | None:

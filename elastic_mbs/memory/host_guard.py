@@ -120,10 +120,8 @@ class HostGuard:
             return
         if mapped > self.limit and not self._overrun:
             self._overrun = True
-            self._warn(
-                f"the host guard leaves {format_bytes(self.limit)} to this process, which has mapped {format_bytes(mapped)} already: others hold the "
-                "rest, or its heap keeps memory that was freed. Pieces get only what the heap has at hand until others give memory back"
-            )
+            ours, theirs = format_bytes(self.limit), "others hold the rest, or its heap keeps memory that was freed"
+            self._warn(f"the host guard leaves {ours} to this process, which has mapped {format_bytes(mapped)} already: {theirs}")
 
     def lift(self) -> None:
         """Puts the user's limit back, unless another guard is still up. May be called at any time; does not raise."""
@@ -179,13 +177,10 @@ def margin_of(host_guard: bool | str) -> int | None:
 
 
 def refuse_devices(devices: Iterable[torch.device]) -> None:
-    """UsageError where a part of the model is not on the CPU: there it is the device's memory that runs out, and its allocator raises by itself."""
+    """UsageError where a part of the model is not on the CPU: a device's allocator raises by itself, its driver may not survive a refused mapping."""
     for device in devices:
         if device.type != "cpu":
-            raise UsageError(
-                f"host_guard is for models that train on the CPU, and this one is on {str(device)!r}, whose driver may not survive a refused "
-                "mapping: leave it off"
-            )
+            raise UsageError(f"host_guard is for models that train on the CPU, and this one is on {str(device)!r}: leave it off")
 
 
 def own_memory() -> tuple[int, int]:

@@ -101,7 +101,7 @@ class NvmlDevice:
                 self._handle = self._open(pynvml)
             info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
         except Exception as error:  # what is no NVMLError is a binding too old, or not NVIDIA's: that says nothing bad of the device either
-            absent = not isinstance(error, pynvml.NVMLError) or isinstance(error, _absent(pynvml))
+            absent = not isinstance(error, pynvml.NVMLError) or type(error).__name__.removeprefix("NVMLError_") in _ABSENT.split()
             return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=absent)
         if not info.total:
             return self._fail(pynvml, "NVML gives no memory figures for this device", absent=True)
@@ -124,7 +124,3 @@ class NvmlDevice:
             return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{self._uuid}")
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
             return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{self._uuid}")
-
-
-def _absent(pynvml: Any) -> tuple[type[BaseException], ...]:
-    return tuple(kind for name in _ABSENT.split() if (kind := getattr(pynvml, f"NVMLError_{name}", None)) is not None)

@@ -133,17 +133,6 @@ def test_another_device_is_not_counted() -> None:
     assert not MemoryBudget(10, device="cuda:1").covers(torch.device("cuda:3"))
 
 
-def test_views_of_one_storage_count_once_and_keep_it_counted() -> None:
-    with MemoryBudget(MIB) as budget:
-        views = [block(4)]
-        views += [views[0][i : i + 10] for i in range(100)]
-        assert budget.live == 4 * KIB
-        del views[0]
-        assert budget.live == 4 * KIB
-        views.clear()
-        assert budget.live == 0
-
-
 def test_a_resized_storage_is_counted_again() -> None:
     with MemoryBudget(MIB) as budget:
         x = block(4)

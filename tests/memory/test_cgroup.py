@@ -37,39 +37,10 @@ def test_a_limit_is_read_with_what_is_left_of_it(tmp_path: Path, version: Versio
     assert cgroup_memory(tmp_path) == CgroupMemory(version, "/job", 100 * MEBI, 60 * MEBI, 25 * MEBI, 65 * MEBI, source)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize(
-    ("used", "cache", "mapped", "reclaimable", "available"),
-    [
-        pytest.param(60, 0, 10, 0, 40, id="more mapped than cached"),
-        pytest.param(60, 80, 0, 60, 100, id="more cache than use, read a moment later"),
-        pytest.param(120, 10, 0, 10, 0, id="over the limit"),
-    ],
-)
-def test_page_cache_counts_as_available_within_reason(
-    tmp_path: Path, version: Version, used: int, cache: int, mapped: int, reclaimable: int, available: int
-) -> None:
-    one_group(tmp_path, version, 100, used, inactive=cache, mapped=mapped)
-    memory = binding(tmp_path)
-    assert (memory.reclaimable, memory.available) == (reclaimable, available)
-
-
 @pytest.mark.parametrize(("version", "limit"), [*NO_LIMIT.items(), (1, 9223372036854710272)])  # the last with pages of 64 KiB
 def test_no_limit_is_none(tmp_path: Path, version: Version, limit: int | str) -> None:
     one_group(tmp_path, version, limit, 60)
     assert cgroup_memory(tmp_path) is None
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_of_nested_groups_the_one_with_the_least_left_binds(tmp_path: Path, version: Version) -> None:
-    top = tmp_path / ROOT_OF[version]
-    write_group(top, "/", version, NO_LIMIT[version], 900)
-    write_group(top, "/slice", version, 500, 480)
-    write_group(top, "/slice/pod", version, 300, 100)
-    write_group(top, "/slice/pod/job", version, 200, 90)
-    write_membership(tmp_path, {version: "/slice/pod/job"})
-    memory = binding(tmp_path)
-    assert (memory.path, memory.limit, memory.available) == ("/slice", 500, 20)
 
 
 def test_the_limit_that_slows_down_counts_as_the_one_that_kills(tmp_path: Path) -> None:

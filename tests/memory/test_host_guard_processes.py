@@ -110,23 +110,6 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
     assert backward >= 10
 
 
-def test_the_allocator_fails_at_the_limit_and_not_outside_of_a_piece() -> None:
-    out = run_limited("""
-        guard = guard_beside(group := Group())
-        group.leave(8 * MEBI)
-        guard.renew()
-        try:
-            torch.ones(64 * MEBI, dtype=torch.uint8)
-        except RuntimeError as error:
-            print("refused:", str(error)[:22])
-        small = torch.ones(2 * MEBI, dtype=torch.uint8)
-        guard.lift()
-        torch.ones(64 * MEBI, dtype=torch.uint8)
-        print("given")
-    """)
-    assert out.splitlines() == ["refused: [enforce fail at alloc", "given"]
-
-
 def test_a_micro_batch_of_one_that_does_not_fit_ends_with_a_typed_error_and_a_usable_process() -> None:
     run_limited("""
         before = resource.getrlimit(resource.RLIMIT_DATA)

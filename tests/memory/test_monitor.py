@@ -186,17 +186,6 @@ def test_the_thread_ends_with_its_owner_and_does_not_keep_it_alive() -> None:
     wait_until(lambda: not threads())
 
 
-def test_an_owner_that_is_gone_is_not_told() -> None:
-    owner = Owner(Script(room()))
-    monitor, seen = owner.monitor, owner.seen
-    monitor.stop()
-    monitor._sensor = Script(LOST)
-    del owner
-    gc.collect()
-    assert isinstance(monitor.read_now(), Unavailable)
-    assert seen == []
-
-
 def test_stopping_does_not_wait_for_a_sensor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_JOIN_SECONDS", 0.05)
     release = threading.Event()

@@ -68,8 +68,6 @@ def test_where_there_is_no_nvml_nothing_is_in_doubt(driver: FakeDriver, monkeypa
     def no_library(_: str) -> None:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    driver.fail = {"InitWithFlags": ABSENT}
-    assert NvmlDevice("abc").memory() == no_answer(ABSENT, lost=False)
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", no_library)
     assert NvmlDevice("abc").memory() == no_answer(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, lost=False)
@@ -138,6 +136,12 @@ def test_after_the_driver_was_loaded_again_all_references_are_given_back(driver:
     clock = Clock()
     devices = [NvmlDevice(uuid, clock=clock) for uuid in ("abc", "def")]
     assert [device.memory() for device in devices] == [FREE, 5]
+    [gone] = driver.cards[1:]
+    driver.cards.remove(gone)
+    assert [device.memory() for device in devices] == [FREE, no_answer(LOST, lost=True)], "one that falls off the bus is lost alone"
+    driver.cards.append(gone)
+    clock.pass_(10.0)
+    assert [device.memory() for device in devices] == [FREE, 5]
     driver.epoch = 1
     driver.fail = {"InitWithFlags": ABSENT}
     assert [device.memory() for device in devices] == [no_answer(UNKNOWN, lost=True)] * 2
@@ -145,14 +149,6 @@ def test_after_the_driver_was_loaded_again_all_references_are_given_back(driver:
     driver.fail = {}
     clock.pass_(10.0)
     assert [device.memory() for device in devices] == [FREE, 5]
-
-
-def test_a_gpu_that_falls_off_the_bus_is_lost_alone(driver: FakeDriver) -> None:
-    driver.cards.append(Card("GPU-def", 5, 9))
-    devices = [NvmlDevice(uuid) for uuid in ("abc", "def")]
-    assert [device.memory() for device in devices] == [FREE, 5]
-    del driver.cards[0]
-    assert [device.memory() for device in devices] == [no_answer(LOST, lost=True), 5]
 
 
 STATES: list[dict[str, int]] = [
@@ -206,10 +202,13 @@ def test_the_holders_are_those_of_both_lists_without_us_the_biggest_first_read_e
     device.memory()
     found = (Holder(10, "python", 3 * GIB), Holder(11, "Xorg", 2 * GIB), Holder(12, None, None))
     assert device.holders() == found
-    card.compute, card.graphics = [], []
+    card.graphics = [(10, GIB)]
     assert device.holders() == found
     clock.pass_(5.0)
-    assert device.holders() == ()
+    assert len(device.holders()) == 3
+    driver.fail = {"MemoryInfo": LOST}
+    device.memory()
+    assert device.holders() == (), "after a loss they are forgotten"
 
 
 @pytest.mark.parametrize("which", ["ComputeRunningProcesses", "GraphicsRunningProcesses"])
@@ -220,17 +219,6 @@ def test_a_list_that_is_refused_costs_no_reading(driver: FakeDriver, which: str,
     driver.fail = {which: code}
     assert device.holders() == ()
     assert device.memory() == FREE
-
-
-@pytest.mark.usefixtures("named")
-def test_after_a_loss_the_holders_are_forgotten(driver: FakeDriver) -> None:
-    device = NvmlDevice("abc")
-    driver.cards[0].compute = [(10, GIB)]
-    device.memory()
-    assert device.holders()
-    driver.fail = {"MemoryInfo": LOST}
-    device.memory()
-    assert device.holders() == ()
 
 
 # ---------------------------------------------------------------------- the driver matrix, through the CUDA sensor

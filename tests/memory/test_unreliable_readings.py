@@ -21,22 +21,13 @@ from elastic_mbs import (
     SensorLost,
     WaitingForMemory,
 )
-from elastic_mbs.memory import Holder, Reading, Unavailable, trouble_with
+from elastic_mbs.memory import Holder, Reading
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
 
 MIB = 1024**2
 LOST = "NVML: NVMLError_GpuIsLost: GPU is lost"
 ROOM = Headroom(free=100 * MIB, total=1024 * MIB, held_by_others=300 * MIB, source="test", at=0.0)
-
-
-@pytest.mark.parametrize(
-    ("reading", "trouble"),
-    [(ROOM, None), (replace(ROOM, doubt=LOST), LOST), (Unavailable("no driver"), "no driver")],
-    ids=["fine", "in-doubt", "none"],
-)
-def test_the_trouble_with_a_reading_is_that_there_is_none_or_that_it_is_in_doubt(reading: Reading, trouble: str | None) -> None:
-    assert trouble_with(reading) == trouble
 
 
 def test_a_reading_in_doubt_stops_growth_and_not_training(caplog: pytest.LogCaptureFixture) -> None:
