@@ -73,14 +73,6 @@ def test_it_grows_back_when_the_co_tenant_has_left_and_its_page_shows_that(
     assert str(out) in alone_again
 
 
-def test_a_second_run_shows_itself_and_leaves_the_log_of_the_first(tmp_path: Path) -> None:
-    log, out = tmp_path / "run.jsonl", tmp_path / "demo.html"
-    for _ in range(2):
-        assert command.main([*QUICK, "--steps", "4", "--log", str(log), "--out", str(out)]) == 0
-    assert out.read_text(encoding="utf-8").count('<details class="run"') == 1
-    assert render(log).count('<details class="run"') == 2
-
-
 def forgotten_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "count_tokens", lambda key: None)
 

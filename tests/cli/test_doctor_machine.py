@@ -190,8 +190,8 @@ def test_this_machine_is_collected_whatever_it_is(release: str, wsl: bool, tmp_p
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     facts = collect(root=tmp_path)
-    assert facts.variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "CUDA_DEVICE_ORDER" not in facts.variables
+    assert facts.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "CUDA_DEVICE_ORDER" not in facts.environment
     assert isinstance(facts.host, Host)
     assert (facts.cgroup, facts.platform, facts.wsl) == (None, "linux", wsl)
 

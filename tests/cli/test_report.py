@@ -49,10 +49,10 @@ class Elements(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
         self.open: list[str] = []
+        self.tips: list[str] = []
         self.feed(text)
         self.close()
         assert self.open == []
-        self.tips = [tip for _, attributes in self.elements if (tip := attributes.get("data-tip")) is not None]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_startendtag(tag, attrs)
@@ -66,7 +66,7 @@ class Elements(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        (self.tips if self.open[-2:] == ["path", "title"] else self.texts).append(data)
 
 
 # ---------------------------------------------------------------------- fewer points, and axes
@@ -178,13 +178,6 @@ def test_memory_comes_from_calls_and_failures_and_ends_with_the_sensor() -> None
     assert memory.capacity == [(0.0, 80 * MIB), (1.0, 80 * MIB), (2.0, 40 * MIB), (4.0, None), (5.0, None), (6.0, 70 * MIB)]
     assert memory.margin[:2] == [(0.0, 72 * MIB), (1.0, 72 * MIB)]
     assert memory.allocated == [(0.5, 10 * MIB), (1.0, 10 * MIB), (5.0, None), (6.0, 10 * MIB)]
-
-
-@pytest.mark.parametrize(("time", "began"), [(1.7e9, "2023-11-14 22:13:20 UTC"), (1e14, None), (None, None), ("now", None)])
-def test_the_beginning_is_shown_where_its_time_is_one(time: object, began: str | None) -> None:
-    about = dict(read_run(Run("r", {"time": time, "host": "here"})).about)
-    assert about.get("began") == began
-    assert about["host"] == "here"
 
 
 def test_a_failure_shows_cause_asked_free_who_and_action() -> None:

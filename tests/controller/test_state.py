@@ -77,15 +77,6 @@ def test_what_is_left_of_a_cooldown_survives_another_clock() -> None:
     assert later[0]["cooldown_left"] == pytest.approx(tracks[0]["cooldown_left"] / 2)
 
 
-def test_a_growth_on_trial_is_still_on_trial_after_loading() -> None:
-    driver = Driver(12)
-    driver.until_move()
-    state = driver.controller.state_dict()
-    driver.controller = driver.make()
-    driver.controller.load_state_dict(state)
-    assert driver.failing(22)[1] == Move(11, 12, "limit")
-
-
 def test_present_limits_win_over_saved_sizes() -> None:
     driver = Driver(32)
     driver.clean()

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from elastic_mbs.cli import report
-from elastic_mbs.cli.demo.compare import Options, prepare, run_both
+from elastic_mbs.cli.demo.compare import Notes, Options, prepare, run_both
 from elastic_mbs.cli.demo.console import introduction, page, summary, table, verdict
-from elastic_mbs.cli.demo.notes import Notes
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import parse_bytes
 from elastic_mbs.sinks.run_log import checked_path

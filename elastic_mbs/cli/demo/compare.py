@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from elastic_mbs import StepResult
 from elastic_mbs.cli.demo.gpt import GPT, GPTConfig, make_model, token_loss
-from elastic_mbs.cli.demo.notes import Notes
 from elastic_mbs.cli.demo.run import train, train_plainly
 from elastic_mbs.cli.demo.tenant import Script, TenantMove, limited, write_script
 from elastic_mbs.cli.demo.text import Batch, Loader, read_documents
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import format_bytes
+from elastic_mbs.events import CallDone, Event, format_bytes
 from elastic_mbs.memory import CudaMeter, MemoryBudget
 
 CPU_MODEL = GPTConfig(context=128, width=64, heads=4, layers=3)
@@ -61,6 +62,35 @@ class Setting:
     one: int  # bytes that a step needs with one document at a time, optimizer state included
     whole: int  # the same with the whole batch at once
     budget: int
+
+
+class Notes:
+    """What happened in a run of so many steps, with `budget` bytes for it and its co-tenant, printed as it goes."""
+
+    def __init__(self, steps: int, budget: int) -> None:
+        self.results: list[StepResult] = []
+        self.events: list[Event] = []
+        self.moves: list[tuple[float, TenantMove]] = []  # with their times, in unix seconds
+        self._expected, self._budget = steps, budget
+
+    def steps_of(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches; a step is over when the next batch is asked for, and its result is there by then."""
+        for batch in batches:
+            began = time.perf_counter()
+            yield batch
+            result, took = self.results[-1], time.perf_counter() - began
+            pieces = f"micro-batch {result.micro_batch_size:2} × {batch['tokens'].shape[1]:3} tokens"
+            print(f"step {len(self.results):2}/{self._expected}  loss {float(result):.4f}  {took:4.1f} s  {pieces}", flush=True)
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+        if not isinstance(event, CallDone):
+            print(f"    {event.line()}", flush=True)
+
+    def moved(self, move: TenantMove) -> None:
+        self.moves.append((time.time(), move))
+        left = f"{format_bytes(move.left)} of {format_bytes(self._budget)}"
+        print(f"  * {move.what}, in {move.phase} of micro-batch {move.micro_batch} of step {move.step + 1}: {left} left for us", flush=True)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def document(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
         "version": VERSION,
         "healthy": all(finding.level is not Level.PROBLEM for finding in findings),
         "findings": [asdict(finding) for finding in findings],
-        "facts": asdict(facts) | {"environment": facts.variables},
+        "facts": asdict(facts),
     }
 
 

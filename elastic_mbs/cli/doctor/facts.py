@@ -5,7 +5,8 @@ What could not be found out is an `Unknown` with the reason. It never stops the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from elastic_mbs.memory import CgroupMemory, Holder
 
@@ -97,17 +98,13 @@ class Facts:
     versions: Versions
     torch: Torch
     nvml: Nvml | Unknown
-    environment: tuple[tuple[str, str], ...] = ()  # the variables that matter and are set
+    environment: Mapping[str, str] = field(default_factory=dict)  # the variables that matter and are set
     host: Host | Unknown = Unknown("not looked at")
     cgroup: CgroupMemory | Unknown | None = None  # None: there is no limit
     limits: tuple[Limit, ...] | Unknown = ()
     platform: str = "linux"  # as `sys.platform`
     wsl: bool = False  # this is Linux inside Windows
     own_pids: bool = True  # the driver's PIDs mean the same processes here: not so in a container
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return dict(self.environment)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:

@@ -41,7 +41,7 @@ def collect(*, allocate: bool = False, root: Path = Path("/")) -> Facts:
         versions=versions(),
         torch=torch_facts(nvml, allocate=allocate),
         nvml=nvml,
-        environment=tuple((name, value) for name in VARIABLES if (value := os.environ.get(name)) is not None),
+        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         host=softly(lambda: Host(psutil.virtual_memory().available, psutil.virtual_memory().total)),
         cgroup=softly(lambda: cgroup_memory(root)),
         limits=softly(limits),

@@ -85,7 +85,6 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "segments are expandable": lambda s: s.settings.get("expandable_segments", "").lower() == "true",
     "segments could be expandable": lambda s: s.f.platform != "win32",
     "the driver can spill into the host's memory": lambda s: s.f.wsl or s.f.platform == "win32",
-    "the settings have a memory fraction": lambda s: "per_process_memory_fraction" in s.settings,
     # host, limits, platform
     "the host's memory is unknown": lambda s: isinstance(s.f.host, Unknown),
     "little of the host's memory is left": lambda s: s.f.host.available < LITTLE * s.f.host.total,
@@ -138,7 +137,7 @@ def subjects(facts: Facts) -> dict[str, list[SimpleNamespace]]:
 
 
 def _machine(facts: Facts) -> dict[str, Any]:
-    v, environment = facts.versions, facts.variables
+    v, environment = facts.versions, dict(facts.environment)
     if facts.torch.hip is None:
         environment.pop("PYTORCH_HIP_ALLOC_CONF", None)  # ROCm's own name means nothing to CUDA
     conf = settings(environment)
@@ -196,13 +195,13 @@ def _moved(facts: Facts) -> str:
     moved = [(device.index, index[device.uuid]) for device in facts.devices if device.uuid in index and index[device.uuid] != device.index]
     if not moved:
         return ""
-    visible = facts.variables.get("CUDA_VISIBLE_DEVICES")
+    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     because = "CUDA puts the fastest first" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
     return ", ".join(f"cuda:{ours} is nvidia-smi's {theirs}" for ours, theirs in moved) + f" ({because})"
 
 
 def _device_remedy(facts: Facts) -> str:
-    visible, nvml = facts.variables.get("CUDA_VISIBLE_DEVICES"), facts.nvml
+    visible, nvml = facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.nvml
     if visible is not None and visible.strip() in ("", "-1", "none", "None", "NoDevFiles"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device: unset it."
     if isinstance(nvml, Nvml):
@@ -219,7 +218,7 @@ def _nvml_remedy(facts: Facts) -> str:
     if facts.nvml_absent and facts.versions.nvidia_ml_py is None:
         return "pip install nvidia-ml-py"
     if facts.nvml_absent:
-        now = facts.variables.get("NVIDIA_DRIVER_CAPABILITIES")
+        now = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES")
         return (
             f"In a container, ask for the driver's utilities: NVIDIA_DRIVER_CAPABILITIES=compute,utility{'' if now is None else f' (now {now!r})'}."
         )

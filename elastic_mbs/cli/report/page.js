@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const root = document.documentElement, tip = document.getElementById("tip");
+  const root = document.documentElement;
   const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   document.getElementById("theme").onclick = () => { root.dataset.theme = dark() ? "light" : "dark"; };
 
@@ -47,22 +47,4 @@
   const open = () => { const named = location.hash && document.getElementById(location.hash.slice(1)); if (named && named.matches("details")) named.open = true; };
   addEventListener("hashchange", open);
   open();
-
-  const show = (event) => {
-    const text = event.target.dataset && event.target.dataset.tip;
-    tip.hidden = !text;
-    if (!text) return;
-    const [title, ...rest] = text.split("\n"), strong = document.createElement("strong");
-    strong.textContent = title;
-    tip.replaceChildren(strong, ...rest.map((line) => {
-      const row = document.createElement("div"), cut = line.indexOf(": ");
-      for (const part of cut < 0 ? ["", line] : [line.slice(0, cut), line.slice(cut + 2)]) row.append(Object.assign(document.createElement("span"), { textContent: part }));
-      return row;
-    }));
-    const place = event.target.getBoundingClientRect(), own = tip.getBoundingClientRect();
-    tip.style.left = `${Math.max(8, Math.min(place.left + 14, innerWidth - own.width - 12))}px`;
-    tip.style.top = `${place.bottom + own.height + 12 > innerHeight ? Math.max(8, place.top - own.height - 8) : place.bottom + 8}px`;
-  };
-  document.addEventListener("pointerover", show);
-  addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
 })();

@@ -33,7 +33,6 @@ def document(title: str, subtitle: str, main: str, *, style: str = "") -> str:
 <header class="top"><div><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></div>
 <button id="theme" type="button" aria-label="switch between light and dark">◐</button></header>
 <main>{main}</main>
-<div id="tip" role="tooltip" hidden></div>
 <script>{_asset("page.js")}</script>
 </body>
 </html>

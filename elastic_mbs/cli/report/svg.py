@@ -176,7 +176,7 @@ def _glyph(mark: Mark, x: float, y: float) -> str:
     tip = "\n".join([mark.title, f"when: {scale.duration(mark.t)}", *(f"{name}: {value}" for name, value in mark.facts)])
     return (
         f'<svg class="at" x="{percent(x)}" y="{percent(y)}"><path class="mark mark-{mark.kind}" d="{GLYPHS[mark.kind]}" '
-        f'role="img" aria-label="{escape(mark.title, quote=True)}" data-tip="{escape(tip, quote=True)}"/></svg>'
+        f'role="img" aria-label="{escape(mark.title, quote=True)}"><title>{escape(tip)}</title></path></svg>'
     )
 
 
