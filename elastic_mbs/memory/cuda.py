@@ -65,11 +65,7 @@ class CudaSensor:
 
 
 class CudaMeter:
-    """What torch's caching allocator holds on one device, by its own statistics; `allocated` is its *active* bytes.
-
-    Args:
-        device: as for `CudaSensor`.
-    """
+    """What torch's caching allocator holds on one device, named as for `CudaSensor`, by its own statistics; `allocated` is its *active* bytes."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = _with_index(torch.device(device))

@@ -57,8 +57,7 @@ class HostGuard:
     - Only pieces are guarded: `optimizer.step()` and the data loader run without a limit.
 
     Args:
-        margin: bytes left to the kernel and to what others may take while one piece runs, as an int or a string such as `"64MiB"`. None: 1/128 of the
-            limit and at least 32 MiB.
+        margin: bytes left to the kernel and to others while one piece runs, or a string such as `"64MiB"`. None: 1/128 of the limit, at least 32 MiB.
         modules: what is trained, to be looked through for convolutions.
         warn: called with one sentence, once each, where the guard turns itself off, where others hold what we had, and where there are convolutions.
         root: the folder taken for `/` (in tests).

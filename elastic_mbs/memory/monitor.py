@@ -101,15 +101,6 @@ class Monitor:
         self._publish(reading)
         return reading
 
-    def _read_in_thread(self) -> None:
-        """One reading in the monitor's own thread, not published if that has been ended meanwhile."""
-        reading = self._read()
-        if self._thread is threading.current_thread():
-            try:
-                self._publish(reading)
-            except Exception:
-                logger.exception("an error in on_change of the memory monitor")
-
     def _publish(self, reading: Reading) -> None:
         """Keeps the reading, and reports a change."""
         available = trouble_with(reading) is None
@@ -136,6 +127,11 @@ def _watch(reference: weakref.ref[Monitor], wake: threading.Event, interval: flo
         wake.clear()  # before all else: what is set from here on asks for another reading, or for the end
         if monitor._thread is not threading.current_thread():
             return
-        monitor._read_in_thread()
+        reading = monitor._read()
+        try:
+            if monitor._thread is threading.current_thread():  # it may have been ended meanwhile
+                monitor._publish(reading)
+        except Exception:
+            logger.exception("an error in on_change of the memory monitor")
         del monitor
         wake.wait(interval)

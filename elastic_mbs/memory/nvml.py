@@ -40,12 +40,7 @@ class NoAnswer:
 
 
 class NvmlDevice:
-    """One device, opened at the first reading and again, after a while, when it failed.
-
-    Args:
-        uuid: the full one, without prefix, of a GPU or of a MIG instance: `torch.cuda.get_device_properties(device).uuid`.
-        clock: seconds, for the next try and the age of the list of holders.
-    """
+    """One GPU or MIG instance by its full UUID, without prefix; opened at the first reading and again, after a while, when it failed."""
 
     def __init__(self, uuid: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._uuid = uuid

@@ -88,6 +88,4 @@ def requested_bytes(text: str) -> int | None:
     if found is None:
         return None
     number, prefix = found.groups()
-    if prefix is None:
-        return int(number.partition(".")[0])
-    return round(float(number) * (1 << 10 * ("KMGTPE".index(prefix.upper()) + 1)))
+    return int(number.partition(".")[0]) if prefix is None else round(float(number) * 1024 ** ("KMGTPE".index(prefix.upper()) + 1))

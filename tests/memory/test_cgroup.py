@@ -35,6 +35,8 @@ def test_a_limit_is_read_with_what_is_left_of_it(tmp_path: Path, version: Versio
     one_group(tmp_path, version, 100 * MEBI, 60 * MEBI, inactive=20 * MEBI, active=10 * MEBI, mapped=5 * MEBI)
     source = "memory.limit_in_bytes" if version == 1 else "memory.max"
     assert cgroup_memory(tmp_path) == CgroupMemory(version, "/job", 100 * MEBI, 60 * MEBI, 25 * MEBI, 65 * MEBI, source)
+    one_group(tmp_path, version, 100, 60, inactive=80)
+    assert binding(tmp_path).reclaimable == 60, "more cache than use, read a moment later"
 
 
 @pytest.mark.parametrize(("version", "limit"), [*NO_LIMIT.items(), (1, 9223372036854710272)])  # the last with pages of 64 KiB
