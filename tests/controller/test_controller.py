@@ -28,17 +28,13 @@ def test_probing_starts_at_the_policys_size_aligned() -> None:
     assert Driver(min_micro_batch_size=5, align=4).controller.begin(KEY, 64, 1).size == 8
 
 
-def test_probing_stops_where_the_double_is_predicted_not_to_fit() -> None:
+@pytest.mark.parametrize(
+    ("capacity", "lengths", "then"), [(430, [1, 2, 4, 8, 16, 11], [2, 4, 8, 16, 16, 16]), (100, [1], [1])], ids=["double predicted", "peak measured"]
+)
+def test_probing_stops_where_the_next_size_does_not_fit(capacity: int, lengths: list[int], then: list[int]) -> None:
     driver = Driver()
-    driver.capacity = 430  # 95 % of it hold 30 samples
-    assert driver.probe(64, [1, 2, 4, 8, 16, 11]) == [2, 4, 8, 16, 16, 16]
-    assert not driver.controller.begin(KEY, 64, 1).probing
-
-
-def test_probing_stops_where_the_measured_peak_itself_does_not_fit() -> None:
-    driver = Driver()
-    driver.capacity = 100
-    assert driver.probe(64, [1]) == [1]
+    driver.capacity = capacity  # 95 % of 430 hold 30 samples
+    assert driver.probe(64, lengths) == then
     assert not driver.controller.begin(KEY, 64, 1).probing
 
 

@@ -270,15 +270,6 @@ def test_a_restless_neighbour_makes_growth_rarer(period: float) -> None:
     assert last <= 3
 
 
-def test_a_neighbour_slower_than_the_cooldown_costs_one_failure_per_halving() -> None:
-    period = 25.0
-    device = Device(12_800, others=lambda t: 0 if t % period < period * 0.6 else 5000)
-    job = Job(device, bert, start=64)
-    run_until(job, 1000)
-    halvings = math.ceil(math.log2(largest(bert, 12_800) / largest(bert, 7800)))
-    assert len(job.oom_times) <= halvings * (1000 / period + 1)
-
-
 def test_longer_samples_of_one_class_do_not_walk_into_a_known_failure() -> None:
     job = Job(Device(12_800), lambda x: 5260 + 2 * x, start=64)
     lengths = [70, 120, 90, 127, 64, 110]
