@@ -115,10 +115,7 @@ def refilled(fill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
     """Rebuilds by a shallow copy that `fill` gives its parts. Attributes that are parts too are the copy's own."""
 
     def put(obj: Any, parts: Parts) -> Any:
-        try:
-            new = copy.copy(obj)
-        except TypeError as error:
-            raise _not_rebuilt(obj, error) from error
+        new = copy.copy(obj)
         attributes = getattr(new, "__dict__", {})
         for name in _cached_properties(type(obj)):
             attributes.pop(name, None)  # computed from the values that are replaced

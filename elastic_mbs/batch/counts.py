@@ -20,8 +20,7 @@ from elastic_mbs.batch.token_counts import count_tokens, described, is_array
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import CountError
 
-CountFn = Callable[[Any], Any]
-"""batch → loss terms per sample, a vector of length N."""
+CountFn = Callable[[Any], Any]  # batch → loss terms per sample, a vector of length N
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,6 @@ class _Column:
     prefix: Sequence[int]  # prefix[i]: terms before sample i, in units that make them whole, so that shares are rounded once
     units: int  # in the batch
     total: int | float
-
-    @classmethod
-    def samples(cls, n: int) -> _Column:
-        return cls(range(n + 1), n, n)
 
 
 class Counts:
@@ -45,24 +40,22 @@ class Counts:
     @classmethod
     def samples(cls, n: int) -> Counts:
         """Each of `n` samples counts 1."""
-        if n < 1:
-            raise CountError(f"a batch of {n} samples has no loss terms: skip it before the call")
-        return cls({None: _Column.samples(n)}, n)
+        return cls({None: _Column(range(n + 1), n, n)}, n)
 
     @classmethod
     def read(cls, count: CountFn | Mapping[str, CountFn | None] | None, view: BatchView) -> Counts:
         """Calls `count` on the whole batch, or each function of a dict (None in it: samples); one copy to the host per vector."""
+        samples = cls.samples(view.length)
         if count is None:
-            return cls.samples(view.length)
+            return samples
         if not isinstance(count, Mapping):
             return cls({None: _column(count, view, "count")}, view.length)
-        if not count:
-            raise CountError("count is an empty dict: name each loss, or leave count out to count samples")
-        for name in count:
-            if not isinstance(name, str):
-                raise CountError(f"count has the key {name!r}: keys are the names of the losses that loss_fn returns")
-        samples = _Column.samples(view.length)
-        return cls({name: samples if fn is None else _column(fn, view, f"count[{name!r}]") for name, fn in count.items()}, view.length)
+        if not count or not all(isinstance(name, str) for name in count):
+            raise CountError(f"count is the dict {dict(count)!r}: its keys are the names of the losses that loss_fn returns, one at least")
+        each: dict[str | None, _Column] = {
+            name: samples._columns[None] if fn is None else _column(fn, view, f"count[{name!r}]") for name, fn in count.items()
+        }
+        return cls(each, view.length)
 
     @property
     def names(self) -> tuple[str, ...] | None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.controller.partition import partition
 
-Weights = Mapping[str | None, float]
-"""Weight of each loss of a piece, by the name of its count; a single loss goes by None."""
+Weights = Mapping[str | None, float]  # of each loss of a piece, by the name of its count; a single loss goes by None
 
 
 @dataclass(slots=True)

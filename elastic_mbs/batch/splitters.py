@@ -19,8 +19,8 @@ class ListLayout(Enum):
     FIELDS = auto()  # each element holds all samples
 
 
+# Name, dotted path or index → dimension of the samples, None (pass whole) or a `ListLayout`. The empty name is the batch itself.
 Dims = Mapping[Any, int | ListLayout | None]
-"""Name, dotted path or index → dimension of the samples, None (pass whole) or a `ListLayout`. The empty name is the batch itself."""
 
 
 def whole(*names: str | int) -> dict[str, Any]:

@@ -275,17 +275,11 @@ class Reversed(tuple[Any, ...]):
         return super().__new__(cls, tuple(values)[::-1])
 
 
-class Uncopyable(dict[str, Any]):
-    def __copy__(self) -> Any:
-        raise TypeError("this one is not copied")
-
-
 @pytest.mark.parametrize(
     ("batch", "why"),
     [
         (Two(X, Y), "positional argument"),
         (Reversed([X, Y]), "does not keep its items"),
-        (Uncopyable(x=X), "not copied"),
     ],
     ids=kind,
 )

@@ -58,8 +58,6 @@ def test_samples_count_one_each() -> None:
         assert (counts.n, counts.names, counts.total) == (17, None, 17)
         assert counts.weights(16, 17) == {None: 1 / 17}, "a division by the number of pieces would give 1/2"
         assert counts.weights(2, 2) is None
-    with pytest.raises(CountError, match="a batch of 0 samples"):
-        Counts.samples(0)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +159,9 @@ def test_counts_that_make_no_sense_are_named(values: Any, message: str) -> None:
     [
         (3, r"count is 3 \(of type int\): it must be None \(samples\), a function"),
         (torch.ones(3), r"count is a tensor of shape \(3,\): it must be"),
-        ({}, "count is an empty dict"),
+        ({}, r"count is the dict \{\}"),
         ({"mlm": 3}, r"count\['mlm'\] is 3"),
-        ({1: None}, "count has the key 1"),
+        ({1: None}, r"count is the dict \{1: None\}: its keys are the names"),
     ],
 )
 def test_a_count_of_the_wrong_kind_is_named(count: Any, message: str) -> None:

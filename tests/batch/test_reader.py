@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, MemoryOptions, Warned
-from elastic_mbs.batch.lint import first_look
+from elastic_mbs.batch.reader import first_look
 from elastic_mbs.batch.view import BatchView
 
 
