@@ -264,7 +264,7 @@ class ElasticMBS:
             try:
                 self._guarded_step(optimizer)
             finally:
-                self._steps.forget()
+                self._steps.begun = None  # it has answered for its step
         elif self.settings.scaler is not None:
             self.settings.scaler.step(optimizer)
         else:
@@ -352,7 +352,7 @@ class ElasticMBS:
         if self._call is not None:
             self._check_complete()
         context = self._context
-        if self._steps.unfinished and (left := self._steps.left_behind()) is not None:
+        if self._steps.begun and (left := self._steps.left_behind()) is not None:
             context.warn("optimizer-step", left)
         context.follow_model()
         if context.devices[0].type == "cuda":

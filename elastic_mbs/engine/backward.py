@@ -27,9 +27,10 @@ def run_backward(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None
         return
     if not state.settled:
         _take_census(state, attempt)
+    state.phase = Phase.BACKWARD  # gradients move from here on
+    if not state.settled:
         _isolate(state)
     state.modified = state.modified or state.isolation is None
-    state.phase = Phase.BACKWARD
     settings = state.context.settings
     if settings.scaler is not None:
         loss = settings.scaler.scale(loss)
@@ -159,7 +160,7 @@ def _learn(state: CallState, attempt: Attempt, committed: list[torch.Tensor]) ->
     profile.hidden = profile.hidden or len(set(ids)) < len(ids) or not reached.issuperset(ids)
     start = state.streams
     assert start is not None
-    profile.draws = context.retry("read the random streams", lambda: context.streams.moved(start)) or profile.draws
+    profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start)) or profile.draws
     profile.commits.add(len(ids))
     for leaf in committed:
         if has_hook(leaf):

@@ -188,13 +188,13 @@ class Call:
     def end(self, attempt: Attempt, error: BaseException | None) -> bool:
         """Ends the attempt: commits, or notes the failure; returns whether the error is swallowed."""
         state, context = self.state, self.context
-        if context.guard is not None:
-            context.guard.lift()  # first of all: what follows needs memory itself
-        if misuse.fault_injector is not None:
-            misuse.fault_injector.end()
-        if state.table is not None:
-            state.table.__exit__(None, None, None)
         try:
+            if context.guard is not None:
+                context.guard.lift()  # first of all: what follows needs memory itself
+            if misuse.fault_injector is not None:
+                misuse.fault_injector.end()
+            if state.table is not None:
+                state.table.__exit__(None, None, None)
             if error is None:
                 if self.finished:
                     raise IncompleteBatchError("the runtime was closed inside a `with micro:` block, so its batch is incomplete")
@@ -240,7 +240,7 @@ class Call:
         state.notice_edits()
         if state.had_gradient and not state.profile.draws and state.streams is not None:
             start = state.streams
-            state.profile.draws = context.retry("read the random streams", lambda: context.streams.moved(start))
+            state.profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start))
         result = state.make_result()
         _inform_controller(state)
         state.phase = Phase.WHOLE  # a callback may step, or evaluate
@@ -279,37 +279,38 @@ class Call:
 
     def abort(self, error: BaseException) -> None:
         """Ends the call by `error`: state goes back to the call's start, and what could not is noted on the error."""
-        state = self.state
-        if state.phase is not Phase.DONE:
-            if self.inside:  # what is frozen between two attempts is the user's doing
-                self.context.model.thaw()
-            if state.attempt is not None:
-                state.attempt.drop()  # a variable of the user's can still hold it
-                state.attempt = None
-            if state.table is not None:
-                state.table.__exit__(None, None, None)  # an interrupt between the lines can have left its hooks
-                state.table.empty()
+        state, interrupt = self.state, None
+        if state.phase is Phase.DONE:
+            return
+        for last in (False, True):  # once more where an interrupt or a lack of memory has struck in the middle
             try:
-                self._unwind(error)
-            finally:
-                self.context.controller.abandon(state.key)
+                self._drop_attempt()
+                unwind(state, error)
                 self._close()
-                if self.context.telemetry is not None:
-                    self.context.telemetry.ended(state.failed_event(error), state.watch, error)
-            call_on_fatal(state, error)
+                break
+            except Exception as problem:
+                if last:  # a lost device: the error that is on its way says more
+                    error.add_note(f"elastic_mbs: buffers could not be restored: {type(problem).__name__}: {problem}")
+                    self._close()
+            except BaseException as problem:
+                error = interrupt = problem
+        if self.context.telemetry is not None:
+            self.context.telemetry.ended(state.failed_event(error), state.watch, error)
+        call_on_fatal(state, error)
+        if interrupt is not None:
+            raise interrupt
 
-    def _unwind(self, error: BaseException) -> None:
-        """Unwinds, once more where an interrupt or a lack of memory has struck in the middle."""
-        try:
-            unwind(self.state, error)
-        except Exception:
-            try:
-                unwind(self.state, error)
-            except Exception as problem:  # a lost device: the error that is on its way says more
-                error.add_note(f"elastic_mbs: buffers could not be restored: {type(problem).__name__}: {problem}")
-        except BaseException as interrupt:
-            unwind(self.state, interrupt)
-            raise
+    def _drop_attempt(self) -> None:
+        state = self.state
+        if self.inside:  # what is frozen between two attempts is the user's doing
+            self.context.model.thaw()
+        if state.attempt is not None:
+            state.attempt.drop()  # a variable of the user's can still hold it
+            state.attempt = None
+        if state.table is not None:
+            state.table.__exit__(None, None, None)  # an interrupt between the lines can have left its hooks
+            state.table.empty()
+        self.context.controller.abandon(state.key)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses a step of an optimizer over the leaves of this batch while it is incomplete."""

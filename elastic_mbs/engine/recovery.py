@@ -183,7 +183,7 @@ def _roll_back(state: CallState, failure: Failure, mode: Mode) -> None:
         state.restarts += 1
         if state.streams is not None:
             start, streams = state.streams, state.context.streams
-            state.context.retry("read the random streams", lambda: streams.moved(start))
+            state.context.retry("read the random streams", lambda: streams.learn(start))
         state.replayed_samples += sum(map(len, state.committed)) + len(failure.piece)
         if state.isolation is not None:
             state.isolation.rewind()

@@ -15,7 +15,7 @@ class StepWatch:
     """Follows the steps of every optimizer of the process while it is on."""
 
     def __init__(self) -> None:
-        self._begun: str | None = None  # the optimizer whose step has begun and not ended
+        self.begun: str | None = None  # the optimizer whose step has begun and not ended
         self._hooks: tuple[RemovableHandle, ...] = ()
 
     def start(self) -> None:
@@ -26,27 +26,18 @@ class StepWatch:
     def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._begun = (), None
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return self._begun is not None
-
-    def forget(self) -> None:
-        """Drops a step that something else answers for."""
-        self._begun = None
+        self._hooks, self.begun = (), None
 
     def left_behind(self) -> str | None:
         """What to do about a step that did not end, once; None if all have."""
-        begun, self._begun = self._begun, None
+        begun, self.begun = self.begun, None
         if begun is None:
             return None
         return f"`{begun}.step()` did not end; parameters and state may be half changed: load the last checkpoint, or use `mbs.optimizer_step`"
 
     def _on_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         closure = len(args) > 1 or kwargs  # runs forward and backward, and with them this very code, inside the step
-        self._begun = None if closure else type(optimizer).__name__
+        self.begun = None if closure else type(optimizer).__name__
 
     def _on_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._begun = None
+        self.begun = None

@@ -128,7 +128,7 @@ def inner_backwards(root: Node, found: Found) -> Iterator[None]:
     global _users, _original  # noqa: PLW0603  # what is wrapped belongs to the process
     with _lock:
         _users += 1
-        if _users == 1:
+        if torch.autograd.backward is not _watched:  # and not by the number of users, which an interrupt can leave too high
             _original, torch.autograd.backward = torch.autograd.backward, _watched
     handle = root.register_prehook(_join(found))
     try:

@@ -61,18 +61,20 @@ class RandomStreams:
 
     def moved(self, since: StreamState) -> bool:
         """Whether any stream that was read has moved. States are compared in the host's memory."""
-        hosts_moved = self.hosts_moved(since)  # always: it learns
         now = [generator.get_state() for generator in self._torch]
-        return hosts_moved or not all(map(torch.equal, now, since.generators))
+        return self.hosts_moved(since) or not all(map(torch.equal, now, since.generators))
 
     def hosts_moved(self, since: StreamState) -> bool:
-        """Whether Python's, numpy's or the user's own host stream has moved; if so they are read before each piece from now on."""
+        """Whether Python's, numpy's or the user's own host stream has moved. A numpy imported since counts: its stream was not read."""
         if since.hosts is None:
             return False
-        now = self._read_hosts()
-        moved = len(now) > len(since.hosts) or any(not _equal(a, b) for a, b in zip(now, since.hosts, strict=False))
-        self.draws_on_host = self.draws_on_host or moved
-        return moved
+        new = len(self._hosts) > len(since.hosts) or (not self._knows_numpy and "numpy.random" in sys.modules)
+        return new or any(not _equal(get(), value) for (get, _), value in zip(self._hosts, since.hosts, strict=True))
+
+    def learn(self, since: StreamState) -> bool:
+        """`moved`; a host's stream that has is read before each piece from now on."""
+        self.draws_on_host = self.draws_on_host or self.hosts_moved(since)
+        return self.moved(since)
 
 
 def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

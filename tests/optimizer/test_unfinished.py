@@ -82,4 +82,4 @@ def test_outside_of_the_block_no_optimizer_is_watched() -> None:
         pass
     with InjectOOM(at=[2]), pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
-    assert not mbs._steps.unfinished
+    assert mbs._steps.begun is None

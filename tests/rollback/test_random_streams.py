@@ -54,7 +54,7 @@ def test_a_stream_is_put_back(which: int) -> None:
         state = streams.read(hosts=True)
         assert not streams.moved(state)
         first = draw()
-        assert streams.moved(state)
+        assert streams.learn(state)
         assert streams.draws_on_host is not name.startswith("torch")
         draw()
         streams.restore(state)
@@ -86,7 +86,7 @@ def test_the_hosts_streams_are_read_for_each_piece_from_the_call_on_in_which_the
     streams.restore(piece)  # torch's alone
     assert torch.rand(1).item() == first
     assert python.random() != drawn
-    assert streams.moved(start)
+    assert streams.learn(start)
     piece = streams.read()
     assert piece.hosts is not None
     drawn = python.random()
