@@ -51,12 +51,12 @@ class SavedTensorTable:
         return slot
 
     def __enter__(self) -> SavedTensorTable:
-        self._entered = self._hooks.__enter__() is None  # in one line: an interrupt leaves both or none
+        self._entered = not self._hooks.__enter__()  # type: ignore[func-returns-value]  # in one line: an interrupt leaves both or none
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._entered:
-            self._entered = self._hooks.__exit__(kind, error, trace) is not None
+            self._entered = bool(self._hooks.__exit__(kind, error, trace))  # type: ignore[func-returns-value]
 
     def empty(self) -> None:
         """Releases every tensor saved so far."""
