@@ -76,7 +76,7 @@ class Monitor:
 
     def stop(self) -> None:
         """Ends the thread, waiting at most two seconds for a sensor that hangs. The latest reading stays."""
-        thread = self._thread if self.running else None  # one that a fork left behind may have held its lock
+        thread = self._thread if self.running else None
         self._thread, self._pid = None, 0
         if thread is not None:
             self._wake.set()
@@ -85,7 +85,8 @@ class Monitor:
 
     def request_reading(self) -> None:
         """Requests a reading now and not at the end of the interval, without waiting for it."""
-        self._wake.set()
+        if self.running:  # what a fork left behind is not touched: another thread may have held its lock
+            self._wake.set()
 
     def latest(self) -> Reading:
         """The latest reading, without waiting; `Unavailable("no reading yet")` before the first."""

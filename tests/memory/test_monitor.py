@@ -259,12 +259,13 @@ def test_a_forked_child_reads_on_whatever_was_locked_at_the_fork() -> None:
         monitor, never, stopped = (Monitor(Sensor(), interval=0.005) for _ in range(3))
         monitor.start(), stopped.start()
         wait_for(os.getpid())
-        with monitor._wake._cond:  # as another thread may at the fork
+        with monitor._wake._cond, stopped._wake._cond:  # as another thread may at the fork
             pid = os.fork()
         if pid == 0:
             signal.alarm(100)
             assert threading.active_count() == 1
             stopped.stop()
+            monitor.request_reading()
             assert not (monitor.running or never.running or stopped.running)
             monitor.start()
             wait_for(os.getpid())
