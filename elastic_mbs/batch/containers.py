@@ -153,6 +153,8 @@ def _fill_dataclass(new: Any, parts: Parts) -> None:
 def _fill_user_dict(new: Any, parts: Parts) -> None:
     items = {key: parts[key] for key in new.data}
     new.data = kind_of(type(new.data)).put(new.data, items)  # a shallow copy can share that dict
+    if any(new[key] is not value for key, value in items.items()):
+        raise _not_rebuilt(new, "a new one does not keep its items")
 
 
 def _put_tuple(obj: Any, parts: Parts) -> Any:

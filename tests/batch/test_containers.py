@@ -261,6 +261,17 @@ def test_a_field_that_the_constructor_computes_is_refused_until_it_is_named() ->
     assert BatchView(Counted(X), {"rows": None}).piece(0, 2).rows == 6
 
 
+class Elsewhere(UserDict[str, Any]):
+    """Looks in another place first, which the batch's pieces would share."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        super().__init__(data)
+        self.first = (dict(data),)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.first[0][key]
+
+
 class Two(tuple[Any, ...]):
     __slots__ = ()
 
@@ -278,6 +289,7 @@ class Reversed(tuple[Any, ...]):
 @pytest.mark.parametrize(
     ("batch", "why"),
     [
+        (Elsewhere({"x": X}), "does not keep its items"),
         (Two(X, Y), "positional argument"),
         (Reversed([X, Y]), "does not keep its items"),
     ],
@@ -285,7 +297,7 @@ class Reversed(tuple[Any, ...]):
 )
 def test_a_container_that_cannot_be_rebuilt_is_refused_by_name(batch: Any, why: str) -> None:
     with pytest.raises(BatchError, match=why) as caught:
-        BatchView(batch).piece(0, 1)
+        BatchView(batch, whole("first")).piece(0, 1)
     assert f"register_splitter({type(batch).__qualname__}" in str(caught.value)
 
 
