@@ -111,11 +111,7 @@ class ElasticMBS:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ends an unfinished batch, stops the monitor and writes out what sinks hold.
-
-        Raises:
-            IncompleteBatchError: a loop over `micro_batches` was left early, and nothing else is already being raised.
-        """
+        """As `close`; raises an `IncompleteBatchError` where a loop was left early and nothing else is already being raised."""
         try:
             if error is None:
                 self._check_complete()
@@ -304,11 +300,7 @@ class ElasticMBS:
         return {"version": 1, "controller": self._context.controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what another run has learned.
-
-        Raises:
-            UsageError: the state is of another version or malformed; nothing has changed then.
-        """
+        """Goes on with what another run has learned; a `UsageError` for a state of another version or a malformed one changes nothing."""
         if not (isinstance(state, Mapping) and state.get("version") == 1 and isinstance(state.get("controller"), dict)):
             raise UsageError(f"this is no state of ElasticMBS version 1: {str(state)[:80]!r}; start without it, sizes are learned again")
         self._context.controller.load_state_dict(state["controller"])
@@ -320,11 +312,7 @@ class ElasticMBS:
 
     @property
     def total(self) -> Any:
-        """The counts of the batch that is running, for a `loss_fn` that normalises by itself: a number, or a dict where losses have names.
-
-        Raises:
-            UsageError: no batch is running.
-        """
+        """The counts of the batch that is running, for a `loss_fn` that normalises by itself: a number, or a dict where losses have names."""
         if self._call is not None and not self._call.finished:
             return self._call.totals
         if self._totals is None:

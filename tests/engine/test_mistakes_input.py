@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from elastic_mbs import BatchError, CountError, ElasticMBS, LossError, UsageError, elastic_step
+from elastic_mbs import BatchError, CountError, LossError, UsageError, elastic_step
 from elastic_mbs.engine.misuse import running_call
-from stress.flat_options import grouped
 from tests.helpers.open_calls import close_what_is_open
 from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs, still_works, through
 
@@ -78,38 +77,6 @@ def test_a_model_without_anything_to_train(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     assert still_works(mbs, model)
-
-
-# ---------------------------------------------------------------------- settings
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"align": 8, "max_micro_batch_size": 4}, "align=8"),
-    ({"monitor_interval": -1.0}, "monitor_interval=-1.0"),
-    ({"monitor_interval": "1"}, "monitor_interval"),
-    ({"wait_for_memory": float("inf")}, "wait_for_memory=inf"),
-    ({"count": 3}, "count=3"),
-    ({"count": "labels"}, "'labels'"),
-    ({"device": "nowhere"}, "'nowhere'"),
-    ({"device": 3.5}, "3.5"),
-    ({"generators": [3]}, "int"),
-    ({"generators": ["state"]}, "str"),
-    ({"generators": 7}, "generators"),
-    ({"is_oom": "CUDA"}, "is_oom"),
-    ({"on_fatal": 3}, "on_fatal"),
-    ({"backward": "loss"}, "backward"),
-    ({"on_event": 3}, "on_event"),
-    ({"on_event": [print, 3]}, "on_event"),
-    ({"scaler": 2.0}, "scaler"),
-    ({"sensor": "nvml"}, "sensor"),
-    ({"policy": {"patience": 3}}, "policy"),
-]
-
-
-@pytest.mark.parametrize(("options", "says"), BAD, ids=[f"{i}, {', '.join(case[0])}" for i, case in enumerate(BAD)])
-def test_a_setting_that_makes_no_sense_is_refused_when_it_is_given_and_not_when_memory_runs_out(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        ElasticMBS(mlp(), **grouped(options))
 
 
 def test_a_class_in_place_of_a_model_for_the_decorator() -> None:

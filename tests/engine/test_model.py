@@ -90,14 +90,6 @@ def test_a_replaced_module_is_dropped_and_the_new_one_found_though_it_has_no_par
     assert agrees(inventory, model)
 
 
-def test_after_forget_everything_is_new() -> None:
-    inventory = TrainedModel([net()])
-    assert not inventory.refresh()
-    inventory.forget()
-    assert inventory.refresh()
-    assert not inventory.refresh()
-
-
 def test_leaves_go_by_their_parameter_names() -> None:
     first, second = net(), nn.Linear(1, 1)
     inventory = TrainedModel([first, second])

@@ -1,17 +1,28 @@
-"""Seconds of a call come once, in order, when its device is done, and are never waited for."""
+"""What is reported of a call, its seconds too: once, in order, without waiting, and at no cost where nothing listens."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from elastic_mbs.engine import timing
-from elastic_mbs.engine.timing import Stopwatch, Timed, known
-
-CPU = torch.device("cpu")
+from elastic_mbs import CallDone, CallFailed, ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, OutOfMemory, Policy, Unavailable
+from elastic_mbs.engine import state, timing
+from elastic_mbs.engine.result import StepResult
+from elastic_mbs.engine.timing import Stopwatch, Telemetry, Timed, known, memory_figures
+from elastic_mbs.memory import NoMeter
+from elastic_mbs.memory.monitor import Monitor
+from elastic_mbs.memory.sensor import Reading, Usage
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.events import Heard
+from tests.helpers.steps import cross_entropy, elastic, mlp, pairs, through
 
 
 class Clock:
@@ -29,8 +40,238 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+class Device:
+    """A device that has ended only as many calls as the test says. The n-th took n seconds."""
+
+    arrived = ended = 0
+
+    def known(self, timed: Timed[Any], *, wait: bool = False) -> Iterator[tuple[Any, float | None]]:
+        while timed and (wait or self.ended < self.arrived):
+            self.ended += 1
+            yield timed.popleft()[1], float(self.ended)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    late = Device()
+    monkeypatch.setattr(timing, "known", late.known)
+    return late
+
+
+def telemetry_of(mbs: ElasticMBS) -> Telemetry:
+    assert mbs._context.telemetry is not None
+    return mbs._context.telemetry
+
+
+def test_without_a_sink_or_a_log_no_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "CallDone", Mock(side_effect=AssertionError("CallDone was built")))
+    model = mlp()
+    with elastic(model, micro_batch_size=4) as mbs:
+        mbs.backward(cross_entropy(model), pairs())
+        mbs.eval(lambda batch: model(batch[0]), pairs())
+    with elastic(model, on_event=print, enabled=False) as mbs:
+        mbs.backward(cross_entropy(model), pairs())
+    with pytest.raises(AssertionError, match="CallDone was built"), elastic(model, on_event=print) as mbs:  # this test can fail
+        mbs.backward(cross_entropy(model), pairs())
+
+
+# ---------------------------------------------------------------------- what is reported
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("door", [1, 3])
+def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_begins(door: int) -> None:
+    heard, model = Heard(), mlp()
+    with elastic(model, on_event=heard, micro_batch_size=3) as mbs:
+        for number in range(1, 4):
+            model.zero_grad()
+            result = through(door, mbs, cross_entropy(model), pairs())
+            assert (heard.begun, len(heard.calls), heard.closed) == (number, number, 0)
+            done = heard.calls[-1]
+            assert done.loss == pytest.approx(float(result), rel=1e-14)
+            assert (done.samples, done.pieces, done.size_before, done.micro_batch_size) == (8, 3, 3, 3)
+            assert (done.mode, done.ooms, done.replayed_samples, done.seconds_lost) == ("train", 0, 0, 0.0)
+            assert done.seconds is not None
+            assert done.seconds > 0
+            assert (done.free, done.held_by_others, done.total) == (None, None, None)  # it has no sensor
+        mbs.eval(lambda batch: model(batch[0]), pairs())
+        done = heard.calls[-1]
+        assert (done.mode, done.loss, done.samples, done.pieces) == ("eval", None, 8, 3)
+    assert heard.closed == 1
+
+
+def test_a_call_that_fails_is_reported_as_that_and_not_as_finished() -> None:
+    heard, model = Heard(), mlp()
+    batch = pairs()
+    with elastic(model, on_event=heard) as mbs:
+        with pytest.raises(ZeroDivisionError):
+            mbs.backward(Mock(side_effect=ZeroDivisionError("by zero\nand more")), batch)
+        mbs.backward(cross_entropy(model), batch)
+        with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
+            mbs.backward(cross_entropy(model), batch)
+    failed = [event for event in heard.events if isinstance(event, CallFailed)]
+    assert len(heard.calls) == 1
+    assert (failed[0].error, failed[0].message) == ("ZeroDivisionError", "by zero")
+    assert failed[1].error == "MicroBatchFloorError"
+    assert failed[1].ooms > 1
+    assert 0 < failed[1].seconds_lost <= failed[1].seconds
+
+
+def test_a_sink_that_fails_when_a_call_has_failed_does_not_hide_why() -> None:
+    with elastic(mlp(), on_event=Mock(side_effect=ValueError("disk"))) as mbs, pytest.raises(ZeroDivisionError) as caught:
+        mbs.backward(Mock(side_effect=ZeroDivisionError), pairs())
+    assert caught.value.__notes__ == ["elastic_mbs: a function in on_event failed at CallFailed: ValueError: disk"]
+
+
+def refuse_done(event: Event) -> None:
+    if isinstance(event, CallDone):
+        raise ZeroDivisionError
+
+
+def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_whole() -> None:
+    model = mlp()
+    with elastic(model, on_event=refuse_done) as mbs:
+        with pytest.raises(ZeroDivisionError):
+            mbs.backward(cross_entropy(model), pairs())
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert mbs.last_result is not None
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("mode", ["piece", "step"])
+def test_lost_is_the_time_of_the_attempts_that_failed(host: Clock, mode: str) -> None:
+    heard, model = Heard(), mlp()
+    failing = False
+
+    def step(batch: Any) -> Tensor:
+        nonlocal failing
+        host.now += 1.0
+        loss: Tensor = cross_entropy(model)(batch)
+        if failing:
+            failing = False
+            if mode == "piece":
+                fail(loss)
+            loss.register_hook(fail)  # a failure in a backward before any has succeeded is replayed from the start
+        return loss
+
+    def fail(_: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    with elastic(model, micro_batch_size=4, on_event=heard) as mbs:
+        if mode == "piece":
+            mbs.backward(step, pairs())
+            model.zero_grad()
+        began, failing = host.now, True
+        mbs.backward(step, pairs())
+    failures = [event for event in heard.events if isinstance(event, OutOfMemory)]
+    assert [(event.mode, event.seconds_lost, event.requested) for event in failures] == [(mode, 1.0, 2 << 20)]
+    done = heard.calls[-1]
+    assert (done.seconds_lost, done.seconds, done.ended) == (1.0, host.now - began, host.now)
+
+
+@pytest.mark.parametrize("inner", ["eval", "backward"])
+def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(host: Clock, inner: str) -> None:
+    heard, model = Heard(), mlp()
+    with elastic(model, micro_batch_size=8, on_event=heard) as mbs:
+        for micro in mbs.micro_batches(pairs()):
+            with micro:
+                host.now += 4.0
+                micro.backward(cross_entropy(model)(micro.data))
+                if inner == "eval":
+                    micro.on_commit(lambda: mbs.eval(lambda batch: model(batch[0]), pairs()))
+                else:
+                    micro.on_commit(lambda: mbs.backward(cross_entropy(model), pairs()))
+    assert [done.seconds for done in heard.calls] == [0.0, 4.0]
+
+
+def test_reading_the_loss_takes_no_memory_and_waits_for_nothing() -> None:
+    model = mlp()
+    assert str(StepResult(((0, 1),), 1, _losses=(torch.tensor(float("nan")),)).loss_on_host()) == "nan"
+    assert StepResult(((0, 1),), 1, _losses=(torch.zeros((), device="meta"),)).loss_on_host() is None
+    with MemoryBudget("1GiB", [model]) as budget, elastic(model, micro_batch_size=2, on_event=Heard()) as mbs:
+        result = mbs.backward(cross_entropy(model), pairs())
+        budget.reset_peak()
+        rest = budget.live
+        assert result.loss_on_host() is not None
+        assert budget.peak == rest
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Meter(NoMeter):
+    def usage(self) -> Usage | None:
+        return Usage(1, 2, 3, 4, 0)
+
+
+ROOM = Headroom(free=50, total=100, held_by_others=30, source="test", at=0.0)
+
+
+@pytest.mark.parametrize(
+    ("meter", "reading", "figures"),
+    [
+        (Meter(), ROOM, (1, 2, 3, 4, 50, 30, 100)),
+        (NoMeter(), ROOM, (None, 20, None, None, 50, 30, 100)),  # what is neither free nor others' is ours
+        (Meter(), Unavailable("gone"), (1, 2, 3, 4, None, None, None)),
+        (NoMeter(), Unavailable("gone"), (None,) * 7),
+    ],
+    ids=["both", "reading", "meter", "none"],
+)
+def test_memory_is_reported_as_far_as_it_is_known(meter: NoMeter, reading: Reading, figures: tuple[int | None, ...]) -> None:
+    sensor = Mock(read=Mock(return_value=reading))
+    monitor = Monitor(sensor, interval=0)
+    monitor.read_now()
+    assert tuple(memory_figures(meter, monitor).values()) == figures
+    assert sensor.read.call_count == 1  # the latest reading, never a new one
+
+
+# ---------------------------------------------------------------------- figures that come late
+
+
+def test_a_call_is_reported_when_its_figures_have_arrived_and_in_order(device: Device) -> None:
+    heard, model = Heard(), mlp()
+    with elastic(model, on_event=heard) as mbs:
+        for arrived in (0, 0, 1, 3):
+            device.arrived = arrived
+            mbs.backward(cross_entropy(model), pairs())
+            assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0][:arrived]
+    assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0, 4.0]  # the rest when the runtime was closed
+    assert heard.closed == 1
+
+
+@pytest.mark.usefixtures("device")
+def test_a_users_sink_that_raises_at_the_end_keeps_no_file_open_and_loses_no_other_call() -> None:
+    heard, model, broken = Heard(), mlp(), True
+    mbs = elastic(model, on_event=[heard, lambda event: refuse_done(event) if broken else None])
+    for _ in range(2):
+        mbs.backward(cross_entropy(model), pairs())
+    with pytest.raises(ZeroDivisionError):
+        mbs.close()
+    assert heard.closed == 1
+    broken = False
+    telemetry_of(mbs).rest()
+    assert len(heard.calls) == 2
+
+
+@pytest.mark.usefixtures("device")
+def test_a_forked_child_reports_nothing_of_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, model = Heard(), mlp()
+    mbs = elastic(model, on_event=heard)
+    mbs.backward(cross_entropy(model), pairs())
+    own = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: own + 1)
+        telemetry_of(mbs).rest()
+    assert heard.calls == []
+    mbs.close()
+    assert len(heard.calls) == 1
+
+
+# ---------------------------------------------------------------------- a call's stopwatch
+
+
 def test_on_a_cpu_the_seconds_of_a_call_are_known_when_it_ends(host: Clock) -> None:
-    watch = Stopwatch(CPU)
+    watch = Stopwatch(torch.device("cpu"))
     host.now += 3
     watch.stop()
     host.now += 1
@@ -38,7 +279,7 @@ def test_on_a_cpu_the_seconds_of_a_call_are_known_when_it_ends(host: Clock) -> N
 
 
 def test_what_a_replay_from_the_start_loses_is_counted_once(host: Clock) -> None:
-    watch = Stopwatch(CPU)
+    watch = Stopwatch(torch.device("cpu"))
     host.now += 1  # a piece that commits
     watch.attempt()
     host.now += 2
@@ -83,7 +324,7 @@ class DeviceEvent:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     for name, value in {"now": 0.0, "horizon": 0.0, "lost": False, "streams": []}.items():
@@ -91,10 +332,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda", 1)
 
 
-def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(device: torch.device) -> None:
+def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(cuda: torch.device) -> None:
     timed: Timed[int] = deque()
     for number in range(4):
-        watch = Stopwatch(device)
+        watch = Stopwatch(cuda)
         DeviceEvent.now += 1 + number
         watch.stop()
         timed.append((watch, number))
@@ -103,11 +344,38 @@ def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order(dev
     assert list(known(timed)) == [(0, 1.0), (1, 2.0)]
     assert list(known(timed)) == []
     assert list(known(timed, wait=True)) == [(2, 3.0), (3, 4.0)]
-    assert DeviceEvent.streams == [device] * 8  # the model's, whichever is current
+    assert DeviceEvent.streams == [cuda] * 8  # the model's, whichever is current
 
 
-def test_a_device_that_is_lost_leaves_times_unknown_and_raises_nothing(device: torch.device) -> None:
-    watch = Stopwatch(device)
+def test_a_device_that_is_lost_leaves_times_unknown_and_raises_nothing(cuda: torch.device) -> None:
+    watch = Stopwatch(cuda)
     watch.stop()
     DeviceEvent.lost = True
     assert list(known(deque([(watch, 0)]))) == [(0, None)]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # said once in a process, by whichever test is the first
+def test_reporting_calls_never_waits_for_the_device() -> None:
+    where = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8)).to(where)
+    batch = torch.randn(64, 64, device=where)
+    heard = Heard()
+    losses = []
+    try:
+        with ElasticMBS(model, micro_batch_size=16, on_event=heard, policy=Policy(max_micro_batch_size=16)) as mbs:
+            deadline = time.monotonic() + 120
+            while not isinstance(mbs.headroom, Headroom) and time.monotonic() < deadline:
+                time.sleep(0.01)  # the first call may be over before NVML has answered for the first time, and would tell of no total
+            for i in range(8):
+                model.zero_grad()
+                torch.cuda.set_sync_debug_mode("error" if i >= 2 else "default")
+                result = mbs.backward(lambda x: model(x).square().mean(), batch)
+                torch.cuda.set_sync_debug_mode("default")
+                losses.append(float(result))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [call.loss for call in heard.calls] == losses
+    assert all(call.seconds is not None and call.seconds > 0 for call in heard.calls)
+    assert all(call.allocated and call.reserved and call.total for call in heard.calls)

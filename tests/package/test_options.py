@@ -1,14 +1,16 @@
+"""Options that make no sense are refused when they are given, by name and with a way out."""
+
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from elastic_mbs import Policy
+from elastic_mbs import ElasticMBS, Policy
 from elastic_mbs.errors import UsageError
 from elastic_mbs.options import Settings
 from stress.flat_options import grouped
@@ -29,6 +31,16 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"scaler": torch.amp.GradScaler("cpu"), "backward": lambda loss: None}, "scaler= and backward=", "leave scaler out"),
     *(({"wait_for_memory": value}, f"wait_for_memory={value!r}", "at least 0") for value in (-1, -0.5, float("nan"), None, "30")),
+    ({"align": 8, "max_micro_batch_size": 4}, "align=8", "leaves no size"),
+    *(({"monitor_interval": value}, f"monitor_interval={value!r}", "at least 0") for value in (-1.0, "1", float("inf"))),
+    *(({"count": value}, f"count={value!r}", "count_tokens") for value in (3, "labels")),
+    *(({"device": value}, str(value), "device") for value in ("nowhere", 3.5)),
+    *(({"generators": value}, "generator", says) for value, says in ((["state"], "str"), ([3], "int"), (7, "no sequence of random generators"))),
+    *(({name: 3}, f"{name}=3", "function") for name in ("is_oom", "on_fatal", "backward")),
+    *(({"on_event": value}, "on_event", "function") for value in (3, [print, 3])),
+    ({"scaler": 2.0}, "scaler=2.0", "GradScaler"),
+    ({"sensor": "nvml"}, "sensor='nvml'", "MemorySensor"),
+    ({"policy": {"patience": 3}}, "policy={'patience': 3}", "elastic_mbs.Policy"),
     *(({"outputs": value}, f"outputs={value!r}", "'device'") for value in ("gpu", "CPU", True, 1)),
 ]
 
@@ -36,7 +48,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("options", "value", "way_out"), BAD, ids=[str(case[1]) for case in BAD])
 def test_a_bad_value_is_refused_by_name_with_a_way_out(options: dict[str, Any], value: str, way_out: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Settings(**grouped(options))
+        ElasticMBS(nn.Linear(1, 1), **grouped(options))
     assert value in str(caught.value)
     assert way_out in str(caught.value)
 
@@ -71,8 +83,3 @@ def test_sizes_are_accepted_exactly_when_they_are_ordered(size: int, low: int, h
         assert not sensible
     else:
         assert sensible
-
-
-def test_settings_do_not_change() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Settings().name = "other"  # type: ignore[misc]  # that is what is tested
