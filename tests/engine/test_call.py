@@ -13,23 +13,11 @@ from torch import Tensor, nn
 from elastic_mbs import MicroBatch
 from elastic_mbs.errors import IncompleteBatchError, MicroBatchFloorError, ReplayUnsafeError, UsageError
 from elastic_mbs.events import CallDone, CallFailed, Event
-from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, off_by, pairs, still_works, through, whole_gradient
+from tests.helpers.steps import FailOn, cross_entropy, elastic, failing, mlp, off_by, pairs, still_works, through, whole_gradient
 from tests.helpers.strikes import interrupt_before_line, until_clean
 
 ENGINE = ("engine/call.py", "engine/micro_batch.py", "engine/failure.py", "engine/recovery.py", "engine/backward.py")
 DOORS = [1, 3]
-
-
-def failing(model: nn.Module, *calls: int) -> Any:
-    """A loss function that runs out of memory when it is called for these times."""
-    fail = FailOn(*calls)
-
-    def loss_fn(batch: Any) -> Tensor:
-        fail()
-        loss: Tensor = cross_entropy(model)(batch)
-        return loss
-
-    return loss_fn
 
 
 @pytest.mark.no_oom_injection
@@ -40,7 +28,7 @@ def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: in
         mbs = elastic(model, micro_batch_size=4)
         with interrupt_before_line(3 * n, *ENGINE) as struck:
             try:
-                through(door, mbs, failing(model, 2), pairs(8))
+                through(door, mbs, failing(model, FailOn(2)), pairs(8))
             except KeyboardInterrupt:
                 del struck[1:]
         if mbs._call is not None and not mbs._call.finished:

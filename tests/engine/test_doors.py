@@ -37,19 +37,6 @@ def test_all_doors_give_the_same_gradients_losses_and_partitions(fault: int) -> 
         assert all(torch.equal(a, b) for a, b in zip(seen[0][0], others[0], strict=True) if a is not None and b is not None)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_outputs_are_told_apart_from_the_loss_and_joined(door: int) -> None:
-    model, batch = mlp(), pairs()
-
-    def loss_fn(b: Pair) -> Any:
-        logits = model(b[0])
-        return functional.cross_entropy(logits, b[1]), logits, b[1]
-
-    logits, labels = once(door, model, loss_fn, batch, micro_batch_size=2).outputs
-    assert torch.allclose(logits, model(batch[0]), rtol=1e-12)
-    assert torch.equal(labels, batch[1])
-
-
 # ---------------------------------------------------------------------- lifetime, state, statistics
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, Event, MemoryBudget, MemoryOptions, MicroBatchFloorError, OutOfMemory, UsageError
-from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, pairs
 
@@ -40,21 +39,6 @@ def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(fault: 
     assert mbs.eval(lambda b: None, batch) is None
     assert all(p.grad is None for p in model.parameters())
     assert mbs.last_result is None
-
-
-def test_what_eval_gives_does_not_depend_on_the_split() -> None:
-    model, batch = mlp(), pairs(8)
-
-    def fn(b: Pair) -> dict[str, Any]:
-        logits = model(b[0])
-        return {"logits": logits, "loss": nn.functional.cross_entropy(logits, b[1]), "hits": (logits.argmax(1) == b[1]).sum(), "rows": b[1].tolist()}
-
-    whole, split = (elastic(model, micro_batch_size=size, grow=False).eval(fn, batch) for size in (8, 3))
-    assert torch.allclose(whole["logits"], split["logits"], rtol=1e-12)
-    assert whole["rows"] == split["rows"]
-    assert [type(whole[key]) for key in ("loss", "hits")] == [type(split[key]) for key in ("loss", "hits")] == [PerPiece, PerPiece]
-    assert torch.allclose(whole["loss"].mean(), split["loss"].mean(), rtol=1e-12)
-    assert whole["hits"].sum() == split["hits"].sum()
 
 
 @pytest.mark.no_oom_injection

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions
 from elastic_mbs.engine.result import map_outputs
 
 
@@ -155,31 +153,3 @@ def test_running_out_of_memory_while_an_object_is_copied_is_not_swallowed(error:
 
     with pytest.raises(error):
         detached([Big()])
-
-
-@pytest.mark.no_oom_injection
-def test_a_cache_that_a_model_returns_does_not_fill_the_device() -> None:
-    # pieces of a decoder in training kept their cache of keys and values, with its graph: no micro-batch was small enough
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-        def forward(self, x: Tensor) -> SimpleNamespace:
-            cache = []
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-                cache.append(Layer(x))
-            return SimpleNamespace(loss=x.square().mean(), past=SimpleNamespace(layers=cache))
-
-    torch.manual_seed(0)
-    model, batch = Decoder(), torch.randn(512, 64)
-    by_hand = copy.deepcopy(model)
-    by_hand(batch).loss.backward()
-    with MemoryBudget("700KiB", track=(model,)), ElasticMBS(model, memory=MemoryOptions(wait_for_memory=0)) as mbs:
-        result = mbs.backward(model, batch)
-        assert result.ooms > 0 or len(result.partition) > 1
-        caches = [each.past for each in result.outputs]
-    assert all(layer.keys.grad_fn is None for piece in caches for layer in piece.layers)
-    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)

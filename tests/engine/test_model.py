@@ -13,7 +13,6 @@ from torch import nn
 
 from elastic_mbs.engine.model import _WRAPPERS, TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
-from tests.helpers.steps import FailOn, elastic
 
 
 def net() -> nn.Sequential:
@@ -151,21 +150,3 @@ def test_the_names_of_wrappers_are_those_of_torch() -> None:
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused() -> None:
     with pytest.raises(UsageError, match="LazyLinear has parameters without a shape yet"):
         TrainedModel([nn.Sequential(nn.LazyLinear(3))])
-
-
-def test_the_statistics_of_a_replaced_norm_are_put_back_after_a_failure() -> None:
-    model, fail = net().double(), FailOn(3)
-    x = torch.randn(8, 3, dtype=torch.float64)
-
-    def loss_fn(piece: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(piece).square().mean()
-        fail()
-        return loss
-
-    with elastic(model, micro_batch_size=4) as mbs:
-        mbs.backward(loss_fn, x)
-        model.zero_grad()
-        model[1] = nn.BatchNorm1d(2).double()
-        result = mbs.backward(loss_fn, x)
-    assert result.ooms == 1
-    assert dict(model.named_buffers())["1.num_batches_tracked"].item() == len(result.partition)

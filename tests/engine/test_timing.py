@@ -21,21 +21,14 @@ from elastic_mbs.memory import NoMeter
 from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.sensor import Reading, Usage
 from elastic_mbs.testing import InjectOOM
+from tests.helpers.device_sim import Clock
 from tests.helpers.events import Heard
 from tests.helpers.steps import cross_entropy, elastic, mlp, pairs, through
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(100.0)
     monkeypatch.setattr(timing, "monotonic", clock)
     return clock
 
@@ -268,14 +261,6 @@ def test_a_forked_child_reports_nothing_of_its_parents_calls(monkeypatch: pytest
 
 
 # ---------------------------------------------------------------------- a call's stopwatch
-
-
-def test_on_a_cpu_the_seconds_of_a_call_are_known_when_it_ends(host: Clock) -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    host.now += 3
-    watch.stop()
-    host.now += 1
-    assert list(known(deque([(watch, "it")]))) == [("it", 3.0)]
 
 
 def test_what_a_replay_from_the_start_loses_is_counted_once(host: Clock) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, StepResult, elastic_step
 from elastic_mbs.memory import NoSensor
+from elastic_mbs.testing import InjectOOM
 from stress.flat_options import grouped
 from stress.reference.state import error_of
 
@@ -120,8 +121,9 @@ def failing(model: nn.Module, fail: FailOn) -> LossFn:
 
 
 def still_works(mbs: ElasticMBS, model: nn.Module) -> bool:
-    """Whether the next call gives the right gradient, with nothing left over of what went wrong before."""
+    """Whether the next call gives the right gradient and recovers, with nothing left over of what went wrong before."""
     batch = pairs(8, seed=77)
     model.zero_grad()
-    mbs.backward(cross_entropy(model), batch)
+    with InjectOOM(at=[13]):
+        mbs.backward(cross_entropy(model), batch)
     return off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12

@@ -171,8 +171,7 @@ def test_an_error_between_two_blocks_of_the_loop_passes_through_and_state_goes_b
 
 
 @pytest.mark.no_oom_injection
-@pytest.mark.parametrize("door", DOORS)
-def test_an_error_in_a_commit_callback_passes_through_and_empties_the_gradients(door: int) -> None:
+def test_an_error_in_a_commit_callback_passes_through_and_empties_the_gradients() -> None:
     model, batch = _Noisy().double(), pairs(8)
     raised = ValueError("logging broke")
 
