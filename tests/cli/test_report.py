@@ -1,6 +1,5 @@
 """The report: what a page shows of a run log, and that nothing in the log can break it."""
 
-import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -112,15 +111,6 @@ def test_every_axis_holds_its_values_and_has_a_few_ticks_with_labels(case: tuple
     assert all(tick.label and 0 <= axis.place(tick.value) <= 1 for tick in axis.ticks)
 
 
-TIMES = {0: "0 s", 0.25: "250 ms", 12.5: "12.5 s", 59.99: "60 s", 61: "1:01", 3600: "1:00:00", 93660: "1 d 2:01", math.nan: "unknown"}
-NUMBERS = {0: "0", 0.5: "0.5", 12345.6: "12,346", 1.25e-7: "1.25e-07", 2e9: "2e+09", -3.25: "-3.25"}
-
-
-def test_times_and_numbers_are_written_as_a_person_does() -> None:
-    assert {value: scale.duration(value) for value in TIMES} == TIMES
-    assert {value: scale.number(value) for value in NUMBERS} == NUMBERS
-
-
 # ---------------------------------------------------------------------- what is shown of a run
 
 
@@ -190,30 +180,22 @@ def test_a_failure_shows_cause_asked_free_who_and_action() -> None:
     assert not {"asked", "who"} & set(dict(bare.facts))
 
 
-@pytest.mark.parametrize(
-    ("event", "kind", "title"),
-    [
-        (GROWN, "grow", "resized 8 → 16"),
-        (Resized("run", 16, 8, "limit", KEY), "shrink", "resized 16 → 8"),
-        (Resized("run", 16, 8, "thrash", KEY), "thrash", "resized 16 → 8"),
-        (failure(phase="{0}"), "oom", "out of memory in {0}"),
-        (FATAL, "note", "call failed"),
-        *((event, "note", None) for event in ONE_OF_EACH[3:-1]),
-        (ONE_OF_EACH[-1], "oom", "optimizer out of memory"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_each_kind_of_event_has_a_mark_of_its_own(event: Event, kind: str, title: str | None) -> None:
-    (mark,) = run_of([(1.0, event)]).marks
-    assert mark.kind == kind
-    assert kind in svg.GLYPHS
-    assert mark.line == event.line()
-    assert mark.title if title is None else mark.title == title
+MARKS: list[tuple[Event, str]] = [
+    (GROWN, "grow"),
+    (Resized("run", 16, 8, "limit", KEY), "shrink"),
+    (Resized("run", 16, 8, "thrash", KEY), "thrash"),
+    (failure(phase="{0}"), "oom"),
+    (ONE_OF_EACH[-1], "oom"),
+    *((event, "note") for event in [FATAL, *ONE_OF_EACH[3:-1]]),
+]
 
 
-def test_an_event_of_a_later_version_is_shown_with_its_fields() -> None:
-    record = {"event": "Teleported", "run": "r", "time": 1.0, "t": 1.0, "level": "INFO", "name": "run", "where": "Mars"}
-    (mark,) = read_run(Run("r", {}, [Entry(None, 1.0, record)])).marks
+def test_each_kind_of_event_has_a_mark_of_its_own() -> None:
+    later = Entry(None, 9.0, {"event": "Teleported", "run": "r", "time": 1.0, "t": 9.0, "level": "INFO", "name": "run", "where": "Mars"})
+    marks = run_of([(1.0, event) for event, _ in MARKS]).marks
+    assert [(mark.kind, mark.line) for mark in marks] == [(kind, event.line()) for event, kind in MARKS]
+    assert all(mark.title and mark.kind in svg.GLYPHS for mark in marks)
+    (mark,) = read_run(Run("r", {}, [later])).marks  # of a later version
     assert (mark.title, mark.facts) == ("teleported", (("where", "Mars"),))
 
 
@@ -268,25 +250,6 @@ def test_a_page_can_be_made_of_whatever_a_log_holds(events: Events, header: dict
     for tag, attributes in Elements(page([read_run(run)], "run.jsonl")).elements:
         for name in ("d", "x", "y", "x1", "x2", "y1", "y2"):
             assert not re.search("nan|inf|None", attributes.get(name) or ""), (tag, attributes)
-
-
-def test_every_run_has_a_section_the_last_one_is_open_and_lanes_without_figures_say_so() -> None:
-    runs = read_runs(log_of(RUN, [(0.0, done(seconds=None, loss=None, total=None, held_by_others=None))], []).splitlines())
-    elements = Elements(page([read_run(run) for run in runs], "run.jsonl"))
-    sections = [attributes for tag, attributes in elements.elements if tag == "details" and attributes["class"] == "run"]
-    assert ["open" in attributes for attributes in sections] == [False, False, True]
-    for words in ("Nothing happened but calls.", "no call has finished", "no call has reported its loss", "no call has reported its time"):
-        assert words in elements.texts
-
-
-def test_a_long_run_is_drawn_with_a_few_thousand_points() -> None:
-    events: Events = [(float(i), done(float(i), loss=2.0 + (i * 7919 % 101) / 100, seconds=0.9)) for i in range(12_000)]
-    events += [(float(i) + 0.5, failure()) for i in range(0, 12_000, 40)]
-    elements = Elements(page_of(events))
-    for _, attributes in elements.elements:
-        assert (attributes.get("d") or "").count("L") <= 2 * 2000 + 2
-    assert len(elements.tips) == 300
-    assert not any(attributes.get("class") == "failure" for _, attributes in elements.elements)  # lines through all lanes would hide everything
 
 
 def test_a_loss_over_decades_has_a_logarithmic_axis_and_broken_ones_are_counted() -> None:

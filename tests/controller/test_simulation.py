@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Callable
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,21 +152,6 @@ def test_a_spike_between_two_readings_does_not_lower_the_size_for_good() -> None
     assert sum(ran.ooms for ran in run_until(job, 300)) == 0
 
 
-@settings(deadline=None, max_examples=12)
-@given(st.floats(30, 120), st.integers(2000, 6000), st.integers(0, 2**16))
-def test_sawtooth_costs_a_failure_per_drop_and_two_in_between(period: float, height: int, seed: int) -> None:
-    """Memory fills up slowly and is let go of at once, as a leaking neighbour that is restarted does."""
-    device = Device(12_800, others=lambda t: int(height * (t % period) / period))
-    job = Job(device, bert, seed=seed)
-    run_until(job, period)
-    for n in range(1, 8):
-        tooth = run_until(job, (n + 1) * period)
-        fits = largest(bert, device.total - height)
-        halvings = math.ceil(math.log2(largest(bert, device.total) / fits))
-        assert sum(ran.ooms for ran in tooth) <= halvings + 2
-        assert sum(1 for ran in tooth if ran.move) <= 2 * (halvings + 2)
-
-
 def falls(held: list[int], least: int) -> int:
     """How often memory fell by `least` bytes from a high."""
     count, low = 0, held[0]
@@ -196,20 +180,6 @@ def test_random_walk_fails_no_oftener_than_the_cooldown_allows(seed: int, stride
     assert len(growths) <= math.ceil(math.log2(BATCH)) * (800 / Policy().cooldown)
     # What grows fits with the margin, so a failure needs memory to have fallen by as much since (or is an exploration); 5,800 is the least there is.
     assert len(failed) <= falls(walk, int(5800 * Policy().margin)) + 2
-
-
-@settings(deadline=None, max_examples=12)
-@given(st.integers(0, 2**16), st.floats(0.0, 0.04))
-def test_noise_below_the_dead_band_is_no_change_of_memory(seed: int, noise: float) -> None:
-    rng = random.Random(seed)
-    values = [int(rng.random() * noise * 12_800) for _ in range(1000)]
-    device = Device(12_800, others=lambda t: values[min(999, int(t * 2))])
-    job = Job(device, bert, seed=seed)
-    run_until(job, 60)
-    failures_before = job.ooms
-    later = run_until(job, 400)
-    assert job.ooms - failures_before <= 1
-    assert len(set(sizes(later))) <= 2
 
 
 def two_jobs(device: Device, seed: int) -> tuple[Job, Job]:
@@ -259,38 +229,6 @@ def test_jitter_takes_jobs_out_of_step() -> None:
     assert together < 0.5
 
 
-@pytest.mark.parametrize("period", [6.0, 12.0])
-def test_a_restless_neighbour_makes_growth_rarer(period: float) -> None:
-    """Memory that comes back for shorter than a growth lasts: the cooldown doubles with each failure, so failures must get rarer."""
-    device = Device(12_800, others=lambda t: 0 if t % period < period * 0.6 else 5000)
-    job = Job(device, bert, start=64)
-    run_until(job, 1000)
-    first, last = (sum(1 for t in job.oom_times if a <= t < a + 250) for a in (0, 750))
-    assert first <= 2 * math.ceil(math.log2(250 / Policy().cooldown)) + 2
-    assert last <= 3
-
-
-def test_longer_samples_of_one_class_do_not_walk_into_a_known_failure() -> None:
-    job = Job(Device(12_800), lambda x: 5260 + 2 * x, start=64)
-    lengths = [70, 120, 90, 127, 64, 110]
-    for n in range(300):
-        job.call(BATCH, lengths[n % len(lengths)])
-    assert sum(ran.ooms for ran in job.history[60:]) == 0
-    assert job.ooms <= 3
-    assert max(b - a for ran in job.history[-6:] for a, b in ran.pieces) >= 22, "and what fits is used"
-
-
-def test_shape_classes_settle_apart_and_each_fails_at_most_a_few_times() -> None:
-    job = Job(Device(12_800), lambda x: 5260 + 2 * x)
-    for n in range(400):
-        job.call(BATCH, (50, 100, 400, 1600)[n % 4])
-    assert sum(ran.ooms for ran in job.history[100:]) == 0
-    final = {elements: job.history[-4 + i].size for i, elements in enumerate((50, 100, 400, 1600))}
-    assert final[50] == final[100] * 2 == 64 or final[50] == 64
-    assert final[400] >= 7
-    assert final[1600] >= 2
-
-
 def test_a_lost_sensor_stops_growth_and_nothing_else() -> None:
     device = Device(12_800, others=lambda t: 5000 if 20 <= t < 40 else 0)
     job = Job(device, bert)
@@ -301,13 +239,3 @@ def test_a_lost_sensor_stops_growth_and_nothing_else() -> None:
     assert set(sizes(lost)) == {low}
     job.sensed = True
     assert run_until(job, 340)[-1].size > low
-
-
-def test_optimizer_state_after_the_first_step_costs_at_most_two_failures() -> None:
-    job = Job(Device(12_800), bert)
-    job.call(BATCH)
-    job.need = lambda x: bert(x) + 2500
-    history = [job.call(BATCH) for _ in range(200)]
-    assert sum(ran.ooms for ran in history) <= 2
-    assert len(set(sizes(history[-100:]))) == 1
-    assert pieces(job.size) <= pieces(largest(job.need, int(12_800 * 0.95)))
