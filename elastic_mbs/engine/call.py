@@ -242,6 +242,8 @@ class Call:
             start = state.streams
             state.profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start))
         result = state.make_result()
+        if not state.training:
+            context.retry('join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
         _inform_controller(state)
         state.phase = Phase.WHOLE  # a callback may step, or evaluate
         misuse.leave_call(self)
