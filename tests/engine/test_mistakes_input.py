@@ -8,17 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import BatchError, CountError, LossError, UsageError, elastic_step
+from elastic_mbs import BatchError, CountError, ElasticMBS, LossError, UsageError, elastic_step
 from elastic_mbs.engine.misuse import running_call
-from tests.helpers.open_calls import close_what_is_open
-from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs, still_works, through
+from tests.helpers.steps import Pair, cross_entropy, elastic, pairs, still_works, through
 
 pytestmark = pytest.mark.injectable
 
 DOORS = [1, 3]
 
-model = pytest.fixture(mlp)
-nothing_left_open = pytest.fixture(autouse=True)(close_what_is_open)
 
 WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {  # what is wrong, with what, and what is said; more of each kind in tests/batch
     "no loss": ("loss", lambda m, b: None, LossError, "None"),
@@ -50,15 +47,13 @@ def test_a_loss_a_batch_or_a_count_that_makes_no_sense(
     assert still_works(mbs, model)
 
 
-def test_a_model_without_anything_to_train(model: nn.Module) -> None:
+def test_a_model_without_anything_to_train(model: nn.Module, mbs: ElasticMBS) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    mbs = elastic(model, micro_batch_size=4)
     with pytest.raises(LossError, match="frozen"):
         mbs.backward(cross_entropy(model), pairs())
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    assert still_works(mbs, model)
 
 
 def test_a_class_in_place_of_a_model_for_the_decorator() -> None:
@@ -87,14 +82,12 @@ def test_verify_of_too_few_samples(model: nn.Module) -> None:
     "state",
     [{}, {"version": 2, "controller": {}}, {"version": 1}, {"version": 1, "controller": 3}, None, [], {"version": 1, "controller": {"tracks": 5}}],
 )
-def test_a_state_that_is_none_changes_nothing(model: nn.Module, state: Any) -> None:
-    mbs = elastic(model, micro_batch_size=4)
-    mbs.backward(cross_entropy(model), pairs())
+def test_a_state_that_is_none_changes_nothing(model: nn.Module, mbs: ElasticMBS, state: Any) -> None:
+    mbs.eval(model, pairs()[0])
     before = mbs.state_dict()
     with pytest.raises(UsageError):
         mbs.load_state_dict(state)
     assert mbs.state_dict() == before
-    assert still_works(mbs, model)
 
 
 @pytest.mark.parametrize("door", DOORS)

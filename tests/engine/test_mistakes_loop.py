@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, IncompleteBatchError, LossError
-from tests.helpers.open_calls import close_what_is_open
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, pairs, still_works
 
 pytestmark = pytest.mark.injectable
-
-model = pytest.fixture(mlp)
-nothing_left_open = pytest.fixture(autouse=True)(close_what_is_open)
 
 
 def _leave_early(mbs: ElasticMBS, model: nn.Module, how: str) -> None:
@@ -64,26 +60,20 @@ def test_a_loop_left_early_is_named_once_by_another_runtime(model: nn.Module, ho
     assert still_works(second, other)
 
 
-def test_the_with_block_ends_with_its_own_error_even_if_a_loop_was_left_early(model: nn.Module) -> None:
-    mbs = elastic(model, micro_batch_size=4)
+def test_the_with_block_ends_with_its_own_error_even_if_a_loop_was_left_early(model: nn.Module, mbs: ElasticMBS) -> None:
     with pytest.raises(ValueError, match="mine"), mbs:
         _leave_early(mbs, model, "after the block")
         raise ValueError("mine")
-    assert all(p.grad is None for p in model.parameters())
-    assert still_works(mbs, model)
 
 
-def test_a_micro_batch_that_is_not_entered(model: nn.Module) -> None:
-    mbs = elastic(model, micro_batch_size=4)
+def test_a_micro_batch_that_is_not_entered(model: nn.Module, mbs: ElasticMBS) -> None:
     with pytest.raises(IncompleteBatchError, match="with micro:"):
         for micro in mbs.micro_batches(pairs()):
             cross_entropy(model)(micro.data)
-    assert still_works(mbs, model)
 
 
 @pytest.mark.parametrize("when", ["again", "later", "inside itself"])
-def test_a_micro_batch_that_is_entered_twice(model: nn.Module, when: str) -> None:
-    mbs = elastic(model, micro_batch_size=4)
+def test_a_micro_batch_that_is_entered_twice(model: nn.Module, mbs: ElasticMBS, when: str) -> None:
     kept = None
     with pytest.raises(IncompleteBatchError, match="once"):
         for micro in mbs.micro_batches(pairs()):
@@ -100,22 +90,17 @@ def test_a_micro_batch_that_is_entered_twice(model: nn.Module, when: str) -> Non
                 with micro:
                     pass
     mbs.close()
-    assert all(p.grad is None for p in model.parameters())
-    assert still_works(mbs, model)
 
 
-def test_a_block_without_backward(model: nn.Module) -> None:
-    mbs = elastic(model, micro_batch_size=4)
+def test_a_block_without_backward(model: nn.Module, mbs: ElasticMBS) -> None:
     with pytest.raises(LossError, match=r"without micro.backward"):
         for micro in mbs.micro_batches(pairs()):
             with micro:
                 cross_entropy(model)(micro.data)
-    assert still_works(mbs, model)
 
 
 @pytest.mark.parametrize("where", ["twice", "outside", "of an older one"])
-def test_backward_not_once_and_not_inside_its_block(model: nn.Module, where: str) -> None:
-    mbs = elastic(model, micro_batch_size=4)
+def test_backward_not_once_and_not_inside_its_block(model: nn.Module, mbs: ElasticMBS, where: str) -> None:
     older = None
     with pytest.raises(LossError, match="inside its own"):
         for micro in mbs.micro_batches(pairs()):
@@ -128,8 +113,6 @@ def test_backward_not_once_and_not_inside_its_block(model: nn.Module, where: str
                     micro.backward(cross_entropy(model)(micro.data))
             older = micro if where == "of an older one" else None
     mbs.close()
-    assert all(p.grad is None for p in model.parameters())
-    assert still_works(mbs, model)
 
 
 def test_the_loss_of_a_failed_attempt_handed_to_the_next(model: nn.Module) -> None:
