@@ -41,7 +41,7 @@ class Range:
         return max(0, self.least + int((self.whole - self.least) * share))
 
 
-def draw(rng: random.Random, operations: int, *, blocks: bool) -> list[Blow]:
+def draw(rng: random.Random, operations: int, range_: Range) -> list[Blow]:
     """The moves of one step, in their order, where the whole batch in one piece takes so many operations, about; more pieces take more."""
     before: Room = None if rng.random() < 0.3 else rng.uniform(0.05, 1.1) if rng.random() < 0.95 else -0.5
     found = [Blow(0, before)]
@@ -49,7 +49,7 @@ def draw(rng: random.Random, operations: int, *, blocks: bool) -> list[Blow]:
         early = rng.random() < 0.4  # as often among the first few as among the many that follow
         at = 1 + (int(math.exp(rng.random() * math.log(4 * operations))) if early else rng.randrange(2 * operations))
         kind = rng.random()
-        found.append(Blow(at, NOTHING_MORE if kind < 0.6 else BLOCKS if blocks and kind < 0.7 else rng.uniform(0.0, 0.8)))
+        found.append(Blow(at, NOTHING_MORE if kind < 0.6 else BLOCKS if range_.blocks and kind < 0.7 else rng.uniform(0.0, 0.8)))
         if rng.random() < 0.8:
             found.append(Blow(at + rng.randint(1, operations), None if rng.random() < 0.5 else rng.uniform(0.3, 1.2)))
     return sorted(found, key=lambda blow: blow.at)

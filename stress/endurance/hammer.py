@@ -40,6 +40,7 @@ MODELS = ("gpt", "mlp", "cnn", "heads")
 PER_ROUND = 50  # failures after which a round ends
 STEPS = 400  # steps after which it ends all the same
 MOST_BAD = 5  # rounds that end badly, after which there is enough to look at
+LAST_WORDS = 12  # lines of what a process has printed, shown where it has crashed or hung
 TURNS = 6  # steps that one runtime makes: from the second on it works on what the first has learned
 
 
@@ -54,10 +55,6 @@ def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps
         training = Training(limit, model, seed)
         training.prepare()
         rng, counts = training.rng, training.counts
-
-        def moving() -> Blows:
-            return Blows(limit, training.range, draw(rng, training.operations, blocks=training.range.blocks))
-
         while counts.steps < steps and counts.failures < failures:
             options = {
                 "micro_batch_size": training.largest if rng.random() < 0.5 else "auto",
@@ -69,7 +66,7 @@ def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps
                 door = rng.choice(doors)
                 for _ in range(TURNS):
                     if counts.steps < steps and counts.failures < failures:
-                        training.step(mbs, door, moving)
+                        training.step(mbs, door, lambda: Blows(limit, training.range, draw(rng, training.operations, training.range)))
                         emit({"counts": counts.as_json()})
 
 
@@ -98,16 +95,14 @@ def main(options: argparse.Namespace) -> int:
     print(f"hammer, {what}", flush=True)
     run, began = _Run(options, models), time.monotonic()
     run.rounds()
-    named = {Path(model).name: counts for model, counts in run.counts.items()}
-    wide = max(map(len, named))
-    for name, counts in named.items():
-        print(f"{name:{wide}} {counts.line()}")
+    for model, counts in run.counts.items():
+        print(f"{Path(model).name:12} {counts.line()}")
     print(f"{run.all.line()}, {run.made} rounds, not allowed: {listed(run.bad)}")
     print("passed" if run.code == exit_codes.PASSED else "failed", flush=True)
     if options.json is not None:
         figures = {"schema": "elastic-mbs/hammer/1", "torch": torch.__version__, "kind": options.kind, "seed": options.seed, "exit_code": run.code}
         figures |= {"seconds": round(time.monotonic() - began, 1), "rounds": run.made, "bad": dict(run.bad), **run.all.as_json()}
-        figures["models"] = {name: counts.as_json() for name, counts in named.items()}
+        figures["models"] = {Path(model).name: counts.as_json() for model, counts in run.counts.items()}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return run.code
 
@@ -124,18 +119,10 @@ class _Run:
 
     def __init__(self, options: argparse.Namespace, models: list[str]) -> None:
         self._options, self._progress = options, Progress()
-        self.counts = {model: Counts() for model in models}
+        self.all, self.counts = Counts(), {model: Counts() for model in models}
         self.bad: Counter[str] = Counter()  # rounds that ended badly, by how
         self.code = exit_codes.PASSED  # the highest of a round
         self.made = 0
-
-    @property
-    def all(self) -> Counts:
-        """Over all models."""
-        total = Counts()
-        for each in self.counts.values():
-            total.merge(each.as_json())
-        return total
 
     def rounds(self) -> None:
         only, wanted, models = self._options.only, self._options.failures, list(self.counts)
@@ -143,35 +130,31 @@ class _Run:
             self._round(models[0], only, PER_ROUND)
             return
         each = min(PER_ROUND, -(-wanted // len(models)))  # every model has its turn
-        while (left := wanted - self.all.failures) > 0:
-            if self.bad.total() >= MOST_BAD:
-                print(f"ended after {MOST_BAD} bad rounds")
-                break
+        while self.all.failures < wanted and self.bad.total() < MOST_BAD:
             seed = case_seed(self._options.seed, self.made) % 2**31  # numpy takes no more
-            self._round(models[self.made % len(models)], seed, min(each, left))
+            self._round(models[self.made % len(models)], seed, min(each, wanted - self.all.failures))
 
     def _round(self, model: str, seed: int, failures: int) -> None:
         """One round in a process of its own; what it counted until it ended badly counts."""
         last: dict[str, Any] = {}
-        kind, before = self._options.kind, self.all
+        kind = self._options.kind
         arguments = {"kind": kind, "model": model, "seed": seed, "failures": failures, "steps": STEPS}
         self.made += 1
         try:
             for message in run_child(kind, hammer, arguments, deadline=self._options.deadline):
                 last = message["counts"]
-                failed, made = before.failures + last["failures"], before.steps + last["steps"]
+                failed, made = self.all.failures + last["failures"], self.all.steps + last["steps"]
                 self._progress.tell(f"{Path(model).name}: {failed} failures, {made} steps, {self.bad.total()} bad rounds")
         except ChildError as error:
             how, code = verdict(error)
             self.bad[how] += 1
             self.code = max(self.code, code)
             self._progress.clear()
-            print(f"{how.upper()}: {error}")
-            if code != exit_codes.WRONG:
-                print("\n".join(f"  {line}" for line in error.last_words.strip().splitlines()[-12:]))
-            print(f"  repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only {seed}", flush=True)
+            words = [] if code == exit_codes.WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:]
+            print("\n  ".join([f"{how.upper()}: {error}", *words, f"repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only {seed}"]))
         self._progress.clear()
-        self.counts[model].merge(last)
+        for counts in (self.all, self.counts[model]):
+            counts.merge(last)
 
 
 def verdict(error: ChildError) -> tuple[str, int]:

@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,20 +23,18 @@ import torch
 
 from elastic_mbs import ElasticMBS, Policy
 from elastic_mbs.controller.partition import partition
-from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
-from ..exit_codes import PASSED, UNEXPECTED, WRONG
+from ..exit_codes import PASSED, WRONG
 from ..flat_options import grouped
-from ..limits import ChildError, Emit, in_child, open_limit, run_child
+from ..limits import ChildError, Emit, MemoryLimit, open_limit, run_child
 from ..options import duration, seed, whole
 from ..output import check_writable
 from ..progress import Progress
 from ..reference.by_hand import accumulate, view_of
-from ..reference.state import WrongOutcomeError, demand
+from ..reference.state import demand
 from ..scenarios.model_check import check
-from ..watchdog import Watchdog
-from .hammer import check_kind, verdict
+from .hammer import LAST_WORDS, check_kind, verdict
 from .training import Training
 from .trend import LEAST, Sample, complaints, measured, trends
 
@@ -46,15 +43,9 @@ SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)  # of what the whole batch needs beyond the s
 CHECKED_EVERY = 20  # steps between two checks of a gradient, on average: drawn, or they could fall on one door alone
 TURNS = 4  # steps that each runtime makes with each door at least: from the second call on it works on what the first has learned
 KEPT_RATIOS = 9  # of so many the median is the sample's
-
-AMPLE = 4
-"""So many times what the whole batch takes is there between two steps: less than when all has come back, or a reading made then would not change."""
-
-BACK_WITHIN = 40
-"""Calls within which the micro-batch has to be as large as the batch again, once there is memory for it: five doublings, each with its patience."""
-
-BACK_SECONDS = 30.0
-"""Seconds that it may take in any case: readings of memory come by the clock."""
+AMPLE = 4  # times what the whole batch takes are there between two steps: less than when all has come back, or readings would not change
+BACK_WITHIN = 40  # calls until the micro-batch is as large as the batch again: five doublings, each with its patience
+BACK_SECONDS = 30.0  # that it may take in any case: readings of memory come by the clock
 
 
 def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, samples: int) -> None:
@@ -64,21 +55,21 @@ def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, sample
         WrongOutcomeError: a gradient is not exact, a failed attempt is still held, or the micro-batch does not come back with the memory.
     """
     with open_limit(kind) as limit:
-        running = Soak(Training(limit, model, seed))
-        running.training.prepare()
+        running = Soak(limit, model, seed)
+        running.prepare()
         began, made = time.monotonic(), 0
         while (now := time.monotonic() - began) < seconds or made < 2 * LEAST:
             made += 1
             running.train(began + now + seconds / samples)
-            sample = measured(time.monotonic() - began, limit.live(), running.training.real.model, median(running.ratios))
-            emit({"sample": asdict(sample), **running.training.counts.as_json(), "back_within": running.slowest})
+            sample = measured(time.monotonic() - began, limit.live(), running.real.model, median(running.ratios))
+            emit({"sample": asdict(sample), **running.counts.as_json(), "back_within": running.slowest})
 
 
-class Soak:
+class Soak(Training):
     """A training whose memory comes and goes."""
 
-    def __init__(self, training: Training) -> None:
-        self.training = training
+    def __init__(self, limit: MemoryLimit, model: str, seed: int) -> None:
+        super().__init__(limit, model, seed)
         self.ratios: deque[float] = deque(maxlen=KEPT_RATIOS)  # of times of a step, beside one by hand
         self.slowest = 0  # most calls until the micro-batch was back
         self._learned: dict[str, object] = {}
@@ -87,20 +78,19 @@ class Soak:
 
     def train(self, until: float) -> None:
         """Trains with runtimes of its own until a moment, at least a few steps with each door; then all memory comes back."""
-        training, rng = self.training, self.training.rng
         policy = Policy(patience=2, min_gain=0.0, cooldown=0.0, max_cooldown=0.0)
         quiet = {"policy": policy, "monitor_interval": 0.0}
-        hopeful = {**quiet, "micro_batch_size": training.largest}  # begins with the whole batch, whatever there is
-        with training.runtimes({**quiet, "monitor_interval": rng.choice((0.0, 0.05))}, quiet, hopeful) as (mbs, doors):
+        hopeful = {**quiet, "micro_batch_size": self.largest}  # begins with the whole batch, whatever there is
+        with self.runtimes({**quiet, "monitor_interval": self.rng.choice((0.0, 0.05))}, quiet, hopeful) as (mbs, doors):
             if self._learned:
                 mbs.load_state_dict(self._learned)
             turn = 0
             while turn < TURNS * len(doors) or time.monotonic() < until:
                 self._step(mbs, doors[turn % len(doors)])
                 if turn % 5 == 4:
-                    training.short(lambda: mbs.eval(self._losses, training.real.batch(training.counts.steps)), self._moving)
+                    self.short(lambda: mbs.eval(lambda piece: [self.real.loss_fn(piece)], self.real.batch(self.counts.steps)), self._moving)
                 turn += 1
-            training.limit.resize(None)
+            self.limit.resize(None)
             self.come_back(mbs)
             self._learned = mbs.state_dict()
         self._time_a_step()
@@ -108,47 +98,41 @@ class Soak:
 
     def _step(self, mbs: ElasticMBS, door: Callable[[Any], Any]) -> None:
         """One training step; every few of them the memory changes, and the step is checked."""
-        training, number = self.training, self.training.counts.steps
-        if number % training.rng.choice((1, 2, 5)) == 0:
-            self._share = training.rng.choice(SHARES)
+        number = self.counts.steps
+        if number % self.rng.choice((1, 2, 5)) == 0:
+            self._share = self.rng.choice(SHARES)
         checked = number >= self._check_at
         if checked:
-            self._check_at = number + training.rng.randint(1, 2 * CHECKED_EVERY - 1)
-        training.step(mbs, door, self._moving, checked=checked, guarded=number % 2 == 1)
-
-    def _losses(self, piece: Any) -> list[Any]:
-        return [self.training.real.loss_fn(piece)]
+            self._check_at = number + self.rng.randint(1, 2 * CHECKED_EVERY - 1)
+        self.step(mbs, door, self._moving, checked=checked, guarded=number % 2 == 1)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        limit, range_ = self.training.limit, self.training.range
-        held = limit.live()
-        limit.resize(held + range_.of(self._share) + range_.slack)
+        held = self.limit.live()
+        self.limit.resize(held + self.range.of(self._share) + self.range.slack)
         try:
             yield
         finally:
-            limit.resize(held + AMPLE * range_.whole)
+            self.limit.resize(held + AMPLE * self.range.whole)
 
     def come_back(self, mbs: ElasticMBS) -> None:
         """All memory has returned; the micro-batch has to, within bounds."""
-        training, subject = self.training, self.training.real
-        if subject.options.get("grow") is False:
+        if self.real.options.get("grow") is False:
             return
-        fewest = -(-training.length // training.largest)
-        began, calls, pieces = time.monotonic(), 0, training.length + 1
+        fewest = -(-self.length // self.largest)
+        began, calls, pieces = time.monotonic(), 0, self.length + 1
         while pieces > fewest:
             late = calls >= BACK_WITHIN and time.monotonic() - began > BACK_SECONDS
             back = f"there is memory for the whole batch again, but after {calls} calls it still runs in {pieces} pieces"
-            demand(not late, f"after step {training.counts.steps}: {back}")
-            pieces, calls = len(mbs.backward(subject.loss_fn, subject.batch(0)).partition), calls + 1
-            subject.model.zero_grad()
+            demand(not late, f"after step {self.counts.steps}: {back}")
+            pieces, calls = len(mbs.backward(self.real.loss_fn, self.real.batch(0)).partition), calls + 1
+            self.real.model.zero_grad()
         self.slowest = max(self.slowest, calls)
 
     def _time_a_step(self) -> None:
         """A step of the runtime beside the same by hand, each in turn the first, so that the machine's own moods cancel."""
-        subject, length = self.training.real, self.training.length
-        batch, size = subject.batch(0), max(1, length // 4)
-        pieces = partition(0, length, size)
+        subject, batch, size = self.real, self.real.batch(0), max(1, self.length // 4)
+        pieces = partition(0, self.length, size)
         with ElasticMBS(subject.model, **grouped({**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0})) as mbs:
             ways: dict[str, Callable[[], object]] = {
                 "ours": lambda: mbs.backward(subject.loss_fn, batch),
@@ -161,7 +145,7 @@ class Soak:
                     ways[name]()
                     took[name].append(time.process_time() - start)
                     subject.model.zero_grad()
-            self.ratios.append(min(took["ours"][2:]) / max(1e-9, min(took["hand"][2:])))
+        self.ratios.append(min(took["ours"][2:]) / max(1e-9, min(took["hand"][2:])))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -185,46 +169,25 @@ def main(options: argparse.Namespace) -> int:
     samples: list[Sample] = []
     last: dict[str, Any] = {}
     progress = Progress(piped=60.0, live=60.0)
-
-    def take(message: dict[str, Any]) -> None:
-        samples.append(Sample(**message.pop("sample")))
-        last.update(message)
-        progress.tell(_line(samples[-1], last))
-
-    found, code = _run(take, arguments)
-    if code == PASSED:
-        print(_line(samples[-1], last))
+    try:
+        for message in run_child(options.kind, soak, arguments, deadline=arguments["seconds"] + STUCK):
+            samples.append(Sample(**message.pop("sample")))
+            last = message
+            progress.tell(_line(samples[-1], last))
+    except ChildError as error:
+        how, code = verdict(error)
+        found = [f"{how.upper()}: {error}", *([] if code == WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:])]
+    else:
         found = complaints(samples)
         code = WRONG if found else PASSED
-        print(_table(samples))
+        print(f"{_line(samples[-1], last)}\n{_table(samples)}")
     for each in found:
-        print(f"NOT FLAT: {each}" if code == WRONG else each)
+        print(each)
     print("passed: flat and exact" if code == PASSED else "failed", flush=True)
     if options.json is not None:
         document = {"schema": "elastic-mbs/soak/1", **arguments, "torch": torch.__version__, "exit_code": code, "complaints": found, **last}
         options.json.write_text(json.dumps({**document, "measured": [asdict(sample) for sample in samples]}, indent=1) + "\n")
     return code
-
-
-def _run(take: Emit, arguments: dict[str, Any]) -> tuple[list[str], int]:
-    """Runs the job, in this process where that is possible; returns what ended it early, and the exit code."""
-    deadline = arguments["seconds"] + STUCK
-    try:
-        if in_child(arguments["kind"]):
-            for message in run_child(arguments["kind"], soak, arguments, deadline=deadline):
-                take(message)
-        else:
-            with Watchdog(deadline, lambda: f"HANG: the run has not ended {STUCK:g} s after its time"):
-                soak(take, **arguments)
-    except WrongOutcomeError as error:
-        return [str(error)], WRONG
-    except ChildError as error:
-        return [f"{error}\n{error.last_words}"], verdict(error)[1]
-    except UsageError:
-        raise
-    except Exception as error:
-        return ["".join(traceback.format_exception(error)).rstrip()], UNEXPECTED
-    return [], PASSED
 
 
 def _line(sample: Sample, counts: dict[str, Any]) -> str:

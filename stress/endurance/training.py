@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from elastic_mbs import ElasticMBS, Event, OptimizerOutOfMemory, OutOfMemory, RecoveryError, StepResult, elastic_step
 from elastic_mbs.errors import UsageError
@@ -29,15 +28,11 @@ from ..scenarios.measure import smallest
 from ..tally import Tally, listed
 from .blows import Range
 
-SLACK = 1 << 20
-"""Bytes that a process limit leaves to Python and to torch's own bookkeeping, which an allocator of tensors has elsewhere."""
-
-BOOKKEEPING = 16384
-"""Bytes of losses, states of random generators and the like that a call may hold."""
+SLACK = 1 << 20  # bytes that a process limit leaves to Python and to torch's own bookkeeping, which an allocator of tensors has elsewhere
+BOOKKEEPING = 16384  # bytes of losses, states of random generators and the like that a call may hold
 
 Door = Callable[[Any], StepResult]
-Moving = Callable[[], AbstractContextManager[object]]
-"""Makes a block in which memory is short."""
+Moving = Callable[[], AbstractContextManager[object]]  # makes a block in which memory is short
 
 
 @dataclass
@@ -61,37 +56,6 @@ class Counts(Tally):
         )
 
 
-class Holding:
-    """What is held at once after a failed attempt and after a call, when no other backward has run: of what failed it must be nothing."""
-
-    def __init__(self, limit: MemoryLimit, model: nn.Module) -> None:
-        self._limit, self._model = limit, model
-        self.begin()
-
-    def begin(self) -> None:
-        """A call begins."""
-        self._before = self._beside_gradients()
-        self._most, self._when = 0, ""
-
-    def look(self, when: str) -> None:
-        more = self._beside_gradients() - self._before
-        if more > self._most:
-            self._most, self._when = more, when
-
-    def check(self, kept: int, where: str) -> None:
-        """WrongOutcomeError where more was held since `begin` than the model keeps of a piece by itself, and bookkeeping."""
-        if self._limit.kind != "rlimit":  # which counts what the interpreter has, too
-            demand(self._most <= kept + BOOKKEEPING, f"{where}{self._most} bytes of it were still held after the {self._when}, beside gradients")
-
-    def _beside_gradients(self) -> int:
-        """Bytes that this process holds, as the limit counts them, without the gradients of the model."""
-        least = MINIMUM if isinstance(self._limit, ShimLimit) else 1
-        grads = [leaf.grad for leaf in self._model.parameters() if leaf.grad is not None]
-        storages = [(grad._values() if grad.is_sparse else grad).untyped_storage() for grad in grads]
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        return self._limit.live() - sum(size for size in sizes.values() if size >= least)
-
-
 class Training:
     """A model in training, its twin, and what is known of both."""
 
@@ -105,7 +69,7 @@ class Training:
         self.length = view_of(self.real, self.real.batch(0)).length
         self.largest = min(self.length, self.real.options.get("max_micro_batch_size") or self.length)
         self.counts = Counts()
-        self.holding = Holding(limit, self.real.model)
+        self._before, self._most, self._when = 0, 0, ""  # held beside gradients before a call, most beyond that since, and when that was
         torch.manual_seed(seed)
 
     def prepare(self) -> None:
@@ -146,11 +110,27 @@ class Training:
     def _note(self, event: Event) -> None:
         if isinstance(event, OutOfMemory):
             if event.mode != "isolate":  # which sets gradients aside by design
-                self.holding.look(f"failed {event.phase}")
+                self._look(f"failed {event.phase}")
             self.counts.modes[event.mode] += 1
         if isinstance(event, OutOfMemory | OptimizerOutOfMemory):
             self.counts.ooms += 1
             self.counts.phases[event.phase if isinstance(event, OutOfMemory) else "optimizer"] += 1
+
+    # ------------------------------------------------------------------ what is held
+
+    def _look(self, when: str) -> None:
+        """After a failed attempt or a call, when no other backward has run."""
+        more = self._beside_gradients() - self._before
+        if more > self._most:
+            self._most, self._when = more, when
+
+    def _beside_gradients(self) -> int:
+        """Bytes that this process holds, as the limit counts them, without the gradients of the model."""
+        least = MINIMUM if isinstance(self.limit, ShimLimit) else 1
+        grads = [leaf.grad for leaf in self.real.model.parameters() if leaf.grad is not None]
+        storages = [(grad._values() if grad.is_sparse else grad).untyped_storage() for grad in grads]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return self.limit.live() - sum(size for size in sizes.values() if size >= least)
 
     # ------------------------------------------------------------------ a step
 
@@ -174,10 +154,12 @@ class Training:
         batch, start = self.real.batch(number), self.state()
         if checked:
             self.follow()
-        self.holding.begin()
+        self._before, self._most = self._beside_gradients(), 0
         result, error = self.short(lambda: door(batch), moving)
-        self.holding.look("call")
-        self.holding.check(self.kept, where)
+        self._look("call")
+        if self.limit.kind != "rlimit":  # which counts what the interpreter has, too
+            still = f"{self._most} bytes of it were still held after the {self._when}, beside gradients"
+            demand(self._most <= self.kept + BOOKKEEPING, f"{where}{still}")
         if error is not None:
             self.check_refused(start, f"{where}{type(error).__name__}: ")
             return

@@ -11,8 +11,9 @@ from statistics import median
 import psutil
 from torch import nn
 
-LEAST = 8
-"""Samples of the second half that a trend needs."""
+from ..reference.state import hooks_on
+
+LEAST = 8  # samples of the second half that a trend needs
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ def measured(at: float, live: int, model: nn.Module, ratio: float) -> Sample:
     """The process now."""
     gc.collect()
     process = psutil.Process()
-    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-    hooks += sum(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in model.parameters())
+    hooks = hooks_on(model, model.parameters())
     files = process.num_fds() if hasattr(process, "num_fds") else 0
     memory = process.memory_info()
     return Sample(at, live, memory.rss, getattr(memory, "data", 0), process.num_threads(), files, len(gc.get_objects()), hooks, ratio)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 11
 CLASSES = 3
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """What is made in the block is made in float64."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 class Recompute(torch.autograd.Function):

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from elastic_mbs import count_tokens
 
-from .interpreted import InterpretedBackend
-from .layers import CLASSES, VOCABULARY, Made, Network, flat_gradients
-from .subject import Subject
+from .layers import CLASSES, VOCABULARY, Made, Network, flat_gradients, in_double
+from .subject import InterpretedBackend, Subject
 
 SAMPLES, LENGTH, FEATURES, WIDTH = 8, 3, 4, 6
 LABELLED = (3, 1, 0, 2, 2, 3, 3, 1)
@@ -174,9 +173,5 @@ def build(name: str, seed: int = 0) -> Subject:
         import numpy.random  # by us: whoever imported it between two builds would leave the first of them with another stream
 
         numpy.random.seed(seed)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with in_double():
         return replace(STEPS[name](), name=name)
-    finally:
-        torch.set_default_dtype(default)

@@ -13,10 +13,9 @@ from elastic_mbs import StepResult
 from elastic_mbs.batch.view import BatchView, map_tensors
 
 from ..reference.by_hand import Partition, add_up, check_covered
-from ..reference.state import State, demand, error_of
-from .batches import CONTAINERS, counts_by_hand
+from ..reference.state import State, demand, error_of, hooks_on
 from .plan import Plan
-from .setup import Setup
+from .setup import CONTAINERS, Setup, counts_by_hand
 
 TOLERANCE = 1e-12
 FLOOR = 1e-2
@@ -110,6 +109,4 @@ def _check_outputs(plan: Plan, outputs: Any, scores: Tensor, where: str) -> None
 
 def check_nothing_left(real: Setup) -> None:
     """A closed runtime has left no hook."""
-    hooks = [len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in real.leaves()]
-    hooks += [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in real.model.modules()]
-    demand(not any(hooks), "a closed runtime has left a hook on the model")
+    demand(hooks_on(real.model, real.leaves()) == 0, "a closed runtime has left a hook on the model")

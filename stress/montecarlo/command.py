@@ -15,9 +15,9 @@ import shlex
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,11 +31,11 @@ from ..output import check_writable
 from ..progress import Progress
 from ..reference.state import WrongOutcomeError, demand
 from ..repeat import TOOL, case_seed
+from ..tally import listed
 from ..watchdog import Watchdog
 from .plan import Plan, draw, read
 from .shrink import shrink
-from .totals import Outcome, Totals
-from .trial import run_trial
+from .trial import Outcome, run_trial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +53,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
 
 
+@dataclass
+class Totals(Outcome):
+    """Sums over cases."""
+
+    runs: int = 0
+    clean: int = 0  # cases in which nothing went wrong that could
+    failures: Counter[str] = field(default_factory=Counter)  # cases with an outcome that is not allowed, by kind
+
+    def table(self) -> str:
+        """For a person."""
+        share = self.lost / self.seconds if self.seconds else 0.0
+        rows = {
+            "runs": f"{self.runs} ({self.clean} in which nothing struck), {self.calls} training calls",
+            "faults": f"{self.faults} planned; {self.struck} operations made to fail, memory limit passed {self.limits_hit} times",
+            "failures survived by phase": listed(self.phases),
+            "replays by mode": f"{listed(self.modes)}; {self.partial} of pieces that had partly committed",
+            "splits": str(self.splits),
+            "typed errors": listed(self.errors),
+            "time lost to replays": f"{self.lost:.1f} s of {self.seconds:.1f} s in calls ({share:.0%})",
+            "worst error of a gradient": f"{self.worst:.1e}",
+            "not allowed": listed(self.failures),
+        }
+        return "\n".join(f"{name:28} {value}" for name, value in rows.items())
+
+
 def main(options: argparse.Namespace) -> int:
     """Runs the cases; returns the exit code."""
     if options.only is not None and options.case is not None:
@@ -60,18 +85,15 @@ def main(options: argparse.Namespace) -> int:
     check_writable(options.json, "--json")
     _prepare()
     cases = _Cases(options)
-    if options.only is not None or options.case is not None:
-        plan = draw(options.only) if options.only is not None else read(options.case)
-        print(plan.words())
-        cases.case(plan, options.only)
+    if options.only is not None:
+        cases.case(draw(options.only), options.only)
+    elif options.case is not None:
+        cases.case(read(options.case), None)
     else:
         options.seed = time.time_ns() % 10**9 if options.seed is None else options.seed
         what = "without faults" if options.baseline else "with faults and limits"
         print(f"Monte Carlo, seed {options.seed}, {options.runs} runs {what}, torch {torch.__version__}", flush=True)
-        if options.jobs > 1:
-            cases.share()
-        else:
-            cases.many()
+        cases.many() if options.jobs == 1 else cases.share()
     print(cases.totals.table(), flush=True)
     if options.json is not None:
         figures = {"seed": options.seed, "torch": torch.__version__, "baseline": options.baseline, "exit_code": cases.code, **cases.totals.as_json()}
@@ -102,10 +124,9 @@ class _Cases:
 
     def share(self) -> None:
         """Each of several processes runs every n-th case."""
-        jobs = self._options.jobs
         plain = argparse.Namespace(**{name: value for name, value in vars(self._options).items() if not callable(value)})
-        with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare) as pool:
-            for running in [pool.submit(_part, plain, number) for number in range(jobs)]:
+        with ProcessPoolExecutor(plain.jobs, get_context("spawn"), _prepare) as pool:
+            for running in [pool.submit(_part, plain, number) for number in range(plain.jobs)]:
                 try:
                     code, totals = running.result()
                 except BrokenProcessPool:
@@ -129,53 +150,46 @@ class _Cases:
         """One case, drawn from a seed or given."""
         baseline, totals = self._options.baseline, self.totals
         plan = plan.calmed() if baseline else plan
-        repeat = (f"--only {seed}" if seed is not None else _given(plan)) + (" --baseline" if baseline else "")
+        lines = _lines("case", plan, _given(plan) if seed is None else f"--only {seed}", " --baseline" * baseline)
         totals.runs += 1
         try:
-            outcome = self._run(plan, repeat)
+            outcome = self._run(plan, lines)
             failures = dict(outcome.phases + outcome.errors)
             demand(not (baseline and failures), f"there were out-of-memory events although nothing was made to fail: {failures}")
         except Exception as error:
             kind, code = _verdict(error)
             totals.failures[kind] += 1
             self.code = max(self.code, code)
-            print("\n".join(self._report(plan, error, repeat)), flush=True)
+            print(f"{'WRONG' if code == WRONG else f'UNEXPECTED {kind}'}: {str(error).partition(chr(10))[0][:300]}\n{lines}")
+            if code != WRONG:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                print(f"  raised in {last.filename}:{last.lineno}")
+            small = shrink(plan, lambda candidate: self._fails(candidate, kind), seconds=self._options.shrink)
+            if small != plan:
+                print(_lines("smallest that fails", small, _given(small)), flush=True)
             return
         totals.clean += not (outcome.struck or outcome.limits_hit)
         totals.merge(outcome.as_json())
 
-    def _run(self, plan: Plan, repeat: str) -> Outcome:
-        report = f"HANG: not done after {self._options.deadline:g} s\n" + "\n".join(_lines("case", plan, repeat))
-        with Watchdog(self._options.deadline, lambda: report):
+    def _run(self, plan: Plan, lines: str) -> Outcome:
+        with Watchdog(self._options.deadline, lambda: f"HANG: not done after {self._options.deadline:g} s\n{lines}"):
             return run_trial(plan)
 
-    def _report(self, plan: Plan, error: Exception, repeat: str) -> Iterator[str]:
-        """A failure in lines: what, the case, and the smallest that fails in the same way."""
-        kind, code = _verdict(error)
-        yield f"{'WRONG' if code == WRONG else f'UNEXPECTED {kind}'}: {str(error).partition(chr(10))[0][:300]}"
-        yield from _lines("case", plan, repeat)
-        if code != WRONG:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            yield f"  raised in {last.filename}:{last.lineno}"
-
-        def fails(candidate: Plan) -> bool:
-            try:
-                self._run(candidate, repeat)
-            except Exception as found:
-                return _verdict(found)[0] == kind
-            return False
-
-        small = shrink(plan, fails, seconds=self._options.shrink)
-        if small != plan:
-            yield from _lines("smallest that fails", small, _given(small))
+    def _fails(self, plan: Plan, kind: str) -> bool:
+        """Whether a case fails in this way."""
+        try:
+            self._run(plan, _lines("case", plan, _given(plan)))
+        except Exception as error:
+            return _verdict(error)[0] == kind
+        return False
 
 
 def _given(plan: Plan) -> str:
     return f"--case {shlex.quote(json.dumps(plan.changes()))}"
 
 
-def _lines(what: str, plan: Plan, repeat: str) -> list[str]:
-    return [f"  {what}: {plan.words()}", f"  repeat: python -m {TOOL} montecarlo {repeat}"]
+def _lines(what: str, plan: Plan, repeat: str, more: str = "") -> str:
+    return f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo {repeat}{more}"
 
 
 def _verdict(error: Exception) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""What a plan trains, made from its seed: the model, what else has gradients, the loss of a piece, and the optimizer."""
+"""What a plan trains, made from its seed: batches of every shape, the model, what else has gradients, the loss of a piece, and the optimizer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,124 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..models.layers import Network, flat_gradients
-from .batches import CONTAINERS, FEATURES, losses
+from elastic_mbs import count_tokens, fields, items
+
+from ..models.layers import CLASSES, VOCABULARY, Network, flat_gradients, in_double
 from .plan import Plan
+
+FEATURES = 3
+IGNORED = -100
+TOKENS = count_tokens("labels")
+
+
+@dataclass
+class Record:
+    """A batch as a dataclass, with something in it that is no tensor."""
+
+    x: Tensor
+    rest: dict[str, Tensor]
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class Container:
+    """How a batch holds inputs, labels and weights."""
+
+    pack: Callable[[Tensor, Tensor, Tensor], Any]
+    unpack: Callable[[Any], tuple[Tensor, Tensor, Tensor]]
+    tokens: Any = TOKENS  # counts the labels of each sample
+    dims: Any = None  # how it is cut, where shapes do not say
+
+
+def _names(x: Tensor) -> list[str]:
+    return [f"sample {i}" for i in range(len(x))]
+
+
+CONTAINERS = {
+    "pair": Container(lambda x, y, w: (x, y, w), lambda b: b, count_tokens(1)),
+    "dict": Container(
+        lambda x, y, w: {"x": x, "labels": y, "weights": w, "names": _names(x), "scale": 1.0}, lambda b: (b["x"], b["labels"], b["weights"])
+    ),
+    "nested": Container(
+        lambda x, y, w: {"inputs": (x, {"labels": y}), "more": [w, {"nothing": None}]},
+        lambda b: (b["inputs"][0], b["inputs"][1]["labels"], b["more"][0]),
+        count_tokens("inputs.1.labels"),
+        fields("more"),
+    ),
+    "items": Container(
+        lambda x, y, w: {"x": list(x.unbind()), "labels": y, "weights": w},
+        lambda b: (torch.stack(b["x"]), b["labels"], b["weights"]),
+        dims=items("x"),
+    ),
+    "record": Container(
+        lambda x, y, w: Record(x, {"labels": y, "weights": w}, _names(x)),
+        lambda b: (b.x, b.rest["labels"], b.rest["weights"]),
+        count_tokens("rest.labels"),
+    ),
+    "columns": Container(  # positions first
+        lambda x, y, w: {"x": x.transpose(0, 1).contiguous(), "labels": y.T.contiguous(), "weights": w},
+        lambda b: (b["x"].transpose(0, 1), b["labels"].T, b["weights"]),
+        lambda b: (b["labels"] != IGNORED).sum(0),
+        {"x": 1, "labels": 1},
+    ),
+}
+
+
+def make_batch(plan: Plan, step: int) -> Any:
+    """The batch of a step, from the plan's seed."""
+    stream = torch.Generator().manual_seed(plan.seed * 1009 + step)
+    n, length = plan.samples, plan.length
+    if plan.tokens == "no":
+        x = torch.randn(n, length, FEATURES, generator=stream, dtype=torch.float64).to(torch.bfloat16 if plan.half else torch.float64)
+    else:
+        x = torch.randint(0, VOCABULARY, (n, length), generator=stream)
+    y = torch.randint(0, CLASSES, (n, length), generator=stream)
+    weights = torch.rand(n, generator=stream, dtype=torch.float64) * torch.randint(0, 2, (n,), generator=stream)
+    weights[int(torch.randint(0, n, (), generator=stream))] = 0.75  # one of them counts
+    if plan.count in ("tokens", "both"):
+        kept = torch.randint(0, length + 1, (n, 1), generator=stream)
+        kept[int(torch.randint(0, n, (), generator=stream))] = length
+        y = torch.where(torch.arange(length) < kept, y, IGNORED)
+    return CONTAINERS[plan.container].pack(x, y, weights)
+
+
+def count_of(plan: Plan) -> Any:
+    """`count=` for ElasticMBS."""
+    container = CONTAINERS[plan.container]
+    tokens, weights = container.tokens, lambda batch: container.unpack(batch)[2]
+    return {"samples": None, "tokens": tokens, "weights": weights, "both": {"words": tokens, "rows": None}}[plan.count]
+
+
+def counts_by_hand(plan: Plan, batch: Any) -> dict[str, list[Fraction]]:
+    """The terms of each loss by sample, without the package's own reading of them."""
+    _, labels, weights = CONTAINERS[plan.container].unpack(batch)
+    rows = [Fraction(1)] * plan.samples
+    words = [Fraction(int((row != IGNORED).sum())) for row in labels]
+    if plan.count == "both":
+        return {"words": words, "rows": rows}
+    return {"loss": {"samples": rows, "tokens": words, "weights": [Fraction(float(w)) for w in weights]}[plan.count]}
+
+
+def losses(plan: Plan, scores: Tensor, labels: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """The losses of a piece by name, each a mean or a sum over what it counts."""
+    total = plan.reduction == "sum"
+    if plan.count in ("samples", "weights"):
+        rows = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean(1)
+        if plan.count == "samples":
+            return {"loss": rows.sum() if total else rows.mean()}
+        summed = (rows * weights.to(rows.dtype)).sum()
+        return {"loss": summed if total else summed / weights.sum().to(rows.dtype)}
+    words = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=plan.reduction)
+    rows = scores.pow(2).mean((1, 2))
+    return {"loss": words} if plan.count == "tokens" else {"words": words, "rows": rows.sum() if total else rows.mean()}
+
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda leaves: torch.optim.SGD(leaves, lr=0.05),
@@ -91,26 +201,17 @@ def set_up(plan: Plan) -> Setup:
     """The setup of a plan, every random stream then at the same place."""
     torch.manual_seed(plan.seed)
     random.seed(plan.seed)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        features = FEATURES if plan.tokens == "no" else 0
+    features = FEATURES if plan.tokens == "no" else 0
+    with in_double():
         model = Network(plan.layers, plan.width, features=features, sparse=plan.tokens == "sparse", branches=plan.branches)
-    finally:
-        torch.set_default_dtype(default)
     dtype = torch.bfloat16 if plan.half else torch.float64
     guests = {"weight": [torch.zeros((), dtype=dtype)], "prompt": [torch.randn(1, 1, 3, dtype=dtype)]}.get(plan.guests, [])
     setup = Setup(plan, model.to(dtype), [guest.requires_grad_() for guest in guests])
-    _start_gradients(setup)
-    return setup
-
-
-def _start_gradients(setup: Setup) -> None:
-    kind = setup.plan.gradients
     sparse = {id(module.weight) for module in setup.model.modules() if isinstance(module, nn.Embedding) and module.sparse}
     leaves = [leaf for leaf in setup.leaves() if id(leaf) not in sparse]
-    if kind == "flat":
+    if plan.gradients == "flat":
         setup.flat = [flat_gradients(leaves)]
-    elif kind != "none":
-        for leaf in leaves[:: 1 if kind == "all" else 2]:
+    elif plan.gradients != "none":
+        for leaf in leaves[:: 1 if plan.gradients == "all" else 2]:
             leaf.grad = torch.randn_like(leaf)
+    return setup

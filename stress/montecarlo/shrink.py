@@ -7,41 +7,31 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from .plan import Plan, changed
+from .plan import Fault, Plan, changed
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
     """Cases that are a little plainer than this one, the greatest steps first."""
     parts = {name: value for name, value in changed(plan).items() if name != "seed"}
-    for name in reversed(parts):  # faults and limits come last in a plan, and matter most
-        yield _with(plan, name, getattr(Plan(), name))
+    changes: list[dict[str, Any]] = [
+        {name: getattr(Plan(), name)} for name in reversed(parts)
+    ]  # faults and limits come last in a plan, and matter most
     for name, value in parts.items():
-        if isinstance(value, tuple):
-            yield from (_with(plan, name, (*value[:i], *value[i + 1 :])) for i in range(len(value)))
-    if plan.samples > 1:
-        yield from (replace(plan, samples=samples) for samples in (plan.samples // 2, plan.samples - 1))
-    if plan.steps > 1:
-        yield replace(plan, steps=plan.steps - 1)
+        changes += [{name: (*value[:i], *value[i + 1 :])} for i in range(len(value) if isinstance(value, tuple) else 0)]
+    changes += [{"samples": samples} for samples in (plan.samples // 2, plan.samples - 1) if samples > 0]
+    changes += [{"steps": plan.steps - 1}] if plan.steps > 1 else []
     for i, fault in enumerate(plan.faults):
         for name in changed(fault):
-            plainer = replace(fault, **{name: getattr(type(fault)(), name)})
-            yield replace(plan, faults=(*plan.faults[:i], plainer, *plan.faults[i + 1 :]))
+            plainer = replace(fault, **{name: getattr(Fault(), name)})
+            changes.append({"faults": (*plan.faults[:i], plainer, *plan.faults[i + 1 :])})
+    return (replace(plan, **change) for change in changes)
 
 
-def _with(plan: Plan, name: str, value: Any) -> Plan:
-    return replace(plan, **{name: value})
-
-
-def shrink(plan: Plan, fails: Callable[[Plan], bool], *, seconds: float = 30.0, clock: Callable[[], float] = time.monotonic) -> Plan:
+def shrink(plan: Plan, fails: Callable[[Plan], bool], *, seconds: float = 30.0) -> Plan:
     """The smallest case found in so many seconds that still fails in the same way, greedily."""
-    end = clock() + seconds
-    found = True
-    while found:
-        found = False
-        for candidate in smaller(plan):
-            if clock() > end:
-                return plan
-            if fails(candidate):
-                plan, found = candidate, True
-                break
+    end = time.monotonic() + seconds
+    left = smaller(plan)
+    while (candidate := next(left, None)) is not None and time.monotonic() < end:
+        if fails(candidate):
+            plan, left = candidate, smaller(candidate)
     return plan

@@ -12,39 +12,46 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elastic_mbs import (
-    CallDone,
-    CallFailed,
-    ElasticMBS,
-    Event,
-    MemoryBudget,
-    OptimizerOutOfMemory,
-    OutOfMemory,
-    Policy,
-    RecoveryError,
-    StepResult,
-    elastic_step,
-)
+from elastic_mbs import ElasticMBS, MemoryBudget, Policy, RecoveryError, StepResult, elastic_step
 from elastic_mbs.batch.view import BatchView, map_tensors
+from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory
 from elastic_mbs.testing import InjectOOM
 
 from ..flat_options import grouped
 from ..reference.by_hand import by_loop
 from ..reference.state import State, demand, error_of, same_state, same_tensors
 from ..streams import Streams
-from .batches import CONTAINERS, count_of, make_batch
+from ..tally import Tally
 from .checks import SCALE, accumulate, check_nothing_left, check_partition, check_result
 from .faults import SENSORS, AlienError, Faults
 from .plan import Plan
-from .setup import set_up
-from .totals import Outcome
+from .setup import CONTAINERS, count_of, make_batch, set_up
 
 PLENTY = "1TiB"
+
+
+@dataclass
+class Outcome(Tally):
+    """What one case came to."""
+
+    calls: int = 0  # training calls
+    faults: int = 0  # that were planned
+    struck: int = 0  # operations that were made to fail
+    limits_hit: int = 0  # times that a memory limit was passed
+    splits: int = 0  # failures after which the micro-batch was made smaller
+    partial: int = 0  # failures after which a piece was replayed for some of the leaves, because the others had its gradient already
+    errors: Counter[str] = field(default_factory=Counter)  # typed ones that ended a call
+    modes: Counter[str] = field(default_factory=Counter)  # of replays
+    phases: Counter[str] = field(default_factory=Counter)  # of failures
+    seconds: float = 0.0  # spent in calls
+    lost: float = 0.0  # of those, in attempts that failed
+    worst: float = 0.0  # largest relative error of a gradient
 
 
 def run_trial(plan: Plan) -> Outcome:
@@ -88,9 +95,9 @@ class _Trial:
     def _measure(self) -> None:
         """How many operations a batch has and how much memory it takes."""
         streams, batch, twin = Streams.now(), make_batch(self.plan, 0), self.real.twin()
-        counting, budget = InjectOOM(), MemoryBudget(PLENTY, track=(twin.model, twin.guests))
+        budget = MemoryBudget(PLENTY, track=(twin.model, twin.guests))
         before = budget.live
-        with budget, counting:
+        with budget, InjectOOM() as counting:
             accumulate(twin, batch, [(0, self.plan.samples)])
         self.operations, self.need = counting.count, budget.peak - before
         streams.restore()
@@ -156,10 +163,9 @@ class _Trial:
                 result = call()
             except (RecoveryError, AlienError) as caught:
                 error = caught.with_traceback(None)
-        limits_hit = self.budget.ooms - hits
+        made = len(faults.hits) + self.budget.ooms - hits
         self.outcome.struck += len(faults.hits)
-        self.outcome.limits_hit += limits_hit
-        made = len(faults.hits) + limits_hit
+        self.outcome.limits_hit += self.budget.ooms - hits
         if error is None:
             demand(faults.alien is None, f"{where}an error that is no lack of memory was swallowed")
         else:
@@ -189,18 +195,15 @@ class _Trial:
         demand(same_tensors(start.parameters, real.leaves()), f"{where}a parameter changed in backward")
         check_partition(plan, result, pristine, where)
         self.outcome.worst = max(self.outcome.worst, check_result(before, start, real, result, pristine, where))
-        self._check_attempts(result, made, where)
+        demand(result.ooms <= made, f"{where}{result.ooms} failures are told of, and only {made} operations failed")
+        restarts = sum(isinstance(event, OutOfMemory) and event.mode == "step" for event in self.events)
+        attempts = f"{self.forwards} attempts for {plan.samples} samples and {made} failures"
+        demand(self.forwards <= plan.samples * (1 + restarts) + made, f"{where}{attempts}")
+        self.results.update(calls=1, samples=plan.samples, pieces=len(result.partition), ooms=result.ooms, replayed=result.replayed_samples)
         del result, before
         if plan.evaluate:
             self._evaluate(mbs, pristine, number)
         self._optimize(mbs, number)
-
-    def _check_attempts(self, result: StepResult, failures: int, where: str) -> None:
-        samples = self.plan.samples
-        demand(result.ooms <= failures, f"{where}{result.ooms} failures are told of, and only {failures} operations failed")
-        restarts = sum(isinstance(event, OutOfMemory) and event.mode == "step" for event in self.events)
-        demand(self.forwards <= samples * (1 + restarts) + failures, f"{where}{self.forwards} attempts for {samples} samples and {failures} failures")
-        self.results.update(calls=1, samples=samples, pieces=len(result.partition), ooms=result.ooms, replayed=result.replayed_samples)
 
     def _evaluate(self, mbs: ElasticMBS, batch: Any, number: int) -> None:
         real, where = self.real, f"evaluation after step {number}: "
@@ -256,12 +259,12 @@ class _Trial:
         out.phases.update("optimizer" for event in events if isinstance(event, OptimizerOutOfMemory))
         out.partial += sum(event.mode == "piece" and event.committed > 0 for event in failures)
         out.splits += sum(event.size_after < event.size_before for event in failures)
-        done = [event for event in events if isinstance(event, CallDone)]
-        ended: list[CallDone | CallFailed] = [event for event in events if isinstance(event, CallDone | CallFailed)]
+        ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
+        done = [event for event in ended if isinstance(event, CallDone)]
         out.seconds = sum(event.seconds or 0.0 for event in ended)
         out.lost = sum(event.seconds_lost for event in ended)
         trained = [event for event in done if event.mode == "train"]
-        refused = out.errors["ReplayUnsafeError"]  # which comes in the place of the event
+        told = len(failures) + out.errors["ReplayUnsafeError"]  # which comes in the place of the event
         sums = {
             "finished calls": (len(trained), stats.calls, results["calls"]),
             "samples": (stats.samples, results["samples"]),
@@ -269,7 +272,7 @@ class _Trial:
             "out-of-memory errors of finished calls": (sum(event.ooms for event in trained), results["ooms"]),
             "replayed samples": (sum(event.replayed_samples for event in trained), results["replayed"]),
             "out-of-memory errors in stats": (stats.ooms, sum(event.ooms for event in done)),
-            "out-of-memory events": (sum(event.ooms for event in ended), len(failures) + refused),
+            "out-of-memory events": (sum(event.ooms for event in ended), told),
         }
         for what, numbers in sums.items():
             demand(len(set(numbers)) == 1, f"{what} do not add up: {numbers}")
@@ -282,11 +285,8 @@ class _Trial:
         real.optimizer = torch.optim.SGD(real.leaves(), lr=0.1)
         self.events.clear()
         self.scaler = None
-        if self.budget.live != self._at_rest():
+        tensors: list[Tensor] = [*real.model.parameters(), *real.model.buffers(), *real.guests]
+        rest = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+        if self.budget.live != rest:
             gc.collect()  # what checkpointing and custom functions leave in cycles is torch's
-        more = self.budget.live - self._at_rest()
-        demand(more == 0, f"{more} bytes are still alive at the end")
-
-    def _at_rest(self) -> int:
-        tensors: list[Tensor] = [*self.real.model.parameters(), *self.real.model.buffers(), *self.real.guests]
-        return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+        demand(self.budget.live == rest, f"{self.budget.live - rest} bytes are still alive at the end")

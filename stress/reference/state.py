@@ -87,6 +87,12 @@ def same_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in zip(a, b, strict=True))
 
 
+def hooks_on(model: nn.Module, leaves: Iterable[Tensor]) -> int:
+    """How many hooks its modules and leaves have."""
+    count = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return count + sum(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in leaves)
+
+
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 """Largest difference of a gradient, relative to its largest entry, by the narrowest type of the parameters: a split sums in another order."""
 

@@ -54,6 +54,13 @@ def plain() -> Subject:
     return _trained(nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)).double())
 
 
+def tiny() -> Subject:
+    """So small that thousands of steps fit into seconds."""
+    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.BatchNorm1d(32), nn.Linear(32, 2)).double()
+    batch = torch.randn(16, 4, dtype=torch.float64), torch.randint(0, 2, (16,))
+    return Subject(model, lambda b: functional.cross_entropy(model(b[0]), b[1]), [batch])
+
+
 def flat() -> Subject:
     """Nothing can be shown on it."""
     model = Flat()

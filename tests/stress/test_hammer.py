@@ -7,7 +7,7 @@ import random
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from stress.endurance.training import Counts, Training
 from stress.limits import BudgetLimit, Crashed, Failed, Hung, available
 from stress.reference.by_hand import accumulate, view_of
 from stress.reference.state import WrongOutcomeError
+from stress.streams import Streams
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.no_oom_injection
@@ -42,15 +43,20 @@ def run(*arguments: str) -> int:
     return main(["stress", "hammer", *arguments])
 
 
+@contextmanager
+def same_process() -> Iterator[None]:
+    """Threads and random streams stay as they are."""
+    threads, streams = torch.get_num_threads(), Streams.now()
+    yield
+    torch.set_num_threads(threads)
+    streams.restore()
+
+
 def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Counts:
     """One round in this process, on counted tensors."""
     found: list[dict[str, Any]] = []
-    threads, streams = torch.get_num_threads(), torch.get_rng_state()
-    try:
+    with same_process():
         hammer(found.append, kind="budget", model=model, seed=seed, failures=failures, steps=steps)
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_rng_state(streams)
     counts = Counts()
     counts.merge(found[-1]["counts"])
     return counts
@@ -61,8 +67,9 @@ def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Coun
 
 def test_moves_come_in_their_order_and_are_the_same_for_a_seed() -> None:
     for seed in range(200):
-        blows = draw(random.Random(seed), 50, blocks=seed % 2 == 0)
-        assert blows == draw(random.Random(seed), 50, blocks=seed % 2 == 0)
+        range_ = Range(100, 300, blocks=seed % 2 == 0)
+        blows = draw(random.Random(seed), 50, range_)
+        assert blows == draw(random.Random(seed), 50, range_)
         assert [blow.at for blow in blows] == sorted(blow.at for blow in blows)
         assert blows[0].at == 0
         assert all(blow.at <= 4 * 50 + 1 + 50 for blow in blows)
@@ -159,14 +166,11 @@ class Result(float):
 @pytest.fixture
 def at_rest() -> Iterator[Training]:
     """A round of the branched model before its first step, with the twin as the model is."""
-    threads, streams = torch.get_num_threads(), torch.get_rng_state()
-    with BudgetLimit() as world:
+    with same_process(), BudgetLimit() as world:
         found = Training(world, BRANCHED, 0)
         found.prepare()
         found.follow()
         yield found
-    torch.set_num_threads(threads)
-    torch.set_rng_state(streams)
 
 
 def _draw(running: Training) -> None:
@@ -242,31 +246,37 @@ def _counted(failures: int) -> dict[str, Any]:
     return {"counts": {**Counts(steps=3, failures=failures, ooms=failures, checked=3).as_json(), "phases": {"forward": failures}}}
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "told"),
-    [
-        (Hung("it had not ended", "File x, in stuck"), 5, "HANG: it had not ended"),
-        (Crashed("the job was ended by SIGSEGV", "a stack", "SIGSEGV"), 4, "CRASH BY SIGSEGV: "),
-        (Failed("ended by KeyError", "trace", 1, "KeyError"), 4, "KEYERROR: "),
-        (Failed("ended with exit code 7", "trace", 7, None), 4, "UNEXPECTED EXIT: "),
-        (Failed("step 3: gradient off", "trace", 1, "WrongOutcomeError"), 3, "WRONG OUTCOME: step 3"),
-    ],
-    ids=["hang", "crash", "error", "exit", "wrong"],
-)
+class Rounds(list[dict[str, Any]]):
+    """Stands for `run_child`: each round makes ten failures; then the second of them, or all, end in an error."""
+
+    def __init__(self, error: Exception, *, always: bool = False) -> None:
+        self.error, self.always = error, always
+
+    def __call__(self, kind: str, job: Any, arguments: dict[str, Any], *, deadline: float) -> Iterator[dict[str, Any]]:
+        self.append(arguments)
+        if self.always:
+            raise self.error
+        yield {"counts": Counts(steps=3, failures=10, ooms=10, checked=3).as_json()}
+        if len(self) == 2:
+            raise self.error
+
+
+ENDINGS = [
+    (Hung("it had not ended", "File x, in stuck"), 5, "HANG: it had not ended"),
+    (Crashed("the job was ended by SIGSEGV", "a stack", "SIGSEGV"), 4, "CRASH BY SIGSEGV: "),
+    (Failed("ended by KeyError", "trace", 1, "KeyError"), 4, "KEYERROR: "),
+    (Failed("ended with exit code 7", "trace", 7, None), 4, "UNEXPECTED EXIT: "),
+    (Failed("step 3: gradient off", "trace", 1, "WrongOutcomeError"), 3, "WRONG OUTCOME: step 3"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "told"), ENDINGS, ids=["hang", "crash", "error", "exit", "wrong"])
 def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_the_run_goes_on(
     error: Exception, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rounds: list[dict[str, Any]] = []
-
-    def child(kind: str, job: str, arguments: dict[str, Any], *, deadline: float) -> Any:
-        rounds.append(arguments)
-        yield _counted(10)
-        if len(rounds) == 2:
-            raise error
-
-    monkeypatch.setattr("stress.endurance.hammer.run_child", child)
-    monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: None)
-    assert run("--failures", "40", "--model", "mlp", "--model", "gpt", "--seed", "7") == code
+    rounds = Rounds(error)
+    monkeypatch.setattr("stress.endurance.hammer.run_child", rounds)
+    assert run("--failures", "40", "--kind", "budget", "--model", "mlp", "--model", "gpt", "--seed", "7") == code
     out = capsys.readouterr().out
     assert told in out
     assert "40 failures in 12 steps" in out
@@ -275,30 +285,26 @@ def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_th
     assert out.endswith("failed\n")
     repeat = shlex.split(re.findall(r"repeat: (.*)", out)[0])
     assert repeat[:4] == ["python", "-m", "stress", "hammer"]
-    again = len(rounds)
     assert run(*repeat[4:]) == 0
-    assert {name: rounds[again][name] for name in ("kind", "model", "seed")} == {name: rounds[1][name] for name in ("kind", "model", "seed")}
-    assert len(rounds) == again + 1
+    assert [rounds[4][name] for name in ("kind", "model", "seed")] == [rounds[1][name] for name in ("kind", "model", "seed")]
+    assert len(rounds) == 5
 
 
 def test_rounds_that_all_end_badly_end_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("stress.endurance.hammer.run_child", partial(_ended, Crashed("ended by SIGSEGV", "a stack", "SIGSEGV")))
-    monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: None)
-    assert run("--failures", "40", "--model", "mlp") == 4
+    monkeypatch.setattr("stress.endurance.hammer.run_child", Rounds(ENDINGS[1][0], always=True))
+    assert run("--failures", "40", "--kind", "budget", "--model", "mlp") == 4
     assert "not allowed: crash by SIGSEGV 5" in capsys.readouterr().out
 
 
-def _ended(error: Exception, *args: Any, **kwargs: Any) -> Any:
-    raise error
-    yield
-
-
-def test_how_the_process_of_a_soak_ends_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: None)
-    for error, code in (Hung("it had not ended", "stuck"), 5), (Failed("step 3: gradient off", "trace", 1, "WrongOutcomeError"), 3):
-        monkeypatch.setattr("stress.endurance.soak.run_child", partial(_ended, error))
-        assert main(["stress", "soak", "--minutes", "0.1", "--kind", "shim"]) == code
-        assert "failed" in capsys.readouterr().out
+@pytest.mark.parametrize(("error", "code", "told"), [ENDINGS[0], ENDINGS[-1]], ids=["hang", "wrong"])
+def test_how_the_process_of_a_soak_ends_is_told_by_the_exit_code(
+    error: Exception, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stress.endurance.soak.run_child", Rounds(error, always=True))
+    assert main(["stress", "soak", "--minutes", "0.1"]) == code
+    out = capsys.readouterr().out
+    assert told in out
+    assert out.endswith("failed\n")
 
 
 @pytest.mark.parametrize("command", ["hammer", "soak"])

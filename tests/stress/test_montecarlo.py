@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +27,10 @@ from stress.models.layers import LAYERS
 from stress.montecarlo.faults import SENSORS, Faults
 from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, Fault, Plan, draw, read
 from stress.montecarlo.shrink import shrink, smaller
-from stress.montecarlo.totals import Outcome
-from stress.montecarlo.trial import run_trial
+from stress.montecarlo.trial import Outcome, run_trial
 from stress.reference.state import error_of
 from stress.repeat import case_seed
 from stress.streams import Streams
-from stress.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,8 +109,15 @@ def test_an_error_that_is_no_lack_of_memory_has_to_come_out_as_it_is() -> None:
 
 
 def test_a_trial_leaves_the_random_streams_as_they_were() -> None:
+    import numpy as np
+
     before = Streams.now()
     run_trial(Plan(layers=("dropout", "host mask"), faults=(Fault(at=0.3),)))
+    assert before.same(Streams.now())
+    for draw_one in (np.random.rand, random.random, lambda: torch.rand(1)):  # which `same` sees
+        draw_one()
+        assert not before.same(Streams.now())
+        before.restore()
     assert before.same(Streams.now())
 
 
@@ -198,19 +202,6 @@ sys.exit(main(["stress", "montecarlo", "--case", "{}", "--deadline", "3"]))
     assert "repeat: python -m stress montecarlo --case" in ended.stdout
 
 
-def test_a_watchdog_says_nothing_of_what_ends_in_time() -> None:
-    told: list[str] = []
-    with Watchdog(5.0, lambda: "late", told.append):
-        pass
-    with Watchdog(0.02, lambda: "late", told.append):
-        deadline = time.monotonic() + 120
-        while not told and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert len(told) == 1
-    assert told[0].startswith("late\n")
-    assert "test_montecarlo" in told[0]
-
-
 def test_shrinking_keeps_what_makes_a_case_fail_and_nothing_else() -> None:
     plan = draw(case_seed(0, 14))
     plan = replace(plan, layers=("linear", "dropout", "conv"), samples=17, faults=(Fault(at=0.5, times=3), Fault(step=1, gap=7)))
@@ -220,12 +211,7 @@ def test_shrinking_keeps_what_makes_a_case_fail_and_nothing_else() -> None:
     assert len(small.faults) == 1
     assert small.changes().keys() <= {"seed", "layers", "samples", "faults"}
     assert plan not in list(smaller(plan))
-
-
-def test_shrinking_ends_in_time() -> None:
-    ticks = iter(range(1000))
-    plan = draw(case_seed(0, 3))
-    assert shrink(plan, lambda _: True, seconds=0.5, clock=lambda: float(next(ticks))) == plan
+    assert shrink(plan, lambda _: True, seconds=0) == plan
 
 
 # ---------------------------------------------------------------------- the command
@@ -244,14 +230,8 @@ def test_a_bounded_run_passes_writes_its_figures_and_meets_every_mode_of_replay(
     assert written["worst"] <= 1e-12
 
 
-def test_the_baseline_has_no_event(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--runs", "25", "--seed", "7", "--baseline") == 0
-    told = capsys.readouterr().out
-    assert re.search(r"typed errors +none", told)
-    assert re.search(r"replays by mode +none", told)
-
-
 def test_an_event_in_the_baseline_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--runs", "25", "--seed", "7", "--baseline") == 0
     monkeypatch.setattr("stress.montecarlo.command.run_trial", lambda plan: Outcome(phases=Counter(forward=1)))
     assert run("--runs", "1", "--seed", "1", "--baseline", "--shrink", "0") == 3
     assert "although nothing was made to fail" in capsys.readouterr().out
@@ -286,16 +266,3 @@ def test_errors_are_relative_to_each_leaf_and_infinite_where_one_side_has_nothin
     assert error_of([one * float("nan")], [one]) == float("inf")
     assert error_of([torch.zeros(2) + 1e-3], [torch.zeros(2)]) == pytest.approx(1e-3)
     assert error_of([one + 1e-3, one * 1000], [one * 0, one * 1000], floor=0.01) < 1
-
-
-def test_the_random_stream_of_numpy_is_compared_where_it_is_there() -> None:
-    import numpy as np
-
-    before = Streams.now()
-    np.random.rand()
-    assert not before.same(Streams.now())
-    before.restore()
-    assert before.same(Streams.now())
-    random.random()
-    assert not before.same(Streams.now())
-    before.restore()
