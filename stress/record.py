@@ -1,14 +1,6 @@
 """What a run under stress was like: one record for each process of a scenario. Times are in seconds since the run began, memory in bytes.
 
-```
-document ── versions, seed
-   └─ Run ── one per scenario, kind of limit, and process
-        ├─ Needs         what the model takes, measured without a limit
-        ├─ Step …        one per optimizer step: memory, sizes, failures, loss
-        ├─ Mark …        what happened between and inside steps, each with its time
-        ├─ Differences   from a run without limits and without this package
-        └─ End           what was left behind
-```
+A file of them has a `Run` per scenario, kind of limit and process: `Needs`, `Step`s, `Mark`s, `Differences` and `End`.
 """
 
 from __future__ import annotations
@@ -45,12 +37,10 @@ class Needs:
 
     @property
     def one(self) -> int:
-        """Peak with the smallest size measured."""
         return self.peaks[0]
 
     @property
     def whole(self) -> int:
-        """Peak with the whole batch."""
         return self.peaks[-1]
 
     def at(self, size: float) -> int:
@@ -103,17 +93,14 @@ class Step:
 
     @property
     def pieces(self) -> int:
-        """Micro-batches that committed."""
         return len(self.partition)
 
     @property
     def available(self) -> float:
-        """Bytes that were left to us at its end."""
         return math.inf if self.capacity is None else self.capacity - self.others
 
     @property
     def longest(self) -> int:
-        """Samples of its largest piece."""
         return max((stop - start for start, stop in self.partition), default=0)
 
 
@@ -187,7 +174,6 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Scenario, and which process of it where there are two."""
         return self.scenario if self.process == 0 else f"{self.scenario} ({self.process + 1})"
 
     @property
@@ -197,7 +183,6 @@ class Run:
 
     @property
     def ooms(self) -> int:
-        """Out-of-memory errors survived."""
         return sum(step.ooms for step in self.steps)
 
     @property
@@ -207,26 +192,17 @@ class Run:
 
     @property
     def sizes(self) -> list[int]:
-        """Micro-batch sizes at the ends of steps, each once, rising."""
         return sorted({step.size for step in self.steps})
 
     @property
     def time_lost(self) -> float:
-        """Seconds in attempts that failed."""
         return sum(step.time_lost for step in self.steps)
 
     def totals(self) -> dict[str, Any]:
-        """The figures of a table's row."""
-        return {
-            "steps": len(self.steps),
-            "ooms": self.ooms,
-            "failures": None if self.end is None else self.end.failures,
-            "replayed": self.replayed,
-            "sizes": self.sizes,
-            "largest_difference": None if self.differences is None else self.differences.largest,
-            "time_lost": self.time_lost,
-            "seconds": self.seconds,
-        }
+        failures = None if self.end is None else self.end.failures
+        largest = None if self.differences is None else self.differences.largest
+        figures = {name: getattr(self, name) for name in ("ooms", "replayed", "sizes", "time_lost", "seconds")}
+        return {"steps": len(self.steps), "failures": failures, "largest_difference": largest, **figures}
 
 
 def count(runs: Sequence[Run]) -> str:

@@ -35,9 +35,9 @@ class Streams:
 
 
 def start_streams(seed: int) -> None:
-    """Starts them from a seed below 2**32; numpy's only where numpy is there."""
-    torch.manual_seed(seed)
-    random.seed(seed)
+    """Starts them from a seed, of which numpy's takes 32 bits; numpy's only where numpy is there."""
+    torch.manual_seed(seed % 2**32)
+    random.seed(seed % 2**32)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        numpy.seed(seed)
+        numpy.seed(seed % 2**32)

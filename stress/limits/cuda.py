@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Self
 
 import torch
@@ -136,27 +135,19 @@ class CudaLimit(MemoryLimit):
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
 
-class Confined:
-    """A GPU of which all others together can have a given number of bytes: a ballast process holds the rest. A context manager."""
+class Confined(Ballast):
+    """A GPU of which all others together can have a given number of bytes: the ballast process holds the rest."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._device, self._undo = device, contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        """Starts the ballast process, which holds nothing yet."""
-        torch.cuda.empty_cache()  # our cache cannot be had by others
-        self._neighbour = self._undo.enter_context(Ballast(_with_index(self._device)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._undo.close()
+        super().__init__(_with_index(device))
+        self._device = device
 
     def leave(self, size: int | None, *, held: int = 0) -> None:
         """Leaves so many bytes, with those that the others hold already; None for all that is free."""
-        self._neighbour.hold(0)
+        torch.cuda.empty_cache()  # our cache cannot be had by others
+        self.hold(0)
         if size is not None:
-            free = torch.cuda.mem_get_info(self._device)[0]
-            self._neighbour.hold(max(0, free + held - size) // GRAIN * GRAIN)
+            self.hold(max(0, torch.cuda.mem_get_info(self._device)[0] + held - size) // GRAIN * GRAIN)
 
 
 def _with_index(device: torch.device | str) -> torch.device:

@@ -19,10 +19,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from elastic_mbs.errors import UsageError
 
@@ -31,12 +29,11 @@ UNLIMITED = 2**63 - 1
 # Bytes from which a block counts and can be refused: more than the state of a random generator (5 KiB) and other bookkeeping, which is on the host
 # where there is a real device.
 MINIMUM = 8192
-_FILE_SIZE, _SLOTS = 4096, 62
-_FIRST_SLOT, _SLOT_SIZE = 16, 8
+_FILE_SIZE = 4096
+_FIRST_SLOT, _SLOT_SIZE = 16, 8  # in words
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One process's account."""
 
     pid: int
@@ -46,25 +43,17 @@ class Slot:
     failures: int  # allocations that were refused
 
 
-class _Word:
+def _word(place: int) -> property:
     """A number in the file, at the place where fence.c has it."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    def __get__(self, fence: Fence, owner: type[Fence]) -> int:
-        return fence._words[self._place]
-
-    def __set__(self, fence: Fence, value: int) -> None:
-        fence._words[self._place] = min(value, UNLIMITED)
+    return property(lambda fence: fence._words[place], lambda fence, value: fence._words.__setitem__(place, min(value, UNLIMITED)))
 
 
 class Fence:
     """The shared file, mapped. A context manager: closed at the end, and deleted by the one that has created it."""
 
-    budget = _Word(0)  # bytes that all processes may hold together; may be set at any time
-    largest = _Word(1)  # bytes of the largest single block there is room for, however much is free; likewise
-    failures = _Word(3)  # allocations refused to any process so far
+    budget = _word(0)  # bytes that all processes may hold together; may be set at any time
+    largest = _word(1)  # bytes of the largest single block there is room for, however much is free; likewise
+    failures = _word(3)  # allocations refused to any process so far
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +91,7 @@ class Fence:
         self.budget = UNLIMITED if size is None else size
 
     def slots(self) -> list[Slot]:
-        """The processes that have come so far and are still alive."""
+        """The processes that are alive."""
         return [slot for slot in self._used() if start_time(slot.pid) == slot.started]
 
     def live(self) -> int:
@@ -113,10 +102,9 @@ class Fence:
         """The account of one process, all zero before its first block."""
         return next((slot for slot in self._used() if slot.pid == pid), Slot(pid, 0, 0, 0, 0))
 
-    def _used(self) -> Iterator[Slot]:
-        for place in range(_FIRST_SLOT, _FIRST_SLOT + _SLOTS * _SLOT_SIZE, _SLOT_SIZE):
-            if self._words[place]:
-                yield Slot(*self._words[place : place + 5])
+    def _used(self) -> list[Slot]:
+        places = range(_FIRST_SLOT, _FILE_SIZE // 8, _SLOT_SIZE)
+        return [Slot(*self._words[place : place + 5]) for place in places if self._words[place]]
 
     def reset_peak(self) -> None:
         """Starts a new interval for this process's peak; nothing happens where it was not started under the fence."""

@@ -18,49 +18,6 @@ GRAIN = 1 << 16  # bytes of the smallest block that it takes; less than that may
 _ALIGNMENT = 64  # as torch's allocator has it on a CPU
 
 
-class Heap:
-    """Blocks of the heap, aligned as tensors are."""
-
-    def __init__(self) -> None:
-        self.wanted = 0
-        self._blocks: list[tuple[ctypes.c_void_p, int]] = []
-        self._libc = ctypes.CDLL(None)
-        self._libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
-
-    @property
-    def held(self) -> int:
-        return sum(size for _, size in self._blocks)
-
-    def adjust(self) -> None:
-        """Frees whole blocks until no more than what is wanted is left, then takes what is missing, in the largest blocks that it gets."""
-        while self.held > self.wanted:
-            self._libc.free(self._blocks.pop()[0])
-        size = self.wanted - self.held
-        while size >= GRAIN:
-            size = min(size, self.wanted - self.held) if self._take(size) else size // 2 // GRAIN * GRAIN
-
-    def _take(self, size: int) -> bool:
-        block = ctypes.c_void_p()
-        if self._libc.posix_memalign(ctypes.byref(block), _ALIGNMENT, size):
-            return False
-        self._blocks.append((block, size))
-        return True
-
-
-def _serve(heap: Heap) -> None:
-    while True:
-        short = heap.wanted - heap.held >= GRAIN
-        asked = select.select([sys.stdin], [], [], PATIENCE if short else None)[0]  # one line at a time: the parent waits for each answer
-        if asked:
-            line = sys.stdin.readline()
-            if not line:
-                return
-            heap.wanted = int(line)
-        heap.adjust()
-        if asked:
-            print(heap.held, flush=True)
-
-
 class Neighbour:
     """The parent's end. A context manager: the process runs inside the block."""
 
@@ -85,5 +42,35 @@ class Neighbour:
         return int(answer)
 
 
-if __name__ == "__main__":  # pragma: no cover  # in a process of its own
-    _serve(Heap())
+def _serve() -> None:  # pragma: no cover  # in a process of its own
+    libc = ctypes.CDLL(None)
+    libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
+    blocks: list[tuple[ctypes.c_void_p, int]] = []
+    held = wanted = 0
+    while True:
+        # one line at a time: the parent waits for each answer
+        asked = select.select([sys.stdin], [], [], PATIENCE if wanted - held >= GRAIN else None)[0]
+        if asked:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            wanted = int(line)
+        while held > wanted:
+            block, size = blocks.pop()
+            libc.free(block)
+            held -= size
+        size = wanted - held
+        while size >= GRAIN:  # in the largest blocks that it gets
+            block = ctypes.c_void_p()
+            if libc.posix_memalign(ctypes.byref(block), _ALIGNMENT, size):
+                size = size // 2 // GRAIN * GRAIN
+            else:
+                blocks.append((block, size))
+                held += size
+                size = min(size, wanted - held)
+        if asked:
+            print(held, flush=True)
+
+
+if __name__ == "__main__":  # pragma: no cover
+    _serve()

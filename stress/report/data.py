@@ -45,7 +45,8 @@ def overview(runs: Sequence[Run]) -> tuple[Tile, ...]:
     """The figures of all runs together."""
     real = sum(run.end.failures or 0 for run in runs if run.end is not None and run.kind != "budget")
     replayed, samples = (sum(getattr(step, name) for run in runs for step in run.steps) for name in ("replayed", "samples"))
-    worst = max((run for run in runs if run.differences is not None), key=_largest, default=None)
+    off = {index: run.differences.largest for index, run in enumerate(runs) if run.differences is not None}
+    worst = runs[max(off, key=lambda index: (math.isnan(off[index]), off[index]))] if off else None
     kinds = Counter(run.kind for run in runs)
     return (
         ("runs passed", f"{sum(run.verdict == 'ok' for run in runs)} of {len(runs)}", ", ".join(f"{kind} {count}" for kind, count in kinds.items())),
@@ -66,11 +67,6 @@ def difference(run: Run) -> str:
 def sizes(run: Run) -> str:
     """The micro-batch sizes of a run, from the smallest to the largest."""
     return "–".join(f"{size:,}" for size in dict.fromkeys((*run.sizes[:1], *run.sizes[-1:])))
-
-
-def _largest(run: Run) -> float:
-    largest = math.nan if run.differences is None else run.differences.largest
-    return math.inf if math.isnan(largest) else largest
 
 
 def _memory(steps: Sequence[Step], zero: float) -> Memory:
@@ -109,24 +105,20 @@ def _per_step(steps: Sequence[Step], zero: float, values: Sequence[float | None]
 
 def _about(run: Run) -> tuple[tuple[str, str], ...]:
     needs = run.needs
+    peaks = zip(needs.sizes, needs.peaks, strict=True)
     facts = [("model", f"{run.model}, {run.dtype}"), ("seed", str(run.seed)), ("at rest", format_bytes(needs.rest))]
-    if needs.sizes and needs.peaks:
-        facts += [(f"{needs.sizes[0]} of {needs.samples} samples", format_bytes(needs.one)), ("the whole batch", format_bytes(needs.whole))]
-    if run.differences is not None:
-        facts.append(("rounding", f"{run.differences.tolerance_loss:.0e} in a loss, {run.differences.tolerance_weight:.0e} in a weight"))
-    return tuple(facts)
+    return (*facts, *((f"{size} of {needs.samples} samples", format_bytes(peak)) for size, peak in peaks))
 
 
 def _tiles(run: Run) -> tuple[Tile, ...]:
     steps, end = run.steps, run.end
-    busy = sum(step.seconds for step in steps)
     error, _, text = (end.error or "" if end is not None else "").partition(": ")
     return (
         *([("ended by", error, text[:100])] if error else []),
-        ("steps", f"{len(steps):,}", duration(busy)),
+        ("steps", f"{len(steps):,}", duration(sum(step.seconds for step in steps))),
         ("OOMs survived", f"{run.ooms:,}", "" if end is None or end.failures is None else f"{end.failures:,} allocations refused"),
         ("samples replayed", f"{sum(step.replayed for step in steps):,}", f"{run.replayed:.2%} of all"),
-        ("time lost", f"{run.time_lost / busy:.2%}" if busy > 0 else "0 %", duration(run.time_lost)),
+        ("time lost", duration(run.time_lost), ""),
         ("micro-batch", sizes(run) or "none", f"{steps[-1].size:,} at the end" if steps else ""),
         ("largest difference", difference(run) or "none", "from training without limits" if run.differences else "there was nothing to compare"),
         ("held at the end", *(("unknown", "") if end is None else (format_bytes(end.held), f"{format_bytes(end.expected)} expected"))),

@@ -53,11 +53,6 @@ class Scenario:
     wait: float = 5.0  # seconds that the runtime may wait for memory at the floor
     largest: float | None = None  # single allocation, as a share of what the batch takes besides the model; None for no limit
 
-    @property
-    def line(self) -> str:
-        """What happens."""
-        return _LINES[self.name]
-
     def evaluates(self, step: int, steps: int) -> bool:
         """Whether there is an evaluation after this step; the last one has no batch to follow it."""
         return self.evaluate > 0 and step % self.evaluate == self.evaluate - 1 and step + 1 < steps
@@ -90,16 +85,14 @@ class Order:
 
     @property
     def together(self) -> bool:
-        """Whether another process shares the device."""
         return self.entry.play is Play.TWO
 
     @property
-    def own(self) -> bool:
-        """Whether the model is the user's own."""
+    def own(self) -> bool:  # the model is the user's
         return ":" in self.model
 
 
-_LINES = {
+LINES = {  # what happens
     "steady": "the batch fits, always: nothing may happen",
     "too_big": "the batch has never fitted: room for three tenths of it",
     "cliff": "a co-tenant takes half at once, in the middle of a backward, and leaves again",

@@ -7,6 +7,7 @@ under `rlimit` the kernel refuses memory to the whole process; `cuda` is a real 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,10 +21,10 @@ from ..limits import KINDS, available
 from ..models.subject import words
 from ..options import memory, seed, whole
 from ..output import check_writable
-from ..record import Run, write_json
+from ..progress import Progress
+from ..record import Run, Step, count, write_json
 from ..report import write_html
-from .catalogue import DEADLINE, SCENARIOS, Order
-from .console import Progress, summary, table
+from .catalogue import DEADLINE, LINES, SCENARIOS, Order
 from .model_check import check
 from .processes import failed, perform
 
@@ -90,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
 def listing() -> str:
     """Name, kinds and one line of each scenario."""
     names, kinds = max(map(len, SCENARIOS)), max(len(" ".join(each.kinds)) for each in SCENARIOS.values())
-    return "\n".join(f"{each.name:<{names}}  {' '.join(each.kinds):<{kinds}}  {each.line}" for each in SCENARIOS.values())
+    return "\n".join(f"{each.name:<{names}}  {' '.join(each.kinds):<{kinds}}  {LINES[each.name]}" for each in SCENARIOS.values())
 
 
 def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
@@ -128,17 +129,30 @@ def check_models(orders: Sequence[Order]) -> list[Order]:
 
 
 def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
-    """Runs one after the other and yields their records. Bad input that is found after the first of them is a failed record, too."""
-    progress = Progress(orders)
-    for number, order in enumerate(orders):
-        progress.begin(order)
+    """Runs one after the other and yields their records. Bad input that is found after the first of them is a failed record, too.
+
+    A line tells of each: on a terminal it is rewritten while training runs.
+    """
+    line, wide = Progress(piped=math.inf), max(len(order.scenario) for order in orders) + 4
+    for number, order in enumerate(orders, 1):
+        head = f"[{number:>{len(str(len(orders)))}}/{len(orders)}] {{:<{wide}}} {order.kind:<6}"
+        here = head.format(order.scenario)
+        line.tell(f"{here} measuring")
+
+        def tell(step: Step, begun: str = f"{here} step {{}}/{order.steps}, micro-batch {{}}") -> None:
+            line.tell(begun.format(step.step + 1, step.size))
+
         try:
-            found = perform(order, progress.step)
+            found = perform(order, tell)
         except UsageError as error:
-            if not number:
+            if number == 1:
                 raise
             found = [failed(order, words(error))]
-        progress.end(found)
+        line.clear()
+        for run in found:
+            sizes = f"micro-batch {run.sizes[0]}–{run.sizes[-1]}" if run.sizes else "no step"
+            figures = f"{len(run.steps)} steps, {sizes}, {run.ooms} OOMs, {run.seconds:.1f} s"
+            print(f"{head.format(run.title)} {run.verdict:<6} {figures}", flush=True)
         yield found
 
 
@@ -151,3 +165,29 @@ def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
             write_html(runs, options.html)
     except OSError as error:
         raise UsageError(f"the records cannot be written: {error}") from error
+
+
+def table(runs: Sequence[Run]) -> str:
+    """A row per record."""
+    rows = [("scenario", "kind", "model", "steps", "OOMs", "replayed", "sizes", "difference", "seconds", "verdict"), *map(_row, runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = "<<<>>><>><"  # of each column
+    return "\n".join("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip() for row in rows)
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    difference = "–" if run.differences is None else f"{run.differences.largest:.1e}"
+    sizes = [str(size) for size in run.sizes]
+    short = " ".join(sizes if len(sizes) <= 6 else [*sizes[:3], "…", *sizes[-2:]])
+    figures = str(len(run.steps)), str(run.ooms), f"{run.replayed:.1%}", short, difference, f"{run.seconds:.1f}"
+    return (run.title, run.kind, run.model, *figures, run.verdict)
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """The last lines: what went wrong, in words, and the count."""
+    lines = [f"{run.title} on {run.kind}: {complaint}" for run in runs for complaint in run.complaints]
+    lines += [f"{run.title} on {run.kind} shows nothing: {run.unshown}" for run in runs if run.passed and run.unshown]
+    rounding = sorted({f"{d.tolerance_loss:.0e} of a loss, {d.tolerance_weight:.0e} of a weight in {r.dtype}" for r in runs if (d := r.differences)})
+    if rounding:
+        lines.append(f"counts as rounding: up to {'; '.join(rounding)}")
+    return "\n".join([*lines, f"{count(runs)}; {sum(run.ooms for run in runs)} out-of-memory errors survived"])

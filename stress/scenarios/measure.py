@@ -29,10 +29,11 @@ LOOKED_AT = 64  # batches among which the one with the longest samples is looked
 ON_HOST = frozenset({"shim", "rlimit"})  # where the host's memory is the device's: batches and the copies of the guarded step are in it, too
 
 
-def batch_of(subject: Subject, step: int) -> Any:
-    """A copy of the step's batch, not counted by a budget."""
+def batch_of(subject: Subject, step: int, device: torch.device | str | None = None) -> Any:
+    """A copy of the step's batch, made on the host and not counted by a budget, then brought to a device."""
     with on_host():
-        return map_tensors(subject.batch(step), torch.clone)
+        batch = map_tensors(subject.batch(step), torch.clone)
+    return batch if device is None else map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 def _views(subject: Subject, steps: int) -> Iterator[BatchView]:

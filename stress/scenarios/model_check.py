@@ -16,7 +16,7 @@ from ..models.factory import make
 from ..models.subject import Subject, naming
 from ..reference.by_hand import accumulate, view_of
 from .measure import batch_of
-from .reference import generators_of, norm_of, on_device, relative, rounding_of, state_of, weight_difference
+from .reference import generators_of, norm_of, relative, rounding_of, state_of, weight_difference
 
 
 def check(model: str, seed: int, device: str) -> Subject:
@@ -44,7 +44,7 @@ def check(model: str, seed: int, device: str) -> Subject:
 def _run(subject: Subject, model: str, device: str) -> None:
     """Runs the first batch, and its loss once more from the same streams and buffers."""
     with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
-        view = view_of(subject, on_device(subject, 0, device))
+        view = view_of(subject, batch_of(subject, 0, device))
         streams, buffers = generators_of(subject), [buffer.clone() for buffer in subject.model.buffers()]
         start = streams.read(hosts=True)
         loss = accumulate(subject, view, [[0, view.length]])

@@ -148,49 +148,41 @@ def judge(runs: list[Run], order: Order) -> list[Run]:
     if len(ended) == len(runs) > 1:
         runs[0].complaints += checks.fair(runs)
     for each in runs:
+        differences = set(checks.exact(each))
+        grave = {*checks.covers_every_sample(each), *checks.nothing_held(each)}  # which nothing excuses
+        if not order.own or not all("whole batches" in complaint for complaint in differences):
+            grave |= differences  # else the same pieces give the same curve: what is left is rounding, which some training makes larger
+        light: list[str] = []
         if order.own and each.needs.samples:
-            _set_apart(each, *_excused(each))
+            light = [complaint for complaint in each.complaints if complaint not in grave and _is_excused(each, complaint)]
+            each.unshown = _too_small(each) or light[0] if light else ""
         if order.steps < order.entry.quick and each.end is not None and each.end.error is None:
-            late = {complaint for check in order.entry.checks for complaint in check(each)} - _grave(each)
-            light = [complaint for complaint in each.complaints if complaint in late]
-            _set_apart(each, light, f"{order.steps} steps are too few for it ({order.entry.quick} are enough): {(*light, '')[0]}")
+            of_its_own = {complaint for check in order.entry.checks for complaint in check(each)}
+            late = [complaint for complaint in each.complaints if complaint in of_its_own - grave and complaint not in light]
+            if late:
+                each.unshown = f"{order.steps} steps are too few for it ({order.entry.quick} are enough): {late[0]}"
+            light += late
+        each.complaints = [complaint for complaint in each.complaints if complaint not in light]
         each.passed = not each.complaints
     return runs
 
 
-def _grave(each: Run) -> set[str]:
-    """Complaints that nothing excuses."""
-    return {*checks.exact(each), *checks.covers_every_sample(each), *checks.nothing_held(each)}
-
-
-def _set_apart(each: Run, light: list[str], why: str) -> None:
-    """Light complaints are said, but not held against the training: nothing is shown."""
-    if light:
-        each.complaints = [complaint for complaint in each.complaints if complaint not in light]
-        each.unshown = why
-
-
-def _excused(each: Run) -> tuple[list[str], str]:
-    """The complaints that are no fault of the training, because the scenario was not written for the user's model; and why nothing is shown."""
-    needs, least = each.needs, each.needs.sizes[0]
-    depends = (needs.whole - needs.one) / max(1, needs.whole)
-    grave, differences = _grave(each), set(checks.exact(each))
-    if all("whole batches" in complaint for complaint in differences):
-        grave -= differences  # the same pieces give the same curve: what is left is rounding, which some training makes larger with each step
+def _is_excused(each: Run, complaint: str) -> bool:
+    """Whether a complaint is no fault of the training, because the scenario was not written for the user's model; it is said."""
+    if complaint.startswith("unexpected error"):  # the room of that scenario is right for its own model's state only
+        return each.scenario == "optimizer_first_step" and "OptimizerStepError" in complaint
     excuses = ["so nothing was shown", "was not measured", "whole batches"]
     if each.end is not None and (each.end.error or "").startswith("MicroBatchFloorError"):
         excuses.append("MicroBatchFloorError")
+    return bool(_too_small(each)) or any(word in complaint for word in excuses)
 
-    def is_light(complaint: str) -> bool:
-        if complaint in grave:
-            return False
-        if complaint.startswith("unexpected error"):  # the room of that scenario is right for its own model's state only
-            return each.scenario == "optimizer_first_step" and "OptimizerStepError" in complaint
-        return depends < FLAT or any(word in complaint for word in excuses)
 
-    light = [complaint for complaint in each.complaints if is_light(complaint)]
+def _too_small(each: Run) -> str:
+    """Why smaller micro-batches do not help the user's model, or ""."""
+    needs, least = each.needs, each.needs.sizes[0]
+    depends = (needs.whole - needs.one) / max(1, needs.whole)
     if depends >= FLAT:
-        return light, (*light, "")[0]
+        return ""
     if needs.samples >= 2 * least:
-        return light, f"its whole batch takes only {depends:.1%} more than its smallest micro-batch"
-    return light, "its batch is a single sample" if needs.samples == 1 else f"its batch of {needs.samples} cannot be cut into pieces of {least}"
+        return f"its whole batch takes only {depends:.1%} more than its smallest micro-batch"
+    return "its batch is a single sample" if needs.samples == 1 else f"its batch of {needs.samples} cannot be cut into pieces of {least}"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elastic_mbs.batch.view import map_tensors
 from elastic_mbs.cli.demo.compare import ROUNDING, Rounding
 from elastic_mbs.rollback.random_streams import RandomStreams
 
@@ -47,11 +46,6 @@ class Curve:
     final: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers at the end
 
 
-def begin_streams(seed: int) -> None:
-    """Puts the random streams of a step (dropout) to where each run begins."""
-    start_streams((seed + 1) % 2**32)
-
-
 def generators_of(subject: Subject) -> RandomStreams:
     """All random streams that its loss may draw from, those named in its options among them."""
     return RandomStreams(subject.options.get("generators", ()), {parameter.device for parameter in subject.model.parameters()})
@@ -62,15 +56,15 @@ def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed
     model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
     device = next(model.parameters()).device
     curve = Curve()
-    begin_streams(seed)
+    start_streams(seed + 1)
     for step, partition in enumerate(partitions):
-        view = view_of(subject, on_device(subject, step, device))
+        view = view_of(subject, batch_of(subject, step, device))
         curve.losses.append(accumulate(subject, view, [[0, view.length]] if partition is None else partition))
         curve.norms.append(norm_of(model))
         optimizer.step()
         optimizer.zero_grad()
         if evaluated and step in evaluated:
-            following = view_of(subject, on_device(subject, step + 1, device))
+            following = view_of(subject, batch_of(subject, step + 1, device))
             with evaluating(subject, subject.loss_fn) as evaluate, torch.no_grad():
                 curve.outputs += [evaluate(following.piece(start, stop)) for start, stop in evaluated[step]]
     curve.final = state_of(model)
@@ -93,11 +87,6 @@ def evaluating(subject: Subject, loss_fn: Callable[[Any], Any]) -> Iterator[Call
     finally:
         for module, training in modes:
             module.training = training
-
-
-def on_device(subject: Subject, step: int, device: torch.device | str) -> Any:
-    """The step's batch, copied to a device."""
-    return map_tensors(batch_of(subject, step), lambda tensor: tensor.to(device))
 
 
 def norm_of(model: nn.Module) -> float:
@@ -159,8 +148,8 @@ def separable(model: str, seed: int, device: str) -> bool:
     found = []
     for parts in (1, 2):
         subject = make(model, seed, device)
-        view = view_of(subject, on_device(subject, 0, device))
-        begin_streams(seed)
+        view = view_of(subject, batch_of(subject, 0, device))
+        start_streams(seed + 1)
         streams = generators_of(subject)
         before, half = streams.read(hosts=True), view.length // 2
         accumulate(subject, view, [[0, half], [half, view.length]] if parts == 2 and half else [[0, view.length]])

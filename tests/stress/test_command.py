@@ -15,8 +15,8 @@ from stress.limits import KINDS, available
 from stress.output import check_writable
 from stress.record import Run
 from stress.scenarios import command as scenarios
-from stress.scenarios.catalogue import SCENARIOS, Order
-from stress.scenarios.console import Progress, summary, table
+from stress.scenarios.catalogue import LINES, SCENARIOS, Order
+from stress.scenarios.command import summary, table
 from stress.scenarios.processes import failed
 from tests.helpers.records import record, step
 
@@ -27,7 +27,7 @@ def test_the_list_has_every_scenario_with_kinds_that_there_are(capsys: pytest.Ca
     assert main(["stress", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(SCENARIOS)
-    assert all(scenario.line in line and " ".join(scenario.kinds) in line for scenario, line in zip(SCENARIOS.values(), lines, strict=True))
+    assert all(LINES[scenario.name] in line and " ".join(scenario.kinds) in line for scenario, line in zip(SCENARIOS.values(), lines, strict=True))
     assert all(set(scenario.kinds) <= set(KINDS) for scenario in SCENARIOS.values())
     assert all(kind in SCENARIOS[name].kinds for kind, names in scenarios.QUICK.items() for name in names)
 
@@ -128,14 +128,14 @@ class Terminal(io.StringIO):
 
 
 def test_a_line_is_rewritten_on_a_terminal_and_written_once_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = Order("steady", "budget", "wide", 0, 6)
+    def play(order: Order, tell: Any) -> list[Run]:
+        tell(step(0, ooms=1))
+        return [record(scenario="steady", steps=[step(0, ooms=1)]), failed(order, "no")]
+
+    monkeypatch.setattr(scenarios, "perform", play)
     for out, live in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stdout", out)
-        progress = Progress([order])
-        progress.begin(order)
-        progress.step(step(0, ooms=1))
-        progress.end([record(scenario="steady", steps=[step(0, ooms=1)])])
-        progress.end([failed(order, "no")])
+        list(scenarios.run_all([Order("steady", "budget", "wide", 0, 6)]))
         assert ("\r" in out.getvalue()) is live
         assert out.getvalue().count("\n") == 2
         assert ("step 1/6" in out.getvalue()) is live

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from elastic_mbs import UsageError
+from elastic_mbs.cli.demo.ballast import Ballast
 from stress.limits import Confined, CudaLimit, checkerboard, cuda
 
 MEBI = 1 << 20
@@ -32,13 +33,9 @@ class Card:
             "set_per_process_memory_fraction": lambda fraction, device: setattr(self, "fraction", fraction),
         }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(cuda, "Ballast", lambda device: self)
-
-    def __enter__(self) -> Card:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.told.append(-1)
+        monkeypatch.setattr(Ballast, "__enter__", lambda ballast: ballast)
+        monkeypatch.setattr(Ballast, "__exit__", lambda ballast, *error: self.told.append(-1))
+        monkeypatch.setattr(Ballast, "hold", self.hold)
 
     def hold(self, size: int) -> int:
         self.told.append(size)
