@@ -37,7 +37,6 @@
 #define TABLE (1u << 20)
 
 extern void *__libc_memalign(size_t, size_t);
-extern void *__libc_realloc(void *, size_t);
 extern void __libc_free(void *);
 
 struct slot {
@@ -204,20 +203,6 @@ API void free(void *block) {
     forget(block); /* before: its address may be another thread's the moment it is free */
     errno = kept;
     __libc_free(block);
-}
-
-/* What realloc gives is aligned to 16 only, and so is no tensor any more. */
-API void *realloc(void *block, size_t size) {
-    size_t counted = forget(block);
-    void *moved = __libc_realloc(block, size);
-    if (counted && !moved && size) {
-        lock();
-        mine->live += counted;
-        mine->blocks++;
-        unlock();
-        enter(block, counted);
-    }
-    return moved;
 }
 
 API void fence_reset_peak(void) {

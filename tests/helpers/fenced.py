@@ -17,7 +17,6 @@ PREPARE = """
 import ctypes, os, signal, struct, sys, threading, time, random
 libc = ctypes.CDLL(None)
 libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
-libc.realloc.argtypes, libc.realloc.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
 libc.free.argtypes = libc.malloc_usable_size.argtypes = [ctypes.c_void_p]
 libc.malloc.restype = ctypes.c_void_p
 def take(size, alignment=64):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 
 from elastic_mbs import UsageError
 from elastic_mbs.cli.demo.ballast import Ballast
-from stress.limits import Confined, CudaLimit, checkerboard, cuda
+from stress.limits import Confined, CudaLimit, cuda
 
 MEBI = 1 << 20
 
@@ -75,44 +73,6 @@ def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monke
         memory.resize(100 * MEBI)
     assert card.told[-1] == -1, "its process has ended"
     assert card.fraction == 1.0
-
-
-class Arena:
-    """One long segment of a caching allocator: first fit, and neighbours that are free become one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.size = 0
-        self.taken: dict[int, int] = {}
-        monkeypatch.setattr(checkerboard, "_block", lambda device, size: self.take(size))
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        self.gaps = 0
-
-    def free(self) -> list[int]:
-        ends = [0, *(start + size for start, size in sorted(self.taken.items()))]
-        return [start - end for start, end in zip([*sorted(self.taken), self.size], ends, strict=True) if start > end]
-
-    def take(self, size: int) -> object:
-        if size <= 2 * MEBI and self.gaps:
-            self.gaps -= 1
-            return type("Stray", (), {"data_ptr": lambda self: -1})()
-        self.size = max(self.size, size)
-        ends = [0, *(start + taken for start, taken in sorted(self.taken.items()))]
-        start = next(end for end, next_ in zip(ends, [*sorted(self.taken), self.size], strict=True) if next_ - end >= size)
-        self.taken[start] = size
-        block = type("Block", (), {"data_ptr": lambda self: start})()
-        weakref.finalize(block, self.taken.pop, start)
-        return block
-
-
-@pytest.mark.parametrize(("size", "largest"), [(3000 * MEBI, 250 * MEBI), (1001 * MEBI, 64 * MEBI + 5), (700 * MEBI, 1)])
-def test_on_a_checkerboard_memory_is_free_but_in_no_large_block(size: int, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(monkeypatch)
-    arena.gaps = 3
-    board = checkerboard.Checkerboard(torch.device("cuda", 0), size, largest)
-    assert max(arena.free()) <= max(checkerboard.LEAST, largest)
-    assert sum(arena.free()) > 0.85 * size
-    del board
-    assert arena.free() == [arena.size], "what it held is whole again"
 
 
 def test_on_cuda_a_fragmented_memory_breaks_up_what_its_capacity_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
