@@ -60,8 +60,7 @@ def test_a_call_whose_callback_fails_has_failed_and_is_not_counted_as_done() -> 
 
 
 @pytest.mark.parametrize("late", ["on_commit", "keep"])
-def test_what_is_given_to_a_micro_batch_that_is_over_is_refused(late: str) -> None:
-    model = mlp()
+def test_what_is_given_to_a_micro_batch_that_is_over_is_refused(model: nn.Sequential, late: str) -> None:
     mbs = elastic(model, micro_batch_size=4)
     kept = list[MicroBatch]()
     for micro in mbs.micro_batches(pairs(8)):
@@ -73,8 +72,7 @@ def test_what_is_given_to_a_micro_batch_that_is_over_is_refused(late: str) -> No
             getattr(micro, late)(print)
 
 
-def test_a_runtime_closed_inside_a_block_says_that_its_batch_is_incomplete() -> None:
-    model = mlp()
+def test_a_runtime_closed_inside_a_block_says_that_its_batch_is_incomplete(model: nn.Sequential) -> None:
     mbs = elastic(model, micro_batch_size=4)
     with pytest.raises(IncompleteBatchError, match="closed inside"):
         for micro in mbs.micro_batches(pairs(8)):
@@ -168,8 +166,7 @@ def test_an_attempt_that_ends_by_an_error_is_not_kept_alive_by_the_loops_variabl
 
 
 @pytest.mark.no_oom_injection
-def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered_from_in_the_next_call() -> None:
-    model = mlp()
+def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered_from_in_the_next_call(model: nn.Sequential) -> None:
     mbs = elastic(model, micro_batch_size=4)
 
     def edits(fail: FailOn) -> Any:
@@ -191,8 +188,7 @@ def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered
 
 
 @pytest.mark.no_oom_injection
-def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie() -> None:
-    model = mlp()
+def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie(model: nn.Sequential) -> None:
     bucket = torch.zeros(8, 6, dtype=torch.float64)
     model[0].weight.grad, model[0].bias.grad = bucket, bucket[:, 0]  # they overlap, which is the user's doing
     before = [p.grad for p in model.parameters()]
@@ -208,8 +204,7 @@ def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie()
 
 
 @pytest.mark.no_oom_injection
-def test_the_loss_of_a_result_is_read_after_memory_was_made_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlp()
+def test_the_loss_of_a_result_is_read_after_memory_was_made_free(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     result = elastic(model, micro_batch_size=4).backward(cross_entropy(model), pairs(8))
     stack, fail = torch.stack, FailOn(1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elastic_mbs import Event, MemoryBudget, MicroBatchFloorError, OutOfMemory, Warned
 from elastic_mbs.memory import host_guard
@@ -26,8 +27,7 @@ def test_without_the_switch_there_is_no_guard(limit: Limit) -> None:
 
 
 @pytest.mark.parametrize("door", [1, 3])
-def test_the_limit_is_up_in_forward_and_backward_and_down_everywhere_else(limit: Limit, door: int) -> None:
-    model = mlp()
+def test_the_limit_is_up_in_forward_and_backward_and_down_everywhere_else(model: nn.Sequential, limit: Limit, door: int) -> None:
     softs: dict[str, list[int]] = {"forward": [], "backward": [], "event": []}
 
     def loss_fn(batch: Any) -> Any:
@@ -71,15 +71,13 @@ def test_evaluation_is_guarded_too_also_inside_a_step(limit: Limit) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), MemoryError()])
-def test_the_limit_comes_back_whatever_ends_the_call(limit: Limit, error: BaseException) -> None:
-    model = mlp()
+def test_the_limit_comes_back_whatever_ends_the_call(model: nn.Sequential, limit: Limit, error: BaseException) -> None:
     with pytest.raises((type(error), MicroBatchFloorError)):
         elastic(model, host_guard=True).backward(failing(model, FailOn(*range(1, 50), error=lambda: error)), pairs())
     assert limit.soft == -1
 
 
-def test_an_interrupt_between_the_lines_of_the_engine_leaves_no_limit(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlp()
+def test_an_interrupt_between_the_lines_of_the_engine_leaves_no_limit(model: nn.Sequential, limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
     mbs = elastic(model, host_guard=True)
     guard = mbs._context.guard
     assert guard is not None
@@ -95,8 +93,7 @@ def test_an_interrupt_between_the_lines_of_the_engine_leaves_no_limit(limit: Lim
     assert limit.soft == -1
 
 
-def test_closing_the_runtime_restores_the_limit(limit: Limit) -> None:
-    model = mlp()
+def test_closing_the_runtime_restores_the_limit(model: nn.Sequential, limit: Limit) -> None:
     with elastic(model, host_guard=True) as mbs:
         for micro in mbs.micro_batches(pairs(), own_graph=False):  # its hooks would stay, as this block is never left
             micro.__enter__()
@@ -106,10 +103,9 @@ def test_closing_the_runtime_restores_the_limit(limit: Limit) -> None:
         assert limit.soft == -1
 
 
-def test_a_refusal_is_one_event(limit: Limit) -> None:
+def test_a_refusal_is_one_event(model: nn.Sequential, limit: Limit) -> None:
     limit.refuse = PermissionError(1, "Operation not permitted")
     events: list[Event] = []
-    model = mlp()
     mbs = elastic(model, host_guard=True, on_event=events.append)
     for _ in range(3):
         mbs.backward(cross_entropy(model), pairs())
@@ -117,8 +113,7 @@ def test_a_refusal_is_one_event(limit: Limit) -> None:
     assert [(event.topic, "PermissionError" in event.message) for event in warned] == [("host_guard", True)]
 
 
-def test_a_budget_with_no_room_for_the_thread_pool_does_not_end_the_step(limit: Limit) -> None:
-    model = mlp()
+def test_a_budget_with_no_room_for_the_thread_pool_does_not_end_the_step(model: nn.Sequential, limit: Limit) -> None:
     with MemoryBudget(2**40, track=model) as budget:
         guard = guard_of(Path("/"))
         budget.limit = 0

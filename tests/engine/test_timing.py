@@ -56,9 +56,8 @@ def telemetry_of(mbs: ElasticMBS) -> Telemetry:
     return mbs._context.telemetry
 
 
-def test_without_a_sink_or_a_log_no_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_sink_or_a_log_no_call_is_reported(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "CallDone", Mock(side_effect=AssertionError("CallDone was built")))
-    model = mlp()
     with elastic(model, micro_batch_size=4) as mbs:
         mbs.backward(cross_entropy(model), pairs())
         mbs.eval(lambda batch: model(batch[0]), pairs())
@@ -121,8 +120,7 @@ def refuse_done(event: Event) -> None:
         raise ZeroDivisionError
 
 
-def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_whole() -> None:
-    model = mlp()
+def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_whole(model: nn.Sequential) -> None:
     with elastic(model, on_event=refuse_done) as mbs:
         with pytest.raises(ZeroDivisionError):
             mbs.backward(cross_entropy(model), pairs())
@@ -177,8 +175,7 @@ def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(hos
     assert [done.seconds for done in heard.calls] == [0.0, 4.0]
 
 
-def test_reading_the_loss_takes_no_memory_and_waits_for_nothing() -> None:
-    model = mlp()
+def test_reading_the_loss_takes_no_memory_and_waits_for_nothing(model: nn.Sequential) -> None:
     assert str(StepResult(((0, 1),), 1, _losses=(torch.tensor(float("nan")),)).loss_on_host()) == "nan"
     assert StepResult(((0, 1),), 1, _losses=(torch.zeros((), device="meta"),)).loss_on_host() is None
     with MemoryBudget("1GiB", [model]) as budget, elastic(model, micro_batch_size=2, on_event=Heard()) as mbs:
