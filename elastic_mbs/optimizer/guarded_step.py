@@ -27,13 +27,9 @@ from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 
 T = TypeVar("T")
 
-WAYS = ("as it is", "with the caches let go of", "one parameter at a time")
-"""To make a step, from the fastest to the one that needs least memory."""
+WAYS = ("as it is", "with the caches let go of", "one parameter at a time")  # from the fastest to the one that needs least memory
 ONE_BY_ONE = len(WAYS) - 1
-
-LONGEST_PAUSE = 64
-"""Most steps between two tries of the fastest way."""
-
+LONGEST_PAUSE = 64  # most steps between two tries of the fastest way
 _TRIES = 4  # to roll back, each after releasing what can be released
 _HUNG = ("step", "grad_scale", "found_inf", "param_groups")  # what the scaler and we put on the optimizer for the length of a step
 
@@ -48,7 +44,7 @@ class GuardedStep:
     def __call__(self, optimizer: Optimizer) -> None:
         """See `ElasticMBS.optimizer_step`."""
         _check(optimizer)
-        if next(with_gradient(optimizer), None) is None:
+        if not any(with_gradient(optimizer)):
             optimizer.step()  # it changes nothing: for its hooks, and for a scheduler that counts steps
             return
         what = "keep the optimizer's state"
@@ -131,7 +127,7 @@ class _Step:
             if verdict is not None:
                 self._context.monitor.request_reading()  # the next reading explains it
                 self._context.log.emit(OptimizerOutOfMemory(self._context.settings.name, name, WAYS[way], verdict.kind.name.lower(), verdict.message))
-                self._release()
+                oom.release(devices=self._context.devices, thorough=True)
             verdict = self._attempt(way)
             if verdict is None:
                 self._order.worked(key, began, way)
@@ -207,7 +203,7 @@ class _Step:
         for tried in range(_TRIES):
             try:
                 if tried:
-                    self._release()
+                    oom.release(devices=self._context.devices, thorough=True)
                 self._restore()
             except BaseException as error:
                 interrupt = interrupt if isinstance(error, Exception) else error
@@ -236,9 +232,6 @@ class _Step:
             if name not in self._hung:
                 attributes.pop(name, None)
         attributes.update(self._hung)
-
-    def _release(self) -> None:
-        oom.release(devices=self._context.devices, thorough=True)
 
 
 class AttemptOrder:

@@ -87,8 +87,7 @@ class Ledger:
         """Notes all gradients as they are now."""
         self._grads, self._versions = _read(self._leaves)
         if self._extra:
-            alive = [leaf for extra in self._extra.values() if (leaf := extra.leaf()) is not None]
-            self._extra = {id(leaf): _Extra.of(leaf) for leaf in alive}
+            self._extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
 
     def forget(self) -> None:
         """Drops the notes and the extra leaves: gradients can be changed freely, and are not kept alive."""
@@ -147,8 +146,7 @@ class Ledger:
         changed = self.changed()
         if not changed:
             return
-        before = {id(leaf) for leaf, grad in zip(self._leaves, self._grads, strict=True) if grad is not None}
-        before.update(key for key, extra in self._extra.items() if extra.grad is not None)
+        before = self.with_gradient().union(key for key, extra in self._extra.items() if extra.grad is not None)
         if any(id(leaf) not in before and leaf.grad is not None for leaf in changed):
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
@@ -187,17 +185,9 @@ def separate(leaves: Sequence[torch.Tensor]) -> None:
 
     Where two leaves meet in one addition, each through a view, both get views of one tensor, and what the next piece adds to one is added to both.
     """
-    for leaf in overlapping(leaves):
-        assert leaf.grad is not None
-        leaf.grad = leaf.grad.clone()
-
-
-def overlapping(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `leaves` whose gradient lies where an earlier one's lies."""
     held = [(grad.untyped_storage()._cdata, leaf, grad) for leaf in leaves if (grad := leaf.grad) is not None and grad.layout is torch.strided]
     if len({storage for storage, _, _ in held}) == len(held):
-        return []
-    found: list[torch.Tensor] = []
+        return
     taken: dict[int, list[tuple[int, int]]] = {}
     for storage, leaf, grad in held:
         if grad.numel():
@@ -205,6 +195,5 @@ def overlapping(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             stop = start + int(1 + sum((n - 1) * step for n, step in zip(grad.shape, grad.stride(), strict=True))) * grad.itemsize
             places = taken.setdefault(storage, [])
             if any(start < end and begin < stop for begin, end in places):
-                found.append(leaf)
+                leaf.grad = grad.clone()
             places.append((start, stop))
-    return found

@@ -43,13 +43,12 @@ class RandomStreams:
     def read(self, *, hosts: bool = False) -> StreamState:
         """The present states. Those of Python and numpy are among them where they are known to be drawn from, or asked for with `hosts`."""
         generators = tuple([generator.get_state() for generator in self._torch])
-        return StreamState(generators, self._read_hosts() if hosts or self.draws_on_host else None)
-
-    def _read_hosts(self) -> tuple[Any, ...]:
+        if not hosts and not self.draws_on_host:
+            return StreamState(generators, None)
         if not self._knows_numpy and (numpy := sys.modules.get("numpy.random")) is not None:
             self._hosts.append((partial(numpy.get_state, legacy=False), numpy.set_state))
             self._knows_numpy = True
-        return tuple([get() for get, _ in self._hosts])
+        return StreamState(generators, tuple([get() for get, _ in self._hosts]))
 
     def restore(self, state: StreamState) -> None:
         """Puts every stream that was read back to where it was. After an error it can be called again."""
@@ -61,8 +60,7 @@ class RandomStreams:
 
     def moved(self, since: StreamState) -> bool:
         """Whether any stream that was read has moved. States are compared in the host's memory."""
-        now = [generator.get_state() for generator in self._torch]
-        return self.hosts_moved(since) or not all(map(torch.equal, now, since.generators))
+        return self.hosts_moved(since) or not all(torch.equal(g.get_state(), state) for g, state in zip(self._torch, since.generators, strict=True))
 
     def hosts_moved(self, since: StreamState) -> bool:
         """Whether Python's, numpy's or the user's own host stream has moved. A numpy imported since counts: its stream was not read."""
@@ -92,7 +90,7 @@ def check_generators(generators: Sequence[Any]) -> str | None:
         return f"generators={generators!r} is no sequence of random generators"
     for generator in generators:
         try:
-            (generator.get_state if isinstance(generator, torch.Generator) else _accessors(generator)[0])()
+            _accessors(generator)[0]()
         except (AttributeError, NotImplementedError):
             return f"generators= has a {type(generator).__name__}, whose state cannot be read; give torch, random or numpy generators"
     return None

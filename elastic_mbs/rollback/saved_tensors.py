@@ -14,12 +14,9 @@ import torch
 
 
 class _Slot:
-    __slots__ = ("__weakref__", "shape", "tensor", "version")
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()  # an operation's own output would point back at its node
         self.version = -1 if tensor.is_inference() else tensor._version
-        self.shape = tuple(tensor.shape)
 
 
 def _unpack(slot: _Slot) -> torch.Tensor:
@@ -32,7 +29,7 @@ def _unpack(slot: _Slot) -> torch.Tensor:
     if slot.version >= 0 and tensor._version != slot.version:  # autograd's own check is off under hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(slot.shape)}] is at version {tensor._version}; expected version {slot.version} instead."
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {slot.version} instead."
         )
     return tensor
 
@@ -64,7 +61,3 @@ class SavedTensorTable:
             if (slot := reference()) is not None:
                 slot.tensor = None
         self._slots.clear()
-
-    def __len__(self) -> int:
-        """How many tensors are held now."""
-        return sum(1 for reference in self._slots if (slot := reference()) is not None and slot.tensor is not None)
