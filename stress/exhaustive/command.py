@@ -34,7 +34,6 @@ from .target import Target, builtin, of_subject
 DIMENSIONS = ("operations", "lines")
 SHOWN = 5  # outcomes of each kind that are printed for a case; the rest are counted
 SAMPLES = 8  # of the user's first batch, unless told otherwise
-LONG = 60.0  # seconds from which a sweep is announced
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,25 +132,20 @@ def _targets(options: argparse.Namespace) -> list[Target]:
 
 def _case(sweep: Sweep, dimension: str | None, summary: Summary) -> int:
     """Strikes at the points of one case, and adds up what they come to; returns the exit code."""
-    name, began = sweep.target.name, time.monotonic()
-    ways = sweep.ways()
-    each = (time.monotonic() - began) / max(1, len(ways))
+    name, ways = sweep.target.name, sweep.ways()
     for outcome in ways.values():
         if outcome.found:
             print(f"WRONG without a failure: {outcome}", flush=True)
             summary.add(outcome)
             return EXIT_WRONG
     progress, expected, began = Progress(piped=30.0, live=1.0), sweep.expected(ways), time.monotonic()
-    if each * expected > LONG:
-        long = f"about {expected} injections, about {each * expected / 60:.0f} min"
-        print(f"{name}: {long}; --stride N or --max-points N make it shorter", flush=True)
     shown: Counter[str] = Counter()
     try:
         for chosen in DIMENSIONS if dimension is None else (dimension,):
             for outcome in getattr(sweep, chosen)(ways):
                 summary.add(outcome)
                 left = (time.monotonic() - began) / summary.points * max(0, expected - summary.points)
-                progress.tell(f"{name}: {summary.points} of about {expected}, about {left:.0f} s left")
+                progress.tell(f"{name}: {summary.points} of about {expected}, about {left / 60:.0f} min left; --stride N makes it shorter")
                 shown.update(outcome.found.keys())
                 if any(shown[kind] <= SHOWN for kind in outcome.found):
                     progress.clear()

@@ -21,8 +21,7 @@ from .calls import CALLS, Call
 from .strike import INJECTED, Lines, Operations
 from .target import Target
 
-WRONG, RAW, DAMAGED = "wrong", "raw", "damaged"
-"""A result that is not right, an error that is not typed, a state that is not as it was."""
+WRONG, RAW, DAMAGED = "wrong", "raw", "damaged"  # a result that is not right, an error that is not typed, a state that is not as it was
 
 
 @dataclass
@@ -31,8 +30,8 @@ class Outcome:
 
     name: str  # of the call
     modes: list[str]  # how failures were replayed
-    hits: list[str] = field(default_factory=list)  # what was made to fail
-    operations: int = 0  # that could have failed
+    hits: list[str]  # what was made to fail
+    operations: int  # that could have failed
     error: str | None = None  # the type of the error that left the call
     worst: float = 0.0  # largest relative difference of a number from the reference
     found: dict[str, str] = field(default_factory=dict)  # what is not allowed: WRONG, RAW or DAMAGED, with the reason
@@ -63,10 +62,9 @@ def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", 
     used.prepare()
     if warm:
         used.warm_up()
-    outcome = Outcome(f"{target.name}, {'warm' if warm else 'cold'} {call}", modes)
     start, put_back = State.of(case.leaves(), case.model), used.keeper()
     product, error = _performed(used, strikes)
-    outcome.hits, outcome.operations = strikes.hits, strikes.count
+    outcome = Outcome(f"{target.name}, {'warm' if warm else 'cold'} {call}", modes, strikes.hits, strikes.count)
     end, left = State.of(case.leaves(), case.model), _left_in_process()
     if left:
         outcome.found[DAMAGED] = left

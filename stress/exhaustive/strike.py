@@ -21,20 +21,14 @@ from elastic_mbs.testing import InjectOOM
 PACKAGE = str(Path(elastic_mbs.__file__).parent) + "/"
 OUTSIDE = re.compile("/(testing|cli)/")
 
+# Distances from the first fault to the others; None: everything fails from the first on
 PATTERNS: dict[str, tuple[int, ...] | None] = {"once": (), "twice": (3,), "three times": (7, 12), "in a row": (1, 2), "persistent": None}
-"""Distances from the first fault to the others; None: everything fails from the first on."""
-
-PAIR = "in recovery"
-"""The pattern whose second fault strikes one of the operations between the first and the next run of the user's code."""
-
-RECOVERY = ("engine/recovery.py", "engine/failure.py", "rollback/", "optimizer/")
-"""Whose lines are struck."""
-
+PAIR = "in recovery"  # its second fault strikes one of the operations between the first and the next run of the user's code
+RECOVERY = ("engine/recovery.py", "engine/failure.py", "rollback/", "optimizer/")  # whose lines are struck
 EXCEPTIONS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 INJECTED = "injected between two lines"
 
-Line = tuple[str, int, int]
-"""A file in the package, a line of it, and which time it is run, from 1."""
+Line = tuple[str, int, int]  # a file in the package, a line of it, and which time it is run, from 1
 
 
 class Operations(InjectOOM):

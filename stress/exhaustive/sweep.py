@@ -19,12 +19,9 @@ from .target import Target, whole_batch
 
 T = TypeVar("T")
 
-Way = tuple[str, bool]
-"""A call, and whether the runtime has seen a clean one before."""
-
-Fault = tuple[float, tuple[int, ...] | None]
+Way = tuple[str, bool]  # a call, and whether the runtime has seen a clean one before
+Fault = tuple[float, tuple[int, ...] | None]  # after what part of a call's operations memory runs out, and the distances of other faults
 FAULTS: tuple[Fault, ...] = ((0.1, ()), (0.4, ()), (0.6, ()), (0.8, ()), (1.0, ()), (0.7, (1, 2, 3)), (0.7, None))
-"""After what part of a call's operations memory runs out, and the distances of other faults, where the lines of recovery are struck."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +89,13 @@ class Sweep:
                 yield self._run(Lines(Operations(first, distances), line, exception), way)
 
     def _run(self, strikes: Operations | Lines, way: Way, kept: tuple[Subject, State] | None = None) -> Outcome:
-        name, warm = way
-        if kept is None:
-            return run(self.target, strikes, call=name, warm=warm)
-        case, start = kept
-        for leaf in case.leaves():
-            leaf.grad = None
-        start.streams.restore()
-        return run(self.target, strikes, call=name, warm=warm, case=case)
+        case = None
+        if kept is not None:
+            case, start = kept
+            for leaf in case.leaves():
+                leaf.grad = None
+            start.streams.restore()
+        return run(self.target, strikes, call=way[0], warm=way[1], case=case)
 
     def _some(self, points: Sequence[T]) -> Sequence[T]:
         """All, or one of them where the number of points is bounded."""

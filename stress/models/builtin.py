@@ -20,18 +20,10 @@ from elastic_mbs.cli.demo.gpt import GPT, GPTConfig
 from .layers import Made
 from .subject import Subject
 
-SAMPLES = 32
-"""In a batch."""
-
+SAMPLES = 32  # in a batch
 _IGNORED = -100
-
-
-def _adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def _momentum(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+_ADAMW: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-3)
+_MOMENTUM: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def _subject(
@@ -39,7 +31,7 @@ def _subject(
     model: nn.Module,
     draw: Callable[[torch.Generator, int], Any],
     loss: Callable[[nn.Module, Any], Any],
-    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _adamw,
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _ADAMW,
     count: Any = None,
 ) -> Subject:
     """Batches come from their number, not from the order in which they are asked for: a resumed run sees the same ones."""
@@ -73,7 +65,7 @@ def wide(*, big: bool = False) -> Subject:
         return m.last(torch.tanh(torch.sin(torch.tanh(m.first(x))))).mean(1)
 
     model = Made(run, first=nn.Linear(8, 8192), last=nn.Linear(8192, 4))
-    return _subject("wide", model, _labelled(4, 256 if big else 1, 8), _cross_entropy, _momentum)
+    return _subject("wide", model, _labelled(4, 256 if big else 1, 8), _cross_entropy, _MOMENTUM)
 
 
 def adam(*, big: bool = False) -> Subject:
@@ -102,7 +94,7 @@ def cnn(*, big: bool = False) -> Subject:
         layers += [nn.Conv2d(width, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
         layers += [nn.Dropout(0.1)] if width == 3 else []
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(channels, 10))
-    return _subject("cnn", model, _labelled(10, 3, side, side), _cross_entropy, _momentum)
+    return _subject("cnn", model, _labelled(10, 3, side, side), _cross_entropy, _MOMENTUM)
 
 
 def heads(*, big: bool = False) -> Subject:

@@ -25,9 +25,7 @@ from ..streams import Streams, start_streams
 from .builtin import BUILTIN, ON_GPU
 from .subject import Subject, naming
 
-KEPT_BATCHES = 64
-"""Of a loader only so many batches are taken, and taken again after the last: a run under stress is short."""
-
+KEPT_BATCHES = 64  # of a loader; taken again after the last: a run under stress is short
 Factory = Callable[[], Subject]
 
 

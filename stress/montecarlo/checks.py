@@ -18,12 +18,8 @@ from .plan import Plan
 from .setup import CONTAINERS, Setup, counts_by_hand
 
 TOLERANCE = 1e-12
-FLOOR = 1e-2
-"""A leaf whose gradient cancels to nearly nothing is as exact as the terms that cancel: beside the whole batch, whose sums run in another order, it
-is held against this part of the largest gradient at least."""
-
-SCALE = 4.0
-"""What a GradScaler multiplies by."""
+FLOOR = 1e-2  # part of the largest gradient that a leaf's counts as at least beside the whole batch's: one that cancels is as exact as its terms
+SCALE = 4.0  # what a GradScaler multiplies by
 
 
 def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tensor]:

@@ -93,8 +93,8 @@ def hooks_on(model: nn.Module, leaves: Iterable[Tensor]) -> int:
     return count + sum(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in leaves)
 
 
+# Largest difference of a gradient, relative to its largest entry, by the narrowest type of the parameters: a split sums in another order
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-"""Largest difference of a gradient, relative to its largest entry, by the narrowest type of the parameters: a split sums in another order."""
 
 
 def tolerance_of(model: nn.Module) -> float:
