@@ -1,4 +1,4 @@
-"""The one impure loop: pieces → forward → backward → commit, or recover → replay. `state.py` draws its phases.
+"""The loop with all side effects: pieces → forward → backward → commit, or recover → replay. `state.py` draws its phases.
 
 A `Call` is the work on one batch: an iterator over attempts, each begun, run backward and ended by its `MicroBatch`. All doors run exactly this loop.
 Recovery runs in `__next__`, when the exception of the failed attempt and its traceback are gone: they would keep the attempt's tensors alive.
@@ -31,7 +31,10 @@ from elastic_mbs.options import OutputPlace
 
 
 class Call:
-    """The work on one batch, from its split to its result. The fields of `CallState` say what the arguments are."""
+    """The work on one batch, from its split to its result.
+
+    Arguments are fields of `CallState`; `name` is in its `key`, `counts` in `totals` and `count_names`, and `own_graph` asks for its `table`.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Call:
             state.check_gradients()
             self._finish()  # the last piece was skipped
         except BaseException as error:
-            typed = self._ended_by(error)
+            typed = self._abort_by(error)
             if typed is None:
                 raise
         else:
@@ -148,7 +151,7 @@ class Call:
             state.phase = Phase.FORWARD
             return
         except BaseException as error:
-            typed = self._ended_by(error)
+            typed = self._abort_by(error)
             if typed is None:
                 raise
         raise typed
@@ -207,7 +210,7 @@ class Call:
             self.abort(error)
             return False
         except BaseException as refusal:
-            typed = self._ended_by(refusal)
+            typed = self._abort_by(refusal)
             if typed is None:
                 raise
         raise typed
@@ -226,7 +229,7 @@ class Call:
         state.add_committed(attempt)
         state.attempt, state.phase = None, Phase.WAITING
         if state.plan.probing:
-            # The first piece makes the gradients, and its peak has only a part of them: from it the next one would seem to need them all.
+            # While the first piece runs, gradients are still being made: its peak lacks some, which would look like a cost of the next, larger one.
             first = state.training and len(state.committed) == 1 and not state.had_gradient
             usage = None if first else context.meter.usage()
             peak = usage.peak_allocated if usage else None
@@ -269,8 +272,8 @@ class Call:
 
     # ------------------------------------------------------------------ what ends a call early
 
-    def _ended_by(self, error: BaseException) -> MicroBatchFloorError | None:
-        """Ends the call by `error`, or, where the library itself ran out of memory, by a typed error, which is returned."""
+    def _abort_by(self, error: BaseException) -> MicroBatchFloorError | None:
+        """Aborts the call by `error`, or, where the library itself ran out of memory, by a typed error, which is returned to be raised."""
         typed = None
         if self.state.phase is not Phase.DONE and not isinstance(error, ElasticMBSError):
             verdict = oom.classify(error, self.context.settings.recovery.is_oom)

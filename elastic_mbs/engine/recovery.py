@@ -5,8 +5,8 @@
   would mix two masks or two batch statistics in one gradient, or because it is not known what had committed.
 - ISOLATED: gradients had been set aside, so that the failed piece left nothing behind, and is replayed.
 
-Everything else is refused. `recover` runs when the exception is gone: its traceback would keep the failed attempt's tensors. `unwind` is for a call
-that ends by an error.
+Everything else is refused. What a mode needs prepared before the failure is in `backward._isolate`. `recover` runs when the exception is gone: its
+traceback would keep the failed attempt's tensors. `unwind` is for a call that ends by an error.
 Source: shared/reference/autograd.md and errors.md.
 """
 
@@ -32,7 +32,7 @@ from elastic_mbs.rollback.graph import drop_unrun
 
 
 class Mode(Enum):
-    """What is replayed. The values are the words of `OutOfMemory.mode`."""
+    """What is replayed. The values are the words of `OutOfMemory.mode`, but for REFUSED, which is raised."""
 
     PIECE = "piece"
     STEP = "step"
@@ -97,7 +97,7 @@ _RULES: tuple[tuple[Replay, Callable[[CallState, Failure], bool]], ...] = (
     (_ISOLATED, lambda state, failure: state.isolation is not None),
     (_step(_ASYNCHRONOUS), lambda state, failure: not failure.verdict.synchronous),
     (_step("no backward of this loss function has succeeded yet"), lambda state, failure: not state.profile.commits),
-    (_step("its backward ran another one inside, so it is not known what it reached"), lambda state, failure: failure.surprising),
+    (_step("its backward may have run another one inside, so it is not known what it reached"), lambda state, failure: failure.surprising),
     (_PIECE, lambda state, failure: not failure.committed),
     (_step(_INDISTINCT), lambda state, failure: failure.indistinct),
     (_step(_NO_INPUTS), lambda state, failure: state.context.settings.gradients.backward is not None),
@@ -245,7 +245,7 @@ def _report(state: CallState, failure: Failure, mode: Mode) -> None:
             held_by_others=None if seen is None else seen.held_by_others,
             holders="" if seen is None else describe(seen.holders),
             reading_age=None if seen is None else max(0.0, time.monotonic() - seen.at),
-            seconds_lost=None if context.telemetry is None else state.watch.failed(mode.value),
+            seconds_lost=None if context.telemetry is None else state.watch.failed(whole_call=mode is Mode.STEP),
         )
     )
 
@@ -260,7 +260,7 @@ _OTHERS = 16  # waiting can help when others hold at least 1/16 of the device: t
 def _wait_or_give_up(state: CallState, failure: Failure) -> None:
     """Returns when a piece that cannot be cut may be tried again, or raises what was asked for, what is free, who has the rest, and the ways out."""
     piece, verdict = failure.piece, failure.verdict
-    # Other pieces that commit in between, because the batch is replayed from its start, are no progress.
+    # Counted for one piece: after the batch is replayed from its start other pieces commit first, and that is no progress.
     state.failures_at_floor = state.failures_at_floor + 1 if state.floor_start == piece.start else 1
     state.floor_start = piece.start
     reading = state.context.monitor.latest()

@@ -1,11 +1,13 @@
 """All data of one call.
 
-    begin()          backward()                 end()
-WAITING ────────► FORWARD ─────────► BACKWARD ────► COMMIT ────────► WAITING … → WHOLE → DONE
-▲    │ OOM           │ OOM              │ OOM          │ OOM
-└────┴─ recover() ◄─ FAILED ◄───────────┴──────────────┘         any other error → abort() → DONE
+            begin             backward             end
+WAITING ─────────► FORWARD ─────────► BACKWARD ───► COMMIT ───► WAITING … → WHOLE → DONE
+ ▲    │               │                  │            │
+ │    │ OOM           │ OOM              │ OOM        │ OOM     any other error → abort → DONE
+ │    └───────────────┴────────┬─────────┴────────────┘
+ └───────── recover ─────── FAILED
 
-`loss_fn` without a graph, as in an evaluation, goes from FORWARD to WAITING.
+An evaluation goes from FORWARD to WAITING.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Phase(Enum):
 
 
 class Attempt:
-    """One attempt at one piece of the batch. One is made for every piece, so its fields are set only when they change."""
+    """One attempt at one piece of the batch. Made for every piece, so it is cheap: an instance holds only what differs from the defaults."""
 
     streams: StreamState | None = None  # random streams at its start; None until they were read
     weighted: torch.Tensor | None = None  # the loss times the piece's weight, with its graph

@@ -34,10 +34,10 @@ class Stopwatch:
         """An attempt at a piece begins."""
         self._attempted = monotonic()
 
-    def failed(self, mode: str) -> float:
-        """An attempt has failed and is undone, and with `mode` "step" everything since the call began; returns the seconds that this has cost."""
+    def failed(self, *, whole_call: bool) -> float:
+        """An attempt has failed and is undone, or everything since the call began; returns the seconds that this has cost."""
         now = monotonic()
-        seconds = now - self._began - self.lost if mode == "step" else now - self._attempted
+        seconds = now - self._began - self.lost if whole_call else now - self._attempted
         self._attempted = now
         self.lost += seconds
         return seconds

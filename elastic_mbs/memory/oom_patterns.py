@@ -4,6 +4,7 @@ A sentence ("CUDA out of memory. …") must open the text, so that a user's "cac
 (`CUBLAS_STATUS_ALLOC_FAILED`) must open it or follow a colon, a bracket or a parenthesis, as libraries print it. Spellings are
 PyTorch's own (c10, ATen), those of its extensions (torch_npu, IPEX) and of the libraries that it calls, and of the issue trackers.
 "CUDA out of memory" and its like come as a plain RuntimeError from extensions that were built against old releases.
+Texts count for some types of error only: those are in `oom.py`, `_kind`.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def rows(state: CallState) -> Iterator[Row]:
     yield {"failure.phase": Phase.BACKWARD, "state.isolation": Isolation(None)}, Mode.ISOLATED, ""
     yield {"state.isolation": None}, Mode.STEP, "the error can be asynchronous"
     yield {"failure.verdict": Verdict(Kind.ALLOCATOR, "")}, Mode.STEP, "no backward of this loss function has succeeded yet"
-    yield {"profile.commits": {4}}, Mode.STEP, "its backward ran another one inside"
+    yield {"profile.commits": {4}}, Mode.STEP, "its backward may have run another one inside"
     yield {"failure.surprising": False}, Mode.PIECE, ""
     yield {"failure.committed": frozenset({1})}, Mode.STEP, "gradients share memory or have new hooks"
     yield {"failure.indistinct": False}, Mode.STEP, "backward= gives no way"

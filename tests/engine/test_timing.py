@@ -265,13 +265,13 @@ def test_what_a_replay_from_the_start_loses_is_counted_once(host: Clock) -> None
     host.now += 1  # a piece that commits
     watch.attempt()
     host.now += 2
-    assert watch.failed("piece") == 2
+    assert watch.failed(whole_call=False) == 2
     watch.attempt()
     host.now += 4
-    assert watch.failed("step") == 5  # this attempt and the piece that had committed
+    assert watch.failed(whole_call=True) == 5  # this attempt and the piece that had committed
     watch.attempt()
     host.now += 8
-    assert watch.failed("isolate") == 8
+    assert watch.failed(whole_call=False) == 8
     assert (watch.lost, watch.elapsed()) == (15, 15)
 
 
