@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.rollback.gradients import Ledger
-from elastic_mbs.rollback.graph import Census, drain, has_hook, has_hook_after, walk
+from elastic_mbs.rollback.graph import Census, drain, has_hook, has_hook_after, inner_backwards, walk
 from elastic_mbs.testing import InjectOOM
 
 F64 = torch.float64
@@ -35,9 +36,9 @@ def leaf(*shape: int) -> Tensor:
 
 
 def test_the_walk_finds_every_leaf_of_the_model_and_those_outside_it() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     prompt, log_weight, batch = leaf(4), leaf(), leaf(5, 4)
-    loss = (model(batch + prompt) * log_weight.exp()).sum()
+    loss = (model(model(batch + prompt)) * log_weight.exp()).sum()  # one that is used often is found once
     assert ids(census_of(loss).leaves) == ids([*model.parameters(), prompt, log_weight, batch])
 
 
@@ -49,14 +50,6 @@ def test_the_walk_leaves_out_what_backward_does_not_reach() -> None:
     assert unused.grad is None
 
 
-def test_a_leaf_that_is_used_often_is_found_once() -> None:
-    tied = leaf(3, 3)
-    x = torch.randn(2, 3, dtype=F64)
-    for _ in range(4):
-        x = x @ tied
-    assert ids(census_of(x.sum()).leaves) == ids([tied])
-
-
 def test_a_deep_graph_does_not_exhaust_the_stack() -> None:
     w = leaf()
     x = w
@@ -65,39 +58,26 @@ def test_a_deep_graph_does_not_exhaust_the_stack() -> None:
     assert ids(census_of(x).leaves) == [id(w)]
 
 
-def test_what_a_custom_function_keeps_under_the_name_variable_is_no_leaf() -> None:
-    class Keeps(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.variable = x
-            return x * 2
+def custom(name: str, x: Tensor) -> Tensor:
+    """What comes out of a function of that name, written in Python."""
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return grads[0] * 2
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.variable = x
+        return x * 2
 
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, *grads: grads[0] * 2)}
+    out: Tensor = type(name, (torch.autograd.Function,), methods).apply(x)  # type: ignore[attr-defined]  # of its base
+    return out
+
+
+@pytest.mark.parametrize(("name", "normalises"), [("Double", False), ("StrangeBatchNorm", True)])
+def test_functions_written_in_python_are_named_and_taken_at_their_name_and_what_they_keep_is_no_leaf(name: str, normalises: bool) -> None:
     w = leaf(3)
-    loss = Keeps.apply(w * 3).sum()  # type: ignore[no-untyped-call]  # torch has no annotation there
-    assert ids(census_of(loss).leaves) == [id(w)]
-
-
-def test_functions_written_in_python_are_named() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return grads[0] * 2
-
-    class BatchNormLike(Double):
-        pass
-
-    x = leaf(3)
-    for function in (Double, BatchNormLike):
-        assert census_of(function.apply(x.exp()).sum()).custom == {f"{function.__name__}Backward"}  # type: ignore[no-untyped-call]  # torch's
-    assert census_of(x.exp().sum()).custom == frozenset()
+    census = census_of(custom(name, w.exp()).sum())
+    assert ids(census.leaves) == [id(w)]
+    assert census.custom == {f"{name}Backward"}
+    assert census.normalises_batch is normalises  # a backend that does not say is taken to use the batch
+    assert census_of(w.exp().sum()).custom == frozenset()
 
 
 def norm(kind: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callable[[bool, Tensor], Tensor]:
@@ -130,20 +110,6 @@ def test_the_walk_tells_statistics_of_the_batch_from_frozen_ones(apply: Callable
     assert census_of(apply(training, leaf(6, 4)).square().sum()).normalises_batch is normalises
 
 
-def test_a_backend_that_does_not_say_is_taken_to_use_the_batch() -> None:
-    class StrangeBatchNorm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x - x.mean(0)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return grads[0]
-
-    out = StrangeBatchNorm.apply(leaf(2, 2))  # type: ignore[no-untyped-call]  # torch has no annotation there
-    assert census_of(out.sum()).normalises_batch
-
-
 def test_the_walk_still_works_on_a_graph_whose_backward_has_run_or_failed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     loss = model(torch.randn(6, 4, dtype=F64)).sum()
@@ -157,34 +123,20 @@ def test_the_walk_still_works_on_a_graph_whose_backward_has_run_or_failed() -> N
 
 
 def test_a_tied_weight_commits_once_in_a_backward_and_once_in_each_reentrant_checkpoint() -> None:
-    for times, wrap in ((1, plain), (3, checkpoint_reentrant), (1, checkpoint_plain)):
+    for times, reentrant in ((1, None), (3, True), (1, False)):
         tied, x = leaf(3, 3), leaf(2, 3)
         tied.grad = torch.zeros_like(tied)
         ledger = Ledger()
         ledger.set_leaves([tied])
         ledger.note()
         for _ in range(3):
-            x = wrap(partial(tanh_of, tied), x)
+            x = tanh_of(tied, x) if reentrant is None else checkpoint(partial(tanh_of, tied), x, use_reentrant=reentrant)
         x.sum().backward()
         assert len(ledger.changed()) == times
 
 
 def tanh_of(weight: Tensor, x: Tensor) -> Tensor:
     return torch.tanh(x @ weight)
-
-
-def plain(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return function(x)
-
-
-def checkpoint_reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    out: Tensor = checkpoint(function, x, use_reentrant=True)
-    return out
-
-
-def checkpoint_plain(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    out: Tensor = checkpoint(function, x, use_reentrant=False)
-    return out
 
 
 def test_hooks_of_the_user_are_seen() -> None:
@@ -195,14 +147,10 @@ def test_hooks_of_the_user_are_seen() -> None:
     assert [has_hook_after(w) for w in (plain, hooked, observed)] == [False, False, True]
 
 
-def deep(width: int = 3, depth: int = 3) -> tuple[nn.Module, Tensor]:
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
-    return nn.Sequential(*layers).double(), torch.randn(4, width, dtype=F64)
-
-
 @pytest.mark.parametrize("filled", [False, True])
 def test_exactly_the_leaves_that_a_failed_backward_reached_have_changed(filled: bool) -> None:
-    model, x = deep()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3))).double()
+    x = torch.randn(4, 3, dtype=F64)
     leaves = list(model.parameters())
     ledger = Ledger()
     ledger.set_leaves(leaves)
@@ -230,3 +178,107 @@ def test_drain_changes_no_gradient_and_takes_no_memory() -> None:
         drain(leaves)
     assert not oom.hits
     assert all(each.grad is None for each in leaves)
+
+
+# ---------------------------------------------------------------------- backwards inside a backward
+
+
+def inside(run: Callable[[Tensor, Tensor], object], x: Tensor, w: Tensor) -> Tensor:
+    """x · w by a function that does not show `w`: it builds that graph only in its backward, and runs it there."""
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.x = x.detach()
+            return x * w.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            with torch.enable_grad():
+                run(ctx.x * w, grads[0])
+            return grads[0] * w.detach()
+
+    out: Tensor = Recompute.apply(x)  # type: ignore[no-untyped-call]  # torch has no annotation there
+    return out
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda y, grad: torch.autograd.backward(y, grad),
+        lambda y, grad: torch.autograd.backward([y], [grad]),
+        lambda y, grad: y.backward(grad),
+        lambda y, grad: torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y), grad),
+    ],
+    ids=["tensor", "list", "method", "edge"],
+)
+def test_leaves_of_an_inner_backward_are_reported_before_they_commit(run: Callable[[Tensor, Tensor], object]) -> None:
+    x, w = leaf(3), leaf(3)
+    found: list[tuple[int, bool]] = []
+    loss = inside(run, x, w).sum()
+    assert ids(census_of(loss).leaves) == ids([x])
+
+    def report(leaves: tuple[Tensor, ...]) -> None:
+        found.extend((id(reached), reached.grad is None) for reached in leaves)
+
+    assert loss.grad_fn is not None
+    with inner_backwards(loss.grad_fn, report):
+        loss.backward()
+    assert found == [(id(w), True)]
+    assert w.grad is not None
+    assert torch.equal(w.grad, x.detach())
+
+
+def test_a_backward_of_another_thread_is_no_inner_one() -> None:
+    x, w, other = leaf(3), leaf(3), leaf(3)
+    found: list[tuple[Tensor, ...]] = []
+
+    def elsewhere(y: Tensor, grad: Tensor) -> None:
+        thread = threading.Thread(target=lambda: other.exp().sum().backward())
+        thread.start()
+        thread.join()
+
+    loss = inside(elsewhere, x, w).sum()
+    assert loss.grad_fn is not None
+    with inner_backwards(loss.grad_fn, found.append):
+        loss.backward()
+    assert found == []
+
+
+def test_the_look_into_inner_backwards_ends_with_its_block() -> None:
+    original = torch.autograd.backward
+    x, w = leaf(3), leaf(3)
+    loss = x.exp().sum()
+    assert loss.grad_fn is not None
+    with pytest.raises(KeyError), inner_backwards(loss.grad_fn, lambda leaves: None):
+        assert torch.autograd.backward is not original
+        raise KeyError
+    assert torch.autograd.backward is original
+    found: list[tuple[Tensor, ...]] = []
+    x.register_hook(lambda _: 1 / 0)  # an error inside is the point
+    with pytest.raises(ZeroDivisionError), inner_backwards(loss.grad_fn, found.append):
+        loss.backward()
+    w.exp().sum().backward()
+    assert found == []
+
+
+def test_a_backward_that_is_not_ours_is_left_alone_while_ours_is_looked_into() -> None:
+    x, w, mine = leaf(3), leaf(3), leaf(3).exp().sum()
+    found: list[tuple[Tensor, ...]] = []
+    assert mine.grad_fn is not None
+    with inner_backwards(mine.grad_fn, found.append):
+        inside(lambda y, grad: torch.autograd.backward(y, grad), x, w).sum().backward()
+    assert found == []
+
+
+def test_two_looks_at_once_do_not_leave_the_wrapper_behind() -> None:
+    original = torch.autograd.backward
+    first, second = leaf(3).exp().sum(), leaf(3).exp().sum()
+    assert first.grad_fn is not None
+    assert second.grad_fn is not None
+    outer, inner = inner_backwards(first.grad_fn, lambda leaves: None), inner_backwards(second.grad_fn, lambda leaves: None)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)  # not in the order of a stack: two threads
+    inner.__exit__(None, None, None)
+    assert torch.autograd.backward is original
