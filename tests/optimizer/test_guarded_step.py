@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
+from elastic_mbs import ElasticMBS, MemoryBudget, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
 from elastic_mbs.optimizer import guarded_step
 from elastic_mbs.optimizer.guarded_step import LONGEST_PAUSE, AttemptOrder
 from elastic_mbs.optimizer.known import only_in_place
@@ -22,6 +22,7 @@ from stress.exhaustive.run import run
 from stress.exhaustive.strike import Lines, Operations
 from stress.exhaustive.target import builtin
 from tests.helpers.guarded import COPIES, IMPLEMENTATIONS, OPTIMIZERS, Everywhere, World, off_by
+from tests.helpers.steps import elastic
 
 CASES = [(name, implementation, False) for name, (_, _, offered) in OPTIMIZERS.items() for implementation in offered]
 CASES += [(name, implementation, True) for name in ("SGD", "Adam") for implementation in IMPLEMENTATIONS]
@@ -204,30 +205,11 @@ def _wide(cls: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, 
     return model, cls(model.parameters(), **options)
 
 
-def test_a_first_step_whose_temporaries_do_not_fit_is_made_one_parameter_at_a_time() -> None:
-    reference, optimizer = _wide(torch.optim.AdamW, foreach=True)
-    optimizer.step()
-    state_and_four_parameters = 2 * 16 * 2**14 + 4 * 2**14  # foreach needs sixteen
-    model, optimizer = _wide(torch.optim.AdamW, foreach=True)
-    with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
-        budget.limit = budget.live + state_and_four_parameters
-        with pytest.raises(torch.OutOfMemoryError):
-            optimizer.step()
-    model, optimizer = _wide(torch.optim.AdamW, foreach=True)
-    events: list[Any] = []
-    with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, on_event=events.append, memory=MemoryOptions(monitor_interval=0))
-        budget.limit = budget.live + state_and_four_parameters
-        mbs.optimizer_step(optimizer)
-    assert [event.action for event in events if isinstance(event, OptimizerOutOfMemory)] == ["with the caches let go of", "one parameter at a time"]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
-
-
 def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -> None:
     model, optimizer = _wide(torch.optim.Adam, foreach=True)
     before = [p.detach().clone() for p in model.parameters()]
     with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
+        mbs = elastic(model, sensor=None)
         budget.limit = budget.live + 2**14
         with pytest.raises(OptimizerStepError, match=r"16\.0 KiB of 8\.0 MiB were free at the last look, 7\.5 MiB held by others.*fused=True"):
             mbs.optimizer_step(optimizer)
@@ -240,48 +222,43 @@ def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -
         assert budget.live == live + 2 * 16 * 2**14 + 16 * 4  # the state, and nothing of the copies or of what failed
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_copies_are_on_the_device_where_they_fit_and_on_the_host_otherwise(room: bool) -> None:
-    model, optimizer = _wide(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
+@pytest.mark.parametrize(
+    ("options", "room", "copies"), [({"foreach": True}, True, 2 * 16 * 2**14), ({"foreach": True}, False, 0), ({"fused": True}, True, 0)]
+)
+def test_copies_are_on_the_device_where_they_fit_and_on_the_host_otherwise_and_a_fused_step_takes_none(
+    options: dict[str, Any], room: bool, copies: int
+) -> None:
+    model, optimizer = _wide(torch.optim.SGD, lr=0.1, momentum=0.9, **options)
     optimizer.step()
     with MemoryBudget("64MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
+        mbs = elastic(model, sensor=None)
         if not room:
             budget.limit = budget.live + 2**16
         budget.reset_peak()
         before = budget.live
         mbs.optimizer_step(optimizer)
-        assert (budget.peak - before >= 2 * 16 * 2**14) == room
+        assert (budget.peak - before >= 2 * 16 * 2**14) == bool(copies)
+        assert budget.peak == before or "fused" not in options
         gc.collect()
         assert budget.live == before
-
-
-def test_a_fused_step_takes_no_copies() -> None:
-    model, optimizer = _wide(torch.optim.AdamW, fused=True)
-    optimizer.step()
-    with MemoryBudget("64MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
-        budget.reset_peak()
-        before = budget.live
-        mbs.optimizer_step(optimizer)
-        assert budget.peak == before
-
-
-def test_a_fused_step_that_ends_half_way_by_another_error_says_what_it_leaves() -> None:
-    world = World("AdamW", "fused", steps=1, scaled=False)
-    with Everywhere(at=[4]), pytest.raises(torch.OutOfMemoryError) as caught:  # nothing there can allocate on a real device
-        world.guarded()
-    assert caught.value.__notes__ == ["elastic_mbs: a fused step, of which no copies are taken, ended half-way: load the last checkpoint."]
 
 
 # ---------------------------------------------------------------------- what passes through, and what is refused
 
 
-def test_any_other_error_passes_through_with_a_note_that_everything_is_as_it_was() -> None:
-    world = World("Adam", "loop", steps=1, scaled=False)
-    with pytest.raises(KeyboardInterrupt, match="injected") as caught, Everywhere(at=[40], errors=[KeyboardInterrupt]):
+@pytest.mark.parametrize(
+    ("implementation", "at", "error", "said"),
+    [
+        ("loop", 40, KeyboardInterrupt, "parameters and optimizer state are as they were before this step."),
+        # nothing there can allocate on a real device
+        ("fused", 4, torch.OutOfMemoryError, "a fused step, of which no copies are taken, ended half-way: load the last checkpoint."),
+    ],
+)
+def test_any_other_error_passes_through_with_a_note_of_what_it_leaves(implementation: str, at: int, error: type[BaseException], said: str) -> None:
+    world = World("AdamW", implementation, steps=1, scaled=False)
+    with pytest.raises(error, match="injected") as caught, Everywhere(at=[at], errors=[error]):
         world.guarded()
-    assert caught.value.__notes__ == ["elastic_mbs: parameters and optimizer state are as they were before this step."]
+    assert caught.value.__notes__ == [f"elastic_mbs: {said}"]
 
 
 def test_without_gradients_nothing_happens_but_the_hooks() -> None:
@@ -333,7 +310,7 @@ def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time
     events: list[Any] = []
     failed: list[int] = []
     with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
-        mbs = ElasticMBS(model, on_event=events.append, memory=MemoryOptions(monitor_interval=0))
+        mbs = elastic(model, sensor=None, on_event=events.append)
         for step in range(45):
             if step == 1:
                 budget.limit = budget.live + 4 * 2**14  # foreach needs sixteen

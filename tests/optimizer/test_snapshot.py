@@ -29,36 +29,6 @@ class Lookahead(torch.optim.Optimizer):
         return self.optimizer.step()
 
 
-class Averaged(torch.optim.SGD):
-    """Keeps an average of the weights in an attribute."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1, foreach=False)
-        self.average = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        own = [p for group in self.param_groups for p in group["params"]]
-        for average, p in zip(self.average, own, strict=True):
-            average.mul_(0.9)
-            average.add_(p * 0.1)
-            p.add_(average * 0.01)
-        super().step()
-
-
-class Noisy(torch.optim.Optimizer):
-    """Draws random numbers."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad * 0.1 + torch.randn_like(p) * 0.01)
-
-
 class Bare(torch.optim.Optimizer):
     """Its state is a tensor for each parameter, and a number."""
 
@@ -76,18 +46,21 @@ class Bare(torch.optim.Optimizer):
 
 
 class Coupled(torch.optim.Optimizer):
-    """Divides by the norm of all gradients together, and changes them in place, as older optimizers do."""
+    """Divides by the norm of all gradients together, changes them in place, as older optimizers do, rounds at random, and keeps averages."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
         self.count = 0
+        self.average = [p.detach().clone() for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's signature is wider
         self.count += 1
         own = [p for group in self.param_groups for p in group["params"]]
         norm = torch.stack([p.grad.norm() for p in own]).norm()
-        for p in own:
+        for p, average in zip(own, self.average, strict=True):
+            average.mul_(0.9).add_(p * 0.1)
+            p.add_(average * 0.01 + torch.randn_like(p) * 0.01)
             state = self.state[p]
             if "seen" not in state:
                 state["seen"] = {"mean": torch.zeros_like(p), "list": [0]}
@@ -108,8 +81,6 @@ def _twice(parameters: Any) -> torch.optim.Optimizer:
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "wrapper": lambda own: Lookahead(torch.optim.Adam(own, foreach=False)),
-    "attribute": Averaged,
-    "noise": Noisy,
     "bare": Bare,
     "coupled": Coupled,
     "twice": _twice,
@@ -190,7 +161,7 @@ def test_a_step_that_ends_by_another_error_puts_the_random_stream_back_as_well()
     model, batch = mlp(), pairs(8)
     nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
 
-    class Ends(Noisy):
+    class Ends(Coupled):
         def step(self, closure: Any = None) -> Any:
             super().step()
             raise ValueError("mine")
