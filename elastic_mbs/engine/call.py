@@ -265,9 +265,8 @@ class Call:
         if context.guard is not None:
             context.guard.lift()  # an interrupt between the lines can have left it up
         misuse.leave_call(self)
-        context.buffers.end_call()
         state.drop_committed()
-        context.ledger.forget()
+        context.ledger.forget()  # last: where an interrupt strikes before it, everything can still be put back
         state.phase = Phase.DONE
 
     # ------------------------------------------------------------------ what ends a call early

@@ -274,6 +274,7 @@ def begin(
 ) -> CallState:
     """The state of a call that begins."""
     settings, ledger = context.settings, context.ledger
+    context.buffers.end_call()  # of the last call, whose snapshot this one must not restore before it has its own
     if context.model.refresh():
         ledger.set_leaves(context.model.leaves)
     if training:

@@ -176,7 +176,7 @@ class BufferCopies:
         self._call = self._piece = self._take(0)
 
     def end_call(self) -> None:
-        """Drops the snapshots: a later call that fails before it has its own leaves the buffers alone."""
+        """Drops the snapshots: a call that fails before it has its own leaves the buffers alone."""
         self._call = self._piece = None
 
     def _look(self, layout: _Layout) -> _Layout:
