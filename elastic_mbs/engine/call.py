@@ -306,7 +306,7 @@ class Call:
 
     def _drop_attempt(self) -> None:
         state = self.state
-        if self.inside:  # what is frozen between two attempts is the user's doing
+        if self.inside or state.phase is Phase.FAILED:  # what is frozen between two attempts is the user's doing
             self.context.model.thaw()
         if state.attempt is not None:
             state.attempt.drop()  # a variable of the user's can still hold it

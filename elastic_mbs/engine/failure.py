@@ -83,7 +83,7 @@ def _drop(state: CallState, attempt: Attempt, error: Exception) -> None:
     if state.table is not None:
         state.table.empty()
         for loss in attempt.terms:
-            if not loss._is_view():
+            if not (loss.is_leaf or loss._is_view()):  # a leaf is the user's: its graph is not this attempt's
                 loss.detach_()  # the caller still holds it, and through it whatever checkpointing was recomputing
     attempt.drop()
     oom.clear_traceback(error)

@@ -195,6 +195,7 @@ class CallState:
         ledger = self.context.ledger
         if not self.committed and not self.failures and all(leaf.grad is None for leaf in ledger.changed()):
             ledger.note()
+            self.had_gradient &= ledger.with_gradient()
         ledger.check_unchanged()
 
     def mark(self, leaves: Iterable[torch.Tensor]) -> frozenset[int]:
