@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.no_oom_injection
 def test_gradients_edited_inside_the_block_after_backward_are_refused(edit: str) -> None:
     """`commit` takes the versions that moved for a number of commits that is new; after the block the same edit is refused."""
     model = mlp()
-    edits = {
+    edits: dict[str, Callable[[], object]] = {
         "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
         "zero_grad": model.zero_grad,
         "backward": lambda: next(model.parameters()).square().sum().backward(),
@@ -87,7 +88,8 @@ def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> N
     def weighted(of: nn.Module) -> Any:
         def loss_fn(batch: Any) -> Tensor:
             batch["w"].mul_(2)
-            return (functional.cross_entropy(of(batch["x"]), batch["y"], reduction="none") * batch["w"][batch["y"]]).mean()
+            each: Tensor = functional.cross_entropy(of(batch["x"]), batch["y"], reduction="none") * batch["w"][batch["y"]]
+            return each.mean()
 
         return loss_fn
 
