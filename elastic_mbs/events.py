@@ -6,6 +6,7 @@ Events hold numbers and strings only, never tensors or exceptions: a sink that k
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -195,18 +196,45 @@ class Warned(Event):
 Sink = Callable[[Event], None]
 
 
-class ClosingSink(ABC):
-    """A sink of this package, which has something to do as a call begins, or to write out as the runtime is closed. Raises nothing."""
+class GuardedSink(ABC):
+    """A sink of this package. What goes wrong in it is logged once in the Python log and never raised into a step; a forked child does nothing."""
 
-    def begin(self) -> None:  # noqa: B027  # not abstract: most sinks have nothing to do when a call begins
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the monitor's thread has events, too
+        self._pid = os.getpid()
+        self._warned = False
+
+    def __call__(self, event: Event) -> None:
+        """Takes an event."""
+        self._guarded(lambda: self._take(event))
+
+    def begin(self) -> None:
         """A call begins."""
+        self._guarded(self._begin)
 
-    @abstractmethod
-    def __call__(self, event: Event) -> None: ...
-
-    @abstractmethod
     def close(self) -> None:
         """Writes out what is waiting, and closes what is open; a later call begins again."""
+        self._guarded(self._end)
+
+    @abstractmethod
+    def _take(self, event: Event) -> None: ...
+
+    def _begin(self) -> object:
+        return None
+
+    @abstractmethod
+    def _end(self) -> None: ...
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            try:
+                work()
+            except Exception as error:  # of whatever kind: a step does not end for it
+                if not self._warned:
+                    self._warned = True
+                    logger.warning("%s misses events, and training goes on: %s: %s", self, type(error).__name__, error)
 
 
 class EventLog:
@@ -215,13 +243,13 @@ class EventLog:
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = tuple(sinks)
         self.listened = bool(self._sinks)  # whether there is a sink
-        self._closing = tuple(sink for sink in self._sinks if isinstance(sink, ClosingSink))
+        self._ours = tuple(sink for sink in self._sinks if isinstance(sink, GuardedSink))
         self._warned: set[str] = set()
         self._emitting: list[int] = []  # threads whose events the sinks are getting
 
     def begin(self) -> None:
         """A call begins."""
-        for sink in self._closing:
+        for sink in self._ours:
             sink.begin()
 
     def emit(self, event: Event) -> None:
@@ -242,7 +270,7 @@ class EventLog:
 
     def close(self) -> None:
         """Closes the sinks of this package."""
-        for sink in self._closing:
+        for sink in self._ours:
             sink.close()
 
     def warn_once(self, name: str, topic: str, message: str) -> None:
@@ -250,22 +278,3 @@ class EventLog:
         if topic not in self._warned:
             self._warned.add(topic)
             self.emit(Warned(name, topic, message))
-
-
-class SizeReader:
-    """Follows the sizes of one runtime's tracks through its events, in order."""
-
-    def __init__(self) -> None:
-        self._newer: set[str] = set()  # tracks whose size has changed since the call that is reported next
-
-    def read(self, event: Event | None) -> tuple[str, int] | None:
-        """The track and its size, or None where the event has no news of it."""
-        if isinstance(event, OutOfMemory | Resized):
-            self._newer.add(event.key)
-            return event.key, event.size_after if isinstance(event, OutOfMemory) else event.after
-        if not isinstance(event, CallDone):
-            return None
-        if event.key not in self._newer:
-            return event.key, event.micro_batch_size
-        self._newer.remove(event.key)
-        return None

@@ -27,8 +27,7 @@ from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import Reading, oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
-from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
-from elastic_mbs.sinks.guarded import checked_sinks
+from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, checked_sinks, describe
 from elastic_mbs.sinks.run_log import RunLog
 
 

@@ -6,13 +6,12 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import Event, SensorBack, SensorLost, SizeReader
-from elastic_mbs.sinks.guarded import GuardedSink
+from elastic_mbs.events import Event, GuardedSink, SensorBack, SensorLost
 
 # name: help, labels besides the runtime's name (fields of the event), events that have a value for it (none where `_take` sets it), and the field
 # that is the value (where it is empty, the events are counted). A name that ends in "_total" is a counter, to which values add up; others are gauges.
@@ -26,7 +25,7 @@ _METRICS: dict[str, tuple[str, str, str, str]] = {
     "resizes_total": ("Changes of the micro-batch size between calls.", "reason", "Resized", ""),
     "waits_total": ("Waits for others to free memory.", "", "WaitingForMemory", ""),
     "warnings_total": ("Warnings about probable mistakes.", "", "Warned", ""),
-    "micro_batch_size": ("Micro-batch size in samples.", "key", "", ""),
+    "micro_batch_size": ("Micro-batch size in samples when the last call ended.", "key", "CallDone", "micro_batch_size"),
     "samples_per_second": ("Throughput of the last call.", "mode", "CallDone", "rate"),
     "loss": ("Loss of the last training call.", "", "CallDone", "loss"),
     "memory_allocated_bytes": ("Bytes in live tensors when the last call ended.", "", "CallDone", "allocated"),
@@ -48,22 +47,12 @@ class PrometheusTextfile(GuardedSink):
         path: the file; the collector reads names that end in ".prom".
         every: least seconds between two writes. What comes in between is written with the next event after them, or when the runtime is closed.
         labels: added to every sample, such as `{"rank": "0"}`.
-        clock: monotonic seconds.
-        wall: unix seconds.
 
     Raises:
         UsageError: an argument makes no sense, or prometheus_client is not installed.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        every: float = 15.0,
-        labels: Mapping[str, str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, every: float = 15.0, labels: Mapping[str, str] | None = None) -> None:
         super().__init__()
         try:
             import prometheus_client.core
@@ -82,8 +71,7 @@ class PrometheusTextfile(GuardedSink):
         }
         for problem in (problem for problem, present in problems.items() if present):
             raise UsageError(f"PrometheusTextfile({os.fspath(path)!r}): {problem}")
-        self._every, self._clock, self._wall = every, clock, wall
-        self._size_readers: dict[str, SizeReader] = {}
+        self._every = every
         self._values: dict[str, dict[tuple[str, ...], float]] = {}  # by metric and labels
         self._written = -math.inf
         self._waiting = False
@@ -110,17 +98,15 @@ class PrometheusTextfile(GuardedSink):
         for name, (_, _, kinds, value) in _METRICS.items():
             if type(event).__name__ in kinds.split():
                 self._put(name, event, getattr(event, value) if value else 1)
-        size = self._size_readers.setdefault(event.name, SizeReader()).read(event)
-        self._put("micro_batch_size", event, size and size[1])
-        self._put("last_event_timestamp_seconds", event, self._wall())
+        self._put("last_event_timestamp_seconds", event, time.time())
         self._put("memory_readable", event, isinstance(event, SensorBack) if isinstance(event, SensorLost | SensorBack) else None)
         self._waiting = True
-        if self._clock() - self._written >= self._every:
+        if time.monotonic() - self._written >= self._every:
             self._end()
 
     def _end(self) -> None:
         if self._waiting:
-            self._written = self._clock()  # also where it fails: a full disk is not tried at every step
+            self._written = time.monotonic()  # also where it fails: a full disk is not tried at every step
             self._client.write_to_textfile(str(self.path), self)
             self._waiting = False
 

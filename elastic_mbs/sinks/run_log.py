@@ -1,4 +1,4 @@
-"""The run log: one line of JSON per event, for people with `jq`, for `elastic-mbs report` and for `elastic-mbs watch`.
+"""The run log, written and read: one line of JSON per event, for people with `jq`, for `elastic-mbs report` and for `elastic-mbs watch`.
 
 Schema 1. Every line is an object; a reader ignores fields that it does not know. A header opens each run, when its first call begins:
 
@@ -37,16 +37,19 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
+from elastic_mbs import events
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import CallDone, Event
-from elastic_mbs.sinks.guarded import GuardedSink
+from elastic_mbs.events import CallDone, Event, GuardedSink
 
 SCHEMA = 1
+EMPTY = "there is no line of a run log in it: it was made by ElasticMBS(..., log=...), or it is empty so far"
+_EVENTS = {kind.__name__: kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)}
 
 
 class RunLog(GuardedSink):
@@ -55,25 +58,15 @@ class RunLog(GuardedSink):
     Args:
         path: the file; it is made when the first call begins, and added to when it exists.
         describe: gives the header's own fields; called once, when the first header is written.
-        clock: monotonic seconds, the clock of `CallDone.ended`.
-        wall: unix seconds.
     """
 
     _file: FileIO | None = None
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        describe: Callable[[], Mapping[str, object]] = dict,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], describe: Callable[[], Mapping[str, object]] = dict) -> None:
         super().__init__()
         self.path = checked_path(path)
         self.run = uuid.uuid4().hex[:12]  # from the system's randomness: the user's streams stay where they are
         self._describe = describe
-        self._clock, self._wall = clock, wall
         self._began: tuple[float, float] | None = None  # both clocks, at the first header
         self._header = b""
 
@@ -83,12 +76,9 @@ class RunLog(GuardedSink):
     def __del__(self) -> None:
         self._end()
 
-    def begin(self) -> None:
-        self._guarded(self._open)
-
     def _take(self, event: Event) -> None:
-        began, began_wall = self._open()
-        at = (event.ended if isinstance(event, CallDone) else self._clock()) - began
+        began, began_wall = self._begin()
+        at = (event.ended if isinstance(event, CallDone) else time.monotonic()) - began
         self._write(event_line(event, self.run, at, began_wall + at))
 
     def _end(self) -> None:
@@ -96,9 +86,9 @@ class RunLog(GuardedSink):
         if file is not None:
             file.close()
 
-    def _open(self) -> tuple[float, float]:
+    def _begin(self) -> tuple[float, float]:
         if self._began is None:
-            began = self._clock(), self._wall()
+            began = time.monotonic(), time.time()
             self._header = header_line(self.run, *began, self._describe())
             self._began = began
         if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
@@ -152,3 +142,91 @@ def event_line(event: Event, run: str, at: float, wall: float) -> bytes:
 def _line(record: Mapping[str, object]) -> bytes:
     finite = {key: str(json.dumps(value)) if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
     return json.dumps(finite, separators=(",", ":")).encode() + b"\n"
+
+
+# ---------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One event of a run log."""
+
+    event: Event | None  # None where this version of the package has no such event, or one with other fields
+    t: float  # seconds since its run began
+    record: Mapping[str, Any]  # the line's object
+
+
+@dataclass
+class Run:
+    """One run of a run log."""
+
+    id: str
+    header: Mapping[str, Any] = field(default_factory=dict)  # its first one; empty where the file has none for it
+    entries: list[Entry] = field(default_factory=list)  # in the file's order
+
+
+class Reader:
+    """Puts the lines of a run log together to runs; lines can come one by one, as the file grows."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, Run] = {}  # by id, in the order in which they began
+
+    def feed(self, line: bytes) -> Run | None:
+        """Takes one line; returns its run, or None where it is not a whole line of a run log. A UsageError for an unknown schema."""
+        try:
+            record = json.loads(line)
+            entry = Entry(_decode(record), float(record["t"]), record) if "event" in record else None
+            name, schema = str(record["run"]), SCHEMA if entry is not None else record["schema"]
+            float(record["time"])
+        except (KeyError, TypeError, ValueError, RecursionError):  # a killed process or a full disk has left it unfinished, or it is not ours
+            return None
+        if schema != SCHEMA:
+            raise UsageError(f"this log is of schema {schema!r}, and this elastic_mbs reads schema {SCHEMA}: use the version that wrote it")
+        run = self.runs.setdefault(name, Run(name))
+        if entry is not None:
+            run.entries.append(entry)
+        else:
+            run.header = run.header or record
+        return run
+
+
+def read_runs(lines: Iterable[bytes]) -> list[Run]:
+    """The runs of a log, of whose file these are the lines; a UsageError where there is none."""
+    reader = Reader()
+    for line in lines:
+        reader.feed(line)
+    if not reader.runs:
+        raise UsageError(EMPTY)
+    return list(reader.runs.values())
+
+
+def read_log(path: Path) -> list[Run]:
+    """The runs of a file; a UsageError of one line if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return read_runs(file)
+    except (OSError, UsageError) as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError | UsageError) -> UsageError:
+    return UsageError(f"{path}: {getattr(error, 'strerror', None) or error}")
+
+
+def _decode(record: Mapping[str, Any]) -> Event | None:
+    """The event, or None where this version has no such event, or one with other fields."""
+    try:
+        kind = _EVENTS[record["event"]]
+        return kind(**{item.name: _checked(record[item.name], str(item.type)) for item in fields(kind) if item.name in record})
+    except (KeyError, TypeError):  # an unknown name, another type, or a field without a default is missing
+        return None
+
+
+def _checked(value: Any, declared: str) -> Any:
+    """A value of JSON as a field declared so ("int | None") holds it; a TypeError where it cannot."""
+    if "float" in declared and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    name = "None" if value is None else type(value).__name__
+    if name not in declared.replace("float", "float | int").split(" | "):
+        raise TypeError(f"{value!r} is not of type {declared}")
+    return value

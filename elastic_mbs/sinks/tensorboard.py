@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import CallDone, Event
-from elastic_mbs.sinks.guarded import GuardedSink
+from elastic_mbs.events import CallDone, Event, GuardedSink
 
 
 class TensorBoard(GuardedSink):

@@ -11,8 +11,8 @@ from elastic_mbs import events
 from elastic_mbs.events import (
     CallDone,
     CallFailed,
-    ClosingSink,
     Event,
+    GuardedSink,
     OptimizerOutOfMemory,
     OutOfMemory,
     Resized,
@@ -88,20 +88,21 @@ def log_of(*runs: list[tuple[float, Event]], name: str = "run", **header: Any) -
     return b"".join(lines)
 
 
-class Heard(ClosingSink):
+class Heard(GuardedSink):
     """A sink that notes everything it is told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.events: list[Event] = []
         self.begun = self.closed = 0
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         self.begun += 1
 
-    def __call__(self, event: Event) -> None:
+    def _take(self, event: Event) -> None:
         self.events.append(event)
 
-    def close(self) -> None:
+    def _end(self) -> None:
         self.closed += 1
 
     @property

@@ -10,6 +10,7 @@ import sys
 import threading
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,20 +20,15 @@ from torch import nn
 from elastic_mbs import CallDone, ElasticMBS, Event, MemoryBudget, MemoryOptions, OutOfMemory, Policy, RecoveryOptions, SensorBack, UsageError, Warned
 from elastic_mbs.options import Settings, describe
 from elastic_mbs.sinks import run_log
-from elastic_mbs.sinks.run_log import SCHEMA, RunLog, checked_path
-from elastic_mbs.sinks.run_log_reader import Run, read_log
+from elastic_mbs.sinks.run_log import SCHEMA, RunLog, checked_path, read_log
 from tests.helpers.device_sim import Clock
 from tests.helpers.events import ONE_OF_EACH, done, failure, log_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def runs_in(path: Path) -> list[Run]:
-    return read_log(path)
-
-
 def events_in(path: Path) -> list[Event | None]:
-    return [entry.event for run in runs_in(path) for entry in run.entries]
+    return [entry.event for run in read_log(path) for entry in run.entries]
 
 
 @pytest.fixture
@@ -40,10 +36,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.jsonl"
 
 
-def test_a_header_says_who_runs_what_and_how(path: Path) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The monotonic one; it is always the billionth second of Unix."""
+    clock = Clock(50.0)
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(monotonic=clock, time=Clock(1e9)))
+    return clock
+
+
+def test_a_header_says_who_runs_what_and_how(path: Path, clock: Clock) -> None:
     settings = Settings(name="my run", micro_batch_size=8, policy=Policy(margin=0.2, align=4), recovery=RecoveryOptions(on_fatal=print))
     about = describe(settings, lambda: [torch.device("cpu")])
-    log = RunLog(path, lambda: about, clock=Clock(50.0), wall=Clock(1e9))
+    log = RunLog(path, lambda: about)
     log.begin()
     log.close()
     header = json.loads(path.read_text())
@@ -56,14 +60,13 @@ def test_a_header_says_who_runs_what_and_how(path: Path) -> None:
     assert header["policy"]["margin"] == 0.2
 
 
-def test_times_are_counted_from_the_header_and_a_call_has_the_time_when_it_ended(path: Path) -> None:
-    clock = Clock(100.0)
-    log = RunLog(path, clock=clock, wall=Clock(1e9))
+def test_times_are_counted_from_the_header_and_a_call_has_the_time_when_it_ended(path: Path, clock: Clock) -> None:
+    log = RunLog(path)
     log.begin()
-    clock.now = 103.0
+    clock.now = 53.0
     log(SensorBack("run", "nvml"))
-    log(done(ended=101.5))
-    (run,) = runs_in(path)
+    log(done(ended=51.5))
+    (run,) = read_log(path)
     assert [(entry.t, entry.record["time"]) for entry in run.entries] == [(3.0, 1e9 + 3), (1.5, 1e9 + 1.5)]
 
 
@@ -122,7 +125,7 @@ def test_runs_in_one_file_are_told_apart_even_at_the_same_time(path: Path) -> No
     for _ in range(3):
         for number, log in enumerate(logs):
             log(SensorBack(f"run {number}", "nvml"))
-    assert [[entry.event for entry in run.entries] for run in runs_in(path)] == [[SensorBack(f"run {i}", "nvml")] * 3 for i in range(20)]
+    assert [[entry.event for entry in run.entries] for run in read_log(path)] == [[SensorBack(f"run {i}", "nvml")] * 3 for i in range(20)]
 
 
 def test_after_a_kill_the_next_run_begins_a_line_of_its_own(path: Path) -> None:
@@ -137,7 +140,7 @@ def test_a_deleted_file_is_made_again_with_its_header(path: Path) -> None:
     log(Warned("run", "a", "gone with the file"))
     path.unlink()
     log(Warned("run", "b", "kept"))
-    (run,) = runs_in(path)
+    (run,) = read_log(path)
     assert [entry.event for entry in run.entries] == [Warned("run", "b", "kept")]
     assert run.header["name"] == "mine"
 
@@ -222,7 +225,7 @@ def test_a_run_through_failures_is_logged_in_full(path: Path) -> None:
         budget.limit = "1GiB"
         mbs.eval(model, batch)
     assert result.ooms > 0
-    (run,) = runs_in(path)
+    (run,) = read_log(path)
     assert [entry.event for entry in run.entries] == heard
     first, second, third = (event for event in heard if isinstance(event, CallDone))
     assert (first.mode, second.mode, third.mode) == ("train", "train", "eval")
@@ -246,7 +249,7 @@ def test_the_log_is_closed_on_exit_and_the_next_call_goes_on_with_it(path: Path,
             mbs.backward(lambda x: model(x).mean(), torch.ones(4, 3))
         path.rename(path.with_name("moved.jsonl"))  # on Windows only a closed file can be moved
         path.with_name("moved.jsonl").rename(path)
-    (run,) = runs_in(path)
+    (run,) = read_log(path)
     assert [type(entry.event) for entry in run.entries] == [CallDone, CallDone]
     assert sum(b'"kind":"run"' in line for line in disk.written) == 2
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_mbs import Event, OutOfMemory, SensorBack, UsageError
-from elastic_mbs.sinks.run_log import event_line
-from elastic_mbs.sinks.run_log_reader import Reader, read_runs
+from elastic_mbs.sinks.run_log import Reader, event_line, header_line, read_runs
 from tests.helpers.events import ANY_EVENT, KINDS, ONE_OF_EACH, any_event, failure, log_of
 
 
@@ -29,10 +28,7 @@ def test_every_event_comes_back_as_it_was(kind: type[Event], data: st.DataObject
 
 def test_the_samples_of_these_tests_are_one_of_each_kind() -> None:
     assert {type(event) for event in ONE_OF_EACH} | {Event} == set(KINDS)
-
-
-def test_no_field_of_an_event_hides_one_of_the_line() -> None:
-    ours = {"event", "run", "time", "t", "level"}
+    ours = {"event", "run", "time", "t", "level"}  # of a line
     assert not [kind for kind in KINDS if ours & {item.name for item in fields(kind)}]
 
 
@@ -61,31 +57,21 @@ def test_garbled_lines_are_passed_over_or_named_and_nothing_else(lines: list[byt
         assert len(str(error).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"epoch,loss\n", "line 3 is none of a run log of ElasticMBS(..., log=...): 'epoch,loss'"),
-        (b"[1, 2]\n", "line 3"),
-        (b'{"kind":"dog"}\n', "line 3"),
-        (b"\xff\xfe\x00" * 40, "line 3"),
-        (
-            b'{"kind":"run","run":"x","time":1,"schema":99}\n',
-            "line 3 is of schema 99, and this elastic_mbs reads schema 1: use the version that wrote it",
-        ),
-    ],
-    ids=["csv", "list", "stranger", "binary", "newer"],
-)
-def test_a_line_that_is_not_ours_is_named(line: bytes, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        read_runs([*log_of([(1.0, failure())]).splitlines(), line])
-    assert message in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
+STRANGE = [b"epoch,loss", b"[1, 2]", b'{"kind":"dog"}', b"\xff\xfe\x00", b"", b'{"kind":"ru']
+STRANGE += [json.dumps(json.loads(event_line(failure(), "r", 1.0, 1.0)) | changes).encode() for changes in ({"t": None}, {"time": None})]
 
 
-@pytest.mark.parametrize("content", [[], [b"\n", b"  \n"], [b'{"kind":"ru']], ids=["empty", "blank", "torn"])
-def test_a_log_without_a_run_is_refused(content: list[bytes]) -> None:
+@pytest.mark.parametrize("line", STRANGE)
+def test_what_is_no_whole_line_of_a_run_log_is_passed_over_and_a_log_of_nothing_else_is_refused(line: bytes) -> None:
+    (run,) = read_runs([*log_of([(1.0, failure())]).splitlines(), line])
+    assert [entry.event for entry in run.entries] == [failure()]
     with pytest.raises(UsageError, match="no line of a run log"):
-        read_runs(content)
+        read_runs([line])
+
+
+def test_a_log_of_a_later_schema_is_named() -> None:
+    with pytest.raises(UsageError, match="schema 99, and this elastic_mbs reads schema 1"):
+        read_runs([header_line("r", 0.0, 0.0, {"schema": 99})])
 
 
 def test_a_torn_line_between_two_runs_is_passed_over() -> None:
@@ -116,10 +102,3 @@ def test_a_field_of_a_later_version_may_be_missing_but_none_that_was_always_ther
     (run,) = read_runs([json.dumps(record).replace(" ", "").encode()])
     known = run.entries[0].event
     assert (known is None) if missing == "message" else (isinstance(known, OutOfMemory) and known.key == "")
-
-
-@pytest.mark.parametrize("changes", [{"t": None}, {"time": None}, {"time": 1e18}, {"run": None}], ids=str)
-def test_a_line_without_what_each_line_has_counts_as_torn(changes: dict[str, object]) -> None:
-    record = json.loads(event_line(failure(), "r", 1.0, 1.0)) | changes
-    reader = Reader()
-    assert reader.feed(json.dumps(record, separators=(",", ":")).encode()) is None

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 from elastic_mbs import ElasticMBS, MemoryOptions, UsageError
-from elastic_mbs.sinks import PrometheusTextfile, TensorBoard
+from elastic_mbs.sinks import PrometheusTextfile, TensorBoard, prometheus
 from tests.helpers.device_sim import Clock
 from tests.helpers.events import ANY_EVENT, GROWN, KEY, MIB, ONE_OF_EACH, done, failure
 
@@ -51,8 +52,15 @@ def read(text: str) -> dict[str, dict[str, float]]:
 # ---------------------------------------------------------------------- Prometheus
 
 
-def test_the_textfile_has_every_metric_with_its_labels(tmp_path: Path) -> None:
-    sink = PrometheusTextfile(tmp_path / "run.prom", every=0, wall=Clock(1700000000.5))
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=clock, time=Clock(1700000000.5)))
+    return clock
+
+
+def test_the_textfile_has_every_metric_with_its_labels(tmp_path: Path, clock: Clock) -> None:
+    sink = PrometheusTextfile(tmp_path / "run.prom", every=0)
     for event in (done(ooms=1, replayed_samples=16, seconds_lost=0.125), done(mode="eval", loss=None), *ONE_OF_EACH[1:]):
         sink(event)
     assert read((tmp_path / "run.prom").read_text()) == {
@@ -79,32 +87,24 @@ def test_the_textfile_has_every_metric_with_its_labels(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "run.prom"]
 
 
-def test_the_size_of_a_track_is_the_newest_that_was_reported(tmp_path: Path) -> None:
-    sink = PrometheusTextfile(tmp_path / "run.prom", every=1e9, labels={"rank": "0"})
-    for event, size in ((done(), 16), (GROWN, 16), (done(micro_batch_size=8), 16), (failure(), 8), (done(), 8), (done(), 16)):
-        sink(event)
-        assert read(sink.text())["micro_batch_size"] == {f"key={KEY} rank=0": size}
-
-
-def test_the_file_is_written_at_most_so_often_and_when_the_runtime_is_closed(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "run.prom"
-    sink = PrometheusTextfile(path, every=10, clock=clock)
+def test_the_file_is_written_at_most_so_often_and_when_the_runtime_is_closed(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "run.prom"
+    sink = PrometheusTextfile(path, every=10, labels={"rank": "0"})
     for now, calls in ((0.0, 1), (1.0, 1), (9.9, 1), (10.0, 4), (11.0, 4)):
         clock.now = now
         sink(done())
-        assert read(path.read_text())["calls_total"] == {"mode=train": calls}
+        assert read(path.read_text())["calls_total"] == {"mode=train rank=0": calls}
     sink.close()
-    assert read(path.read_text())["calls_total"] == {"mode=train": 5}
+    assert read(path.read_text())["calls_total"] == {"mode=train rank=0": 5}
     path.unlink()
     sink.close()  # nothing is waiting
     assert not path.exists()
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_tried_again_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_written_is_said_once_and_tried_again_later(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "textfiles"
     folder.mkdir()
-    clock = Clock()
-    sink = PrometheusTextfile(folder / "run.prom", every=10, clock=clock)
+    sink = PrometheusTextfile(folder / "run.prom", every=10)
     folder.rmdir()
     for _ in range(5):
         sink(done())

@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic_mbs.cli.report.data import read_run
 from elastic_mbs.cli.report.page import page
 from elastic_mbs.errors import UsageError
-from elastic_mbs.sinks.run_log_reader import read_log
+from elastic_mbs.sinks.run_log import read_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

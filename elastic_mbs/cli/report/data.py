@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_mbs.cli.report.scale import Point, duration
-from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorLost, SizeReader, format_bytes
-from elastic_mbs.sinks.run_log_reader import Entry, Run
+from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorLost, format_bytes
+from elastic_mbs.sinks.run_log import Entry, Run
 
 _SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take; what lies outside is no time
 
@@ -118,17 +118,15 @@ def _memory(entries: Sequence[Entry], calls: Calls, margin: object) -> Memory:
 
 def _sizes(entries: Sequence[Entry]) -> dict[str, list[Point]]:
     found: dict[str, list[Point]] = {}
-    reader = SizeReader()
     for entry in entries:
         event = entry.event
         if isinstance(event, CallDone):
             line = found.setdefault(event.key, [])
             began = entry.t - (event.seconds or 0.0)
-            if not line or line[-1][0] <= began:  # else a failure within the call is newer
-                line.append((began, event.size_before))
-        size = reader.read(event)
-        if size is not None:
-            found.setdefault(size[0], []).append((entry.t, size[1]))
+            if not line or (line[-1][0] <= began and not event.ooms):  # else what changed since it began has an event, and is there already
+                line += [(began, event.size_before), (entry.t, event.micro_batch_size)]
+        elif isinstance(event, OutOfMemory | Resized):
+            found.setdefault(event.key, []).append((entry.t, event.size_after if isinstance(event, OutOfMemory) else event.after))
     return found
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import CallDone, CallFailed, OptimizerOutOfMemory, OutOfMemory, SizeReader
-from elastic_mbs.sinks.run_log_reader import Entry, Reader, unreadable
+from elastic_mbs.events import CallDone, CallFailed, OptimizerOutOfMemory, OutOfMemory
+from elastic_mbs.sinks.run_log import Entry, Reader, unreadable
 
 EVENTS, POINTS = 8, 400  # how many of the last events and figures are kept
 
@@ -29,20 +29,15 @@ class State:
     last: CallDone | None = None
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=POINTS))
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=POINTS))  # samples per second of training calls
-    sizes: dict[str, int] = field(default_factory=dict)  # micro-batch size by track; the track that ran last is the last
+    sizes: dict[str, int] = field(default_factory=dict)  # micro-batch size by track, at the end of its last call; the track that ran last is the last
     events: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=EVENTS))  # but finished calls: time, level, line
     t: float = 0.0  # of the last line, in seconds since the run began
     time: float = 0.0  # the same in unix seconds
-    size_reader: SizeReader = field(default_factory=SizeReader)
 
     def add(self, entry: Entry) -> None:
         """Takes one event."""
         self.t, self.time = max(self.t, entry.t), max(self.time, float(entry.record["time"]))
         event = entry.event
-        size = self.size_reader.read(event)
-        if size is not None:
-            self.sizes.pop(size[0], None)
-            self.sizes[size[0]] = size[1]
         if isinstance(event, CallDone | CallFailed):
             self.seconds += event.seconds or 0.0
             self.lost += event.seconds_lost
@@ -51,6 +46,8 @@ class State:
             self.samples += event.samples
             self.replayed += event.replayed_samples
             self.last = event
+            self.sizes.pop(event.key, None)
+            self.sizes[event.key] = event.micro_batch_size
             if event.mode == "train":
                 self.losses.extend([] if event.loss is None else [event.loss])
                 self.rates.extend([] if event.rate is None else [event.rate])
