@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from elastic_mbs import MicroBatch
 from elastic_mbs.errors import IncompleteBatchError, MicroBatchFloorError, ReplayUnsafeError, UsageError
 from elastic_mbs.events import CallDone, CallFailed, Event
 from tests.helpers.steps import FailOn, cross_entropy, elastic, failing, mlp, off_by, pairs, still_works, through, whole_gradient
-from tests.helpers.strikes import interrupt_before_line, until_clean
+from tests.helpers.strikes import AtLine, until_clean
 
 ENGINE = ("engine/call.py", "engine/micro_batch.py", "engine/failure.py", "engine/recovery.py", "engine/backward.py")
 DOORS = [1, 3]
@@ -23,23 +24,17 @@ DOORS = [1, 3]
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: int) -> None:
-    def run(n: int) -> bool:
+    for strike in until_clean(lambda n: AtLine(n, *ENGINE), stride=3, least=300):
         model = mlp()
         mbs = elastic(model, micro_batch_size=4)
-        with interrupt_before_line(3 * n, *ENGINE) as struck:
-            try:
-                through(door, mbs, failing(model, FailOn(2)), pairs(8))
-            except KeyboardInterrupt:
-                del struck[1:]
+        with strike, suppress(KeyboardInterrupt):
+            through(door, mbs, failing(model, FailOn(2)), pairs(8))
         if mbs._call is not None and not mbs._call.finished:
             assert not mbs._call.inside
             with pytest.raises(IncompleteBatchError):
                 mbs.backward(cross_entropy(model), pairs(8))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks on saved tensors were left on this thread"
-        assert still_works(mbs, model)
-        return bool(struck)
-
-    assert until_clean(run) > 100
+        assert still_works(mbs, model), strike.hits
 
 
 # ---------------------------------------------------------------------- the user's callbacks
@@ -118,8 +113,7 @@ def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(monkey
 
     def loss_fn(batch: Any) -> Tensor:
         seen.append(float(mean[0]))
-        loss: Tensor = cross_entropy(model)(batch)
-        return loss
+        return cross_entropy(model)(batch)
 
     mbs.backward(loss_fn, pairs(8))
     assert fail.count > 1
@@ -173,8 +167,7 @@ def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered
         def loss_fn(batch: Any) -> Tensor:
             batch[0].mul_(2.0)
             fail()
-            loss: Tensor = cross_entropy(model)(batch)
-            return loss
+            return cross_entropy(model)(batch)
 
         return loss_fn
 

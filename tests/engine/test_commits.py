@@ -230,8 +230,7 @@ def test_no_hook_is_ever_on_the_users_model(door: int) -> None:
 
     def loss_fn(piece: Pair) -> Tensor:
         hooks.extend(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in model.parameters())
-        loss: Tensor = cross_entropy(model)(piece)
-        return loss
+        return cross_entropy(model)(piece)
 
     mbs = elastic(model, micro_batch_size=3)
     for at in (0, 12, 0):

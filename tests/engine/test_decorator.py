@@ -28,8 +28,7 @@ def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> 
     def train_step(batch: Pair, factor: float, *rest: object, flag: bool = False, **more: object) -> Tensor:
         """Its own words."""
         seen.append((len(batch[0]), factor, rest, flag, more))
-        loss: Tensor = cross_entropy(model)(batch) * factor
-        return loss
+        return cross_entropy(model)(batch) * factor
 
     result = train_step(pairs(), 2.0, "a", flag=True, other=3)
     assert seen == [(4, 2.0, ("a",), True, {"other": 3})] * 2
@@ -46,8 +45,7 @@ def test_arguments_of_any_name_reach_the_step_function(door: int) -> None:
 
     def step(piece: Pair, loss_fn: int, batch: int, self: int, fn: int) -> Tensor:
         assert (loss_fn, batch, self, fn) == (1, 2, 3, 4)
-        loss: Tensor = cross_entropy(model)(piece)
-        return loss
+        return cross_entropy(model)(piece)
 
     if door == 1:
         elastic(model, micro_batch_size=4).backward(step, pairs(), loss_fn=1, batch=2, self=3, fn=4)
@@ -72,8 +70,7 @@ class _Trainer:
     def train_step(self, batch: Pair, factor: float = 1.0) -> Tensor:
         """Its own words."""
         self.fail()
-        loss: Tensor = cross_entropy(self.model)(batch) * factor
-        return loss
+        return cross_entropy(self.model)(batch) * factor
 
 
 @pytest.mark.no_oom_injection
@@ -99,8 +96,7 @@ class _OwnModel(nn.Module):
 
     @elastic_step(lambda self: self, micro_batch_size=4, **quiet())
     def train_step(self, batch: Pair) -> Tensor:
-        loss: Tensor = cross_entropy(self.net)(batch)
-        return loss
+        return cross_entropy(self.net)(batch)
 
 
 @pytest.mark.parametrize("make", [lambda: _Trainer(1), _OwnModel])
@@ -177,8 +173,7 @@ def test_a_list_of_networks_that_is_made_anew_for_each_call_has_one_runtime() ->
 
         @elastic_step(lambda self: nn.ModuleList([self.net]), micro_batch_size=4, **quiet())
         def train_step(self, batch: Pair) -> Tensor:
-            loss: Tensor = cross_entropy(self.net)(batch)
-            return loss
+            return cross_entropy(self.net)(batch)
 
     trainer = Trainer()
     trainer.train_step(pairs())

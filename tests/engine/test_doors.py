@@ -149,8 +149,7 @@ def test_disabled_starts_no_thread_and_watches_nothing() -> None:
     def loss_fn(b: Pair) -> Tensor:
         optimizer.step()
         cross_entropy(model)(b).backward()
-        loss: Tensor = cross_entropy(model)(b)
-        return loss
+        return cross_entropy(model)(b)
 
     with ElasticMBS(model, enabled=False) as mbs:
         assert threading.active_count() == threads

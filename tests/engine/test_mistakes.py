@@ -75,8 +75,7 @@ def test_a_backward_in_the_block_and_none_by_the_engine(model: nn.Module, mbs: E
 def test_zero_grad_in_the_middle(model: nn.Module, mbs: ElasticMBS, door: int, set_to_none: bool) -> None:
     def loss_fn(b: Pair) -> Tensor:
         model.zero_grad(set_to_none=set_to_none)
-        loss: Tensor = cross_entropy(model)(b)
-        return loss
+        return cross_entropy(model)(b)
 
     with pytest.raises(GradientsChangedError, match="after the whole batch"):
         through(door, mbs, loss_fn, pairs())

@@ -139,8 +139,7 @@ def test_the_gradients_that_a_replay_has_dropped_are_not_kept_alive() -> None:
         elif (grad := next(model.parameters()).grad) is not None:
             held.append(weakref.ref(grad))
             raise RuntimeError("CUDA error: out of memory")  # perhaps of the first piece
-        loss: Tensor = cross_entropy(model)(piece)
-        return loss
+        return cross_entropy(model)(piece)
 
     elastic(model, micro_batch_size=4, on_event=events.append).backward(loss_fn, batch)
     assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]

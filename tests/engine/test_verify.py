@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,11 @@ from torch.nn import functional
 from elastic_mbs import Event, MicroBatchFloorError, UsageError, VerifyReport, Warned, count_tokens
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs
-from tests.helpers.strikes import StrikeAt, interrupt_before_line, until_clean
+from tests.helpers.strikes import AtLine, Everywhere, until_clean
 
 pytestmark = pytest.mark.injectable
+
+VERIFY = ("engine/verify.py", "rollback/buffers.py")
 
 
 def _tokens() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -110,8 +114,7 @@ def test_verify_names_randomness_that_is_not_rolled_back() -> None:
     model, own = mlp(), random.Random(0)
 
     def loss_fn(b: Pair) -> Tensor:
-        loss: Tensor = cross_entropy(model)(b) * own.random()
-        return loss
+        return cross_entropy(model)(b) * own.random()
 
     assert _says(elastic(model).verify(loss_fn, pairs()), "generators=")
     assert elastic(model, generators=[own]).verify(loss_fn, pairs()).ok
@@ -178,30 +181,15 @@ def test_verify_leaves_no_trace_however_it_ends(ends: BaseException | None) -> N
 
 
 @pytest.mark.no_oom_injection
-def test_verify_survives_an_out_of_memory_error_at_any_operation_without_a_trace() -> None:
-    def run_with(n: int) -> bool:
-        traced, strike = Traced(), StrikeAt(n)
-        mbs = elastic(traced.model)
-        with strike:
-            report = mbs.verify(traced.loss_fn, traced.batch, samples=2)
-        assert report.ok
-        traced.check()
-        return strike.struck
-
-    assert until_clean(run_with) > 50
-
-
-@pytest.mark.no_oom_injection
-def test_verify_that_is_interrupted_at_any_line_leaves_no_trace() -> None:
-    def run_with(n: int) -> bool:
+def test_verify_struck_at_any_operation_or_line_leaves_no_trace() -> None:
+    operations, lines = until_clean(lambda n: Everywhere(at=[n]), stride=3, least=50), until_clean(lambda n: AtLine(n, *VERIFY), stride=11, least=100)
+    strikes: Iterator[Any] = chain(operations, lines)
+    for strike in strikes:
         traced = Traced()
         mbs = elastic(traced.model)
-        with interrupt_before_line(5 * n, "engine/verify.py", "rollback/buffers.py") as struck, suppress(KeyboardInterrupt):
-            mbs.verify(traced.loss_fn, traced.batch, samples=2)
+        with strike, suppress(KeyboardInterrupt):
+            assert mbs.verify(traced.loss_fn, traced.batch, samples=2).ok
         traced.check()
-        return bool(struck)
-
-    assert until_clean(run_with) > 20
 
 
 @pytest.mark.no_oom_injection

@@ -39,16 +39,7 @@ class Driver:
         return after
 
     def finish(
-        self,
-        plan: Plan,
-        samples: int,
-        elements: int,
-        key: Key,
-        *,
-        size: int,
-        pieces: int = 1,
-        retries: int = 0,
-        ooms: int = 0,
+        self, plan: Plan, samples: int, elements: int, key: Key, *, size: int, pieces: int = 1, retries: int = 0, ooms: int = 0
     ) -> Move | None:
         self.now += 1
         longest = -(-samples // -(-samples // size))

@@ -39,7 +39,7 @@ def pairs(n: int = 8, seed: int = 1) -> Pair:
     return torch.randn(n, 6, dtype=torch.float64, generator=generator), torch.randint(0, 4, (n,), generator=generator)
 
 
-def cross_entropy(model: nn.Module) -> LossFn:
+def cross_entropy(model: nn.Module) -> Callable[..., Tensor]:
     def loss_fn(batch: Pair) -> Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -109,13 +109,12 @@ class FailOn:
             raise self.error()
 
 
-def failing(model: nn.Module, fail: FailOn) -> LossFn:
+def failing(model: nn.Module, fail: Callable[[], object]) -> Callable[..., Tensor]:
     """`cross_entropy` that fails before its forward."""
 
     def loss_fn(batch: Pair) -> Tensor:
         fail()
-        loss: Tensor = cross_entropy(model)(batch)
-        return loss
+        return cross_entropy(model)(batch)
 
     return loss_fn
 

@@ -4,79 +4,85 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_mbs.testing import InjectOOM
 
-OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 MiB."
+COPIES = ("aten::copy_", "aten::_foreach_copy_")
 
 
-class StrikeAt(TorchDispatchMode):
-    """Raises an out-of-memory error in place of the n-th operation of any kind, and of `times - 1` after it."""
+class Everywhere(InjectOOM):
+    """Fails at operations in place too: what is refused there has not happened, what came before it has.
 
-    def __init__(self, n: int, times: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.seen, self.due = 0, range(n, n + times)
+    An error for good leaves out copies into memory that exists: where even those fail nothing can be rolled back.
+    """
 
-    @property
-    def struck(self) -> bool:
-        return self.seen >= self.due.start
+    def __init__(self, at: Iterable[int] = (), always_from: int | None = None, errors: Iterable[type[BaseException]] = ()) -> None:
+        super().__init__(at, always_from)
+        self._errors, self._for_good = iter(errors), always_from is not None
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation, or fails."""
-        self.seen += 1
-        if self.seen in self.due:
-            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns, name = func._schema.returns, func._schema.name
+        view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not (view or (self._for_good and name in COPIES)):
+            try:
+                self.step(name)
+            except torch.OutOfMemoryError as error:
+                raise next(self._errors, torch.OutOfMemoryError)(str(error)) from None
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def interrupt_before_line(n: int, *files: str) -> Iterator[list[int]]:
-    """Ctrl-C before the n-th line that runs in one of these files; the list that it gives holds that line's number once it has struck."""
-    seen, struck = 0, list[int]()
+class AtLine:
+    """An error before the n-th line that runs in one of these files, where it is not `spared`."""
 
-    def tracer(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal seen
-        if not frame.f_code.co_filename.endswith(files):
+    def __init__(
+        self, n: int, *files: str, error: type[BaseException] = KeyboardInterrupt, spared: Callable[[FrameType], bool] = lambda frame: False
+    ) -> None:
+        self.left, self.files, self.error, self.spared = n, files, error, spared
+        self.hits: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.endswith(self.files):
             return None
-        if event == "line":
-            seen += 1
-            if seen == n:
+        if event == "line" and not self.spared(frame):
+            self.left -= 1
+            if self.left == 0:
                 sys.settrace(None)
-                struck.append(frame.f_lineno)
-                raise KeyboardInterrupt
-        return tracer
-
-    before = sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        yield struck
-    finally:
-        sys.settrace(before)
+                self.hits.append(f"line {frame.f_lineno}")
+                raise self.error
+        return self._trace
 
 
-def every_operation(first: int = 1, stride: int = 1, least: int = 20) -> Iterator[InjectOOM]:
-    """Injections at operation `first`, `first + stride`, … that can allocate, until a run under one has none; that comes above `least`."""
+class _Strike(Protocol):
+    hits: list[str]
+
+
+Strike = TypeVar("Strike", bound=_Strike)
+
+
+def until_clean(make: Callable[[int], Strike], first: int = 1, stride: int = 1, least: int = 20) -> Iterator[Strike]:
+    """`make(first)`, `make(first + stride)`, … until a run under one has had no error; that comes above `least`."""
     for at in itertools.count(first, stride):
-        inject = InjectOOM(at=[at])
-        yield inject
-        if not inject.hits:
-            assert at > least, f"only {at - 1} operations"
+        strike = make(at)
+        yield strike
+        assert at < 5000, "it strikes for ever"
+        if not strike.hits:
+            assert at > least, f"only {at - 1} points"
             return
 
 
-def until_clean(run: Callable[[int], bool]) -> int:
-    """Runs with n = 1, 2, … until nothing struck; returns how often something did."""
-    n = 1
-    while run(n):
-        n += 1
-        assert n < 5000, "it strikes for ever"
-    return n - 1
+def every_operation(first: int = 1, stride: int = 1, least: int = 20) -> Iterator[InjectOOM]:
+    """Out of memory at every operation that can allocate."""
+    return until_clean(lambda at: InjectOOM(at=[at]), first, stride, least)

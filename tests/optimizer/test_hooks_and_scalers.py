@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS, MemoryOptions, MisuseError, OptimizerStepError
+from elastic_mbs import ElasticMBS, MisuseError, OptimizerStepError
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.guarded import Everywhere, World, off_by
-from tests.helpers.steps import mlp, pairs
+from tests.helpers.guarded import World, runtime, same
+from tests.helpers.strikes import Everywhere, until_clean
 
 
 def test_step_hooks_run_once_however_often_the_step_is_tried() -> None:
-    world = World("Adam", "foreach", steps=1, scaled=False)
+    world = World("Adam", "foreach")
     calls: list[str] = []
     world.optimizer.register_step_pre_hook(lambda *a: calls.append("before"))
     world.optimizer.register_step_post_hook(lambda *a: calls.append("after"))
@@ -32,7 +32,7 @@ def test_step_hooks_run_once_however_often_the_step_is_tried() -> None:
 
 @pytest.mark.parametrize("hook", ["pre", "post"])
 def test_an_error_in_a_users_hook_passes_through_and_is_no_reason_to_step_again(hook: str) -> None:
-    world = World("Adam", "foreach", steps=1, scaled=False)
+    world = World("Adam", "foreach")
     before, calls = world.values(), []
 
     def fail(*args: Any) -> None:
@@ -43,20 +43,20 @@ def test_an_error_in_a_users_hook_passes_through_and_is_no_reason_to_step_again(
     with pytest.raises(torch.OutOfMemoryError, match="in the hook"):
         world.guarded()
     assert calls == [hook]
-    assert (off_by(world.values(), before) == 0.0) == (hook == "pre")
+    assert same(world.values(), before) == (hook == "pre")
 
 
 def test_a_hook_that_changes_the_arguments_is_refused() -> None:
-    world = World("Adam", "foreach", steps=1, scaled=False)
+    world = World("Adam", "foreach")
     before = world.values()
     world.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: (args, kwargs))
     with pytest.raises(MisuseError, match="changes the arguments"):
         world.guarded()
-    assert off_by(world.values(), before) == 0.0
+    assert same(world.values(), before)
 
 
 def test_a_scheduler_sees_the_step() -> None:
-    world = World("SGD", "foreach", steps=0, scaled=False)
+    world = World("SGD", "foreach", steps=0)
     scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, 1)
     with InjectOOM(at=[1]):
         world.guarded()
@@ -67,7 +67,7 @@ def test_a_scheduler_sees_the_step() -> None:
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_the_scaler_leaves_a_step_out_where_a_gradient_is_not_finite(implementation: str, unscaled: bool) -> None:
-    world = World("AdamW", implementation, steps=1, scaled=True)
+    world = World("AdamW", implementation, scaled=True)
     assert world.scaler is not None
     before, after = world.values(), []
     world.optimizer.register_step_post_hook(lambda *a: after.append(1))
@@ -77,7 +77,7 @@ def test_the_scaler_leaves_a_step_out_where_a_gradient_is_not_finite(implementat
     with InjectOOM(at=[3]):
         world.guarded()
     world.update()
-    assert off_by(world.values()["model"], before["model"]) == 0.0
+    assert same(world.values()["model"], before["model"])
     assert world.scaler.get_scale() == 512.0
     assert after == ([1] if implementation == "fused" else [])  # the fused one is stepped, and leaves its values alone
 
@@ -86,53 +86,42 @@ def test_gradients_of_several_types_are_unscaled_once_each_wherever_that_fails()
     def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ElasticMBS]:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(3, 3).double(), nn.Linear(3, 3), nn.Embedding(5, 3, sparse=True)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        x = torch.ones(2, 3)
+        scaler, x = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.ones(2, 3)
         loss = model[0](x.double()).sum().float() + model[1](x).sum() + model[2](torch.tensor([1, 1, 3])).sum()
         scaler.scale(loss).backward()
-        return model, optimizer, scaler, ElasticMBS(model, scaler=scaler, memory=MemoryOptions(monitor_interval=0))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, runtime(model, scaler=scaler)
 
     reference, optimizer, scaler, _ = make()
     scaler.step(optimizer)
-    number, hit = 0, True
-    while hit:
-        number += 1
-        model, optimizer, scaler, mbs = make()
-        with Everywhere(at=[number]) as inject:
+    for inject in until_clean(lambda at: Everywhere(at=[at]), least=15):
+        model, optimizer, _, mbs = make()
+        with inject:
             mbs.optimizer_step(optimizer)
-        hit = bool(inject.hits)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True)), inject.hits
-    assert number > 15
-    model, optimizer, scaler, mbs = make()
+        assert same(model.state_dict(), reference.state_dict()), inject.hits
+    model, optimizer, _, mbs = make()
     with InjectOOM(always_from=1), pytest.raises(OptimizerStepError, match="no room to unscale"):
         mbs.optimizer_step(optimizer)
     mbs.optimizer_step(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert same(model.state_dict(), reference.state_dict())
 
 
 def test_a_step_hook_that_takes_itself_off_stays_off() -> None:
-    model, batch = mlp(), pairs(8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    calls: list[str] = []
+    world, calls = World("SGD", "loop"), list[str]()
 
     def once(*args: Any) -> None:
         calls.append("once")
         handle.remove()
 
-    handle = optimizer.register_step_pre_hook(once)
-    mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
-    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    handle = world.optimizer.register_step_pre_hook(once)
     for _ in range(3):
-        mbs.optimizer_step(optimizer)
+        world.guarded()
     assert calls == ["once"]
 
 
 def test_a_hook_before_the_step_sees_every_group_where_the_step_begins_one_parameter_at_a_time() -> None:
-    world = World("AdamW", "foreach", steps=1, scaled=False)
+    world, seen = World("AdamW", "foreach"), list[int]()
     with Everywhere(at=[28, 70]):
         world.guarded()
-    seen: list[int] = []
     world.optimizer.register_step_pre_hook(lambda optimizer, *a: seen.append(sum(len(group["params"]) for group in optimizer.param_groups)))
     world.guarded()
     assert seen == [4]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, MemoryOptions, OptimizerStepError, Warned
+from elastic_mbs import OptimizerStepError, Warned
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.guarded import off_by
-from tests.helpers.steps import mlp, pairs
+from tests.helpers.guarded import copied, runtime, same
+from tests.helpers.steps import cross_entropy, mlp, pairs
+from tests.helpers.strikes import every_operation
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -87,43 +87,41 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return deepcopy((model.state_dict(), vars(optimizer).get("count"), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+def with_gradients() -> nn.Module:
+    torch.manual_seed(0)
+    model = mlp()
+    cross_entropy(model)(pairs()).backward()
+    return model
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_step_of_an_optimizer_with_state_in_other_places_is_made_once_or_not_at_all(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    def trained(**faults: Any) -> tuple[list[Tensor], bool]:
-        torch.manual_seed(0)
-        model, batch = mlp(), pairs(8)
-        optimizer = make(model.parameters())
-        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
-        inject = InjectOOM(**faults)
-        for step in range(3):
+    def trained(inject: InjectOOM) -> list[Tensor]:
+        model = with_gradients()
+        optimizer, mbs = make(model.parameters()), runtime(model)
+        for _ in range(2):
+            optimizer.step()
             model.zero_grad()
-            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-            if step < 2:
-                optimizer.step()
+            cross_entropy(model)(pairs()).backward()
+
+        def values() -> Any:
+            return copied((model.state_dict(), vars(optimizer).get("count"), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+
+        before = values()
         try:
-            before = values(model, optimizer)
             with inject:
                 mbs.optimizer_step(optimizer)
         except OptimizerStepError as error:
-            assert off_by(values(model, optimizer), before) == 0.0
+            assert same(values(), before)
             assert "step() does not fit" in str(error)
             mbs.optimizer_step(optimizer)
-        return [*model.parameters(), torch.randn(3)], bool(inject.hits)
+        return [*model.state_dict().values(), torch.randn(3)]
 
-    wanted, _ = trained()
-    number, hit = 0, True
-    while hit:
-        number += 1
-        found, hit = trained(at=[number])
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), number
-        if number % 10 == 5:
-            found, _ = trained(always_from=number)
-            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), number
-    assert number > 1
+    wanted = trained(InjectOOM())
+    for n, inject in enumerate(every_operation(least=1), start=1):
+        assert same(trained(inject), wanted), inject.hits
+        if n % 10 == 5:
+            assert same(trained(InjectOOM(always_from=n)), wanted), n
 
 
 def test_an_attribute_that_a_failed_step_has_added_is_taken_away() -> None:
@@ -132,24 +130,22 @@ def test_an_attribute_that_a_failed_step_has_added_is_taken_away() -> None:
             self.count = getattr(self, "count", 0) + 1
             super().step()
 
-    model, batch = mlp(), pairs(8)
+    model = with_gradients()
     optimizer = Counts(model.parameters(), lr=0.1, maximize=True)
-    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
     copies = 2 * len(list(model.parameters()))
     with InjectOOM(at=[copies + 1]) as inject:
-        ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)).optimizer_step(optimizer)
+        runtime(model).optimizer_step(optimizer)
     assert (inject.hits, optimizer.count) == (["aten::neg"], 1)
 
 
 def test_a_closure_that_runs_a_batch_inside_the_step_is_no_step_that_did_not_end() -> None:
-    model, batch = mlp(), pairs(8)
+    model, told = mlp(), list[Any]()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    told: list[Any] = []
-    with ElasticMBS(model, on_event=told.append, memory=MemoryOptions(monitor_interval=0)) as mbs:
+    with runtime(model, on_event=told.append) as mbs:
 
         def closure() -> float:
             optimizer.zero_grad()
-            return float(mbs.backward(lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), batch))
+            return float(mbs.backward(cross_entropy(model), pairs()))
 
         for _ in range(2):
             optimizer.step(closure)
@@ -158,16 +154,14 @@ def test_a_closure_that_runs_a_batch_inside_the_step_is_no_step_that_did_not_end
 
 def test_a_step_that_ends_by_another_error_puts_the_random_stream_back_as_well() -> None:
     """It went back between two tries only, and not where the error passed through."""
-    model, batch = mlp(), pairs(8)
-    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
 
     class Ends(Coupled):
         def step(self, closure: Any = None) -> Any:
             super().step()
             raise ValueError("mine")
 
-    before, stream = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    model = with_gradients()
+    before, stream = copied(model.state_dict()), torch.get_rng_state()
     with pytest.raises(ValueError, match="mine"):
-        ElasticMBS(model, memory=MemoryOptions(monitor_interval=0)).optimizer_step(Ends(model.parameters()))
-    assert torch.equal(torch.get_rng_state(), stream)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        runtime(model).optimizer_step(Ends(model.parameters()))
+    assert same((model.state_dict(), torch.get_rng_state()), (before, stream))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,21 +14,12 @@ from elastic_mbs import ElasticMBS, Headroom, MemoryBudget, MemoryOptions, Micro
 from elastic_mbs.events import Event, OutOfMemory, Resized, WaitingForMemory
 from elastic_mbs.memory import NoSensor, Reading
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, through, whole_gradient
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, off_by, pairs, through, whole_gradient
 
 pytestmark = pytest.mark.injectable
 
 DOORS = [1, 3]
 MIB = 1024**2
-
-
-def _failing(model: nn.Module, fail: Callable[[], None]) -> Callable[[Pair], Tensor]:
-    def loss_fn(b: Pair) -> Tensor:
-        fail()
-        loss: Tensor = cross_entropy(model)(b)
-        return loss
-
-    return loss_fn
 
 
 def _always(requested: str = "2.00 GiB") -> FailOn:
@@ -71,7 +61,7 @@ def test_persistent_out_of_memory_ends_after_one_attempt_per_halving_and_one_mor
     mbs = elastic(model, micro_batch_size=size)
     naps = _with_sleep(mbs)
     with pytest.raises(MicroBatchFloorError):
-        through(door, mbs, _failing(model, fail), pairs(n))
+        through(door, mbs, failing(model, fail), pairs(n))
     assert fail.count == attempts
     assert naps == []
     assert all(p.grad is None for p in model.parameters())
@@ -174,7 +164,7 @@ def test_failures_at_random_for_ever_end(share: float) -> None:
     for _ in range(20):
         before = count[0]
         try:
-            elastic(model, micro_batch_size=16).backward(_failing(model, sometimes), pairs(16))
+            elastic(model, micro_batch_size=16).backward(failing(model, sometimes), pairs(16))
         except MicroBatchFloorError:
             assert all(p.grad is None for p in model.parameters())
         assert count[0] - before <= 16 * 3 + 10
@@ -202,7 +192,7 @@ def test_the_error_at_the_floor_tells_what_was_asked_what_is_free_who_holds_the_
     sensor = _Scripted(_room(free=100 * MIB, others=300 * MIB))
     mbs = elastic(model, micro_batch_size=8, sensor=sensor, min_micro_batch_size=2, on_fatal=called.append)
     with pytest.raises(MicroBatchFloorError) as caught:
-        mbs.backward(_failing(model, _always("512.00 MiB")), pairs(8))
+        mbs.backward(failing(model, _always("512.00 MiB")), pairs(8))
     text = str(caught.value)
     for part in ("512.0 MiB", "100.0 MiB", "1.0 GiB", "300.0 MiB", "micro-batch of 2", "min_micro_batch_size", "checkpointing", "CUDA out of memory"):
         assert part in text, part
@@ -217,7 +207,7 @@ def test_a_request_larger_than_the_device_is_not_waited_for() -> None:
     mbs = elastic(model, micro_batch_size=1, sensor=_Scripted(_room(free=0, others=900 * MIB)), wait_for_memory=60)
     naps = _with_sleep(mbs)
     with pytest.raises(MicroBatchFloorError, match="larger than the whole device"):
-        mbs.backward(_failing(model, fail), pairs(2))
+        mbs.backward(failing(model, fail), pairs(2))
     assert (fail.count, naps) == (1, [])
 
 
@@ -230,7 +220,7 @@ def test_waits_for_memory_that_others_hold_up_to_a_limit(door: int) -> None:
     mbs = elastic(model, micro_batch_size=2, sensor=_Scripted(_room(free=0, others=900 * MIB)), wait_for_memory=3.0, on_event=events.append)
     naps = _with_sleep(mbs)
     with pytest.raises(MicroBatchFloorError):
-        through(door, mbs, _failing(model, fail), pairs(4))
+        through(door, mbs, failing(model, fail), pairs(4))
     assert sum(naps) == pytest.approx(3.0)
     assert max(naps) <= 1.0
     waits = [event for event in events if isinstance(event, WaitingForMemory)]
@@ -258,7 +248,7 @@ def test_goes_on_when_the_co_tenant_leaves(door: int) -> None:
             sensor.readings = [_room(free=800 * MIB, others=100 * MIB)]
 
     mbs._context.sleep = sleep
-    result = through(door, mbs, _failing(model, while_it_is_there), batch)
+    result = through(door, mbs, failing(model, while_it_is_there), batch)
     assert len(naps) == 4
     assert result.ooms > 0
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
@@ -279,7 +269,7 @@ def test_the_waits_of_one_call_share_one_limit() -> None:
 
     mbs._context.sleep = sleep
     with pytest.raises(MicroBatchFloorError):
-        mbs.backward(_failing(model, fail), pairs(1))
+        mbs.backward(failing(model, fail), pairs(1))
     assert sum(naps) <= 2.0 + 1e-9
     assert fail.count <= 50
 
@@ -290,7 +280,7 @@ def test_does_not_wait_where_nobody_else_holds_memory_or_nobody_can_tell(sensor:
     mbs = elastic(model, micro_batch_size=2, sensor=sensor, wait_for_memory=600.0)
     naps = _with_sleep(mbs)
     with pytest.raises(MicroBatchFloorError):
-        mbs.backward(_failing(model, _always("1.00 MiB")), pairs(4))
+        mbs.backward(failing(model, _always("1.00 MiB")), pairs(4))
     assert naps == []
 
 

@@ -23,7 +23,7 @@ from elastic_mbs import (
     Warned,
 )
 from elastic_mbs.memory import MemoryBudget
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, still_works, through
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, grads, mlp, off_by, pairs, still_works, through
 
 pytestmark = pytest.mark.injectable
 
@@ -241,23 +241,14 @@ def test_gradients_that_were_there_are_reported_when_they_hold_a_part_of_the_bat
     before = _prefill(model)
     mbs = elastic(model, micro_batch_size=4)
     with pytest.raises(ValueError, match="second piece") as caught:
-        through(door, mbs, _failing(model, FailOn(2, error=lambda: ValueError("second piece"))), batch)
+        through(door, mbs, failing(model, FailOn(2, error=lambda: ValueError("second piece"))), batch)
     assert any("zero_grad()" in note for note in caught.value.__notes__)
     assert off_by(model, before) > 0  # type: ignore[arg-type]  # no None among them, and lists are invariant
     _prefill(model)
     with pytest.raises(ValueError, match="first piece") as caught:
-        through(door, mbs, _failing(model, FailOn(1, error=lambda: ValueError("first piece"))), batch)
+        through(door, mbs, failing(model, FailOn(1, error=lambda: ValueError("first piece"))), batch)
     assert getattr(caught.value, "__notes__", []) == [], "nothing had been accumulated, so there is nothing to say"
     assert off_by(model, before) == 0  # type: ignore[arg-type]  # no None among them, and lists are invariant
-
-
-def _failing(model: nn.Module, fail: FailOn) -> Callable[[Pair], Tensor]:
-    def loss_fn(b: Pair) -> Tensor:
-        fail()
-        loss: Tensor = cross_entropy(model)(b)
-        return loss
-
-    return loss_fn
 
 
 # ---------------------------------------------------------------------- what counts as out of memory
@@ -272,7 +263,7 @@ def test_the_users_predicate_adds_errors_and_its_own_errors_pass(door: int) -> N
         return isinstance(error, _CustomError)
 
     fail = FailOn(1, error=lambda: _CustomError("the accelerator is full"))
-    result = through(door, elastic(model, micro_batch_size=4, is_oom=is_oom), _failing(model, fail), batch)
+    result = through(door, elastic(model, micro_batch_size=4, is_oom=is_oom), failing(model, fail), batch)
     assert result.ooms == 1
 
     def broken(error: BaseException) -> bool:
@@ -281,7 +272,7 @@ def test_the_users_predicate_adds_errors_and_its_own_errors_pass(door: int) -> N
     model.zero_grad()
     mbs = elastic(model, micro_batch_size=4, is_oom=broken)
     with pytest.raises(ZeroDivisionError, match="in the predicate"):
-        through(door, mbs, _failing(model, FailOn(2, error=lambda: ValueError("x"))), batch)
+        through(door, mbs, failing(model, FailOn(2, error=lambda: ValueError("x"))), batch)
     assert all(p.grad is None for p in model.parameters())
     mbs.close()
     assert still_works(elastic(model), model)
@@ -296,18 +287,18 @@ def test_a_masked_error_shrinks_once_with_a_warning_and_then_passes(door: int) -
         return RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.")
 
     mbs = elastic(model, micro_batch_size=4, on_event=events.append)
-    result = through(door, mbs, _failing(model, FailOn(1, error=masked)), batch)
+    result = through(door, mbs, failing(model, FailOn(1, error=masked)), batch)
     assert result.ooms == 1
     assert sum(isinstance(event, Warned) and "hidden out-of-memory" in event.message for event in events) == 1
     model.zero_grad()
     for fails in ((1, 2), (1, 3)):
         mbs = elastic(model, micro_batch_size=4, on_event=events.append)
         with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED"):
-            through(door, mbs, _failing(model, FailOn(*fails, error=masked)), batch)
+            through(door, mbs, failing(model, FailOn(*fails, error=masked)), batch)
         assert all(p.grad is None for p in model.parameters())
     mbs = elastic(model, micro_batch_size=1)
     with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED"):
-        through(door, mbs, _failing(model, FailOn(1, error=masked)), batch)
+        through(door, mbs, failing(model, FailOn(1, error=masked)), batch)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -336,7 +327,7 @@ def test_on_fatal_that_raises_does_not_hide_the_error() -> None:
 
     mbs = elastic(model, micro_batch_size=1, on_fatal=on_fatal)
     with pytest.raises(MicroBatchFloorError) as caught:
-        mbs.backward(_failing(model, FailOn(*range(1, 50))), batch)
+        mbs.backward(failing(model, FailOn(*range(1, 50))), batch)
     assert any("the disk is full" in note for note in caught.value.__notes__)
 
 
@@ -344,7 +335,7 @@ def test_on_fatal_is_not_called_for_what_is_not_ours() -> None:
     model, called = nn.Linear(6, 4).double(), list[ElasticMBSError]()
     mbs = elastic(model, on_fatal=called.append)
     with pytest.raises(ValueError, match="mine"):
-        mbs.backward(_failing(model, FailOn(1, error=lambda: ValueError("mine"))), pairs(4))
+        mbs.backward(failing(model, FailOn(1, error=lambda: ValueError("mine"))), pairs(4))
     assert called == []
 
 

@@ -12,7 +12,7 @@ from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.buffers import F64, assert_as_by_hand
 from tests.helpers.steps import cross_entropy, elastic, pairs
-from tests.helpers.strikes import StrikeAt, interrupt_before_line, until_clean
+from tests.helpers.strikes import AtLine, Everywhere, every_operation, until_clean
 
 pytestmark = pytest.mark.no_oom_injection
 
@@ -74,10 +74,12 @@ class Run:
             self.first_piece()
         self.start = state(self.model)
 
-    def first_piece(self) -> None:
+    def first_piece(self) -> list[object]:
+        """Returns the state after it."""
         self.copies.begin_call(self.modules, "f")
         self.model(self.x)
         self.copies.end_clean_piece()
+        return state(self.model)
 
     def check(self, *, to_call_start: bool, wanted: list[object]) -> None:
         self.model(-self.x)
@@ -88,62 +90,48 @@ class Run:
 @pytest.mark.parametrize("known", [False, True])
 def test_a_snapshot_that_runs_out_of_memory_at_any_operation_leaves_a_right_rollback(known: bool) -> None:
     # One failure while some of the buffers were copied put the others back to the call's start, without a word.
-    def at_the_call(n: int) -> bool:
+    for strike in until_clean(lambda n: Everywhere(at=[n]), least=4):
         run = Run(known=known)
-        strike = StrikeAt(n)
         with strike, suppress(torch.OutOfMemoryError):
             run.copies.begin_call(run.modules, "f")
         assert run.copies.restore(to_call_start=False) is None
         assert state(run.model) == run.start
         run.copies.begin_call(run.modules, "f")
         run.check(to_call_start=False, wanted=run.start)
-        return strike.struck
-
-    def at_the_piece(n: int) -> bool:
+    for strike in until_clean(lambda n: Everywhere(at=[n]), least=4):
         run = Run(known=known)
-        run.first_piece()
-        between = state(run.model)
-        strike = StrikeAt(n)
+        between = run.first_piece()
         with strike, suppress(torch.OutOfMemoryError):
             run.copies.begin_piece()
-        if strike.struck:
+        if strike.hits:
             assert run.copies.restore(to_call_start=False) is None
             assert state(run.model) == between
             run.copies.begin_piece()
         run.check(to_call_start=False, wanted=between)
         run.check(to_call_start=True, wanted=run.start)
-        return strike.struck
-
-    assert until_clean(at_the_call) >= 4
-    assert until_clean(at_the_piece) >= 4
 
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("to_call_start", [False, True])
 def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure_at_any_operation(known: bool, to_call_start: bool) -> None:
-    def run_with(n: int) -> bool:
+    for strike in until_clean(lambda n: Everywhere(at=[n]), least=6):
         run = Run(known=known)
-        run.first_piece()
+        between = run.first_piece()
         run.copies.begin_piece()
-        wanted = run.start if to_call_start else state(run.model)
         run.model(-run.x)
-        strike = StrikeAt(n)
         with strike, suppress(torch.OutOfMemoryError):
             run.copies.restore(to_call_start=to_call_start)
         with InjectOOM(always_from=1):
             assert run.copies.changed()
             assert run.copies.restore(to_call_start=to_call_start) is None
-        assert state(run.model) == wanted
-        return strike.struck
-
-    assert until_clean(run_with) >= 8
+        assert state(run.model) == (run.start if to_call_start else between)
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_an_interrupt_at_any_line_leaves_a_right_rollback_to_the_calls_start(known: bool) -> None:
-    def run_with(n: int) -> bool:
+    for strike in until_clean(lambda n: AtLine(n, "rollback/buffers.py"), stride=2, least=50):
         run, begun = Run(known=known), False
-        with interrupt_before_line(n, "rollback/buffers.py") as struck, suppress(KeyboardInterrupt):
+        with strike, suppress(KeyboardInterrupt):
             run.copies.begin_call(run.modules, "f")
             begun = True
             run.model(run.x)
@@ -153,24 +141,19 @@ def test_an_interrupt_at_any_line_leaves_a_right_rollback_to_the_calls_start(kno
             run.copies.restore(to_call_start=False)
         if begun:
             run.copies.restore(to_call_start=True)
-        assert state(run.model) == run.start, struck
-        run.first_piece()
-        between = state(run.model)
+        assert state(run.model) == run.start, strike.hits
+        between = run.first_piece()
         run.copies.begin_piece()
         run.check(to_call_start=False, wanted=between)
         run.check(to_call_start=True, wanted=run.start)
-        return bool(struck)
-
-    assert until_clean(run_with) > 50
 
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_buffers_are_those_of_the_committed_pieces_wherever_memory_runs_out(calls: int) -> None:
     batch = pairs(8)
-
-    def run_with(n: int) -> bool:
+    for inject in every_operation(least=40):
         model = net()
-        mbs, loss_fn = elastic(model, micro_batch_size=4, min_micro_batch_size=2, grow=False), cross_entropy(model)
+        mbs, loss_fn = elastic(model, micro_batch_size=4, min_micro_batch_size=2), cross_entropy(model)
         mbs.eval(model.eval(), batch[0])  # what changes in training mode was not seen in it
         model.train()
         for _ in range(calls - 1):
@@ -179,9 +162,6 @@ def test_buffers_are_those_of_the_committed_pieces_wherever_memory_runs_out(call
         twin = net()
         twin.load_state_dict(model.state_dict())
         twin[2].seen, twin[3].seen = model[2].seen, model[3].seen
-        with InjectOOM(at=[n]) as injected:
+        with inject:
             result = mbs.backward(loss_fn, batch)
         assert_as_by_hand(model, twin, result, batch[0])
-        return bool(injected.hits)
-
-    assert until_clean(run_with) > 40

@@ -77,10 +77,7 @@ def test_a_gradient_that_appears_is_noticed() -> None:
         ledger.check_unchanged()
 
 
-@given(
-    st.lists(st.booleans(), min_size=1, max_size=5),
-    st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=3),
-)
+@given(st.lists(st.booleans(), min_size=1, max_size=5), st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=3))
 def test_each_backward_counts_once_for_each_leaf_that_it_reaches(filled: list[bool], backwards: list[list[int]]) -> None:
     model = [torch.zeros(2, requires_grad=True) for _ in filled]
     for leaf, full in zip(model, filled, strict=True):

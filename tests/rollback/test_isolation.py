@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_mbs.rollback.isolation import Isolation
-from elastic_mbs.testing import InjectOOM
+from tests.helpers.strikes import Everywhere
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 SHAPE = (3, 2)
@@ -49,8 +48,7 @@ KINDS = st.sampled_from(["none", "dense", "sparse"])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 says so although they are asked for
 @pytest.mark.parametrize("dtype", [F64, BF16], ids=["own type", "wide"])
 @given(
-    starts=st.lists(KINDS, min_size=1, max_size=3),
-    pieces=st.lists(st.tuples(st.lists(KINDS, min_size=3, max_size=3), st.booleans()), max_size=12),
+    starts=st.lists(KINDS, min_size=1, max_size=3), pieces=st.lists(st.tuples(st.lists(KINDS, min_size=3, max_size=3), st.booleans()), max_size=12)
 )
 def test_the_sum_is_that_of_the_pieces_that_succeeded_and_a_wide_one_is_rounded_once(
     dtype: torch.dtype, starts: list[str], pieces: list[tuple[list[str], bool]]
@@ -165,16 +163,6 @@ def test_rewind_puts_the_original_objects_back_and_those_of_wide_sums_with_their
 # ---------------------------------------------------------------------- errors inside
 
 
-class FailAt(InjectOOM):
-    """Fails in-place operations too, which allocate nothing: a leaf's turn must not depend on what the operation is."""
-
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.step(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 def every_kind() -> tuple[list[Tensor], list[list[Tensor | None]]]:
     """Leaves of every kind, and what two pieces give them."""
     plans: list[tuple[torch.dtype, str, str, str]] = [
@@ -212,7 +200,7 @@ def accumulate(at: set[int]) -> tuple[list[Tensor], list[str], int]:
             failures.append(str(error))
             until_done(operation)
 
-    with FailAt(at=at) as oom:
+    with Everywhere(at=at) as oom:
         for piece in pieces:
             fold(isolation, leaves, piece, until_done)
         until_done(isolation.finish)
@@ -237,7 +225,7 @@ def test_a_failed_fold_or_finish_can_be_rewound() -> None:
         (leaves, pieces), isolation = every_kind(), Isolation(F32)
         originals = [w.grad for w in leaves]
         values = [value(w.grad) for w in leaves]
-        with FailAt(at=[at]), pytest.raises(torch.OutOfMemoryError):
+        with Everywhere(at=[at]), pytest.raises(torch.OutOfMemoryError):
             for piece in pieces:
                 fold(isolation, leaves, piece, lambda operation: operation())
             isolation.finish()

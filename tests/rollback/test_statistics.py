@@ -67,8 +67,7 @@ def test_a_step_that_begins_to_train_batch_norm_itself_has_its_statistics_put_ba
 
         def loss_fn(piece: Pair, model: nn.Module = model, begun: list[bool] = begun) -> torch.Tensor:
             model.train(begun[0])
-            loss: torch.Tensor = cross_entropy(model)(piece)
-            return loss
+            return cross_entropy(model)(piece)
 
         for _ in range(3):
             mbs.backward(loss_fn, batch)
