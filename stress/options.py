@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import parse_bytes
@@ -13,8 +14,8 @@ LARGEST_SEED = 2**32 - 1  # of numpy's legacy stream, which takes less than torc
 MOST = 1_000_000.0  # minutes or seconds: what timers of any system can wait for
 
 
-def whole(least: int, most: int | None = None, *, why: str = "") -> Callable[[str], int]:
-    """Reads a whole number; `why` says in words what one below `least` is too few for."""
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reads a whole number."""
     allowed = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
 
     def read(text: str) -> int:
@@ -23,7 +24,7 @@ def whole(least: int, most: int | None = None, *, why: str = "") -> Callable[[st
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number: give {allowed}") from None
         if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is too few {why}: give {allowed}" if why else f"{number} is below {least}: give {allowed}")
+            raise argparse.ArgumentTypeError(f"{number} is below {least}: give {allowed}")
         if most is not None and number > most:
             raise argparse.ArgumentTypeError(f"{number} is above {most}: give {allowed}")
         return number
@@ -60,6 +61,19 @@ def memory(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: give a number of bytes above 0, or one with a unit, such as 96MiB")
     return size
+
+
+def writable(text: str) -> Path:
+    """Reads the place of a file, which is opened before minutes of work. What is in it stays."""
+    path = Path(text)
+    try:
+        fresh = not path.exists()
+        path.open("a").close()
+        if fresh:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}); name another file") from error
+    return path
 
 
 class Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # it takes no argument at run time

@@ -11,7 +11,6 @@ Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 a crash or an unexpected
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,15 +21,12 @@ import torch
 from elastic_mbs import Policy
 from elastic_mbs.errors import UsageError
 
-from .. import exit_codes
+from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, write_figures
 from ..limits import ChildError, Crashed, Emit, Failed, Hung, available, open_limit, run_child
 from ..models.factory import find
-from ..options import duration, whole
+from ..options import duration, whole, writable
 from ..options import seed as a_seed
-from ..output import check_writable
-from ..progress import Progress
 from ..reference.state import WrongOutcomeError
-from ..repeat import TOOL, case_seed
 from ..tally import listed
 from .blows import Blows, draw
 from .training import Counts, Training
@@ -79,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=a_seed, default=0, help="of models, batches, and where memory moves (default 0)")
     parser.add_argument("--only", type=a_seed, metavar="ROUND_SEED", help="one round of one --model, by the seed that was printed for it")
     parser.add_argument("--deadline", type=duration("seconds"), default=300.0, metavar="SECONDS", help="a longer round hangs (default 300)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures to this file")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -89,7 +85,6 @@ def main(options: argparse.Namespace) -> int:
         raise UsageError(f"--only {options.only} is a round of one model: give one --model, as it was printed")
     for model in models:
         find(model)
-    check_writable(options.json, "--json")
     check_kind(options.kind)
     what = f"{options.failures} failures, limit {options.kind}, models {', '.join(models)}, seed {options.seed}, torch {torch.__version__}"
     print(f"hammer, {what}", flush=True)
@@ -98,12 +93,10 @@ def main(options: argparse.Namespace) -> int:
     for model, counts in run.counts.items():
         print(f"{Path(model).name:12} {counts.line()}")
     print(f"{run.all.line()}, {run.made} rounds, not allowed: {listed(run.bad)}")
-    print("passed" if run.code == exit_codes.PASSED else "failed", flush=True)
-    if options.json is not None:
-        figures = {"schema": "elastic-mbs/hammer/1", "torch": torch.__version__, "kind": options.kind, "seed": options.seed, "exit_code": run.code}
-        figures |= {"seconds": round(time.monotonic() - began, 1), "rounds": run.made, "bad": dict(run.bad), **run.all.as_json()}
-        figures["models"] = {Path(model).name: counts.as_json() for model, counts in run.counts.items()}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print("passed" if run.code == PASSED else "failed", flush=True)
+    figures = {"schema": "elastic-mbs/hammer/1", "kind": options.kind, "seed": options.seed, "exit_code": run.code, "rounds": run.made}
+    figures |= {"seconds": round(time.monotonic() - began, 1), "bad": dict(run.bad), **run.all.as_json()}
+    write_figures(options.json, {**figures, "models": {Path(model).name: counts.as_json() for model, counts in run.counts.items()}})
     return run.code
 
 
@@ -121,7 +114,7 @@ class _Run:
         self._options, self._progress = options, Progress()
         self.all, self.counts = Counts(), {model: Counts() for model in models}
         self.bad: Counter[str] = Counter()  # rounds that ended badly, by how
-        self.code = exit_codes.PASSED  # the highest of a round
+        self.code = PASSED  # the highest of a round
         self.made = 0
 
     def rounds(self) -> None:
@@ -150,7 +143,7 @@ class _Run:
             self.bad[how] += 1
             self.code = max(self.code, code)
             self._progress.clear()
-            words = [] if code == exit_codes.WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:]
+            words = [] if code == WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:]
             print("\n  ".join([f"{how.upper()}: {error}", *words, f"repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only {seed}"]))
         self._progress.clear()
         for counts in (self.all, self.counts[model]):
@@ -160,8 +153,8 @@ class _Run:
 def verdict(error: ChildError) -> tuple[str, int]:
     """How a process has ended, in words and as an exit code."""
     if isinstance(error, Hung):
-        return "hang", exit_codes.HANG
+        return "hang", HANG
     if isinstance(error, Crashed):
-        return f"crash by {error.signal}", exit_codes.UNEXPECTED
+        return f"crash by {error.signal}", UNEXPECTED
     name = error.error if isinstance(error, Failed) else None
-    return ("wrong outcome", exit_codes.WRONG) if name == WrongOutcomeError.__name__ else (name or "unexpected exit", exit_codes.UNEXPECTED)
+    return ("wrong outcome", WRONG) if name == WrongOutcomeError.__name__ else (name or "unexpected exit", UNEXPECTED)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,12 +23,10 @@ from elastic_mbs import ElasticMBS, Policy
 from elastic_mbs.controller.partition import partition
 from elastic_mbs.events import format_bytes
 
-from ..exit_codes import PASSED, WRONG
+from ..console import PASSED, WRONG, Progress, write_figures
 from ..flat_options import grouped
 from ..limits import ChildError, Emit, MemoryLimit, open_limit, run_child
-from ..options import duration, seed, whole
-from ..output import check_writable
-from ..progress import Progress
+from ..options import duration, seed, whole, writable
 from ..reference.by_hand import accumulate, view_of
 from ..reference.state import demand
 from ..scenarios.model_check import check
@@ -153,14 +149,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=duration("minutes"), default=30.0, help="how long (default 30)")
     parser.add_argument("--kind", choices=("budget", "shim"), default="budget", help="what fails: counted tensors, or the allocator itself")
     parser.add_argument("--model", default="heads", help="built-in by name, or your own as path.py:factory (default heads)")
-    parser.add_argument("--samples", type=whole(2 * LEAST, why="for a trend"), default=120, help="how often to measure, at most (default 120)")
+    parser.add_argument("--samples", type=whole(2 * LEAST), default=120, help="how often to measure, at most (default 120)")
     parser.add_argument("--seed", type=seed, default=0, help="of model, batches, and the comings and goings of memory (default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples and the verdict to this file")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the samples and the verdict to this file")
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs it; returns the exit code."""
-    check_writable(options.json, "--json")
     check_kind(options.kind)
     check(options.model, options.seed, "cpu")
     arguments = {name: getattr(options, name) for name in ("kind", "seed", "model", "samples")} | {"seconds": options.minutes * 60}
@@ -184,9 +179,8 @@ def main(options: argparse.Namespace) -> int:
     for each in found:
         print(each)
     print("passed: flat and exact" if code == PASSED else "failed", flush=True)
-    if options.json is not None:
-        document = {"schema": "elastic-mbs/soak/1", **arguments, "torch": torch.__version__, "exit_code": code, "complaints": found, **last}
-        options.json.write_text(json.dumps({**document, "measured": [asdict(sample) for sample in samples]}, indent=1) + "\n")
+    figures = {"schema": "elastic-mbs/soak/1", **arguments, "exit_code": code, "complaints": found, **last}
+    write_figures(options.json, {**figures, "measured": [asdict(sample) for sample in samples]})
     return code
 
 

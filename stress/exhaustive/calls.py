@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.containers import tensors_in
+from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.batch.view import map_tensors
 
 from ..flat_options import grouped
@@ -40,16 +42,13 @@ class Call:
     def batch(self) -> Any:
         return self.case.batch(0)
 
+    def loss(self, batch: Any) -> Any:
+        """The user's code."""
+        self.user_code()
+        return self.case.loss_fn(batch)
+
     def prepare(self) -> None:
         """Brings the case to where the call begins."""
-        self._loss = self.noting(self.case.loss_fn)
-
-    def noting(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def noted(batch: Any) -> Any:
-            self.user_code()
-            return fn(batch)
-
-        return noted
 
     def perform(self) -> Any:
         raise NotImplementedError
@@ -93,7 +92,7 @@ class Loop(Call):
     """The third door, the loop written out."""
 
     def perform(self) -> Any:
-        return by_loop(self.mbs, self._loss, self.batch)
+        return by_loop(self.mbs, self.loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
         whole = whole_batch(self.target)
@@ -110,18 +109,12 @@ class Loop(Call):
 class Backward(Loop):
     """The first door, with outputs where the loss leaves room for them."""
 
-    def prepare(self) -> None:
-        super().prepare()
-        fn = self.case.loss_fn
-
-        def with_outputs(batch: Any) -> Any:
-            loss = fn(batch)
-            return loss if isinstance(loss, dict) else (loss, next(iter(tensors_in(batch))).detach() * 1)
-
-        self._loss = self.noting(with_outputs)
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        return loss if isinstance(loss, dict) else (loss, next(iter(tensors_in(batch))).detach() * 1)
 
     def perform(self) -> Any:
-        return self.mbs.backward(self._loss, self.batch)
+        return self.mbs.backward(self.loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
         if product.outputs is not None and not product.skipped and self.target.name != "edited_batch":
@@ -136,8 +129,7 @@ class Reading(Call):
     gradients = False
 
     def prepare(self) -> None:
-        super().prepare()
-        self._result = self.mbs.backward(self._loss, self.batch)
+        self._result = self.mbs.backward(self.loss, self.batch)
 
     def warm_up(self) -> None:
         """There is no second first time."""
@@ -152,39 +144,28 @@ class Reading(Call):
 
 
 class Evaluation(Call):
-    """`eval`, whose function gives a number for each piece, and a tensor whose pieces are joined."""
+    """`eval`, whose function gives a loss for each piece, and a tensor whose pieces are joined."""
 
     gradients = False
 
     def prepare(self) -> None:
-        self._runs: list[tuple[int, int]] = []
-        runs, fn = self._runs, self.case.loss_fn
-
-        def numbered(batch: dict[str, Any]) -> dict[str, Any]:
-            first, index = int(batch["first"][0]), batch["index"]
-            runs.append((first, first + len(index)))
-            return {"loss": fn(batch["samples"]), "index": index * 1}
-
-        self._fn = self.noting(numbered)
-        self._samples = list(range(whole_batch(self.target)[-1][1]))
-        self._numbered = {"samples": self.batch, "index": torch.tensor(self._samples), "first": self._samples}
+        self._index = torch.arange(whole_batch(self.target)[-1][1])
 
     def perform(self) -> Any:
-        self._runs.clear()
-        return self.mbs.eval(self._fn, self._numbered)
+        numbered = {"samples": self.batch, "index": self._index}
+        return self.mbs.eval(lambda piece: {"loss": self.loss(piece["samples"]), "index": piece["index"] * 1}, numbered)
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        demand(product["index"].tolist() == self._samples, f"outputs are not those of the batch: {product['index'].tolist()}")
-        begins = max(i for i, (begin, _) in enumerate(self._runs) if begin == 0)
-        runs = self._runs[begins:]
-        committed = tuple(run for run, after in zip(runs, [*runs[1:], (runs[-1][1], 0)], strict=True) if after[0] == run[1])
-        losses, after = evaluated(self.target, committed)
+        demand(torch.equal(product["index"], self._index), f"outputs are not those of the batch: {product['index'].tolist()}")
+        losses = product["loss"] if isinstance(product["loss"], dict) else {"": product["loss"]}
+        found = {name: value if isinstance(value, PerPiece) else PerPiece([value], [len(self._index)]) for name, value in losses.items()}
+        pieces = tuple(pairwise(accumulate(next(iter(found.values())).lengths, initial=0)))
+        wanted, after = evaluated(self.target, pieces)
         end.demand_rest_of(after, self.case.tolerance)
-        for name, wanted in losses.items():
-            found = product["loss"][name] if name else product["loss"]
-            numbers = torch.stack([torch.as_tensor(value).double() for value in (found if isinstance(found, list) else [found])])
-            same = numbers.shape == wanted.shape and torch.allclose(numbers, wanted, rtol=self.case.tolerance, atol=1e-14, equal_nan=True)
-            demand(same, f"losses {numbers.tolist()} should be {wanted.tolist()} with {committed}")
+        for name, values in wanted.items():
+            numbers = torch.stack([value.double() for value in found[name]])
+            same = numbers.shape == values.shape and torch.allclose(numbers, values, rtol=self.case.tolerance, atol=1e-14, equal_nan=True)
+            demand(same, f"losses {numbers.tolist()} should be {values.tolist()} with {pieces}")
         demand(error_of(end.grads, start.grads) == 0, "a gradient has changed in an evaluation")
         return 0.0
 
@@ -209,7 +190,7 @@ class Verification(Call):
     gradients = False
 
     def perform(self) -> Any:
-        return self.mbs.verify(self._loss, self.batch)
+        return self.mbs.verify(self.loss, self.batch)
 
     def judge(self, product: Any, start: State, end: State) -> float:
         wanted = verified(self.target)

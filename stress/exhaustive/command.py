@@ -8,23 +8,16 @@ Exit codes: 0 all were, 2 bad input, 3 an outcome that is not allowed, 4 an unex
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..exit_codes import PASSED, UNEXPECTED
-from ..exit_codes import WRONG as EXIT_WRONG
+from ..console import PASSED, UNEXPECTED, Progress, prepare, write_figures
+from ..console import WRONG as EXIT_WRONG
 from ..models.steps import STEPS
-from ..options import seed, whole
-from ..output import check_writable
-from ..progress import Progress
+from ..options import seed, whole, writable
 from ..tally import Tally, listed
 from .calls import CALLS
 from .run import DAMAGED, RAW, WRONG, Outcome
@@ -49,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stride = "strike at every N-th point only: the model is made anew for each, which takes long where it has many parameters (default 1)"
     parser.add_argument("--stride", type=whole(1), metavar="N", default=1, help=stride)
     parser.add_argument("--max-points", type=whole(1), metavar="N", help="about N points of each case and dimension, drawn, and not all of them")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures to this file")
 
 
 @dataclass
@@ -60,9 +53,7 @@ class Summary(Tally):
     points: int = 0
     exact: int = 0
     worst: float = 0.0
-    wrong: int = 0
-    raw: int = 0
-    damaged: int = 0
+    found: Counter[str] = field(default_factory=Counter)  # outcomes that are not allowed, by kind
     errors: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
 
@@ -71,14 +62,11 @@ class Summary(Tally):
         self.exact += outcome.error is None and not outcome.found
         self.worst = max(self.worst, outcome.worst)
         self.modes.update(outcome.modes)
-        self.wrong += WRONG in outcome.found
-        self.raw += RAW in outcome.found
-        self.damaged += DAMAGED in outcome.found
-        if outcome.error is not None:
-            self.errors[outcome.error] += 1
+        self.found.update(outcome.found.keys())
+        self.errors.update([outcome.error] if outcome.error else [])
 
     def bad(self) -> str:
-        return f"{self.wrong} wrong, {self.raw} raw, {self.damaged} damaged"
+        return ", ".join(f"{self.found[kind]} {kind}" for kind in (WRONG, RAW, DAMAGED))
 
     def line(self) -> str:
         """As one line of the table."""
@@ -89,9 +77,8 @@ class Summary(Tally):
 
 def main(options: argparse.Namespace) -> int:
     """Sweeps the cases and prints a table; returns the exit code."""
+    prepare()
     targets = _targets(options)
-    gc.collect()
-    gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
     began = time.monotonic()
     table, code = [], PASSED
     for target in targets:
@@ -104,9 +91,8 @@ def main(options: argparse.Namespace) -> int:
     for summary in table:
         total.merge(summary.as_json() | {"case": ""})
     print(f"{total.points} injection points, {total.exact} exact, {total.bad()}, worst error {total.worst:.1e}, {time.monotonic() - began:.0f} s")
-    if options.json is not None:
-        figures = total.as_json() | {"case": "all", "torch": torch.__version__, "stride": options.stride}
-        options.json.write_text(json.dumps({**figures, "cases": [each.as_json() for each in table]}, indent=1) + "\n")
+    figures = total.as_json() | {"case": "all", "stride": options.stride}
+    write_figures(options.json, {**figures, "cases": [each.as_json() for each in table]})
     return code
 
 
@@ -117,8 +103,6 @@ def _targets(options: argparse.Namespace) -> list[Target]:
             raise UsageError(f"--{name} {getattr(options, name)} is for --model; the built-in cases have their own")
     if options.model is not None and options.cases:
         raise UsageError(f"--model {options.model} and the case {options.cases[0]!r} were both given: it is one or the other")
-    check_writable(options.json, "--json")
-    torch.set_num_threads(1)
     if options.model is None:
         return [builtin(name) for name in options.cases or STEPS]
     target = of_subject(options.model, samples=options.samples or SAMPLES, seed=options.seed or 0)
@@ -139,15 +123,13 @@ def _case(sweep: Sweep, dimension: str | None, summary: Summary) -> int:
             summary.add(outcome)
             return EXIT_WRONG
     progress, expected, began = Progress(piped=30.0, live=1.0), sweep.expected(ways), time.monotonic()
-    shown: Counter[str] = Counter()
     try:
         for chosen in DIMENSIONS if dimension is None else (dimension,):
             for outcome in getattr(sweep, chosen)(ways):
                 summary.add(outcome)
                 left = (time.monotonic() - began) / summary.points * max(0, expected - summary.points)
                 progress.tell(f"{name}: {summary.points} of about {expected}, about {left / 60:.0f} min left; --stride N makes it shorter")
-                shown.update(outcome.found.keys())
-                if any(shown[kind] <= SHOWN for kind in outcome.found):
+                if any(summary.found[kind] <= SHOWN for kind in outcome.found):
                     progress.clear()
                     print(outcome, flush=True)
     except Exception as error:
@@ -155,4 +137,4 @@ def _case(sweep: Sweep, dimension: str | None, summary: Summary) -> int:
         print(f"UNEXPECTED in {name}: {type(error).__name__}: {error}", flush=True)
         return UNEXPECTED
     progress.clear()
-    return EXIT_WRONG if shown else PASSED
+    return EXIT_WRONG if summary.found else PASSED

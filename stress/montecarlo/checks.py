@@ -13,7 +13,7 @@ from elastic_mbs import StepResult
 from elastic_mbs.batch.view import BatchView, map_tensors
 
 from ..reference.by_hand import Partition, add_up, check_covered
-from ..reference.state import State, demand, error_of, hooks_on
+from ..reference.state import State, demand, error_of
 from .plan import Plan
 from .setup import CONTAINERS, Setup, counts_by_hand
 
@@ -101,8 +101,3 @@ def _check_outputs(plan: Plan, outputs: Any, scores: Tensor, where: str) -> None
     found = outputs if plan.returns == "pair" else outputs["scores"] if plan.returns == "dict" else outputs.scores
     same = isinstance(found, Tensor) and found.shape == scores.shape and torch.allclose(found, scores, rtol=1e-10, atol=1e-12)
     demand(same, f"{where}the outputs are not those of the committed pieces in their order")
-
-
-def check_nothing_left(real: Setup) -> None:
-    """A closed runtime has left no hook."""
-    demand(hooks_on(real.model, real.leaves()) == 0, "a closed runtime has left a hook on the model")

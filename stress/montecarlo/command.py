@@ -8,34 +8,31 @@ Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 an unexpected error, 5 a
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import shlex
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..exit_codes import HANG, PASSED, UNEXPECTED, WRONG
-from ..options import duration, seed, whole
-from ..output import check_writable
-from ..progress import Progress
+from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, prepare, watchdog, write_figures
+from ..options import duration, seed, whole, writable
 from ..reference.state import WrongOutcomeError, demand
-from ..repeat import TOOL, case_seed
 from ..tally import listed
-from ..watchdog import Watchdog
-from .plan import Plan, draw, read
-from .shrink import shrink
+from .plan import Plan, draw, read, smaller
 from .trial import Outcome, run_trial
+
+NO_END = "a process that hung or crashed"
+CODES = {WrongOutcomeError.__name__: WRONG, NO_END: HANG}  # of failures by kind, which is an error's name; of all others UNEXPECTED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline", type=duration("seconds"), default=60.0, metavar="SECONDS", help="a case that takes longer hangs (default 60)")
     look = "look so long for a smaller case that fails (default 30)"
     parser.add_argument("--shrink", type=duration("seconds", zero=True), default=30.0, metavar="SECONDS", help=look)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures to this file")
 
 
 @dataclass
@@ -61,9 +58,13 @@ class Totals(Outcome):
     clean: int = 0  # cases in which nothing went wrong that could
     failures: Counter[str] = field(default_factory=Counter)  # cases with an outcome that is not allowed, by kind
 
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return max((CODES.get(kind, UNEXPECTED) for kind in self.failures), default=PASSED)
+
     def table(self) -> str:
         """For a person."""
-        share = self.lost / self.seconds if self.seconds else 0.0
         rows = {
             "runs": f"{self.runs} ({self.clean} in which nothing struck), {self.calls} training calls",
             "faults": f"{self.faults} planned; {self.struck} operations made to fail, memory limit passed {self.limits_hit} times",
@@ -71,7 +72,6 @@ class Totals(Outcome):
             "replays by mode": f"{listed(self.modes)}; {self.partial} of pieces that had partly committed",
             "splits": str(self.splits),
             "typed errors": listed(self.errors),
-            "time lost to replays": f"{self.lost:.1f} s of {self.seconds:.1f} s in calls ({share:.0%})",
             "worst error of a gradient": f"{self.worst:.1e}",
             "not allowed": listed(self.failures),
         }
@@ -82,7 +82,6 @@ def main(options: argparse.Namespace) -> int:
     """Runs the cases; returns the exit code."""
     if options.only is not None and options.case is not None:
         raise UsageError(f"--only {options.only} and --case were both given: it is one or the other")
-    check_writable(options.json, "--json")
     _prepare()
     cases = _Cases(options)
     if options.only is not None:
@@ -95,32 +94,27 @@ def main(options: argparse.Namespace) -> int:
         print(f"Monte Carlo, seed {options.seed}, {options.runs} runs {what}, torch {torch.__version__}", flush=True)
         cases.many() if options.jobs == 1 else cases.share()
     print(cases.totals.table(), flush=True)
-    if options.json is not None:
-        figures = {"seed": options.seed, "torch": torch.__version__, "baseline": options.baseline, "exit_code": cases.code, **cases.totals.as_json()}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return cases.code
+    write_figures(options.json, {"seed": options.seed, "baseline": options.baseline, "exit_code": cases.totals.code, **cases.totals.as_json()})
+    return cases.totals.code
 
 
 def _prepare() -> None:
-    torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # torch does so at the first checkpoint: a second, and 100 000 objects
-    gc.collect()
-    gc.freeze()  # recovery collects garbage; what has been imported by now need not be looked at each time
+    prepare()
 
 
-def _part(options: argparse.Namespace, first: int) -> tuple[int, Totals]:
+def _part(options: argparse.Namespace, first: int) -> Totals:
     """The cases of one process among several."""
     cases = _Cases(options)
     cases.many(first, options.jobs)
-    return cases.code, cases.totals
+    return cases.totals
 
 
 class _Cases:
     """Runs cases one after the other, and prints those that fail."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self.totals, self.code = Totals(), PASSED
+        self._options, self.totals = options, Totals()
 
     def share(self) -> None:
         """Each of several processes runs every n-th case."""
@@ -128,10 +122,9 @@ class _Cases:
         with ProcessPoolExecutor(plain.jobs, get_context("spawn"), _prepare) as pool:
             for running in [pool.submit(_part, plain, number) for number in range(plain.jobs)]:
                 try:
-                    code, totals = running.result()
+                    totals = running.result()
                 except BrokenProcessPool:
-                    code, totals = HANG, Totals(failures=Counter({"a process that hung or crashed": 1}))
-                self.code = max(self.code, code)
+                    totals = Totals(failures=Counter({NO_END: 1}))
                 self.totals.merge(totals.as_json())
 
     def many(self, first: int = 0, every: int = 1) -> None:
@@ -157,14 +150,11 @@ class _Cases:
             failures = dict(outcome.phases + outcome.errors)
             demand(not (baseline and failures), f"there were out-of-memory events although nothing was made to fail: {failures}")
         except Exception as error:
-            kind, code = _verdict(error)
+            kind, last = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
             totals.failures[kind] += 1
-            self.code = max(self.code, code)
-            print(f"{'WRONG' if code == WRONG else f'UNEXPECTED {kind}'}: {str(error).partition(chr(10))[0][:300]}\n{lines}")
-            if code != WRONG:
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                print(f"  raised in {last.filename}:{last.lineno}")
-            small = shrink(plan, lambda candidate: self._fails(candidate, kind), seconds=self._options.shrink)
+            print(f"{'WRONG' if kind in CODES else f'UNEXPECTED {kind}'}: {str(error).partition(chr(10))[0][:300]}\n{lines}")
+            print(f"  raised in {last.filename}:{last.lineno}")
+            small = shrink(plan, lambda candidate: self._fails(candidate, kind), self._options.shrink)
             if small != plan:
                 print(_lines("smallest that fails", small, _given(small)), flush=True)
             return
@@ -172,7 +162,7 @@ class _Cases:
         totals.merge(outcome.as_json())
 
     def _run(self, plan: Plan, lines: str) -> Outcome:
-        with Watchdog(self._options.deadline, lambda: f"HANG: not done after {self._options.deadline:g} s\n{lines}"):
+        with watchdog(self._options.deadline, lambda: f"HANG: not done after {self._options.deadline:g} s\n{lines}"):
             return run_trial(plan)
 
     def _fails(self, plan: Plan, kind: str) -> bool:
@@ -180,8 +170,18 @@ class _Cases:
         try:
             self._run(plan, _lines("case", plan, _given(plan)))
         except Exception as error:
-            return _verdict(error)[0] == kind
+            return type(error).__name__ == kind
         return False
+
+
+def shrink(plan: Plan, fails: Callable[[Plan], bool], seconds: float = 30.0) -> Plan:
+    """The smallest case found in so many seconds that still fails in the same way, greedily."""
+    end = time.monotonic() + seconds
+    left = smaller(plan)
+    while (candidate := next(left, None)) is not None and time.monotonic() < end:
+        if fails(candidate):
+            plan, left = candidate, smaller(candidate)
+    return plan
 
 
 def _given(plan: Plan) -> str:
@@ -190,8 +190,3 @@ def _given(plan: Plan) -> str:
 
 def _lines(what: str, plan: Plan, repeat: str, more: str = "") -> str:
     return f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo {repeat}{more}"
-
-
-def _verdict(error: Exception) -> tuple[str, int]:
-    """How a case has failed, in words and as an exit code."""
-    return ("wrong outcome", WRONG) if isinstance(error, WrongOutcomeError) else (type(error).__name__, UNEXPECTED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -94,6 +94,22 @@ class Plan:
 def changed(value: Plan | Fault) -> dict[str, Any]:
     """The fields that are not at their default."""
     return {each.name: getattr(value, each.name) for each in fields(value) if getattr(value, each.name) != each.default}
+
+
+def smaller(plan: Plan) -> Iterator[Plan]:
+    """Cases that are a little plainer than this one, the greatest steps first: one part after the other as in the plainest."""
+    parts = {name: value for name, value in changed(plan).items() if name != "seed"}
+    # faults and limits come last in a plan, and matter most
+    changes: list[dict[str, Any]] = [{name: getattr(Plan(), name)} for name in reversed(parts)]
+    for name, value in parts.items():
+        changes += [{name: (*value[:i], *value[i + 1 :])} for i in range(len(value) if isinstance(value, tuple) else 0)]
+    changes += [{"samples": samples} for samples in (plan.samples // 2, plan.samples - 1) if samples > 0]
+    changes += [{"steps": plan.steps - 1}] if plan.steps > 1 else []
+    for i, fault in enumerate(plan.faults):
+        for name in changed(fault):
+            plainer = replace(fault, **{name: getattr(Fault(), name)})
+            changes.append({"faults": (*plan.faults[:i], plainer, *plan.faults[i + 1 :])})
+    return (replace(plan, **change) for change in changes)
 
 
 def read(text: str) -> Plan:

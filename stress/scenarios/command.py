@@ -11,17 +11,15 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from elastic_mbs.errors import UsageError
 
+from ..console import Progress
 from ..limits import KINDS, available
 from ..models.subject import words
-from ..options import memory, seed, whole
-from ..output import check_writable
-from ..progress import Progress
+from ..options import memory, seed, whole, writable
 from ..record import Run, Step, count, write_json
 from ..report import write_html
 from .catalogue import DEADLINE, LINES, SCENARIOS, Order
@@ -46,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = f"kind of limit: {', '.join(KINDS)}; {again} that can be had here)"
     parser.add_argument("--kind", action="append", choices=KINDS, metavar="KIND", help=kinds)
     parser.add_argument("--model", metavar="NAME", help="a built-in model, or your own as path.py:factory (default: the scenario's)")
-    parser.add_argument("--steps", type=whole(FEWEST, why="for a script"), metavar="N", help="optimizer steps (default: the scenario's)")
+    parser.add_argument("--steps", type=whole(FEWEST), metavar="N", help="optimizer steps (default: the scenario's)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of models, batches and scripts (default: 0)")
     parser.add_argument("--budget", type=memory, metavar="BYTES", help="memory there is, such as 96MiB (default: what the whole batch needs)")
     parser.add_argument("--quick", action="store_true", help="the bounded set: few steps, and a few scenarios of each real kind")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of them there")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the records there")
+    parser.add_argument("--html", type=writable, metavar="FILE", help="write a page of them there")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -63,8 +61,6 @@ def main(options: argparse.Namespace) -> int:
     if options.list:
         print(listing())
         return 0
-    for name in ("json", "html"):
-        check_writable(getattr(options, name), f"--{name}")
     if options.json is not None and options.json == options.html:
         raise UsageError(f"--json {options.json}: --html goes to the same file; name a file for each")
     orders, missing = plan(options)

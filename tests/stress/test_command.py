@@ -12,7 +12,7 @@ import pytest
 
 from elastic_mbs.cli.command import main
 from stress.limits import KINDS, available
-from stress.output import check_writable
+from stress.options import writable
 from stress.record import Run
 from stress.scenarios import command as scenarios
 from stress.scenarios.catalogue import LINES, SCENARIOS, Order
@@ -37,11 +37,11 @@ def test_the_list_has_every_scenario_with_kinds_that_there_are(capsys: pytest.Ca
     [
         ("--budget abc", "--budget: 'abc' is no amount of memory: give a number of bytes above 0"),
         ("--budget 100000 --kind budget --scenario steady", "are below the model"),
-        ("--steps 0", "--steps: 0 is too few for a script: give a whole number of at least 6"),
+        ("--steps 0", "--steps: 0 is below 6: give a whole number of at least 6"),
         ("--seed 4294967296", "--seed: 4294967296 is above 4294967295"),
-        ("--json {folder}", "--json {folder}: this is a folder; name a file"),
-        ("--html {folder}/none/x.html", "there is no folder {folder}/none; make it first"),
-        ("--scenario steady --json {folder}/{long}.json", "it cannot be written"),
+        ("--json {folder}", "--json: {folder} cannot be written (Is a directory); name another file"),
+        ("--html {folder}/none/x.html", "--html: {folder}/none/x.html cannot be written (No such file or directory)"),
+        ("--scenario steady --json {folder}/{long}.json", "cannot be written (File name too long)"),
         ("--json {folder}/x --html {folder}/x", "goes to the same file"),
         ("--scenario nonsense", "argument --scenario: invalid choice: 'nonsense' (choose from"),
         ("--kind nonsense", "argument --kind: invalid choice: 'nonsense' (choose from"),
@@ -56,17 +56,17 @@ def test_the_list_has_every_scenario_with_kinds_that_there_are(capsys: pytest.Ca
         ("montecarlo --shrink -1", "--shrink: '-1' is no length of time that can be used: give a number of seconds from 0 on"),
         ("montecarlo --only 1 --case {{}}", "it is one or the other"),
         ("montecarlo --case x", "--case x: this is no case"),
-        ("montecarlo --json {folder}", "--json {folder}: this is a folder"),
+        ("montecarlo --json {folder}", "--json: {folder} cannot be written"),
         ("exhaustive nonsense", "unknown case 'nonsense'; one of mlp"),
         ("exhaustive --model wide mlp", "it is one or the other"),
         ("exhaustive mlp --samples 4", "--samples 4 is for --model; the built-in cases have their own"),
-        ("exhaustive --json {folder}/none/x", "there is no folder {folder}/none"),
-        ("soak --samples 3", "--samples: 3 is too few for a trend: give a whole number of at least 16"),
+        ("exhaustive --json {folder}/none/x", "--json: {folder}/none/x cannot be written"),
+        ("soak --samples 3", "--samples: 3 is below 16: give a whole number of at least 16"),
         ("soak --model nonsense", "--model nonsense: no such model"),
-        ("soak --json {folder}", "--json {folder}: this is a folder"),
+        ("soak --json {folder}", "--json: {folder} cannot be written"),
         ("hammer --failures 0", "--failures: 0 is below 1"),
         ("hammer --only 5 --model mlp --model gpt", "--only 5 is a round of one model"),
-        ("hammer --json {folder}", "--json {folder}: this is a folder"),
+        ("hammer --json {folder}", "--json: {folder} cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_with_the_way_out(line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,8 +91,8 @@ def test_a_kind_that_cannot_be_had_is_refused_where_it_was_asked_for(monkeypatch
 def test_a_place_is_checked_by_opening_it_and_its_content_stays(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("old")
-    for path in (kept, tmp_path / "fresh.json", None):
-        check_writable(path, "--json")
+    for path in (kept, tmp_path / "fresh.json"):
+        assert writable(str(path)) == path
     assert kept.read_text() == "old"
     assert list(tmp_path.iterdir()) == [kept]
 

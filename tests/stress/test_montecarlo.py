@@ -23,13 +23,13 @@ from elastic_mbs.cli.command import main
 from elastic_mbs.engine import recovery
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
+from stress.console import case_seed
 from stress.models.layers import LAYERS
+from stress.montecarlo.command import shrink
 from stress.montecarlo.faults import SENSORS, Faults
-from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, Fault, Plan, draw, read
-from stress.montecarlo.shrink import shrink, smaller
+from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, Fault, Plan, draw, read, smaller
 from stress.montecarlo.trial import Outcome, run_trial
 from stress.reference.state import error_of
-from stress.repeat import case_seed
 from stress.streams import Streams
 
 ROOT = Path(__file__).parents[2]
