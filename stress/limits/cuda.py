@@ -6,12 +6,12 @@ from typing import Self
 
 import torch
 
-from elastic_mbs.cli.demo.ballast import GRAIN, Ballast
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
 from .checkerboard import APART, Checkerboard
 from .limit import MemoryLimit
+from .neighbour import CUDA_GRAIN, Neighbour
 
 MOSTLY_FREE = 0.75  # share of the device that must be free: its co-tenant fills it, and other processes must not starve of that
 
@@ -20,12 +20,12 @@ class CudaLimit(MemoryLimit):
     """One CUDA device.
 
     ```
-        total ─┬─ outside    not to be had: others' and what the capacity leaves out; held by the ballast process
-               ├─ held       the co-tenant's; held by the ballast process, too
+        total ─┬─ outside    not to be had: others' and what the capacity leaves out; held by the neighbour process
+               ├─ held       the co-tenant's; held by the neighbour process, too
                └─ ours       reserved by torch's allocator, at most capacity less held
     ```
 
-    A capacity alone is a memory fraction, which is exact. With a co-tenant, the ballast process fills the device up to what is left to us, so that
+    A capacity alone is a memory fraction, which is exact. With a co-tenant, the neighbour process fills the device up to what is left to us, so that
     `cudaMalloc` itself fails; what our allocator has reserved it gets when we free it. Fragmented memory is a checkerboard of our own blocks in what
     the capacity leaves us; see `Checkerboard`.
     Where it is `shared`, another one of us trains on the device, too, and a `Confined` decides how much both have.
@@ -37,7 +37,7 @@ class CudaLimit(MemoryLimit):
     def __init__(self, device: torch.device | str = "cuda", *, shared: bool = False) -> None:
         super().__init__()
         self.device, self._shared = _with_index(device), shared
-        self._neighbour: Ballast | None = None
+        self._neighbour: Neighbour | None = None
         self._wanted = 0  # bytes that it was made to hold
         self._largest: int | None = None
         self._board: Checkerboard | None = None
@@ -88,7 +88,7 @@ class CudaLimit(MemoryLimit):
         return any(each.get("is_expandable", False) and each["device"] == self.device.index for each in torch.cuda.memory_snapshot())
 
     def occupy(self, held: int) -> None:
-        """Makes the ballast take what is too much for us to have the capacity less `held`.
+        """Makes the neighbour take what is too much for us to have the capacity less `held`.
 
         What our allocator keeps in reserve cannot be taken from it, so it is given back first: otherwise it would never notice a neighbour.
         """
@@ -96,13 +96,13 @@ class CudaLimit(MemoryLimit):
         if self._neighbour is None:
             if not held:
                 return
-            self._neighbour = self._undo.enter_context(Ballast(self.device))
+            self._neighbour = self._undo.enter_context(Neighbour(self.device))
         torch.cuda.empty_cache()
         holds, self._wanted = self._neighbour.hold(self._wanted), 0  # it may have got more since it was last asked
         if held:  # else the fraction is limit enough
             free, total = torch.cuda.mem_get_info(self.device)
             left = (total if self.capacity is None else self.capacity) - held
-            self._wanted = max(0, holds + free + torch.cuda.memory_reserved(self.device) - left) // GRAIN * GRAIN
+            self._wanted = max(0, holds + free + torch.cuda.memory_reserved(self.device) - left) // CUDA_GRAIN * CUDA_GRAIN
         self._neighbour.hold(self._wanted)
 
     def others(self) -> int:
@@ -135,19 +135,18 @@ class CudaLimit(MemoryLimit):
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
 
-class Confined(Ballast):
-    """A GPU of which all others together can have a given number of bytes: the ballast process holds the rest."""
+class Confined(Neighbour):
+    """A GPU of which all others together can have a given number of bytes: the neighbour process holds the rest."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         super().__init__(_with_index(device))
-        self._device = device
 
     def leave(self, size: int | None, *, held: int = 0) -> None:
         """Leaves so many bytes, with those that the others hold already; None for all that is free."""
         torch.cuda.empty_cache()  # our cache cannot be had by others
         self.hold(0)
         if size is not None:
-            self.hold(max(0, torch.cuda.mem_get_info(self._device)[0] + held - size) // GRAIN * GRAIN)
+            self.hold(max(0, torch.cuda.mem_get_info(self.device)[0] + held - size) // CUDA_GRAIN * CUDA_GRAIN)
 
 
 def _with_index(device: torch.device | str) -> torch.device:

@@ -1,18 +1,12 @@
 """The demo: it survives, trains the same model, prints what happened, and notices when something is wrong."""
 
 import math
-import os
 import random
 import sysconfig
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +16,10 @@ from hypothesis import strategies as st
 from elastic_mbs import UsageError
 from elastic_mbs.batch import schedule
 from elastic_mbs.cli import command
-from elastic_mbs.cli.demo import ballast, compare, run, tenant, text
+from elastic_mbs.cli.demo import compare, run, tenant, text
 from elastic_mbs.cli.demo.gpt import GPTConfig, make_model, token_loss
 from elastic_mbs.cli.report import render
 
-MIB = 2**20
 SMALL = GPTConfig(context=64, width=16, heads=2, layers=2)
 QUICK = ["demo", "--steps", "8", "--batch", "16", "--device", "cpu"]
 NO_PAGE = [*QUICK, "--no-page"]
@@ -178,99 +171,11 @@ def test_the_script_is_in_order_and_leaves_room_for_one_document(steps: int, bud
     assert moves[-1].left == budget
 
 
-CUDA = torch.device("cuda", 0)
-
-
-class Card:
-    """A CUDA device in numbers: what the ballast holds is missing from what torch reports as free."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int, largest: int | None = None) -> None:
-        self.total, self.free, self.ours, self.held, self.largest, self.fraction = free, free, 0, 0, largest or free, 1.0
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free - self.held - self.ours, self.total))
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.ours)
-        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: setattr(self, "fraction", fraction))
-        monkeypatch.setattr(torch, "empty", self.block)
-
-    def block(self, size: int, **_: object) -> Any:
-        if size > min(self.largest, self.free - self.held - self.ours):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return Block(self, size)
-
-
-class Block:
-    def __init__(self, card: Card, size: int) -> None:
-        self._card, self._size = card, size
-        card.held += size
-
-    def numel(self) -> int:
-        return self._size
-
-    def __del__(self) -> None:
-        self._card.held -= self._size
-
-
-@pytest.mark.parametrize("largest", [None, 70 * MIB])
-def test_the_ballast_holds_what_it_should_as_far_as_there_is_memory(largest: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch, free=1000 * MIB, largest=largest)
-    blocks: list[torch.Tensor] = []
-    for wanted, held_then in ((400, 400), (1400, 1000), (200, 200), (0, 0)):
-        ballast.adjust(blocks, wanted * MIB, CUDA)
-        assert held_then * MIB - ballast.GRAIN < card.held <= held_then * MIB
-
-
-def test_the_ballast_answers_and_goes_on_trying_until_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch, free=100 * MIB)
-    ours, theirs = Pipe()
-    served = threading.Thread(target=ballast.serve, args=(theirs, CUDA))
-    served.start()
-    assert ours.recv() == 0
-    ours.send(200 * MIB)
-    assert ours.recv() == 100 * MIB
-    card.free = 200 * MIB  # another process has freed the rest
-    while card.held < 200 * MIB:
-        time.sleep(0.001)
-    ours.send(40 * MIB)
-    assert ours.recv() == 40 * MIB
-    ours.close()
-    served.join()
-
-
-def echo(pipe: Connection, device: torch.device) -> None:
-    pipe.send(0)
-    with pytest.raises(EOFError):
-        while True:
-            pipe.send(pipe.recv())
-
-
-def no_context(pipe: Connection, device: torch.device) -> None:
-    os._exit(3)
-
-
-def test_the_co_tenant_on_cuda_leaves_what_the_script_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, asked, hold = Card(monkeypatch, free=1000 * MIB), [], ballast.Ballast.hold
-    monkeypatch.setattr(ballast, "serve", echo)
-    monkeypatch.setattr(ballast.Ballast, "hold", lambda self, size: asked.append(hold(self, size)))
-    with tenant.limited(200 * MIB, CUDA) as leave:
-        assert card.fraction == 0.2
-        card.ours = 30 * MIB
-        leave(100 * MIB)
-        leave(20 * MIB)  # less than we hold ourselves: all that is free, and what we free later
-        leave(200 * MIB)
-    assert asked == [0, 900 * MIB, 0, 980 * MIB, 0]
-    assert card.fraction == 1.0
-
-
-@pytest.mark.parametrize(("served", "words"), [(no_context, r"has ended \(exit code 3\)"), (echo, "has ended")])
-def test_a_ballast_process_that_ends_is_reported(served: Callable[..., None], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ballast, "serve", served)
-    with pytest.raises(RuntimeError, match=words), ballast.Ballast(CUDA) as process:
-        os.kill(process.pid, 9)
-        process.hold(MIB)
-
-
-@pytest.mark.parametrize(("ours", "budget", "words"), [(300, 200, "--device cpu"), (100, 950, "budget of 950.0 MiB")])
-def test_a_device_that_other_processes_use_is_left_alone(ours: int, budget: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Card(monkeypatch, free=1000 * MIB).ours = ours * MIB
-    with pytest.raises(UsageError, match=words), tenant.limited(budget * MIB, CUDA):
-        pass
+def test_on_cuda_the_co_tenant_is_a_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[float | str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: done.append(fraction))
+    with tenant.limited(200, torch.device("cuda", 0)) as leave:
+        leave(100)
+    assert done == ["emptied", 0.2, "emptied", 0.1, "emptied", 1.0], "what is cached would go on as before"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import MemoryBudget
-from elastic_mbs.cli.demo.ballast import Ballast
+from stress.limits import neighbour
 from tests.helpers.steps import grads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,40 +75,40 @@ class Room:
 
 
 class Neighbour:
-    """Another user of the device: a process that holds memory on CUDA (the demo's ballast), a lower limit of our room on the CPU."""
+    """Another user of the device: a process that holds memory on CUDA (the stress tool's neighbour), a lower limit of our room on the CPU."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._ballast = Ballast(room.device) if room.device.type == "cuda" else None
+        self._process = neighbour.Neighbour(room.device) if room.device.type == "cuda" else None
 
     def __enter__(self) -> Self:
-        if self._ballast is not None:
-            self._ballast.__enter__()
+        if self._process is not None:
+            self._process.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._ballast is not None:
-            self._ballast.__exit__(kind, error, trace)
+        if self._process is not None:
+            self._process.__exit__(kind, error, trace)
 
     @property
     def pid(self) -> int | None:
         """Its process id; None where it is no process."""
-        return None if self._ballast is None else self._ballast.pid
+        return None if self._process is None else self._process.pid
 
     def come(self, left: int) -> None:
         """Takes all that is free but `left` bytes."""
-        if self._ballast is None:
+        if self._process is None:
             self._room.allow(left)
         else:
             torch.cuda.empty_cache()
-            self._ballast.hold(torch.cuda.mem_get_info(self._room.device)[0] - left)
+            self._process.hold(torch.cuda.mem_get_info(self._room.device)[0] - left)
 
     def go(self) -> None:
         """Gives everything back."""
-        if self._ballast is None:
+        if self._process is None:
             self._room.allow(PLENTY)
         else:
-            self._ballast.hold(0)
+            self._process.hold(0)
 
 
 class Wide(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic_mbs import UsageError
-from elastic_mbs.cli.demo.ballast import Ballast
 from stress.limits import Confined, CudaLimit, cuda
+from stress.limits.neighbour import Neighbour
 
 MEBI = 1 << 20
 
@@ -31,9 +31,9 @@ class Card:
             "set_per_process_memory_fraction": lambda fraction, device: setattr(self, "fraction", fraction),
         }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(Ballast, "__enter__", lambda ballast: ballast)
-        monkeypatch.setattr(Ballast, "__exit__", lambda ballast, *error: self.told.append(-1))
-        monkeypatch.setattr(Ballast, "hold", self.hold)
+        monkeypatch.setattr(Neighbour, "__enter__", lambda neighbour: neighbour)
+        monkeypatch.setattr(Neighbour, "__exit__", lambda neighbour, *error: self.told.append(-1))
+        monkeypatch.setattr(Neighbour, "hold", self.hold)
 
     def hold(self, size: int) -> int:
         self.told.append(size)

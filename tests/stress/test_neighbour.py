@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from stress.limits import Fence
 from stress.limits import fence as fences
-from stress.limits.neighbour import Neighbour
+from stress.limits.neighbour import Neighbour, cuda
 from tests.helpers.fenced import start, wait_for_end
 
 pytestmark = pytest.mark.skipif(fences.trouble() is not None, reason=str(fences.trouble()))
@@ -58,3 +59,17 @@ def test_a_neighbour_ends_with_its_parent() -> None:
         process.kill()
         process.communicate()
         wait_for_end(pid)
+
+
+def test_on_a_gpu_it_takes_and_frees_blocks_of_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, take, free = cuda("cpu")
+    block = take(MEBI)
+    assert block.nbytes == MEBI
+    free(block)
+    assert block.untyped_storage().nbytes() == 0
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert take(MEBI) is None

@@ -24,13 +24,13 @@ def introduction(setting: Setting) -> str:
     """What is about to happen."""
     options = setting.options
     text, dtype = options.text or "Python's standard library", str(options.dtype).removeprefix("torch.")
-    where, limit = f"the CPU (threads: {torch.get_num_threads()})", "a MemoryBudget, moved by a script"
+    where, limit = f"the CPU (threads: {torch.get_num_threads()})", "a MemoryBudget"
     if options.device.type == "cuda":  # cuda-only
-        where, limit = torch.cuda.get_device_name(options.device), "a memory fraction of the device, and a ballast process as co-tenant"
+        where, limit = torch.cuda.get_device_name(options.device), "a memory fraction of the device"
     return (
         f"A GPT of {sum(parameter.numel() for parameter in setting.model.parameters()):,} parameters on {text}, {dtype} on {where}.\n"
         f"{options.steps} steps of {options.batch} documents. The whole batch at once would need {format_bytes(setting.whole)}; "
-        f"there are {format_bytes(setting.budget)} ({limit}).\n"
+        f"there are {format_bytes(setting.budget)} ({limit}, moved by a script).\n"
         f"Growth is less patient here than by default, to be seen in a minute: patience {POLICY.patience} calls, cooldown {POLICY.cooldown:g} s.\n"
     )
 

@@ -1,7 +1,7 @@
 """The co-tenant: another user of the memory, that comes and goes by a script.
 
-It moves in the middle of a step, where that hurts: at the n-th micro-batch, in forward or backward. On a CPU it is the limit of a `MemoryBudget`; on
-CUDA it is another process, and the budget itself is a memory fraction.
+It moves in the middle of a step, where that hurts: at the n-th micro-batch, in forward or backward. What it leaves to the training is the limit of a
+`MemoryBudget` on a CPU, and the process's memory fraction on CUDA.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from elastic_mbs.cli.demo.ballast import Ballast
-from elastic_mbs.errors import UsageError
-from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import MemoryBudget
-
-MOSTLY_FREE = 0.75  # share of a CUDA device that must be free: the ballast fills the rest, and other processes must not starve of it
 
 
 @dataclass(frozen=True)
@@ -72,28 +67,14 @@ def limited(budget: int, device: torch.device) -> Iterator[Callable[[int], None]
         with MemoryBudget(budget) as limit:
             yield lambda left: setattr(limit, "limit", left)
         return
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    if free < max(MOSTLY_FREE * total, budget):
-        raise UsageError(
-            f"{device} has {format_bytes(free)} of {format_bytes(total)} free, and the demo's co-tenant fills what is not in the budget of "
-            f"{format_bytes(budget)}: run it on an idle device, or with --device cpu"
-        )
-    with Ballast(device) as ballast:
-        torch.cuda.set_per_process_memory_fraction(budget / total, device)
-        try:
-            yield lambda left: press(ballast, device, 0 if left >= budget else left)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+    total = torch.cuda.mem_get_info(device)[1]
 
+    def leave(left: int) -> None:
+        torch.cuda.empty_cache()  # the fraction counts when the allocator takes more, not for what it has cached
+        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
 
-def press(ballast: Ballast, device: torch.device, left: int) -> None:
-    """Has the ballast take all but `left` bytes of the device; 0 sends it away, since the memory fraction is limit enough then.
-
-    The cache of our allocator is given back first, because no other process can take it: what it still holds then, the ballast gets when we free it.
-    """
-    torch.cuda.empty_cache()
-    ballast.hold(0)
-    if left:
-        free = torch.cuda.mem_get_info(device)[0]
-        ballast.hold(max(0, free + torch.cuda.memory_reserved(device) - left))
+    leave(budget)
+    try:
+        yield leave
+    finally:
+        leave(total)
