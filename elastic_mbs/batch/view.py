@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +70,12 @@ class BatchView:
     def versions(self) -> tuple[int, ...]:
         """The tensors' version counters, to notice an edit in place. Inference tensors have none."""
         return tuple([tensor._version for tensor in self._versioned])
+
+    def whole_edited(self, since: tuple[int, ...]) -> bool:
+        """Whether a tensor that every piece gets whole has been edited since `versions` was called."""
+        whole = {id(tensor) for end in self._ends if end.cut is Cut.WHOLE for tensor in tensors_in(end.value)}
+        moved = (version != before for version, before in zip(self.versions(), since, strict=True))
+        return any(id(tensor) in whole for tensor in compress(self._versioned, moved))
 
 
 def check_graphs(view: BatchView) -> None:

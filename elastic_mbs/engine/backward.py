@@ -126,10 +126,12 @@ def _isolate(state: CallState) -> None:
 
 def commit(state: CallState, attempt: Attempt) -> None:
     """Adds up the gradients of a clean backward, and learns from one with a number of commits that is new."""
-    context, profile, ledger = state.context, state.profile, state.context.ledger
-    if state.isolation is None and (seen := ledger.observe()).commits in profile.commits:
-        ledger.accept(seen)
+    context, profile, ledger, seen = state.context, state.profile, state.context.ledger, attempt.seen
+    assert seen is not None
+    if state.isolation is None and ledger.commits(seen) in profile.commits:
+        ledger.note(seen)  # and what has changed since is seen by the next check
         return
+    ledger.check_unchanged(seen)
     changed = ledger.changed()
     _check_cleared(state, attempt, changed)
     committed = [leaf for leaf in changed if leaf.grad is not None]

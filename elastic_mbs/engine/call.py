@@ -21,7 +21,7 @@ from elastic_mbs.engine.backward import commit, run_backward
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
-from elastic_mbs.engine.result import StoredOutput
+from elastic_mbs.engine.result import StoredOutput, check_not_overwritten
 from elastic_mbs.engine.state import Attempt, CallState, Phase, begin
 from elastic_mbs.engine.timing import known
 from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError, UsageError
@@ -100,7 +100,6 @@ class Call:
                 if self._prepare(piece):
                     assert state.attempt is not None
                     return state.attempt
-            state.check_gradients()
             self._finish()  # the last piece was skipped
         except BaseException as error:
             typed = self._abort_by(error)
@@ -143,9 +142,11 @@ class Call:
             raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
         try:
             if state.table is not None:
+                attempt.first_node = torch._C._autograd._get_sequence_nr()
                 state.table.__enter__()
             if context.guard is not None:
                 context.guard.renew()
+            attempt.modes = context.model.modes()
             if misuse.fault_injector is not None:
                 misuse.fault_injector.begin(self, context.model.modules, ready=state.failures_in_row == 0)
             state.phase = Phase.FORWARD
@@ -181,11 +182,14 @@ class Call:
             attempt.terms = tuple(terms.values())
         attempt.loss, attempt.weighted = weighted.detach(), weighted
         run_backward(state, attempt, weighted)
+        attempt.seen = self.context.ledger.observe()
         state.phase = Phase.COMMIT
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
         """Keeps the outputs of the piece where the user wants them."""
         if outputs is not None and self.state.outputs is not None:
+            if attempt.outputs is not None:
+                raise UsageError("this micro-batch has outputs already: give all of them to micro.keep, once, or to micro.backward with the loss")
             attempt.outputs = StoredOutput(outputs, self.state.outputs)
 
     def end(self, attempt: Attempt, error: BaseException | None) -> bool:
@@ -198,6 +202,8 @@ class Call:
                 misuse.fault_injector.end()
             if state.table is not None:
                 state.table.__exit__(None, None, None)
+            if error is not None and attempt.modes is not None:
+                context.model.restore(attempt.modes)
             if error is None:
                 if self.finished:
                     raise IncompleteBatchError("the runtime was closed inside a `with micro:` block, so its batch is incomplete")
@@ -224,9 +230,9 @@ class Call:
             commit(state, attempt)
         if context.buffers.watched:
             state.profile.changes_buffers = context.retry("compare the buffers with their copies", context.buffers.end_clean_piece)
+        state.add_committed(attempt)
         if not state.settled:
             state.notice_edits()
-        state.add_committed(attempt)
         state.attempt, state.phase = None, Phase.WAITING
         if state.plan.probing:
             # While the first piece runs, gradients are still being made: its peak lacks some, which would look like a cost of the next, larger one.
@@ -238,12 +244,16 @@ class Call:
     def _finish(self) -> None:
         """Ends the call whose last piece has committed: its result, what the controller learns of it, and the callbacks."""
         state, context = self.state, self.context
+        if state.training and not context.ledger.unchanged():
+            state.check_gradients()
         if state.isolation is not None:
             context.retry("write the gradient in its own type", state.isolation.finish)
         state.notice_edits()
         if state.had_gradient and not state.profile.draws and state.streams is not None:
             start = state.streams
             state.profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start))
+        if state.outputs == "device":
+            check_not_overwritten([attempt.outputs for attempt in state.committed])
         result = state.make_result()
         if not state.training:
             context.retry('join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
@@ -306,9 +316,9 @@ class Call:
 
     def _drop_attempt(self) -> None:
         state = self.state
-        if self.inside or state.phase is Phase.FAILED:  # what is frozen between two attempts is the user's doing
-            self.context.model.thaw()
         if state.attempt is not None:
+            if state.attempt.modes is not None and self.inside:  # what is switched between two attempts is the user's doing
+                self.context.model.restore(state.attempt.modes)
             state.attempt.drop()  # a variable of the user's can still hold it
             state.attempt = None
         if state.table is not None:

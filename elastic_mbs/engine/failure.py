@@ -21,6 +21,8 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
     ledger, phase = state.context.ledger, state.phase
     if phase is Phase.FORWARD and state.training:
         state.check_gradients()
+    if attempt.seen is not None:
+        ledger.check_unchanged(attempt.seen)
     committed: list[torch.Tensor] = []
     indistinct = False
     if phase in (Phase.BACKWARD, Phase.COMMIT):
@@ -83,7 +85,8 @@ def _drop(state: CallState, attempt: Attempt, error: Exception) -> None:
     if state.table is not None:
         state.table.empty()
         for loss in attempt.terms:
-            if not (loss.is_leaf or loss._is_view()):  # a leaf is the user's: its graph is not this attempt's
+            node = loss.grad_fn
+            if node is not None and node._sequence_nr() >= attempt.first_node and not loss._is_view():  # an older graph is the user's
                 loss.detach_()  # the caller still holds it, and through it whatever checkpointing was recomputing
     attempt.drop()
     oom.clear_traceback(error)

@@ -69,7 +69,7 @@ class MicroBatch:
         self._owner.backward(self._attempt, value)
 
     def keep(self, outputs: Any) -> None:
-        """Keeps the piece's outputs for the result; `backward` does so by itself with the outputs that come with the loss."""
+        """Keeps the piece's outputs for the result, once; `backward` does so by itself with the outputs that come with the loss."""
         self._owner.check_inside(self._attempt, "micro.keep(outputs)")
         self._owner.keep(self._attempt, outputs)
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from elastic_mbs.errors import UnsupportedError, UsageError
+
+
+class Modes(NamedTuple):
+    """Switches that are not values of parameters or buffers."""
+
+    grad_enabled: bool
+    training: list[bool]  # of each module
 
 
 class TrainedModel:
@@ -51,8 +58,15 @@ class TrainedModel:
         """Makes the next `refresh` find everything new."""
         self._trainable = None
 
-    def thaw(self) -> None:
-        """Makes the leaves trainable again that were so when the call began: a failed attempt can have frozen some and not thawed them again."""
+    def modes(self) -> Modes:
+        """What a step can switch and, where it fails, has no time to switch back."""
+        return Modes(torch.is_grad_enabled(), list(map(_TRAINING, self.modules)))
+
+    def restore(self, modes: Modes) -> None:
+        """Puts the modes back, and makes the leaves trainable again that were so when the call began."""
+        torch.set_grad_enabled(modes.grad_enabled)
+        for module, training in zip(self.modules, modes.training, strict=True):
+            module.training = training
         for leaf in self.leaves:
             if not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):  # it may have been quantised
                 leaf.requires_grad_()
@@ -74,7 +88,7 @@ class TrainedModel:
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None) for m in self.modules)
 
 
-_MODULES, _PARAMETERS, _BUFFERS = map(attrgetter, ("_modules", "_parameters", "_buffers"))
+_MODULES, _PARAMETERS, _BUFFERS, _TRAINING = map(attrgetter, ("_modules", "_parameters", "_buffers", "training"))
 
 
 def _values(owned: attrgetter[dict[str, Any]], modules: Iterable[nn.Module]) -> list[Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -28,7 +29,7 @@ from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, Recove
 from elastic_mbs.events import OutOfMemory, WaitingForMemory, format_bytes
 from elastic_mbs.memory import Headroom, oom
 from elastic_mbs.memory.processes import describe
-from elastic_mbs.rollback.graph import drop_unrun
+from elastic_mbs.rollback.graph import drain, drop_unrun
 
 
 class Mode(Enum):
@@ -56,8 +57,7 @@ def _before_backward(state: CallState, failure: Failure) -> bool:
 
 
 def _can_be_late(state: CallState, failure: Failure) -> bool:
-    pieces_at_risk = state.training and state.committed and state.isolation is None
-    return _before_backward(state, failure) and bool(pieces_at_risk) and not failure.verdict.synchronous
+    return _before_backward(state, failure) and state.training and bool(state.committed) and not failure.verdict.synchronous
 
 
 def _host_streams_lost(state: CallState, failure: Failure) -> bool:
@@ -94,8 +94,8 @@ _RULES: tuple[tuple[Replay, Callable[[CallState, Failure], bool]], ...] = (
     (_step("random numbers were drawn on the host, whose state at the piece's start was not kept"), _host_streams_lost),
     (_step("the error can belong to an earlier operation"), _can_be_late),
     (_PIECE, _before_backward),
-    (_ISOLATED, lambda state, failure: state.isolation is not None),
     (_step(_ASYNCHRONOUS), lambda state, failure: not failure.verdict.synchronous),
+    (_ISOLATED, lambda state, failure: state.isolation is not None),
     (_step("no backward of this loss function has succeeded yet"), lambda state, failure: not state.profile.commits),
     (_step("its backward may have run another one inside, so it is not known what it reached"), lambda state, failure: failure.surprising),
     (_PIECE, lambda state, failure: not failure.committed),
@@ -133,7 +133,6 @@ def recover(state: CallState) -> None:
     failure, context = state.failure, state.context
     assert failure is not None
     state.settled = False
-    context.model.thaw()
     if failure.phase is Phase.BACKWARD:
         drop_unrun()
         _reset_half_made(context.settings.scaler)
@@ -308,6 +307,8 @@ def unwind(state: CallState, error: BaseException) -> None:
     What cannot be put back is said in a note on the error. Can be repeated, after an error in the middle too.
     """
     if state.training:
+        with suppress(RuntimeError):  # the device can be lost
+            drain(state.context.ledger.leaves())
         drop_unrun()
         _reset_half_made(state.context.settings.scaler)
     _unwind_gradients(state, error)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors
 from elastic_mbs.batch.join import join
+from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.budget import MemoryBudget, on_host
@@ -131,7 +133,13 @@ class StoredOutput:
         self.on_host = place == "cpu"
         self.nbytes = 0  # of their dense tensors
         self._event: torch.cuda.Event | None = None
-        self._value = map_outputs(value, self._to_host if place == "cpu" else self._detached)
+        self.kept: dict[int, tuple[Tensor, int]] = {}  # by their address, with their versions: those that stay in memory of the function's
+        self._value = map_outputs(value, self._to_host if place == "cpu" else self._where_it_is)
+
+    def _where_it_is(self, tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference() and tensor.numel():
+            self.kept[tensor.data_ptr()] = tensor.detach(), tensor._version
+        return self._detached(tensor)
 
     def _detached(self, tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided and not tensor.is_nested:  # the size of others is not known
@@ -157,6 +165,17 @@ class StoredOutput:
         if self._event is not None:  # cuda-only
             self._event.synchronize()
         return self._value
+
+
+def check_not_overwritten(stored: list[StoredOutput | None]) -> None:
+    """Refuses outputs on the device that a later piece has written over."""
+    kept = [piece.kept for piece in stored if piece is not None]
+    pieces = Counter(chain.from_iterable(kept))
+    if any(pieces[address] > 1 and tensor._version != version for each in kept for address, (tensor, version) in each.items()):
+        raise UsageError(
+            "an output was overwritten by a later piece: the function returns the same memory each time. Return a copy (output.clone()), or have "
+            'outputs moved to the host piece by piece (eval: to="cpu"; otherwise outputs="cpu")'
+        )
 
 
 _CLOSED = (nn.Module, torch.optim.Optimizer, Dataset, DataLoader, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)

@@ -27,12 +27,15 @@ from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.plan import CallOutcome, Key, Plan
 from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.model import Modes
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.result import StepResult, StoredOutput
 from elastic_mbs.engine.timing import Stopwatch, memory_figures
+from elastic_mbs.errors import BatchError
 from elastic_mbs.events import CallDone, CallFailed
 from elastic_mbs.memory.oom import Verdict
 from elastic_mbs.options import OutputPlace
+from elastic_mbs.rollback.gradients import Observation
 from elastic_mbs.rollback.graph import has_hook_after
 from elastic_mbs.rollback.isolation import Isolation
 from elastic_mbs.rollback.random_streams import StreamState
@@ -55,11 +58,14 @@ class Attempt:
     """One attempt at one piece of the batch. Made for every piece, so it is cheap: an instance holds only what differs from the defaults."""
 
     streams: StreamState | None = None  # random streams at its start; None until they were read
+    modes: Modes | None = None  # of the model at its start
+    first_node: int = 0  # number of the first node of autograd's that it makes
     weighted: torch.Tensor | None = None  # the loss times the piece's weight, with its graph
     loss: torch.Tensor | None = None  # the same, detached
     terms: tuple[torch.Tensor, ...] = ()  # losses of the user's, where the user's frame can still hold them
     leaves: tuple[torch.Tensor, ...] | None = None  # that its graph reaches, where a census was taken
     custom: frozenset[str] = frozenset()  # functions written in Python in its graph
+    seen: Observation | None = None  # all gradients after its backward: what changes them from then on is not the engine
     outputs: StoredOutput | None = None
     callbacks: tuple[Callable[[], object], ...] = ()
 
@@ -77,7 +83,7 @@ class Attempt:
 
     def drop_graph(self) -> None:
         """Drops what keeps the attempt's tensors alive, except its loss and outputs."""
-        self.data = self.weighted = None
+        self.data = self.weighted = self.seen = None
         if self.leaves is not None or self.terms:
             self.leaves, self.terms = None, ()
 
@@ -209,9 +215,14 @@ class CallState:
         return id(leaf) in ids and self.marked[id(leaf)]() is leaf
 
     def notice_edits(self) -> None:
-        """Notices a `loss_fn` that edits its samples in place."""
+        """Notices a `loss_fn` that edits its samples in place; refuses one that edits what later pieces see, too."""
         if not self.profile.edits_batch and self.view.versions() != self.batch_versions:
             self.profile.edits_batch = self.edited = True
+            if (len(self.committed) > 1 or self.schedule) and self.view.whole_edited(self.batch_versions):
+                raise BatchError(
+                    "a tensor that every piece gets whole was changed in place by loss_fn, so later pieces would see it changed: work on a copy "
+                    "(w = w.clone()) inside loss_fn. From the next call on pieces are copies, and each sees it as it was"
+                )
 
     # ------------------------------------------------------------------ what others learn of the call
 

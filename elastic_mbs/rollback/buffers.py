@@ -135,7 +135,7 @@ class BufferCopies:
     """Snapshots of the buffers that the forward changes, at the call's start and at the piece's start: a recovery goes back to either.
 
     Learns per loss function which buffers change, by versions and identities; its first call copies the others to the host and compares values.
-    Running statistics of modules in training mode always count as changing, because eager BatchNorm does not bump their version.
+    Running statistics that can change always count as changing, because eager BatchNorm does not bump their version.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,8 @@ class BufferCopies:
         known = (layout.key, layout.modes) in self._learned
         changing, still = list[tuple[nn.Module, str]](), list[tuple[nn.Module, str]]()
         for module in layout.modules:
-            statistics = module.training and _keeps_statistics(module)
+            # One of the user's can update them by a flag of its own, and a batch norm moves no version.
+            statistics = module.training if _keeps_statistics(module) else "running_mean" in module._buffers
             for name, tensor in module._buffers.items():
                 learned = (id(module._buffers), name) in self._changing
                 (changing if learned or (statistics and _copyable(tensor)) else still).append((module, name))

@@ -29,14 +29,6 @@ _GRAD, _VERSION, _LAYOUT, _CDATA = attrgetter("grad"), attrgetter("_version"), a
 _STORAGE, _is_tensor = torch.Tensor.untyped_storage, partial(is_not, None)
 
 
-class Observation(NamedTuple):
-    """A look at the gradients of the model's leaves."""
-
-    commits: int | None  # since the last note; None where that needs a look at each leaf
-    grads: Grads
-    versions: list[int]
-
-
 class _Extra(NamedTuple):
     """A leaf outside the model, and its gradient as it was noted. Held weakly: a step can make a new leaf for every piece."""
 
@@ -49,6 +41,14 @@ class _Extra(NamedTuple):
         return cls(TensorWeakRef(leaf), leaf.grad, _version(leaf.grad))
 
 
+class Observation(NamedTuple):
+    """All gradients at one moment."""
+
+    grads: Grads  # of the model's leaves
+    versions: list[int]
+    extra: dict[int, _Extra]
+
+
 class Ledger:
     """The leaves that a backward can reach, and their gradients as they were last noted.
 
@@ -59,9 +59,7 @@ class Ledger:
     def __init__(self) -> None:
         self._model: dict[int, torch.Tensor] = {}
         self._leaves: list[torch.Tensor] = []
-        self._grads: Grads = []
-        self._versions: list[int] = []
-        self._extra: dict[int, _Extra] = {}
+        self._noted = Observation([], [], {})
 
     def set_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
         """Makes these the model's leaves."""
@@ -72,82 +70,85 @@ class Ledger:
     def add_extra(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Adds those of `leaves` that are not known yet, with their gradients as they are now; returns them."""
         new = [leaf for leaf in leaves if leaf not in self]
-        self._extra.update((id(leaf), _Extra.of(leaf)) for leaf in new)
+        self._noted.extra.update((id(leaf), _Extra.of(leaf)) for leaf in new)
         return new
 
     def __contains__(self, leaf: object) -> bool:
-        extra = self._extra.get(id(leaf))
+        extra = self._noted.extra.get(id(leaf))
         return id(leaf) in self._model or (extra is not None and extra.leaf() is leaf)
 
     def leaves(self) -> list[torch.Tensor]:
         """Every leaf that is still there."""
-        return [*self._leaves, *(leaf for extra in self._extra.values() if (leaf := extra.leaf()) is not None)]
+        return [*self._leaves, *(leaf for extra in self._noted.extra.values() if (leaf := extra.leaf()) is not None)]
 
-    def note(self) -> None:
-        """Notes all gradients as they are now."""
-        self._grads, self._versions = _read(self._leaves)
-        if self._extra:
-            self._extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
+    def observe(self) -> Observation:
+        """All gradients as they are now."""
+        extra = self._noted.extra
+        if extra:
+            extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
+        return Observation(*_read(self._leaves), extra)
+
+    def note(self, seen: Observation | None = None) -> None:
+        """Notes all gradients as they are now, or as they were seen."""
+        self._noted = seen or self.observe()
 
     def forget(self) -> None:
         """Drops the notes and the extra leaves: gradients can be changed freely, and are not kept alive."""
-        self._grads, self._versions, self._extra = [], [], {}  # at once: an interrupt leaves all or nothing
+        self._noted = Observation([], [], {})  # at once: an interrupt leaves all or nothing
 
     def with_gradient(self) -> set[int]:
         """The ids of the model's leaves that had a gradient."""
-        if _all_none(self._grads):
+        if _all_none(self._noted.grads):
             return set()
-        return {id(leaf) for leaf, grad in zip(self._leaves, self._grads, strict=True) if grad is not None}
+        return {id(leaf) for leaf, grad in zip(self._leaves, self._noted.grads, strict=True) if grad is not None}
 
     def unchanged(self) -> bool:
         """Whether all gradients are the tensors that they were, and nothing was written to them."""
+        before = self._noted
         grads, versions = _read(self._leaves)
-        return versions == self._versions and all(map(is_, grads, self._grads)) and not (self._extra and self.changed())
+        return versions == before.versions and all(map(is_, grads, before.grads)) and not (before.extra and self.changed())
 
-    def changed(self) -> list[torch.Tensor]:
+    def changed(self, since: Observation | None = None) -> list[torch.Tensor]:
         """The leaves whose gradient was made, replaced or dropped since; and those whose gradient was written to, as often as it was."""
-        noted = [*zip(self._leaves, self._grads, self._versions, strict=True)]
-        noted += [(leaf, extra.grad, extra.version) for extra in self._extra.values() if (leaf := extra.leaf()) is not None]
+        before = since or self._noted
+        noted = [*zip(self._leaves, before.grads, before.versions, strict=True)]
+        noted += [(leaf, extra.grad, extra.version) for extra in before.extra.values() if (leaf := extra.leaf()) is not None]
         found: list[torch.Tensor] = []
-        for leaf, before, version in noted:
+        for leaf, noted_grad, version in noted:
             grad = leaf.grad
-            found += [leaf] if grad is not before else [leaf] * (_version(grad) - version)
+            found += [leaf] if grad is not noted_grad else [leaf] * (_version(grad) - version)
         return found
 
-    def observe(self) -> Observation:
-        """Counts the commits since the last note."""
-        grads, versions = _read(self._leaves)
-        commits = None
-        if not self._extra:
-            if all(map(is_, grads, self._grads)):
-                commits = sum(versions) - sum(self._versions)
-            elif _all_none(self._grads) and not self.share_memory():
-                commits = sum(map(is_not, grads, repeat(None)))
-        return Observation(commits, grads, versions)
-
-    def accept(self, seen: Observation) -> None:
-        """Notes what was observed."""
-        _, self._grads, self._versions = seen
+    def commits(self, seen: Observation) -> int | None:
+        """The number of commits between the last note and what was seen; None where that needs a look at each leaf."""
+        before = self._noted
+        if before.extra:
+            return None
+        if all(map(is_, seen.grads, before.grads)):
+            return sum(seen.versions) - sum(before.versions)
+        return sum(map(is_not, seen.grads, repeat(None))) if _all_none(before.grads) and not self.share_memory() else None
 
     def share_memory(self) -> bool:
         """Whether two leaves have gradients in one piece of memory, so that their versions are one."""
-        grads = list(filter(_is_tensor, map(_GRAD, self.leaves() if self._extra else self._leaves)))
+        grads = list(filter(_is_tensor, map(_GRAD, self.leaves() if self._noted.extra else self._leaves)))
         if set(map(_LAYOUT, grads)) - {torch.strided}:
             grads = [grad for grad in grads if grad.layout is torch.strided]
         return len(set(map(_CDATA, map(_STORAGE, grads)))) < len(grads)
 
-    def check_unchanged(self) -> None:
-        """Checks that no other code has changed a gradient since the last note.
+    def check_unchanged(self, since: Observation | None = None) -> None:
+        """Checks that no other code has changed a gradient since the last note, or since the observation that is given.
 
         Raises:
             BackwardInsideError: one has appeared, which a backward makes.
             GradientsChangedError: one was cleared, replaced or edited.
         """
-        changed = self.changed()
+        changed = self.changed(since)
         if not changed:
             return
-        before = self.with_gradient().union(key for key, extra in self._extra.items() if extra.grad is not None)
-        if any(id(leaf) not in before and leaf.grad is not None for leaf in changed):
+        before = since or self._noted
+        had = {id(leaf) for leaf, grad in zip(self._leaves, before.grads, strict=True) if grad is not None}
+        had.update(key for key, extra in before.extra.items() if extra.grad is not None)
+        if any(id(leaf) not in had and leaf.grad is not None for leaf in changed):
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
             )

@@ -29,7 +29,7 @@ def noted(model: list[Tensor]) -> Ledger:
 
 
 def commits(ledger: Ledger) -> int | None:
-    return ledger.observe().commits
+    return ledger.commits(ledger.observe())
 
 
 def clear(leaf: Tensor) -> None:
@@ -90,7 +90,7 @@ def test_each_backward_counts_once_for_each_leaf_that_it_reaches(filled: list[bo
             torch.stack([model[place].sum() for place in once for _ in range(2)]).sum().backward()  # twice in a graph is one commit
         assert commits(ledger) in (len(once), None)
         assert Counter(map(id, ledger.changed())) == Counter(id(model[place]) for place in once)
-        ledger.accept(ledger.observe())
+        ledger.note(ledger.observe())
         assert ledger.unchanged()
         assert ledger.changed() == []
 
@@ -172,7 +172,7 @@ def test_sparse_gradients_are_counted_whether_autograd_adds_in_place_or_not() ->
     for _ in range(3):
         embedding(torch.tensor([1, 2])).sum().backward()
         assert commits(ledger) == 1
-        ledger.accept(ledger.observe())
+        ledger.note(ledger.observe())
     assert not ledger.share_memory()
     embedding.weight.grad = torch.zeros(5, 2)
     ledger.note()
