@@ -23,16 +23,14 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
         state.check_gradients()
     if attempt.seen is not None:
         ledger.check_unchanged(attempt.seen)
-    committed: list[torch.Tensor] = []
-    indistinct = False
+    committed, indistinct = list[torch.Tensor](), False
     if phase in (Phase.BACKWARD, Phase.COMMIT):
         drain(ledger.leaves())
         committed = ledger.changed()
         indistinct = ledger.share_memory() or any(map(has_hook_after, ledger.leaves()))
     unknown: tuple[str, ...] = ()
     normalises_batch = surprising = False
-    root = attempt.root
-    if root is not None:
+    if (root := attempt.root) is not None:
         census = walk(root)
         unknown = tuple(str(tuple(leaf.shape)) for leaf in census.leaves if leaf.grad is not None and leaf not in ledger)
         normalises_batch = census.normalises_batch
