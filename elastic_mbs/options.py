@@ -21,7 +21,7 @@ from elastic_mbs.rollback.random_streams import check_generators
 from elastic_mbs.version import __version__
 
 Reduction = Literal["mean", "sum"]
-Replay = Literal["auto", "isolate"]
+
 OutputPlace = Literal["cpu", "device"] | None
 
 
@@ -56,7 +56,7 @@ class RecoveryOptions:
         on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
     """
 
-    replay: Replay = "auto"
+    replay: Literal["auto", "isolate"] = "auto"
     generators: Sequence[Any] = ()
     is_oom: Callable[[BaseException], bool] | None = None
     on_fatal: Callable[[ElasticMBSError], object] | None = None
