@@ -86,7 +86,7 @@ def cached_kind(cls: type) -> Kind:
         return _BUILTINS[cls]
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(cls, numpy.generic | numpy.ndarray):
-        return Kind(Role.ARRAY if issubclass(cls, numpy.ndarray) else Role.SCALAR)
+        return Kind(Role.ARRAY, put=lambda obj, parts: obj.copy()) if issubclass(cls, numpy.ndarray) else Kind(Role.SCALAR)
     if hasattr(cls, "__torch_function__") and not issubclass(cls, Tensor):
         return Kind(Role.UNKNOWN)  # tensor-like containers (TensorDict) carry a batch size of their own, which a rebuild would leave as it was
     for base, kind in _SUBCLASSES.items():
@@ -198,18 +198,18 @@ _SUBCLASSES: dict[Any, Kind] = {
     UserDict: Kind(Role.FIELDS, _take_user_dict, refilled(_fill_user_dict)),
     Mapping: Kind(Role.UNKNOWN, why="only its class knows how it is made: make it a dict, or"),
 }
-_WALKED = frozenset({Role.TENSOR, Role.LIST, Role.FIELDS, Role.CUSTOM})
+_WALKED = frozenset({Role.TENSOR, Role.ARRAY, Role.LIST, Role.FIELDS, Role.CUSTOM})
 
 
-def tensors_in(obj: Any) -> list[Tensor]:
-    """Every tensor inside `obj`, in order; unknown objects are not looked into."""
+def tensors_in(obj: Any, wanted: Role = Role.TENSOR) -> list[Any]:
+    """Every tensor (or array, as wanted) inside `obj`, in order; unknown objects are not looked into."""
     kind = kind_of(type(obj))
-    if kind.role is Role.TENSOR:
+    if kind.role is wanted:
         return [obj]
     if kind.splitter is not None:
-        return kind.splitter.tensors(obj)
+        return kind.splitter.tensors(obj) if wanted is Role.TENSOR else []
     parts = kind.take(obj).values()
-    return [tensor for part in parts for tensor in tensors_in(part)] if roles_in(parts) & _WALKED else []
+    return [leaf for part in parts for leaf in tensors_in(part, wanted)] if roles_in(parts) & _WALKED else []
 
 
 def map_tensors(obj: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -227,7 +227,7 @@ def map_tensors(obj: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def fresh(obj: Any) -> Any:
-    """`obj` with new containers around the same leaves, so that a `pop` from it does not reach the original."""
+    """`obj` with new containers, and numpy arrays, around the same leaves, so that neither a `pop` nor an edit of an array reaches the original."""
     kind = kind_of(type(obj))
     return kind.put(obj, {key: fresh(part) for key, part in kind.take(obj).items()})
 

@@ -20,7 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Kind, Path, Role, attributes_with_rows, dotted, fresh, kind_of, roles_in, some, suffixes, to_register, walk
+from elastic_mbs.batch.containers import (
+    Kind,
+    Path,
+    Role,
+    attributes_with_rows,
+    dotted,
+    fresh,
+    kind_of,
+    roles_in,
+    some,
+    suffixes,
+    tensors_in,
+    to_register,
+    walk,
+)
 from elastic_mbs.batch.splitters import Dims, ListLayout, type_name
 from elastic_mbs.errors import BatchError
 
@@ -29,7 +43,7 @@ class Cut(Enum):
     """How a value is cut."""
 
     NARROW = auto()
-    COPY = auto()  # numpy: an array has no version that would show an edit in place
+    COPY = auto()  # numpy
     ITEMS = auto()
     FIELDS = auto()
     CUSTOM = auto()
@@ -46,6 +60,7 @@ class Node:
     kind: Kind
     dim: int = 0
     size: int = -1  # samples
+    copied: bool = False  # passed whole, with numpy arrays in it: they have no version that would show an edit in place
     children: dict[Any, Node] = field(default_factory=dict)
 
     def piece(self, start: int, stop: int) -> Any:
@@ -61,12 +76,14 @@ class Node:
             return self.kind.put(value, parts)
         if cut is Cut.ITEMS:
             items = value[start:stop]
-            if roles_in(items) & {Role.LIST, Role.FIELDS}:
-                items = [fresh(item) for item in items]  # a pop from an item must not reach a replay
+            if roles_in(items) & {Role.LIST, Role.FIELDS, Role.ARRAY}:
+                items = [fresh(item) for item in items]  # an edit of an item must not reach a replay
             return self.kind.put(value, dict(enumerate(items)))
         if cut is Cut.COPY:
             return value[(*(slice(None),) * self.dim, slice(start, stop))].copy()
-        return self.kind.splitter.cut(value, start, stop) if self.kind.splitter is not None and cut is Cut.CUSTOM else value
+        if self.kind.splitter is not None and cut is Cut.CUSTOM:
+            return self.kind.splitter.cut(value, start, stop)
+        return fresh(value) if self.copied else value
 
     def ends(self) -> list[Node]:
         """The nodes below that have no parts, in order; itself where it has none."""
@@ -103,7 +120,7 @@ class Layout:
         kind = kind_of(type(value))
         role = kind.role
         if given is None or role is Role.SCALAR:
-            return Node(Cut.WHOLE, path, value, kind)
+            return Node(Cut.WHOLE, path, value, kind, copied=given is None and bool(tensors_in(value, Role.ARRAY)))
         if role is Role.TENSOR or role is Role.ARRAY:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
@@ -125,7 +142,7 @@ class Layout:
         ndim = value.ndim
         dim = given if isinstance(given, int) else 0
         if ndim == 0 and not isinstance(given, int):
-            return Node(Cut.WHOLE, path, value, kind)
+            return Node(Cut.WHOLE, path, value, kind, copied=not is_tensor)
         if not -ndim <= dim < ndim:
             raise BatchError(f"{where(path)} has no dim {dim}: its shape is {tuple(value.shape)} (0-d tensors pass whole and are left out of dims)")
         dim %= ndim

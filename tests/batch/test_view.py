@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -168,6 +169,27 @@ def test_a_graph_in_the_batch_is_refused_by_name_in_items_too(part: Any, name: s
     batch = part(torch.ones(1, requires_grad=True) * 2)
     with pytest.raises(BatchError, match=f"the tensor '{name}' carries a graph"):
         check_graphs(BatchView(batch))
+
+
+@pytest.mark.parametrize(
+    ("batch", "dims", "array"),
+    [
+        ({"x": rows(4), "a": np.zeros((4, 2))}, None, lambda batch: batch["a"]),
+        ({"x": rows(4), "a": [np.zeros(2)] * 4}, None, lambda batch: batch["a"][0]),
+        ([{"a": [np.zeros(2)]} for _ in range(4)], items(), lambda batch: batch[0]["a"][0]),
+        ({"x": rows(4), "a": np.zeros(2)}, whole("a"), lambda batch: batch["a"]),
+        ({"x": rows(4), "a": {"of": [np.zeros(2)]}}, whole("a"), lambda batch: batch["a"]["of"][0]),
+        ({"x": rows(4), "a": np.array(0.0)}, None, lambda batch: batch["a"]),
+    ],
+    ids=["cut", "item", "in an item", "whole", "in a whole part", "0-d"],
+)
+def test_an_edit_of_an_array_reaches_neither_a_replay_nor_the_batch(batch: Any, dims: Any, array: Callable[[Any], Any]) -> None:
+    view = BatchView(batch, dims)
+    for _ in range(2):
+        edited = array(view.piece(0, 2))
+        edited += 1
+        assert (edited == 1).all()
+    assert not array(batch).any()
 
 
 def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
