@@ -78,7 +78,7 @@ def _group() -> Iterator[Path]:
     own = next((group for group in groups if os.path.exists(group.folder + group.names.usage)), None)
     if own is None:
         raise OSError("this process is in no group that counts memory")
-    if own.version == 2:
+    if own.names.version == 2:
         Path(own.folder, "cgroup.subtree_control").write_text("+memory")
     folder = Path(own.folder, f"host-guard-check-{os.getpid()}")
     folder.mkdir()

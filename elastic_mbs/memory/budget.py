@@ -27,17 +27,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from elastic_mbs.errors import MisuseError
-from elastic_mbs.memory.sensor import Headroom, Reading, Usage
-from elastic_mbs.memory.size import in_words, parse_bytes
-from elastic_mbs.memory.storages import parts_of, tensors_of
+from elastic_mbs.errors import MisuseError, UsageError
+from elastic_mbs.events import format_bytes
+from elastic_mbs.memory.sensor import Headroom, Reading, Usage, parse_bytes
 
 # storages that may have died and not been settled: settling many at once is cheaper, and their weak references are small
 _SETTLE_EVERY = 64
 _lock = threading.RLock()  # held to change the counts of any budget
 _active: list[_CountingMode] = []  # one for each block that is open, by whatever thread, in the order of entering
+
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {torch.sparse_coo: ("_indices", "_values"), torch.sparse_csr: _BY_ROW, torch.sparse_bsr: _BY_ROW}
+_PARTS |= {torch.sparse_csc: _BY_COLUMN, torch.sparse_bsc: _BY_COLUMN}
 
 
 class _Storage(weakref.ref[torch.UntypedStorage]):
@@ -149,7 +152,7 @@ class MemoryBudget:
             UsageError: an object is none of these.
         """
         for item in objects:
-            for tensor in tensors_of(item):
+            for tensor in _tensors_of(item):
                 self._admit(tensor)
         self._check(0, may_refuse=False)
 
@@ -213,7 +216,7 @@ class MemoryBudget:
         try:
             storage = value.untyped_storage()
         except RuntimeError:
-            return self._admit(parts_of(value))
+            return self._admit(_parts_of(value))
         key, nbytes = id(storage), storage.nbytes()
         known = self._storages.get(key)
         if (known is not None and known.nbytes == nbytes and known() is storage) or not self.covers(storage.device):
@@ -240,8 +243,36 @@ class MemoryBudget:
                 self._peak = max(self._peak, live)
                 return None
             self.ooms += 1
-            budget, used = in_words(self._limit), in_words(max(0, live - new))
-            return f"virtual device out of memory. Tried to allocate {in_words(new)}. Budget {budget}, of which {used} is in use."
+            wanted, limit, used = map(format_bytes, (new, self._limit, max(0, live - new)))
+            return f"virtual device out of memory. Tried to allocate {wanted}. Budget {limit}, of which {used} is in use."
+
+
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors in which a tensor without a storage of its own keeps its data."""
+    return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
+
+
+def _tensors_of(item: Any) -> Iterable[Tensor]:
+    """The plain tensors of a module, an optimizer, a tensor, or a container of those; UsageError for anything else."""
+    if isinstance(item, Tensor):
+        if is_traceable_wrapper_subclass(item):
+            yield from _tensors_of([getattr(item, name) for name in item.__tensor_flatten__()[0]])
+        elif type(item).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            yield item
+        if item.is_leaf and item.grad is not None:
+            yield from _tensors_of(item.grad)
+    elif isinstance(item, torch.nn.Module):
+        yield from _tensors_of([*item.parameters(), *item.buffers()])
+    elif isinstance(item, torch.optim.Optimizer):
+        state = torch.utils._pytree.tree_leaves([dict(own) for own in item.state.values() if isinstance(own, Mapping)])
+        yield from _tensors_of([leaf for leaf in state if isinstance(leaf, Tensor)])
+    elif isinstance(item, Mapping):
+        yield from _tensors_of(list(item.values()))
+    elif isinstance(item, list | tuple | set | frozenset):
+        for value in item:
+            yield from _tensors_of(value)
+    else:
+        raise UsageError(f"cannot track {type(item).__name__!r}: give modules, optimizers, tensors, or containers of them")
 
 
 class _CountingMode(TorchDispatchMode):

@@ -46,6 +46,7 @@ def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
 class _Names(NamedTuple):
     """What a version calls a group's files, and what their lines of statistics."""
 
+    version: Literal[1, 2]
     limits: tuple[str, ...]
     usage: str
     cache: tuple[str, ...]
@@ -54,8 +55,8 @@ class _Names(NamedTuple):
 
 _NAMES: dict[Literal[1, 2], _Names] = {
     # version 1 counts a group alone, and under names with "total_" together with those inside it
-    1: _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"), "total_mapped_file"),
-    2: _Names(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"), "file_mapped"),
+    1: _Names(1, ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"), "total_mapped_file"),
+    2: _Names(2, ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"), "file_mapped"),
 }
 
 
@@ -63,14 +64,9 @@ _NAMES: dict[Literal[1, 2], _Names] = {
 class Group:
     """One group: where its files are."""
 
-    version: Literal[1, 2]
+    names: _Names  # what its files are called
     folder: str  # with a slash at its end
     path: str  # from the folder that the hierarchy is mounted at
-
-    @property
-    def names(self) -> _Names:
-        """What its files are called."""
-        return _NAMES[self.version]
 
     def read(self) -> CgroupMemory | None:
         """Its figures now; None where it has no limit."""
@@ -80,7 +76,7 @@ class Group:
         if current is None:
             return None
         stat = self._statistics()
-        if self.version == 1:  # the tightest of all groups around it, also of those above the root of the mount
+        if names.version == 1:  # the tightest of all groups around it, also of those above the root of the mount
             limits.append((stat.get("hierarchical_memory_limit", _NO_LIMIT), "memory.stat"))
         limit, source = min(limits)
         if limit >= _NO_LIMIT:
@@ -88,7 +84,7 @@ class Group:
         cache = sum(stat.get(name, 0) for name in names.cache)
         reclaimable = min(current, max(0, cache - stat.get(names.mapped, 0)))
         available = min(limit, max(0, limit - current + reclaimable))
-        return CgroupMemory(self.version, self.path, limit, current, reclaimable, available, source)
+        return CgroupMemory(names.version, self.path, limit, current, reclaimable, available, source)
 
     def _number(self, name: str) -> int | None:
         return _as_number((content_of(self.folder + name) or b"").strip())
@@ -119,7 +115,7 @@ def groups_of(root: Path, membership: bytes) -> tuple[Group, ...]:
         # where no mount shows our group, the root of one is at least one of its ancestors
         for folder, inside in seen or [(folder, PurePosixPath()) for folder, _ in mounts[:1]]:
             nested = (inside, *inside.parents)
-            found += [Group(version, os.path.join(folder, relative, ""), str(PurePosixPath("/") / relative)) for relative in nested]
+            found += [Group(_NAMES[version], os.path.join(folder, relative, ""), str(PurePosixPath("/") / relative)) for relative in nested]
     return tuple(found)
 
 

@@ -18,16 +18,16 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes, logger
-from elastic_mbs.memory.cgroup import cgroup_memory, content_of
+from elastic_mbs.memory.cgroup import content_of
+from elastic_mbs.memory.host import HostSensor
 from elastic_mbs.memory.oom_patterns import ONEDNN
-from elastic_mbs.memory.size import parse_bytes
+from elastic_mbs.memory.sensor import Unavailable, parse_bytes
 
 try:
     import resource
@@ -82,7 +82,7 @@ class HostGuard:
         self.limit: int | None = None
         self._margin = None if margin is None else parse_bytes(margin)
         self._warn = warn
-        self._root = root
+        self._sensor = HostSensor(root=root)
         self._ready: tuple[int, int] | None = None
         self._overrun = False
         if resource is None or sys.platform != "linux":
@@ -113,7 +113,7 @@ class HostGuard:
             if mapped > self.limit and self._trim is not None:
                 self._trim(0)  # the heap gives back what lies free in it, which others may take now
                 mapped = own_memory()[1]
-        except (OSError, ValueError, psutil.Error) as error:
+        except (OSError, ValueError) as error:
             self._turn_off(error)
             self.lift()
             return
@@ -140,12 +140,11 @@ class HostGuard:
 
     def _allowed(self) -> int:
         """Bytes that this process may map: what it has in memory and what it could still get, less the margin."""
-        group, machine, (anonymous, _) = cgroup_memory(self._root), psutil.virtual_memory(), own_memory()
-        most, available = machine.total, machine.available
-        if group is not None:
-            most, available = min(most, group.limit), min(available, group.available)
-        margin = max(_LEAST_MARGIN, most // _MARGIN_SHARE) if self._margin is None else self._margin
-        return max(0, min(most, anonymous + available) - margin)
+        reading, (anonymous, _) = self._sensor.read(), own_memory()
+        if isinstance(reading, Unavailable):
+            raise OSError(reading.reason)
+        margin = max(_LEAST_MARGIN, reading.total // _MARGIN_SHARE) if self._margin is None else self._margin
+        return max(0, min(reading.total, anonymous + reading.free) - margin)
 
     def _make_threads(self) -> None:
         """Makes torch's thread pools, which cannot bear a refusal (libgomp ends the process), and imports what a piece would."""

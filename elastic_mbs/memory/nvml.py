@@ -15,7 +15,6 @@ the job, the GPU fell off the bus, or the container lost its rights.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +45,6 @@ class NvmlDevice:
         self._uuid = uuid
         self._clock = clock
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._initialised = False
         self._handle: Any = None
         self._answered = False
@@ -57,7 +55,6 @@ class NvmlDevice:
 
     def memory(self) -> int | NoAnswer:
         """Free bytes, or why they are not known. Does not raise, and asks NVML only when a try is due."""
-        self._after_fork()
         with self._lock:
             if self._failure is not None and self._clock() < self._retry_at:
                 return self._failure
@@ -65,7 +62,6 @@ class NvmlDevice:
 
     def holders(self) -> tuple[Holder, ...]:
         """Which other processes have memory on the device, the biggest first. Does not raise: unknown is empty."""
-        self._after_fork()
         with self._lock:
             if self._handle is None:
                 return ()
@@ -77,12 +73,6 @@ class NvmlDevice:
 
                     self._holders = holders_on(pynvml, self._handle)
             return self._holders
-
-    def _after_fork(self) -> None:
-        """In a forked child the handle is invalid, the reference is the parent's, and a thread that is gone may have held the lock."""
-        if self._pid != os.getpid():
-            self._pid, self._lock = os.getpid(), threading.Lock()
-            self._handle, self._initialised, self._holders_at = None, False, None
 
     def _read(self) -> int | NoAnswer:
         try:

@@ -1,15 +1,22 @@
 """What a memory reading is, and the two protocols behind it: a sensor reads a device from outside, a meter its allocator from inside.
 
-A new kind of device gets a module beside `cuda.py` and `host.py` and a line in `sensor_for` (memory/__init__.py). Neither synchronises the device.
+A new kind of device gets a module beside `cuda.py` and `host.py` and a line in `devices.py`. Neither synchronises the device.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory.processes import Holder, describe
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 @dataclass(frozen=True)
@@ -104,27 +111,18 @@ class UsageMeter(Protocol):
         """Starts a new interval for the peaks."""
 
 
-class NoSensor:
-    """The sensor of a device that has none: always `Unavailable`, with the reason given."""
+def parse_bytes(size: int | str) -> int:
+    """Bytes, rounded down, of an int or a string such as `"2GiB"`, `"1.5 MiB"`, `"500MB"` (KiB to TiB: powers of 1024; KB to TB: powers of 1000).
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def read(self) -> Reading:
-        """No reading."""
-        return Unavailable(self._reason)
-
-
-class NoMeter:
-    """The meter of a device whose allocator cannot be read."""
-
-    def __init__(self) -> None:
-        self.resets = 0
-
-    def usage(self) -> Usage | None:
-        """Always None."""
-        return None
-
-    def reset_peak(self) -> None:
-        """Counts the call; there is nothing to reset."""
-        self.resets += 1
+    Raises:
+        UsageError: the text is no size, the unit is unknown, or the number is negative.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise UsageError(f"a size cannot be negative, got {size} bytes")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise UsageError(f"cannot read {size!r} as a number of bytes: write an int, or a string such as '2GiB' (1024³) or '2GB' (1000³)")
+    return int(match[1]) * unit if "." not in match[1] else int(float(match[1]) * unit)

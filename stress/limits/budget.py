@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import MemoryBudget
-from elastic_mbs.memory.size import in_words
 
 from .limit import HostLimit
 
@@ -73,8 +73,10 @@ class _BlockLimit(TorchDispatchMode):
         for storage in _storages(out):
             if storage.nbytes() > largest and id(storage) not in known:
                 self._budget.ooms += 1
-                wanted = in_words(storage.nbytes())
-                raise torch.OutOfMemoryError(f"virtual device out of memory. Tried to allocate {wanted}, in blocks of {in_words(largest)} at most.")
+                wanted = format_bytes(storage.nbytes())
+                raise torch.OutOfMemoryError(
+                    f"virtual device out of memory. Tried to allocate {wanted}, in blocks of {format_bytes(largest)} at most."
+                )
         return out
 
     def _is_uncounted(self) -> bool:

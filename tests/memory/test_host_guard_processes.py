@@ -20,7 +20,7 @@ PREPARE = """
     from torch import nn
     from torch.nn import functional
     from elastic_mbs import ElasticMBS, MemoryOptions, MicroBatchFloorError, OutOfMemory, UsageError
-    from elastic_mbs.memory import CgroupMemory, HostGuard, NoSensor, host_guard
+    from elastic_mbs.memory import CgroupMemory, HostGuard, NoSensor, host, host_guard
     torch.set_num_threads(1)
     MEBI = 1 << 20
 
@@ -34,7 +34,7 @@ PREPARE = """
             self.limit = host_guard.own_memory()[1] + self.others + 24 * MEBI + room
 
         def bind(self):
-            host_guard.cgroup_memory = lambda root: self.read()
+            host.cgroup_memory = lambda root: self.read()
 
     def guard_beside(group):
         group.bind()

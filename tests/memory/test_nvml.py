@@ -52,15 +52,6 @@ def test_devices_are_found_by_uuid_whatever_their_order_and_opened_once(driver: 
     assert driver.calls.count("MemoryInfo") == 6
 
 
-def test_a_forked_child_opens_nvml_for_itself_and_leaves_the_parents_reference(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = NvmlDevice("abc")
-    device.memory()
-    device._lock.acquire()  # as a thread of the parent may have at the fork
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert device.memory() == FREE
-    assert driver.calls == OPEN * 2
-
-
 # ---------------------------------------------------------------------- never there
 
 
