@@ -33,8 +33,6 @@ from elastic_mbs.errors import MisuseError, UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory.sensor import Headroom, Reading, Usage, parse_bytes
 
-# storages that may have died and not been settled: settling many at once is cheaper, and their weak references are small
-_SETTLE_EVERY = 64
 _lock = threading.RLock()  # held to change the counts of any budget
 _active: list[_CountingMode] = []  # one for each block that is open, by whatever thread, in the order of entering
 
@@ -222,8 +220,7 @@ class MemoryBudget:
         if (known is not None and known.nbytes == nbytes and known() is storage) or not self.covers(storage.device):
             return 0
         with _lock:
-            if len(self._gone) > _SETTLE_EVERY:
-                self._settle()
+            self._settle()
             known = self._storages.get(key)
             if known is None or known() is not storage:
                 known = _Storage(storage, self._on_death)
@@ -299,8 +296,7 @@ class _CountingMode(TorchDispatchMode):
             budget._check(0, may_refuse=False)
         out = func(*args, **kwargs) if kwargs else func(*args)
         new = budget._admit(out)
-        # `_live` holds what was just counted, and may still hold what has died since it was last settled: while even that is below peak and
-        # limit there is nothing to note, which is the usual case in steady training
+        # `_live` may still hold what has died since; while even that is below peak and limit, the usual case in training, there is nothing to note
         if new and (budget._live > budget._peak or budget._live > budget._limit):
             refusal = budget._check(new, may_refuse=not _in_place(func))
             if refusal is not None:

@@ -48,8 +48,6 @@ class Kind(enum.Enum):
 
 
 _BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)  # each has a pattern of its name
-_SYNCHRONOUS = frozenset({Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY})
-_CAUTION = list(Kind)
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Verdict:
     @property
     def synchronous(self) -> bool:
         """Whether the error came from the operation that failed, so that what was noted before it holds."""
-        return self.kind in _SYNCHRONOUS
+        return self.kind in (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY)
 
 
 def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None = None) -> Verdict | None:
@@ -198,7 +196,7 @@ def _members(group: ExceptionGroup[Exception], seen: set[int]) -> Verdict | None
         if verdict is None:
             return None
         found.append(verdict)
-    return max(found, key=lambda verdict: _CAUTION.index(verdict.kind))
+    return max(found, key=lambda verdict: list(Kind).index(verdict.kind))
 
 
 def _links(exc: Exception, seen: set[int]) -> Iterator[Exception]:
@@ -210,13 +208,9 @@ def _links(exc: Exception, seen: set[int]) -> Iterator[Exception]:
         yield current
         if isinstance(current, AssertionError | ExceptionGroup) or patterns.OTHER.search(_text(current)):
             return
-        current = current.__cause__ or _inner(current) or _replaced(current, own)
-
-
-def _inner(exc: Exception) -> BaseException | None:
-    """What a torch.compile error stands for: it is raised `from None`, with the original as an attribute."""
-    inner = getattr(exc, "inner_exception", None) if type(exc).__module__.startswith("torch.") else None
-    return inner if isinstance(inner, BaseException) else None
+        # torch.compile raises `from None`, with the original as an attribute
+        inner = getattr(current, "inner_exception", None) if type(current).__module__.startswith("torch.") else None
+        current = current.__cause__ or inner or _replaced(current, own)
 
 
 def _replaced(exc: Exception, own: FrameType | None) -> BaseException | None:
