@@ -201,13 +201,13 @@ _SUBCLASSES: dict[Any, Kind] = {
 _WALKED = frozenset({Role.TENSOR, Role.ARRAY, Role.LIST, Role.FIELDS, Role.CUSTOM})
 
 
-def tensors_in(obj: Any, wanted: Role = Role.TENSOR) -> list[Any]:
-    """Every tensor (or array, as wanted) inside `obj`, in order; unknown objects are not looked into."""
+def tensors_in(obj: Any, wanted: tuple[Role, ...] = (Role.TENSOR,)) -> list[Any]:
+    """Every tensor, or array if that is wanted, inside `obj`, in order; unknown objects are not looked into."""
     kind = kind_of(type(obj))
-    if kind.role is wanted:
+    if kind.role in wanted:
         return [obj]
     if kind.splitter is not None:
-        return kind.splitter.tensors(obj) if wanted is Role.TENSOR else []
+        return kind.splitter.tensors(obj) if Role.TENSOR in wanted else []
     parts = kind.take(obj).values()
     return [leaf for part in parts for leaf in tensors_in(part, wanted)] if roles_in(parts) & _WALKED else []
 
@@ -232,20 +232,13 @@ def fresh(obj: Any) -> Any:
     return kind.put(obj, {key: fresh(part) for key, part in kind.take(obj).items()})
 
 
-def attributes_with_rows(obj: Any, parts: Parts) -> list[str]:
+def row_attributes(obj: Any, parts: Parts) -> list[str]:
     """Attributes of a container that have rows and are none of its parts: each piece would get the whole batch's."""
     known = {id(part) for part in parts.values()} | ({id(obj.data)} if isinstance(obj, UserDict) else set())
     cached = _cached_properties(type(obj))
     attributes = getattr(obj, "__dict__", {}).items()
-    return [name for name, value in attributes if name not in cached and id(value) not in known and _has_rows(value)]
-
-
-def _has_rows(value: Any) -> bool:
-    """Whether a tensor or array with a dimension is in it; only Python's own containers are looked into."""
-    kind = kind_of(type(value))
-    if kind.role in (Role.TENSOR, Role.ARRAY):
-        return bool(value.ndim)
-    return type(value) in _BUILTINS and any(map(_has_rows, kind.take(value).values()))
+    others = [(name, value) for name, value in attributes if name not in cached and id(value) not in known]
+    return [name for name, value in others if any(leaf.ndim for leaf in tensors_in(value, (Role.TENSOR, Role.ARRAY)))]
 
 
 def dotted(path: Path) -> str:

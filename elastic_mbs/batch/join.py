@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
 from itertools import chain
@@ -56,46 +57,46 @@ _MOST_PLACES = 256  # remembered: outputs of another shape in each call must not
 _CONSTANT = (str, bytes, bool, Enum, torch.dtype, torch.device)
 
 
+@dataclass
 class _Join:
     """One join of several pieces."""
 
-    def __init__(self, lengths: Sequence[int], per_piece: set[Path]) -> None:
-        self._lengths = lengths
-        self._per_piece = per_piece
+    lengths: Sequence[int]
+    per_piece: set[Path]
 
     def of(self, values: list[Any], path: Path) -> Any:
         first = values[0]
         kind = kind_of(type(first))
         if any(type(value) is not type(first) for value in values):
-            return PerPiece(values, self._lengths)
+            return PerPiece(values, self.lengths)
         if first is None or (isinstance(first, _CONSTANT) and all(value == first for value in values)):
             return first
         if kind.role in (Role.TENSOR, Role.ARRAY):
             return self._rows(values, path)
-        if kind.role is Role.LIST and all(len(value) == length for value, length in zip(values, self._lengths, strict=True)):
+        if kind.role is Role.LIST and all(len(value) == length for value, length in zip(values, self.lengths, strict=True)):
             return self._list(values, kind, path)
         if kind.role in (Role.LIST, Role.FIELDS):
             return self._fields(values, kind, path)
-        return PerPiece(values, self._lengths)
+        return PerPiece(values, self.lengths)
 
     def _rows(self, values: list[Any], path: Path) -> Any:
         if any(getattr(value, "is_nested", False) or getattr(value, "layout", torch.strided) is not torch.strided for value in values):
-            return PerPiece(values, self._lengths)  # a nested one can be without a shape
+            return PerPiece(values, self.lengths)  # a nested one can be without a shape
         places = [(*path, value.dtype, value.shape[1:]) for value in values]
-        sized = list(zip(places, values, self._lengths, strict=True))
-        if len(self._per_piece) < _MOST_PLACES:
-            self._per_piece.update(place for place, value, length in sized if value.ndim > 0 and value.shape[0] != length)
+        sized = list(zip(places, values, self.lengths, strict=True))
+        if len(self.per_piece) < _MOST_PLACES:
+            self.per_piece.update(place for place, value, length in sized if value.ndim > 0 and value.shape[0] != length)
         by_sample = all(value.ndim > 0 and value.shape[0] == length for _, value, length in sized)
         alike = len({(value.shape[1:], value.dtype, getattr(value, "device", None)) for value in values}) == 1  # not where padded per piece
-        if not by_sample or not alike or not self._per_piece.isdisjoint(places):
-            return PerPiece(values, self._lengths)
+        if not by_sample or not alike or not self.per_piece.isdisjoint(places):
+            return PerPiece(values, self.lengths)
         if isinstance(values[0], Tensor):
             return values[0] if len(values) == 1 else torch.cat(values)
         return sys.modules["numpy"].concatenate(values)
 
     def _list(self, lists: list[Any], kind: Kind, path: Path) -> Any:
         """Lists as long as their pieces hold items; where tensors directly in them could be fields just as well, they are fields, as in a batch."""
-        if len(set(self._lengths)) == 1 and any(Role.TENSOR in roles_in(each) for each in lists):
+        if len(set(self.lengths)) == 1 and any(Role.TENSOR in roles_in(each) for each in lists):
             fields = [self.of(list(parts), (*path, i)) for i, parts in enumerate(zip(*lists, strict=True))]
             if not any(isinstance(field, PerPiece) for field in fields):
                 return kind.put(lists[0], dict(enumerate(fields)))
@@ -104,9 +105,9 @@ class _Join:
     def _fields(self, values: list[Any], kind: Kind, path: Path) -> Any:
         parts = [kind.take(value) for value in values]
         if any(each.keys() != parts[0].keys() for each in parts):
-            return PerPiece(values, self._lengths)
+            return PerPiece(values, self.lengths)
         joined = {key: self.of([each[key] for each in parts], (*path, key)) for key in parts[0]}
         try:
             return kind.put(values[0], joined)
         except BatchError:
-            return PerPiece(values, self._lengths)  # a type that takes certain values only, such as torch.Size
+            return PerPiece(values, self.lengths)  # a type that takes certain values only, such as torch.Size

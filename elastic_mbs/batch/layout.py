@@ -20,21 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import (
-    Kind,
-    Path,
-    Role,
-    attributes_with_rows,
-    dotted,
-    fresh,
-    kind_of,
-    roles_in,
-    some,
-    suffixes,
-    tensors_in,
-    to_register,
-    walk,
-)
+from elastic_mbs.batch.containers import Kind, Path, Role, dotted, fresh, kind_of, roles_in, row_attributes, suffixes, tensors_in, to_register, walk
 from elastic_mbs.batch.splitters import Dims, ListLayout, type_name
 from elastic_mbs.errors import BatchError
 
@@ -59,7 +45,7 @@ class Node:
     value: Any
     kind: Kind
     dim: int = 0
-    size: int = -1  # samples
+    size: int = -1  # samples; of fields, whether any of them are cut at all
     copied: bool = False  # passed whole, with numpy arrays in it: they have no version that would show an edit in place
     children: dict[Any, Node] = field(default_factory=dict)
 
@@ -101,26 +87,23 @@ class Layout:
     def __init__(self, dims: Dims, known: dict[Path, ListLayout]) -> None:
         self.dims = dims
         self.known = known  # how lists of containers were read in this batch and earlier ones
-        self.leaves: list[Node] = []  # what is cut
+        self.ends: list[Node] = []  # all values without parts, once everything is decided
+        self.leaves: list[Node] = []  # those that are cut
         self.open: list[tuple[Node, Node, Layout]] = []  # lists of containers: as items, as fields, and the layout of those
         self.unclear: list[Node] = []  # tuples without rows: items, or the same for all samples
 
     def given(self, path: Path) -> Any:
         return next((self.dims[name] for name in suffixes(path) if name in self.dims), _NOT_GIVEN)
 
-    def _leaf(self, node: Node) -> Node:
-        self.leaves.append(node)
-        return node
-
     def read(self, value: Any, path: Path = (), inherited: Any = _NOT_GIVEN) -> Node:
-        """The node of a value; its leaves and open lists are collected."""
+        """The node of a value; open lists and unclear tuples are collected."""
         given = self.given(path) if self.dims else _NOT_GIVEN
         if given is _NOT_GIVEN:
             given = inherited
         kind = kind_of(type(value))
         role = kind.role
         if given is None or role is Role.SCALAR:
-            return Node(Cut.WHOLE, path, value, kind, copied=given is None and bool(tensors_in(value, Role.ARRAY)))
+            return Node(Cut.WHOLE, path, value, kind, copied=given is None and bool(tensors_in(value, (Role.ARRAY,))))
         if role is Role.TENSOR or role is Role.ARRAY:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
@@ -132,31 +115,33 @@ class Layout:
             raise _refusal(path, f"of type {type_name(type(value))}", f"{kind.why}: {to_register(type(value))}")
         if isinstance(given, int):
             raise BatchError(f"{where(path)} is of type {type_name(type(value))}: register_splitter says how it is cut, and dim {given} cannot")
-        return self._leaf(Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value)))
+        return Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value))
 
     def _tensor(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         is_tensor = kind.role is Role.TENSOR
         if is_tensor and (value.layout is not torch.strided or value.is_nested):
             form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             raise _refusal(path, f"a {form} tensor", "make it dense or padded, or put it in a class of yours and register_splitter(ThatClass, ...)")
-        ndim = value.ndim
-        dim = given if isinstance(given, int) else 0
-        if ndim == 0 and not isinstance(given, int):
+        ndim, dim = value.ndim, 0
+        if isinstance(given, int):
+            if not -ndim <= given < ndim:
+                raise BatchError(
+                    f"{where(path)} has no dim {given}: its shape is {tuple(value.shape)} (0-d tensors pass whole and are left out of dims)"
+                )
+            dim = given % ndim
+        elif ndim == 0:
             return Node(Cut.WHOLE, path, value, kind, copied=not is_tensor)
-        if not -ndim <= dim < ndim:
-            raise BatchError(f"{where(path)} has no dim {dim}: its shape is {tuple(value.shape)} (0-d tensors pass whole and are left out of dims)")
-        dim %= ndim
-        return self._leaf(Node(Cut.NARROW if is_tensor else Cut.COPY, path, value, kind, dim, value.shape[dim]))
+        return Node(Cut.NARROW if is_tensor else Cut.COPY, path, value, kind, dim, value.shape[dim])
 
     def _fields(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         node = Node(Cut.FIELDS, path, value, kind)
-        found = len(self.leaves) + len(self.open)
         inherited = given if isinstance(given, int) else _NOT_GIVEN
         for key, part in kind.take(value).items():
-            node.children[key] = self.read(part, (*path, key), inherited)
+            child = node.children[key] = self.read(part, (*path, key), inherited)
+            node.size = max(node.size, child.size)
         if type(value) not in (tuple, list, dict):
             self._check_attributes(node)
-        if type(value) is tuple and given is not ListLayout.FIELDS and found == len(self.leaves) + len(self.open):
+        if node.size < 0 and type(value) is tuple and given is not ListLayout.FIELDS:
             named = self.dims and any(self.given((*path, *below)) is not _NOT_GIVEN for below, _ in walk(value))
             if not named and any(end.value is not None for child in node.children.values() for end in child.ends()):
                 self.unclear.append(node)
@@ -167,11 +152,12 @@ class Layout:
         if given is _NOT_GIVEN and not _has_rows(value, roles):
             given = self.known.get(path, given) if roles & _CONTAINERS else ListLayout.ITEMS
             if given is _NOT_GIVEN:
-                node, layout = Node(Cut.ITEMS, path, value, kind, size=len(value)), Layout(self.dims, self.known)
+                node, fields = Node(Cut.ITEMS, path, value, kind, size=len(value)), Node(Cut.FIELDS, path, value, kind)
+                layout = Layout(self.dims, self.known)
                 try:
                     fields = layout._fields(value, path, kind, given)
                 except BatchError:
-                    fields, layout = node, Layout(self.dims, self.known)  # has no length: it is not taken
+                    layout = Layout({}, {})  # without a length it is not taken
                 self.open.append((node, fields, layout))
                 return node
         plain = isinstance(given, int) and not roles & (_CONTAINERS | {Role.TENSOR})
@@ -182,14 +168,14 @@ class Layout:
             raise BatchError(f"{where(path)} is of type {type_name(type(value))}, and items() is for lists and tuples")
         if isinstance(given, int) and given not in (0, -1):
             raise BatchError(f"{where(path)} has no dim {given}: it is a {type(value).__name__} of {len(value)} items")
-        node = self._leaf(Node(Cut.ITEMS, path, value, kind, size=len(value)))
+        node = Node(Cut.ITEMS, path, value, kind, size=len(value))
         self._check_attributes(node)
         return node
 
     def _check_attributes(self, node: Node) -> None:
         """Refuses what every piece would get of the whole batch, unless `dims` says that this is right."""
         value, parts = node.value, {key: child.value for key, child in node.children.items()}
-        suspects = dict.fromkeys(attributes_with_rows(value, parts), "is an attribute next to the parts of")
+        suspects = dict.fromkeys(row_attributes(value, parts), "is an attribute next to the parts of")
         for each in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
             computed = not each.init and parts.get(each.name) is not None and parts[each.name] is not each.default
             if computed and all(end.cut is Cut.WHOLE for end in node.children[each.name].ends()):
@@ -200,10 +186,11 @@ class Layout:
                 remedy = f"if that is right: dims={call('whole', path)}\n  if not: make it a part, or {to_register(type(value))}"
                 raise BatchError(f"{where(path)} {what} {type_name(type(value))}: every piece would get the whole batch's\n  {remedy}")
 
-    def lengths(self) -> set[int]:
+    def lengths(self, root: Node) -> set[int]:
         """The lengths that the batch can have, with the open lists read either way."""
-        choices = [{node.size} | layout.lengths() for node, _, layout in self.open]
-        sizes = {leaf.size for leaf in self.leaves}
+        choices = [{node.size} | layout.lengths(fields) for node, fields, layout in self.open]
+        undecided = [node for node, _, _ in self.open]
+        sizes = {end.size for end in root.ends() if end.size >= 0 and end not in undecided}
         if sizes:
             choices.append(sizes if len(sizes) == 1 else set())
         return set.intersection(*choices) if choices else set()
@@ -211,35 +198,32 @@ class Layout:
     def decide(self, length: int) -> None:
         """Decides the open lists. A batch of one sample is not remembered: both readings give the same, only, piece."""
         for node, fields, layout in self.open:
-            as_fields = length in layout.lengths()
+            as_fields = length in layout.lengths(fields)
             if as_fields and node.size == length != 1:
                 raise BatchError(_two_readings([node], length))
             if as_fields and node.size != length:
                 layout.decide(length)
                 node.cut, node.children = fields.cut, fields.children
-                self.leaves += layout.leaves
                 self.unclear += layout.unclear
-            else:
-                self.leaves.append(node)
             if length != 1:
                 self.known[node.path] = ListLayout.ITEMS if node.cut is Cut.ITEMS else ListLayout.FIELDS
 
     def finish(self, root: Node) -> int:
         """N, once everything is decided."""
         if self.open:
-            lengths = self.lengths()
-            if not self.leaves and all(node.size == 1 for node, _, _ in self.open):
-                lengths &= {1}
-            if len(lengths) > 1:
+            lengths = self.lengths(root)
+            if len(lengths) > 1 and any(node.size != 1 for node, _, _ in self.open):  # and nothing else is cut
                 node = self.open[0][0]
                 raise BatchError(_two_readings([node], min(lengths - {node.size})))
-            self.decide(lengths.pop() if lengths else -1)
+            self.decide(1 if len(lengths) > 1 else max(lengths, default=-1))
         if self.unclear:
             node = self.unclear[-1]  # the outermost: its parts come before it
             raise BatchError(
                 f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has rows: is it one item per sample?\n"
                 f"  if so: dims={call('items', node.path)}\n  if every piece needs all of it: dims={call('whole', node.path)}"
             )
+        self.ends = root.ends()
+        self.leaves = [end for end in self.ends if end.size >= 0]
         sizes = {leaf.size for leaf in self.leaves}
         if len(sizes) > 1:
             raise BatchError(self._disagreement(root.value))
@@ -272,14 +256,14 @@ class Layout:
         lists = {path: len(value) for path, value in [((), batch), *walk(batch)] if type(value) in (list, tuple) and roles_in(value) == {Role.TENSOR}}
         sizes = sorted({leaf.size for leaf in self.leaves})
         ways = [f"  if it has {length} samples: {self._line_to_add(lists, length)}" for length in {*sizes, *lists.values()} - {0}]
-        unused = [((name,), None) for name in self.dims if name and not any(name in suffixes(path) for path, _ in walk(batch))]
+        unused = ", ".join(repr(name) for name in self.dims if name and not any(name in suffixes(path) for path, _ in walk(batch)))
         return "\n".join(
             [
                 f"the parts of the batch disagree on its length: {' and '.join(map(str, sizes[:4]))}",
                 *[f"  {_line(leaf)}" for leaf in self.leaves[:12]],
                 *([f"  … and {len(self.leaves) - 12} more"] if len(self.leaves) > 12 else []),
                 *sorted(ways, key=len)[:3],
-                *([f"  dims names {some(unused)}, which the batch does not have"] if unused else []),
+                *([f"  dims names {unused}, which the batch does not have"] if unused else []),
             ]
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, dotted, map_tensors, tensors_in
-from elastic_mbs.batch.layout import Cut, Layout, Node
+from elastic_mbs.batch.layout import Cut, Layout
 from elastic_mbs.batch.splitters import Dims, ListLayout, checked
 from elastic_mbs.errors import BatchError
 
@@ -27,7 +27,7 @@ class BatchView:
         self.length = layout.finish(self._root)  # N
         # For the next batch of the kind: a list that only its length decides is read as in this one. A short last batch cannot change it by chance.
         self.known_lists: Mapping[Path, ListLayout] = layout.known
-        self._ends: list[Node] = self._root.ends()
+        self._ends = layout.ends
 
     @cached_property
     def elements(self) -> int:
