@@ -55,15 +55,6 @@ def test_devices_are_found_by_uuid_whatever_their_order_and_opened_once(driver: 
 # ---------------------------------------------------------------------- never there
 
 
-def test_where_there_is_no_nvml_nothing_is_in_doubt(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_library(_: str) -> None:
-        raise OSError("libnvidia-ml.so.1: cannot open shared object file")
-
-    monkeypatch.setattr(pynvml, "nvmlLib", None)
-    monkeypatch.setattr(pynvml, "CDLL", no_library)
-    assert NvmlDevice("abc").memory() == no_answer(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, lost=False)
-
-
 @pytest.mark.parametrize("text", [None, "raise FutureWarning('The pynvml package is deprecated')", "NVMLError, nvmlInit = ValueError, int"])
 def test_a_binding_that_is_missing_or_deprecated_or_foreign_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None) -> None:
     monkeypatch.delitem(sys.modules, "pynvml")
@@ -245,6 +236,7 @@ def test_a_device_that_neither_answers_for_is_unavailable(cuda: FakeCuda, driver
     ("where", "code", "lost"),
     [
         ("InitWithFlags", ABSENT, False),
+        ("InitWithFlags", pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, False),
         ("InitWithFlags", pynvml.NVML_ERROR_NO_PERMISSION, False),
         ("HandleByUUID", NOT_FOUND, False),
         ("HandleByUUID", pynvml.NVML_ERROR_INVALID_ARGUMENT, False),
