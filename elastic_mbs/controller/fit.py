@@ -6,7 +6,6 @@ A line through two small sizes is up to 48 % too low for memory at a larger one:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,10 +22,12 @@ def checked(value: Any, kind: type[Value], least: float = 0) -> Value:
     return kind(value)
 
 
-def _crowded(sizes: Sequence[int], keep: int) -> int:
-    """The size that adds least: the one between the closest neighbours, never an end, never `keep`. `sizes` is sorted."""
-    inner = [i for i in range(1, len(sizes) - 1) if sizes[i] != keep]
-    return sizes[min(inner, key=lambda i: sizes[i + 1] / sizes[i - 1])]
+def _thin_out(knots: dict[int, Any], keep: int) -> None:
+    """Where there are too many, drops the size that adds least: the one between the closest neighbours, never an end, never `keep`."""
+    if len(knots) > KNOTS:
+        sizes = sorted(knots)
+        inner = [i for i in range(1, len(sizes) - 1) if sizes[i] != keep]
+        del knots[sizes[min(inner, key=lambda i: sizes[i + 1] / sizes[i - 1])]]
 
 
 @dataclass
@@ -81,8 +82,7 @@ class MemoryFit:
             # Where what the process holds besides is not known, a second measurement at one size shows it: those made before the first move with it.
             self._shift(knot.peak - older.peak, before=older.seen)
         self._drop_contradicted()
-        if len(self._knots) > KNOTS:
-            del self._knots[_crowded(sorted(self._knots), x)]
+        _thin_out(self._knots, x)
 
     def _shift(self, by: int, *, before: int) -> None:
         """Moves the peaks that were measured earlier than `before`."""
@@ -150,8 +150,7 @@ class TimeFit:
     def add(self, x: int, seconds: float) -> None:
         """Takes one measurement: a positive, finite time for a piece of size `x`."""
         self._best[x] = min(seconds, self._best.get(x, seconds))
-        if len(self._best) > KNOTS:
-            del self._best[_crowded(sorted(self._best), x)]
+        _thin_out(self._best, x)
 
     def coefficients(self) -> tuple[float, float] | None:
         """γ (seconds per unit) and δ (seconds per piece), or None while no two sizes far enough apart are known."""

@@ -18,21 +18,17 @@ def piece_count(samples: int, size: int, *, minimum: int = 1, align: int = 1) ->
     if samples <= size:
         return 1
     units = -(-samples // align)
+    gap = units * align - samples  # missing in the last unit, which is in one of the shortest pieces where all are as long
     count = min(-(-units // max(1, size // align)), max(1, samples // minimum))
-    while count > 1 and _shortest(samples, units, count, align) < minimum:
+    while count > 1 and units // count * align - (0 if units % count else gap) < minimum:
         count -= 1
     return count
 
 
 def longest(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int:
     """Length of the longest piece that `partition` cuts: the number of samples on the device at once."""
-    count = piece_count(samples, size, minimum=minimum, align=align)
-    if count <= 1:
-        return samples
-    short, extra = divmod(-(-samples // align), count)
-    if extra == 1:
-        return samples - (count - 1) * short * align
-    return (short + 1 if extra else short) * align
+    pieces = partition(0, samples, size, minimum=minimum, align=align)
+    return max(pieces[0][1], samples - pieces[-1][0]) if pieces else 0
 
 
 def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
@@ -56,9 +52,3 @@ def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int 
         pieces.append((start, min(stop, start + length * align)))
         start = pieces[-1][1]
     return tuple(pieces)
-
-
-def _shortest(samples: int, units: int, count: int, align: int) -> int:
-    """Length of the shortest of `count` balanced pieces."""
-    short, extra = divmod(units, count)
-    return short * align - (0 if extra else units * align - samples)
