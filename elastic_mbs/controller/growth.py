@@ -42,7 +42,7 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) 
         return None
     present = limits.longest(samples, track.size)
     room = limits.clamp(2 * present)
-    ceiling = track.lowest()
+    ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)  # the one that binds most
     if ceiling is not None:
         room = min(room, ceiling.limit // elements)
     room = _room_in_memory(track, limits, samples, elements, budget(track, policy, capacity), room)
@@ -52,7 +52,7 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) 
     gain = track.time.gain(samples * elements / count, samples * elements / fewest)
     if gain is not None and gain < policy.min_gain:
         return None
-    if ceiling is not None and ceiling.bisects:
+    if ceiling is not None and ceiling.limit == ceiling.elements - 1:  # sizes between the last good one and this one are still open
         middle = (present * elements + ceiling.elements) // 2 // elements
         fewest = max(fewest, min(limits.pieces(samples, middle), count - 1))
     target = smallest_size(samples, fewest, align=limits.align)

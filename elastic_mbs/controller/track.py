@@ -37,11 +37,6 @@ class Ceiling:
     proven: int | None = None  # capacity with which as much had run clean before
     confirmed: bool = False  # by a reading made after the failure; the one at hand then can be from before the co-tenant came
 
-    @property
-    def bisects(self) -> bool:
-        """Whether sizes between the last good one and this one are still open."""
-        return self.limit == self.elements - 1
-
 
 @dataclass
 class RunningCall:
@@ -93,10 +88,6 @@ class Track:
     def expected(self) -> tuple[int, int]:
         """The largest batch (samples) and the longest sample (elements) among the recent calls."""
         return max(samples for samples, _ in self.recent), max(elements for _, elements in self.recent)
-
-    def lowest(self) -> Ceiling | None:
-        """The ceiling that binds most."""
-        return min(self.ceilings, key=lambda ceiling: (ceiling.limit, ceiling.elements), default=None)
 
     def add_ceiling(self, ceiling: Ceiling) -> None:
         self.ceilings = sorted([*self.ceilings, ceiling], key=lambda c: c.elements)[:MAX_CEILINGS]
