@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,14 @@ def _attention(m: Any, x: Tensor) -> Tensor:
     q, k, v = m.mix(x).chunk(3, -1)
     out: Tensor = x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
     return out
+
+
+def _masked(m: Any, x: Tensor) -> Any:
+    """A mask drawn by Python and by numpy, whose legacy stream is what such models use."""
+    if m.training:
+        numpy = sys.modules.get("numpy.random")
+        x = x * (random.random() + 0.5) * (1.0 if numpy is None else torch.from_numpy(numpy.rand(*x.shape)))
+    return m.inner(x)
 
 
 def _contrast(m: Any, x: Tensor) -> Tensor:
@@ -184,9 +193,7 @@ LAYERS: dict[str, Layer] = {
     "hidden": Layer(lambda d: Made(_hidden, block=nn.Sequential(nn.Linear(d, d), nn.Tanh()))),
     "spectral": Layer(lambda d: parametrizations.spectral_norm(nn.Linear(d, d)), separable=False),
     "running": Layer(_Running, separable=False),
-    "host mask": Layer(
-        lambda d: Made(lambda m, x: m.inner(x) * (random.random() + 0.5 if m.training else 1), inner=nn.Linear(d, d)), separable=False
-    ),
+    "host mask": Layer(lambda d: Made(_masked, inner=nn.Linear(d, d)), separable=False),
     "contrast": Layer(lambda d: Made(_contrast, inner=nn.Linear(d, d)), separable=False, hidden_mixing=True),
 }
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from elastic_mbs import StepResult
 from elastic_mbs.batch.view import BatchView, map_tensors
 
+from ..models.plan import Plan
+from ..models.setup import CONTAINERS, Setup, counts_by_hand
 from ..reference.by_hand import Partition, add_up, check_covered
 from ..reference.state import State, demand, error_of
-from .plan import Plan
-from .setup import CONTAINERS, Setup, counts_by_hand
 
 TOLERANCE = 1e-12
 FLOOR = 1e-2  # part of the largest gradient that a leaf's counts as at least beside the whole batch's: one that cancels is as exact as its terms

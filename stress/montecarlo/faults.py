@@ -10,7 +10,7 @@ import torch
 from elastic_mbs.memory import Headroom, MemorySensor, NoSensor, Reading
 from elastic_mbs.testing import InjectOOM
 
-from .plan import Fault
+from ..models.plan import Fault
 
 
 class AlienError(Exception):

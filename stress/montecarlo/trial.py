@@ -24,14 +24,14 @@ from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory
 from elastic_mbs.testing import InjectOOM
 
 from ..flat_options import grouped
+from ..models.plan import Plan
+from ..models.setup import CONTAINERS, count_of, make_batch, set_up
 from ..reference.by_hand import by_loop
 from ..reference.state import State, demand, error_of, hooks_on, same_state, same_tensors
 from ..streams import Streams
 from ..tally import Tally
 from .checks import SCALE, accumulate, check_partition, check_result
 from .faults import SENSORS, AlienError, Faults
-from .plan import Plan
-from .setup import CONTAINERS, count_of, make_batch, set_up
 
 PLENTY = "1TiB"
 

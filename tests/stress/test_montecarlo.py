@@ -25,9 +25,9 @@ from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.console import case_seed
 from stress.models.layers import LAYERS
+from stress.models.plan import CONTAINERS, OPTIMIZERS, Fault, Plan, draw, read, smaller
 from stress.montecarlo.command import shrink
 from stress.montecarlo.faults import SENSORS, Faults
-from stress.montecarlo.plan import CONTAINERS, OPTIMIZERS, Fault, Plan, draw, read, smaller
 from stress.montecarlo.trial import Outcome, run_trial
 from stress.reference.state import error_of
 from stress.streams import Streams

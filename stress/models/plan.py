@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_mbs.errors import UsageError
 
-from ..models.layers import LAYERS
+from .layers import LAYERS
 
 PLACES = ("call", "eval", "optimizer")
 ERRORS = ("device", "host", "heap", "library", "alien")
@@ -67,6 +67,7 @@ class Plan:
     limits: tuple[float, ...] = ()  # memory of each step as a multiple of what its whole batch needs; 0 is none
     moves: tuple[tuple[int, float], ...] = ()  # (number of a forward in the step, multiple): the limit moves in the middle of a call
     guests: str = "no"  # leaves outside the model: "no", "weight" or "prompt"
+    tied: bool = False  # the head has the embedding's weight; never drawn
     edits: bool = False  # the loss function edits its batch in place
     backward: bool = False  # a backward of the trainer's own is used
     faults: tuple[Fault, ...] = ()  # what else goes wrong

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +14,8 @@ from torch.nn import functional as F
 
 from elastic_mbs import count_tokens, fields, items
 
-from ..models.layers import CLASSES, VOCABULARY, Network, flat_gradients, in_double
+from ..streams import start_streams
+from .layers import CLASSES, VOCABULARY, Network, flat_gradients, in_double
 from .plan import Plan
 
 FEATURES = 3
@@ -199,11 +199,10 @@ class Setup:
 
 def set_up(plan: Plan) -> Setup:
     """The setup of a plan, every random stream then at the same place."""
-    torch.manual_seed(plan.seed)
-    random.seed(plan.seed)
+    start_streams(plan.seed)
     features = FEATURES if plan.tokens == "no" else 0
     with in_double():
-        model = Network(plan.layers, plan.width, features=features, sparse=plan.tokens == "sparse", branches=plan.branches)
+        model = Network(plan.layers, plan.width, features=features, sparse=plan.tokens == "sparse", tie=plan.tied, branches=plan.branches)
     dtype = torch.bfloat16 if plan.half else torch.float64
     guests = {"weight": [torch.zeros((), dtype=dtype)], "prompt": [torch.randn(1, 1, 3, dtype=dtype)]}.get(plan.guests, [])
     setup = Setup(plan, model.to(dtype), [guest.requires_grad_() for guest in guests])
