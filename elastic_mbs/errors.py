@@ -1,25 +1,6 @@
-"""The tree of errors: one base for each decision that a caller makes.
+"""The errors that this package raises by itself: `ElasticMBSError` is the base of all, with one branch for each decision that a caller makes.
 
-```
-ElasticMBSError                      everything that this package raises by itself
-├── UsageError (ValueError)          an argument is wrong: fix the call
-│   ├── BatchError                   the batch cannot be cut into pieces
-│   ├── CountError                   the counts of the loss terms make no sense
-│   └── LossError                    what `loss_fn` returned is not a loss
-├── MisuseError (RuntimeError)       the training loop does something that a replay could not undo
-│   ├── NestedCallError              a call inside a call
-│   ├── StepInsideError              `optimizer.step()` while a batch is incomplete
-│   ├── BackwardInsideError          `loss.backward()` inside the step function
-│   ├── GradientsChangedError        `zero_grad()` or an edit of `.grad` in the middle of a batch
-│   ├── OptimizerInBackwardError     an optimizer that steps inside backward
-│   └── IncompleteBatchError         the loop over micro-batches was left early
-├── UnsupportedError (RuntimeError)  a mode of torch that cannot be made exact
-└── RecoveryError (RuntimeError)     memory ran out, and the batch could not be finished
-    ├── MicroBatchFloorError         the smallest micro-batch does not fit (also a torch.OutOfMemoryError)
-    ├── ReplayUnsafeError            a replay would not give the exact gradient
-    ├── OptimizerStepError           `mbs.optimizer_step` does not fit (also a torch.OutOfMemoryError)
-    └── PoisonedDeviceError          the device cannot be trusted any more: save and restart
-```
+`UsageError`: fix the call. `MisuseError`: fix the training loop. `UnsupportedError`: leave out a mode of torch. `RecoveryError`: memory ran out.
 
 After any of them the gradients that were empty at the start of the call are empty again, and buffers and random streams are as they were at its
 start. Where a gradient was not empty, the error carries a note that `zero_grad()` is needed.

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from types import TracebackType
 from typing import Any, Self
@@ -19,10 +19,10 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from elastic_mbs.engine import misuse
-from elastic_mbs.testing.injection import InjectOOM, can_allocate
+from elastic_mbs.testing.injection import InjectOOM
 
 CHOSEN = 0.5  # fraction of the tests that `random` chooses
 PER_CALL = 2  # most errors in one call: a real shortage is answered by smaller pieces, one that strikes at random must not use up the retries
@@ -112,46 +112,37 @@ class RandomFaults:
         # as often among the first few as among the many that follow
         return round(math.exp(self._random.random() * math.log(self._length))) if self._length > 1 else 1
 
-    def strikes(self, attempt: _Attempt, name: str) -> bool:
-        """Whether an operation of an attempt fails now."""
+    def strike(self, attempt: _Attempt, name: str) -> None:
+        """Fails an operation of an attempt where it is its turn, and neither that of an attempt inside it nor the user's own code runs."""
         if self._open[-1:] != [attempt] or attempt.struck:
-            return False
+            return
         attempt.count += 1
-        if attempt.count < attempt.at or attempt.protected():
-            return False
-        attempt.struck = True
-        self._left[attempt.owner] -= 1
-        self.hits.append(f"{name}, operation {attempt.count} of attempt {self.attempts}")
-        return True
+        if attempt.count >= attempt.at and not attempt.protected():
+            attempt.struck = True
+            self._left[attempt.owner] -= 1
+            self.hits.append(f"{name}, operation {attempt.count} of attempt {self.attempts}")
+            raise torch.OutOfMemoryError(f"out of memory, injected by --oom-injection in {name}")
 
 
-class _Attempt(TorchDispatchMode):
+class _Attempt(InjectOOM):
     """Sees the operations of one attempt, where one of them is to fail."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, faults: RandomFaults, owner: object, at: int, protected: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.faults, self.owner, self.at, self.protected = faults, owner, at, protected
-        self.count = 0
         self.struck = False
+
+    def step(self, name: str) -> None:
+        self.faults.strike(self, name)
 
     def leave(self) -> None:
         if self.at:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if isinstance(func, torch._ops.OpOverload) and can_allocate(func, args):
-            name = func._schema.name
-            if self.faults.strikes(self, name):
-                args, kwargs = (), None  # the error's traceback keeps this frame
-                raise torch.OutOfMemoryError(f"out of memory, injected by --oom-injection in {name}")
-        return func(*args, **(kwargs or {}))
-
 
 def _is_injected() -> bool:
     """Whether the test injects by itself here: then it says what is to fail."""
-    return any(isinstance(mode, InjectOOM) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, InjectOOM) and not isinstance(mode, _Attempt) for mode in _get_current_dispatch_mode_stack())
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -28,6 +28,8 @@ class InjectOOM(TorchDispatchMode):
         hits: what was made to fail, by name.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, at: Iterable[int] = (), always_from: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._at = frozenset(at)
@@ -46,9 +48,11 @@ class InjectOOM(TorchDispatchMode):
             self.hits.append(name)
             raise torch.OutOfMemoryError(f"injected: out of memory. Tried to allocate 1.00 MiB in operation {self.count}, {name}")
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if can_allocate(func, args):
-            self.step(func._schema.name)
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload) and can_allocate(func, args):
+            try:
+                self.step(func._schema.name)
+            except torch.OutOfMemoryError:
+                args, kwargs = (), None  # the error's traceback keeps this frame
+                raise
         return func(*args, **(kwargs or {}))
