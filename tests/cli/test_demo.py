@@ -33,19 +33,12 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- the whole
 
 
-@pytest.mark.parametrize("options", [["--budget", "3500000"], ["--dtype", "float32"]], ids=["float64", "float32"])
-def test_it_survives_and_trains_the_same_model(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_survives_and_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.main([*NO_PAGE, *options]) == 0
+    assert command.main([*NO_PAGE, "--budget", "3500000", "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
-    assert out.rstrip().endswith("trained the same model.")
-    assert out.count("\nstep ") == 8 + 1  # and the table's head
-    for words in ("a co-tenant arrives", "it takes more", "it leaves", "out of memory in ", "patience 2"):
+    for words in ("a co-tenant arrives", "it takes more", "it leaves", "out of memory in ", "trained the same model."):
         assert words in out
-    for row in ("largest difference", "out-of-memory errors", "samples replayed", "micro-batch sizes", "time lost to replays"):
-        assert f"\n{row} " in out
     assert not list(tmp_path.iterdir())
 
 
@@ -57,13 +50,11 @@ def test_it_grows_back_when_the_co_tenant_has_left_and_its_page_shows_that(
     assert command.main([*QUICK, "--steps", "24", "--out", str(out)]) == 0
     _, _, alone_again = capsys.readouterr().out.partition("it leaves")
     assert "(grow)" in alone_again
-    page, report = out.read_text(encoding="utf-8"), render(tmp_path / "demo.jsonl")
-    for shown in (page, report):
-        assert shown.count('class="mark mark-grow" d=') > 2  # one in the legend, one in the table, the others in the lane
-        assert shown.count('class="mark mark-oom" d=') > 2
-    for words in ("a co-tenant arrives", "it takes more", "it leaves", "EQUAL within rounding", "the same without limits", "time lost to replays"):
-        assert words in page
     assert str(out) in alone_again
+    page = out.read_text(encoding="utf-8")
+    for words in ("a co-tenant arrives", "it leaves", "(grow)", "EQUAL within rounding", "the same without limits", "time lost to replays"):
+        assert words in page
+    assert "(grow)" in render(tmp_path / "demo.jsonl")
 
 
 def forgotten_count(monkeypatch: pytest.MonkeyPatch) -> None:
