@@ -47,8 +47,7 @@ def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_
     model, batch = mlp(), pairs(16)
 
     def confusion(b: Pair) -> Tensor:
-        found = torch.zeros(4, 4, dtype=torch.float64)
-        return found.index_put_((b[1], model(b[0]).argmax(1)), torch.ones(len(b[1]), dtype=torch.float64), accumulate=True)
+        return torch.bincount(4 * b[1] + model(b[0]).argmax(1), minlength=16).view(4, 4)
 
     mbs = elastic(model, micro_batch_size=8)
     found = [mbs.eval(confusion, batch)]
@@ -62,9 +61,8 @@ def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_
 def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
     model, batch = mlp(), torch.ones(64, 6, dtype=torch.float64)
 
-    def fn(b: Tensor) -> Tensor:
-        logits: Tensor = model(b)
-        return logits.repeat(1, 256)  # 8 KiB a sample, 512 KiB in all
+    def fn(b: Tensor) -> Any:
+        return model(b).repeat(1, 256)  # 8 KiB a sample, 512 KiB in all
 
     with MemoryBudget("1MiB", track=(model, batch)) as budget:
         mbs = elastic(model, micro_batch_size=4, grow=False)
@@ -111,21 +109,19 @@ def test_an_evaluation_that_does_not_fit_leaves_the_gradients_alone() -> None:
 def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> None:
     """Starting over empties the gradients of the batch, and an evaluation has none of its own."""
     model, batch, fail = mlp(), pairs(8), FailOn(6)  # in the second piece of the third call
-    events: list[Event] = []
-    draws = [False]
+    events, draws = list[Event](), False
 
-    def scores(b: Pair) -> Tensor:
-        factor = random.random() if draws[0] else 1.0
+    def scores(b: Pair) -> Any:
+        factor = random.random() if draws else 1.0
         fail()
-        found: Tensor = model(b[0]) * factor
-        return found
+        return model(b[0]) * factor
 
     mbs = elastic(model, micro_batch_size=4, on_event=events.append)
     for _ in range(2):
         mbs.eval(scores, batch)
     mbs.backward(cross_entropy(model), batch)
     before = grads(model)
-    draws[0] = True
+    draws = True
     mbs.eval(scores, batch)
     assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]
     assert off_by(model, before) == 0

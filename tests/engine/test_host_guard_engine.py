@@ -29,11 +29,11 @@ def test_without_the_switch_there_is_no_guard(limit: Limit) -> None:
 @pytest.mark.parametrize("door", [1, 3])
 def test_the_limit_is_up_in_forward_and_backward_and_down_everywhere_else(model: nn.Sequential, limit: Limit, door: int) -> None:
     softs: dict[str, list[int]] = {"forward": [], "backward": [], "event": []}
+    fail = FailOn(1)
 
     def loss_fn(batch: Any) -> Any:
         softs["forward"].append(limit.soft)
-        if len(softs["forward"]) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        fail()
         loss = cross_entropy(model)(batch)
         loss.register_hook(lambda _: softs["backward"].append(limit.soft))
         return loss
@@ -71,25 +71,18 @@ def test_evaluation_is_guarded_too_also_inside_a_step(limit: Limit) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), MemoryError()])
-def test_the_limit_comes_back_whatever_ends_the_call(model: nn.Sequential, limit: Limit, error: BaseException) -> None:
-    with pytest.raises((type(error), MicroBatchFloorError)):
-        elastic(model, host_guard=True).backward(failing(model, FailOn(*range(1, 50), error=lambda: error)), pairs())
-    assert limit.soft == -1
-
-
-def test_an_interrupt_between_the_lines_of_the_engine_leaves_no_limit(model: nn.Sequential, limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
-    mbs = elastic(model, host_guard=True)
+@pytest.mark.parametrize("early", [False, True])
+def test_the_limit_comes_back_whatever_ends_the_call(
+    model: nn.Sequential, limit: Limit, monkeypatch: pytest.MonkeyPatch, error: BaseException, early: bool
+) -> None:
+    fail, mbs = FailOn(*range(1, 50), error=lambda: error), elastic(model, host_guard=True)
     guard = mbs._context.guard
     assert guard is not None
-    real = guard.renew
-
-    def renew_and_be_interrupted() -> None:
-        real()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(guard, "renew", renew_and_be_interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        mbs.backward(cross_entropy(model), pairs())
+    if early:  # between the lines of the engine, as soon as the limit is up
+        real = guard.renew
+        monkeypatch.setattr(guard, "renew", lambda: (real(), fail()))  # type: ignore[func-returns-value]
+    with pytest.raises((type(error), MicroBatchFloorError)):
+        mbs.backward(failing(model, fail), pairs())
     assert limit.soft == -1
 
 

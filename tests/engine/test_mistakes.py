@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +27,16 @@ pytestmark = pytest.mark.injectable
 DOORS = [1, 3]
 
 
+@pytest.mark.parametrize("thread", [False, True])  # a backward on a GPU has one of its own
 @pytest.mark.parametrize("door", DOORS)
-def test_an_optimizer_step_inside_the_step_function(model: nn.Module, mbs: ElasticMBS, door: int) -> None:
+def test_an_optimizer_step_inside_the_step_function(model: nn.Module, mbs: ElasticMBS, door: int, thread: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     values = [p.detach().clone() for p in model.parameters()]
 
     def loss_fn(b: Pair) -> Tensor:
-        loss: Tensor = cross_entropy(model)(b)
-        optimizer.step()
+        loss = cross_entropy(model)(b)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(optimizer.step).result() if thread else optimizer.step()
         return loss
 
     with pytest.raises(StepInsideError, match=r"SGD.step\(\)"):
@@ -46,15 +50,14 @@ def test_an_optimizer_step_inside_the_step_function(model: nn.Module, mbs: Elast
 @pytest.mark.parametrize("then", ["returns", "runs out of memory"])
 @pytest.mark.parametrize("door", DOORS)
 def test_a_backward_inside_the_step_function(model: nn.Module, mbs: ElasticMBS, door: int, then: str, on: str) -> None:
-    calls = [0]
+    fail, calls = FailOn(*[1] * (then == "runs out of memory")), [0]
 
     def loss_fn(b: Pair) -> Tensor:
-        loss: Tensor = cross_entropy(model)(b)
+        loss = cross_entropy(model)(b)
         calls[0] += 1
         if calls[0] == (1 if on == "first" else 2):
             loss.backward(retain_graph=True)
-            if then == "runs out of memory":
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+            fail()
         return loss
 
     # Once gradients are there, a backward changes them as an edit does.
@@ -92,7 +95,8 @@ def test_clipping_between_two_pieces(model: nn.Module, mbs: ElasticMBS) -> None:
 @pytest.mark.parametrize("outer", ["backward", "loop", "eval"])
 @pytest.mark.parametrize("inner", ["backward", "eval", "verify", "backward of another"])
 def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(model: nn.Module, inner: str, outer: str) -> None:
-    mbs, other, batch = elastic(model, micro_batch_size=4), elastic(mlp(seed=5), micro_batch_size=4), pairs()
+    mbs, other, batch, net = elastic(model, micro_batch_size=4), elastic(mlp(seed=5), micro_batch_size=4), pairs(), mlp(seed=6)
+    third = elastic(net, micro_batch_size=4)
     calls: dict[str, Callable[[Pair], object]] = {
         "backward": lambda b: mbs.backward(cross_entropy(model), b),
         "eval": lambda b: mbs.eval(model, b[0]),
@@ -101,6 +105,7 @@ def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(model
     }
 
     def loss_fn(b: Pair) -> Tensor:
+        third.eval(net, b[0])  # allowed; the outer call is still the one that this thread is inside of
         calls[inner](b)
         raise AssertionError("it is refused")
 
@@ -147,10 +152,9 @@ def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself
     fail = FailOn(2, 5)
     judge = elastic(teacher, micro_batch_size=2)
 
-    def answers(x: Tensor) -> Tensor:
+    def answers(x: Tensor) -> Any:
         fail()
-        out: Tensor = teacher(x)
-        return out
+        return teacher(x)
 
     def loss_fn(b: Pair) -> Tensor:
         return nn.functional.mse_loss(model(b[0]), judge.eval(answers, b[0]))
@@ -165,27 +169,6 @@ def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself
     assert all(p.grad is None for p in teacher.parameters())
 
 
-def _step_in_backward(model: nn.Module, how: str) -> Callable[[], None]:
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-    def hook(parameter: Tensor) -> None:
-        if how == "optimizer":
-            optimizers[parameter].step()  # type: ignore[index]  # the hook is given the parameter
-        else:
-            assert parameter.grad is not None
-            with torch.no_grad():
-                parameter -= 0.1 * parameter.grad
-        parameter.grad = None
-
-    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
-
-
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("how", ["optimizer", "by hand"])
 @pytest.mark.parametrize("door", DOORS)
@@ -193,7 +176,14 @@ def test_an_optimizer_inside_backward(model: nn.Module, mbs: ElasticMBS, door: i
     if known:  # the hooks come later than the first clean call
         through(door, mbs, cross_entropy(model), pairs())
         model.zero_grad()
-    remove = _step_in_backward(model, how)
+
+    def hook(parameter: Tensor) -> None:
+        if how == "optimizer":
+            torch.optim.SGD([parameter], lr=0.1).step()
+        parameter.grad = None  # the step by hand is no concern of ours
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
     with pytest.raises((OptimizerInBackwardError, StepInsideError), match="step"):
         through(door, mbs, cross_entropy(model), pairs())
-    remove()
+    for handle in handles:
+        handle.remove()

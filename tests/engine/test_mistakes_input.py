@@ -56,25 +56,15 @@ def test_a_model_without_anything_to_train(model: nn.Module, mbs: ElasticMBS) ->
         parameter.requires_grad_(True)
 
 
-def test_a_class_in_place_of_a_model_for_the_decorator() -> None:
-    with pytest.raises(UsageError, match="class"):
-        elastic_step(nn.Linear)  # type: ignore[arg-type]  # the mistake
-
-
-def test_total_outside_of_a_call(model: nn.Module) -> None:
+def test_total_outside_of_a_call_and_verify_of_too_few_samples(model: nn.Module) -> None:
     mbs = elastic(model, micro_batch_size=4)
     with pytest.raises(UsageError, match="inside loss_fn"):
         _ = mbs.total
-    mbs.backward(cross_entropy(model), pairs())
+    assert still_works(mbs, model)
     with pytest.raises(UsageError, match="inside loss_fn"):
         _ = mbs.total
-
-
-def test_verify_of_too_few_samples(model: nn.Module) -> None:
-    mbs = elastic(model)
     with pytest.raises(UsageError, match="at least 2"):
         mbs.verify(cross_entropy(model), pairs(1))
-    assert still_works(mbs, model)
 
 
 @pytest.mark.no_oom_injection
@@ -108,10 +98,12 @@ def test_a_loss_or_a_batch_in_the_place_of_the_function(model: nn.Module, door: 
             getattr(mbs, door)(wrong, batch)
 
 
-def test_the_decorator_without_its_model() -> None:
+def test_the_decorator_without_its_model_or_with_a_class_in_its_place() -> None:
     def train_step(batch: Pair) -> Tensor:
         raise AssertionError("never called")
 
-    decorated: Any = elastic_step(train_step)
+    decorate: Any = elastic_step
     with pytest.raises(UsageError, match=r"train_step was decorated without its model: write @elastic_step\(model\) above it"):
-        decorated(pairs(4))
+        decorate(train_step)(pairs(4))
+    with pytest.raises(UsageError, match="class"):
+        decorate(nn.Linear)

@@ -90,9 +90,19 @@ def cases(state: CallState) -> Iterator[tuple[Failure, Mode, str]]:
         yield failure, mode, words
 
 
-def test_the_first_rule_that_applies_chooses_the_replay(state: CallState) -> None:
+def facts(*things: object) -> list[dict[str, Any]]:
+    """What objects hold, as they hold it now."""
+    held = [{name: getattr(thing, name) for name in getattr(thing, "__slots__", None) or vars(thing)} for thing in things]
+    return [{name: copy.copy(value) if isinstance(value, list | dict | set) else value for name, value in each.items()} for each in held]
+
+
+def test_the_first_rule_that_applies_chooses_the_replay_and_writes_nothing(state: CallState) -> None:
+    context = state.context
+    things = [state, state.profile, state.schedule, context, context.ledger, context.buffers, context.model, context.streams]
     for failure, mode, words in cases(state):
+        before = facts(*things)
         replay = choose_replay(state, failure)
+        assert facts(*things) == before, words
         assert replay.mode is mode, words
         assert replay.reason.startswith(words) if mode is Mode.REFUSED else words in replay.reason
 
@@ -106,21 +116,6 @@ def test_what_would_start_over_and_cannot_is_refused(state: CallState, obstacle:
         assert replay.mode is (Mode.REFUSED if mode is Mode.STEP else mode)
         assert words in replay.reason
         assert (told in replay.reason) or mode is not Mode.STEP
-
-
-def facts(*things: object) -> list[dict[str, Any]]:
-    """What objects hold, as they hold it now."""
-    held = [{name: getattr(thing, name) for name in getattr(thing, "__slots__", None) or vars(thing)} for thing in things]
-    return [{name: copy.copy(value) if isinstance(value, list | dict | set) else value for name, value in each.items()} for each in held]
-
-
-def test_choosing_a_replay_writes_nothing(state: CallState) -> None:
-    context = state.context
-    things = [state, state.profile, state.schedule, context, context.ledger, context.buffers, context.model, context.streams]
-    for failure, _, words in cases(state):
-        before = facts(*things)
-        choose_replay(state, failure)
-        assert facts(*things) == before, words
 
 
 # ---------------------------------------------------------------------- what is put back, and what is let go of

@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
@@ -23,7 +24,7 @@ from elastic_mbs.memory.sensor import Reading, Usage
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.device_sim import Clock
 from tests.helpers.events import Heard
-from tests.helpers.steps import cross_entropy, elastic, mlp, pairs, through
+from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, pairs, through
 
 
 @pytest.fixture
@@ -121,57 +122,43 @@ def refuse_done(event: Event) -> None:
 
 
 def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_whole(model: nn.Sequential) -> None:
-    with elastic(model, on_event=refuse_done) as mbs:
-        with pytest.raises(ZeroDivisionError):
-            mbs.backward(cross_entropy(model), pairs())
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        assert mbs.last_result is not None
+    with elastic(model, on_event=refuse_done) as mbs, pytest.raises(ZeroDivisionError):
+        mbs.backward(cross_entropy(model), pairs())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert mbs.last_result is not None
+
+
+REFUSED, PERHAPS_EARLIER = torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")
 
 
 @pytest.mark.no_oom_injection
-@pytest.mark.parametrize("mode", ["piece", "step"])
-def test_lost_is_the_time_of_the_attempts_that_failed(host: Clock, mode: str) -> None:
-    heard, model = Heard(), mlp()
-    failing = False
+@pytest.mark.parametrize(("error", "mode", "lost"), [(REFUSED, "piece", [1.0]), (PERHAPS_EARLIER, "step", [2.0, 3.0])])
+def test_lost_is_the_time_of_the_attempts_that_are_undone(host: Clock, error: Exception, mode: str, lost: list[float]) -> None:
+    heard, model, fail, began = Heard(), mlp(), FailOn(2, 5, error=lambda: error), host.now
 
     def step(batch: Any) -> Tensor:
-        nonlocal failing
         host.now += 1.0
-        loss: Tensor = cross_entropy(model)(batch)
-        if failing:
-            failing = False
-            if mode == "piece":
-                fail(loss)
-            loss.register_hook(fail)  # a failure in a backward before any has succeeded is replayed from the start
-        return loss
+        fail()
+        return cross_entropy(model)(batch)
 
-    def fail(_: Tensor) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-
-    with elastic(model, micro_batch_size=4, on_event=heard) as mbs:
-        if mode == "piece":
-            mbs.backward(step, pairs())
-            model.zero_grad()
-        began, failing = host.now, True
+    with elastic(model, micro_batch_size=4, min_micro_batch_size=2, on_event=heard) as mbs:
         mbs.backward(step, pairs())
     failures = [event for event in heard.events if isinstance(event, OutOfMemory)]
-    assert [(event.mode, event.seconds_lost, event.requested) for event in failures] == [(mode, 1.0, 2 << 20)]
+    assert [(event.mode, event.seconds_lost) for event in failures] == [(mode, seconds) for seconds in lost]
     done = heard.calls[-1]
-    assert (done.seconds_lost, done.seconds, done.ended) == (1.0, host.now - began, host.now)
+    assert (done.seconds_lost, done.seconds, done.ended) == (sum(lost), host.now - began, host.now)
 
 
 @pytest.mark.parametrize("inner", ["eval", "backward"])
 def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(host: Clock, inner: str) -> None:
     heard, model = Heard(), mlp()
     with elastic(model, micro_batch_size=8, on_event=heard) as mbs:
+        call = partial(mbs.eval, model, pairs()[0]) if inner == "eval" else partial(mbs.backward, cross_entropy(model), pairs())
         for micro in mbs.micro_batches(pairs()):
             with micro:
                 host.now += 4.0
                 micro.backward(cross_entropy(model)(micro.data))
-                if inner == "eval":
-                    micro.on_commit(lambda: mbs.eval(lambda batch: model(batch[0]), pairs()))
-                else:
-                    micro.on_commit(lambda: mbs.backward(cross_entropy(model), pairs()))
+                micro.on_commit(call)
     assert [done.seconds for done in heard.calls] == [0.0, 4.0]
 
 
@@ -248,9 +235,8 @@ def test_a_forked_child_reports_nothing_of_its_parents_calls(monkeypatch: pytest
     heard, model = Heard(), mlp()
     mbs = elastic(model, on_event=heard)
     mbs.backward(cross_entropy(model), pairs())
-    own = os.getpid()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: own + 1)
+        patch.setattr(os, "getpid", lambda: -1)
         telemetry_of(mbs).rest()
     assert heard.calls == []
     mbs.close()
@@ -258,21 +244,6 @@ def test_a_forked_child_reports_nothing_of_its_parents_calls(monkeypatch: pytest
 
 
 # ---------------------------------------------------------------------- a call's stopwatch
-
-
-def test_what_a_replay_from_the_start_loses_is_counted_once(host: Clock) -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    host.now += 1  # a piece that commits
-    watch.attempt()
-    host.now += 2
-    assert watch.failed(whole_call=False) == 2
-    watch.attempt()
-    host.now += 4
-    assert watch.failed(whole_call=True) == 5  # this attempt and the piece that had committed
-    watch.attempt()
-    host.now += 8
-    assert watch.failed(whole_call=False) == 8
-    assert (watch.lost, watch.elapsed()) == (15, 15)
 
 
 class DeviceEvent:
@@ -292,8 +263,7 @@ class DeviceEvent:
         DeviceEvent.streams.append(stream)
 
     def query(self) -> bool:
-        if DeviceEvent.lost:
-            raise RuntimeError("CUDA error: unspecified launch failure")
+        self.elapsed_time(self)
         return self.at <= DeviceEvent.horizon
 
     def synchronize(self) -> None:

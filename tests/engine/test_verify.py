@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from elastic_mbs import Event, MicroBatchFloorError, UsageError, VerifyReport, Warned, count_tokens
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import Pair, cross_entropy, elastic, mlp, pairs
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, pairs
 from tests.helpers.strikes import AtLine, Everywhere, until_clean
 
 pytestmark = pytest.mark.injectable
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.injectable
 VERIFY = ("engine/verify.py", "rollback/buffers.py")
 
 
-def _tokens() -> tuple[nn.Module, dict[str, Tensor]]:
+def tokens() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
     labels = torch.randint(0, 11, (8, 5))
@@ -34,38 +34,37 @@ def _tokens() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"input_ids": torch.randint(0, 11, (8, 5)), "labels": labels}
 
 
-def _language(model: nn.Module) -> Any:
+def language(model: nn.Module) -> Any:
     return lambda b: functional.cross_entropy(model(b["input_ids"]).flatten(0, 1), b["labels"].flatten(), ignore_index=-100)
 
 
-def _says(report: VerifyReport, *words: str) -> bool:
+def says(report: VerifyReport, *words: str) -> bool:
     return any(all(word in finding for word in words) for finding in report.findings)
 
 
 def test_verify_is_content_with_what_is_right() -> None:
-    model, batch = _tokens()
-    report = elastic(model, count=count_tokens("labels")).verify(_language(model), batch)
+    model, batch = tokens()
+    report = elastic(model, count=count_tokens("labels")).verify(language(model), batch)
     assert report.ok
     assert report.findings == ()
     assert report.whole == pytest.approx(report.split, rel=1e-12)
     assert str(report).startswith("ok: loss")
     report.raise_if_wrong()
     plain = mlp()
-    assert elastic(plain).verify(cross_entropy(plain), pairs()).ok
     summed = elastic(plain, reduction="sum")
     assert summed.verify(partial(_sum, plain), pairs()).ok
     assert summed.verify(lambda b: _sum(plain, b) / summed.total, pairs()).ok
     batch_norm = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
     report = elastic(batch_norm).verify(cross_entropy(batch_norm), pairs())
     assert report.ok
-    assert _says(report, "BatchNorm")
+    assert says(report, "BatchNorm")
 
 
 def test_verify_names_a_missing_count_for_a_loss_that_shifts_its_labels_too() -> None:
     """A causal language model does: the count that was advised was the one that had been given, and wrong."""
-    model, batch = _tokens()
-    report = elastic(model).verify(_language(model), batch)
-    assert _says(report, "count=count_tokens('labels')")
+    model, batch = tokens()
+    report = elastic(model).verify(language(model), batch)
+    assert says(report, "count=count_tokens('labels')")
     with pytest.raises(UsageError, match="WRONG"):
         report.raise_if_wrong()
 
@@ -75,7 +74,7 @@ def test_verify_names_a_missing_count_for_a_loss_that_shifts_its_labels_too() ->
     for given in (None, count_tokens("labels")):
         report = elastic(model, count=given).verify(loss_fn, batch)
         assert not report.ok
-        assert _says(report, "from the second of each sample on", "count=count_tokens('labels', shift=True)")
+        assert says(report, "from the second of each sample on", "count=count_tokens('labels', shift=True)")
     assert elastic(model, count=count_tokens("labels", shift=True)).verify(loss_fn, batch).ok
 
 
@@ -107,27 +106,18 @@ def test_verify_names_what_is_wrong(reduction: str, loss: Any, words: tuple[str,
     report = elastic(model, reduction=reduction).verify(partial(loss, model), pairs())
     assert not report.ok
     size = 0.1 * sum(p.square().sum().item() for p in model.parameters())
-    assert _says(report, *(word.format(size) for word in words))
+    assert says(report, *(word.format(size) for word in words))
 
 
-def test_verify_names_randomness_that_is_not_rolled_back() -> None:
+def test_verify_names_randomness_that_is_not_rolled_back_and_the_loss_among_several() -> None:
     model, own = mlp(), random.Random(0)
-
-    def loss_fn(b: Pair) -> Tensor:
-        return cross_entropy(model)(b) * own.random()
-
-    assert _says(elastic(model).verify(loss_fn, pairs()), "generators=")
-    assert elastic(model, generators=[own]).verify(loss_fn, pairs()).ok
-
-
-def test_verify_names_the_loss_among_several() -> None:
-    model = mlp()
-
-    losses: dict[str, Any] = {"good": cross_entropy(model), "bad": partial(_sum, model)}
-    report = elastic(model, count=dict.fromkeys(losses)).verify(lambda b: {name: loss(b) for name, loss in losses.items()}, pairs())
+    losses: dict[str, Any] = {"good": cross_entropy(model), "bad": lambda b: cross_entropy(model)(b) * own.random()}
+    names: dict[str, None] = dict.fromkeys(losses)
+    report = elastic(model, count=names).verify(lambda b: {name: loss(b) for name, loss in losses.items()}, pairs())
     assert not report.ok
-    assert _says(report, "'bad'", "sum")
-    assert not _says(report, "'good'")
+    assert says(report, "'bad'", "generators=")
+    assert not says(report, "'good'")
+    assert elastic(model, generators=[own]).verify(losses["bad"], pairs()).ok
 
 
 class Traced:
@@ -169,11 +159,8 @@ def test_verify_leaves_no_trace_however_it_ends(ends: BaseException | None) -> N
     traced = Traced(ends)
     mbs = elastic(traced.model, micro_batch_size=4)
     for _ in range(2):
-        if ends is None:
+        with nullcontext() if ends is None else pytest.raises(type(ends)):
             mbs.verify(traced.loss_fn, traced.batch)
-        else:
-            with pytest.raises(type(ends)):
-                mbs.verify(traced.loss_fn, traced.batch)
         traced.check()
     assert mbs.stats.calls == 0
     traced.model.zero_grad()
@@ -202,25 +189,19 @@ def test_verify_that_runs_out_of_memory_for_good_ends_in_a_typed_error_without_a
 
 
 def test_verify_passes_an_error_on_that_is_only_often_a_hidden_out_of_memory() -> None:
-    def loss_fn(b: Pair) -> Tensor:
-        raise RuntimeError("could not create a primitive")
-
+    model, fail = mlp(), FailOn(1, error=lambda: RuntimeError("could not create a primitive"))
     with pytest.raises(RuntimeError, match="could not create a primitive"):
-        elastic(mlp()).verify(loss_fn, pairs())
+        elastic(model).verify(failing(model, fail), pairs())
 
 
 def test_labels_to_be_ignored_without_a_count_are_warned_of_once() -> None:
-    model, batch = _tokens()
-    events = list[Event]()
-    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
-    for _ in range(3):
-        mbs.backward(_language(model), batch)
-    warnings = [event for event in events if isinstance(event, Warned)]
-    assert len(warnings) == 1
-    assert "count=count_tokens('labels')" in warnings[0].message
-    events.clear()
-    elastic(model, micro_batch_size=4, on_event=events.append, count=count_tokens("labels")).backward(_language(model), batch)
-    assert not [event for event in events if isinstance(event, Warned)]
+    (model, batch), events = tokens(), list[Event]()
+    for count in (None, count_tokens("labels")):
+        mbs = elastic(model, micro_batch_size=4, on_event=events.append, count=count)
+        for _ in range(3):
+            mbs.backward(language(model), batch)
+    (warning,) = [event for event in events if isinstance(event, Warned)]
+    assert "count=count_tokens('labels')" in warning.message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
