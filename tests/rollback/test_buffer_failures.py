@@ -129,7 +129,7 @@ def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure_at_any_o
 
 @pytest.mark.parametrize("known", [False, True])
 def test_an_interrupt_at_any_line_leaves_a_right_rollback_to_the_calls_start(known: bool) -> None:
-    for strike in until_clean(lambda n: AtLine(n, "rollback/buffers.py"), stride=2, least=50):
+    for strike in until_clean(lambda n: AtLine(n, "rollback/buffers.py"), stride=3, least=50):
         run, begun = Run(known=known), False
         with strike, suppress(KeyboardInterrupt):
             run.copies.begin_call(run.modules, "f")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -143,6 +143,7 @@ BETWEEN: dict[str, Callable[[nn.BatchNorm1d], object]] = {
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(BETWEEN)), st.lists(st.sampled_from(["ok", "fail", "step"]), min_size=1, max_size=5)), max_size=6))
+@example([("mode", ["ok"]), ("nothing", ["ok"]), ("mode", ["fail"])])  # settled in eval mode, then trained
 def test_statistics_follow_a_run_without_failures_from_call_to_call(calls: list[tuple[str, list[str]]]) -> None:
     """What is kept from one call to the next must not outlive what happens to the buffers between them."""
     norm, twin = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()

@@ -87,7 +87,9 @@ def test_too_few_samples_are_no_verdict() -> None:
 # ---------------------------------------------------------------------- the run
 
 
-def test_a_gradient_that_depends_on_a_buffer_is_checked_from_the_buffer_that_the_step_began_with() -> None:
+def test_a_gradient_that_depends_on_a_buffer_is_checked_from_the_buffer_that_the_step_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stress.endurance.soak.LEAST", 1)  # samples enough for the gradients, if not for a verdict on their trend
+    monkeypatch.setattr("stress.endurance.soak.CHECKED_EVERY", 4)
     # A running mean that the loss subtracts was the later one in the reference: a sound run was called wrong.
     seen: list[dict[str, Any]] = []
     soak(seen.append, kind="budget", seconds=0.1, seed=0, model=f"{small_models.__file__}:branched", samples=4)

