@@ -154,16 +154,3 @@ class FakeCuda:
 
     def memory_stats(self, _: torch.device) -> dict[str, int]:
         return self.stats
-
-
-class Clock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self, now: float = 100.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_(self, seconds: float) -> None:
-        self.now += seconds

@@ -126,3 +126,11 @@ def still_works(mbs: ElasticMBS, model: nn.Module) -> bool:
     with InjectOOM(at=[13]):
         mbs.backward(cross_entropy(model), batch)
     return off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12
+
+
+def assert_as_by_hand(model: nn.Module, twin: nn.Module, result: StepResult, x: Tensor) -> None:
+    """The buffers are those of `twin`, the model as it was before the call, once it has run the committed pieces."""
+    for start, stop in result.partition:
+        twin(x[start:stop])
+    for (name, buffer), wanted in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert torch.allclose(buffer, wanted, rtol=1e-12), name

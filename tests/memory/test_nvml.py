@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from elastic_mbs.memory import CudaSensor, Headroom, Holder, Monitor, Reading, Unavailable
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
-from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, Clock, FakeCuda, FakeDriver
+from tests.helpers.device_sim import Clock
+from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver
 
 FREE = 6 * GIB
 OPEN = ["InitWithFlags", "HandleByUUID", "MemoryInfo"]
@@ -79,7 +80,7 @@ def test_a_device_that_nvml_does_not_know_is_no_loss_and_asked_for_again_later(d
         assert device.memory() == no_answer(NOT_FOUND, lost=False)
     assert driver.calls == ["InitWithFlags", "HandleByUUID", "HandleByUUID", "Shutdown"]
     driver.cards.append(Card("GPU-xyz", 7, 9))
-    clock.pass_(10.0)
+    clock.now += 10.0
     assert device.memory() == 7
 
 
@@ -103,11 +104,11 @@ def test_a_loss_is_latched_and_nvml_is_left_alone_until_a_try_is_due(driver: Fak
     driver.calls.clear()
     lost = no_answer(code, lost=True)
     assert device.memory() == lost
-    clock.pass_(9.9)
+    clock.now += 9.9
     driver.fail, driver.references = {}, 0
     assert device.memory() == lost
     assert driver.calls == ["MemoryInfo", "Shutdown"]
-    clock.pass_(0.1)
+    clock.now += 0.1
     assert device.memory() == FREE
     assert driver.calls == ["MemoryInfo", "Shutdown", *OPEN]
 
@@ -122,14 +123,14 @@ def test_after_the_driver_was_loaded_again_all_references_are_given_back(driver:
     driver.cards.remove(gone)
     assert [device.memory() for device in devices] == [FREE, no_answer(LOST, lost=True)], "one that falls off the bus is lost alone"
     driver.cards.append(gone)
-    clock.pass_(10.0)
+    clock.now += 10.0
     assert [device.memory() for device in devices] == [FREE, 5]
     driver.epoch = 1
     driver.fail = {"InitWithFlags": ABSENT}
     assert [device.memory() for device in devices] == [no_answer(UNKNOWN, lost=True)] * 2
     assert driver.references == 0
     driver.fail = {}
-    clock.pass_(10.0)
+    clock.now += 10.0
     assert [device.memory() for device in devices] == [FREE, 5]
 
 
@@ -159,7 +160,7 @@ def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_ten_
                 assert driver.references == (answer == FREE)
                 assert not isinstance(answer, NoAnswer) or answer.lost
                 failures += len(driver.calls) > before and answer != FREE
-                clock.pass_(1.0)
+                clock.now += 1.0
             assert failures <= 1 + seconds // 10, "no more than one try every ten seconds"
         assert answer == FREE
 
@@ -186,7 +187,7 @@ def test_the_holders_are_those_of_both_lists_without_us_the_biggest_first_read_e
     assert device.holders() == found
     card.graphics = [(10, GIB)]
     assert device.holders() == found
-    clock.pass_(5.0)
+    clock.now += 5.0
     assert len(device.holders()) == 3
     driver.fail = {"MemoryInfo": LOST}
     device.memory()
@@ -220,7 +221,7 @@ def test_nvml_that_is_lost_leaves_the_runtimes_figures_in_doubt_until_it_is_back
     assert monitor.latest() == doubtful
     driver.fail = {}
     assert monitor.latest() == doubtful
-    clock.pass_(10.0)
+    clock.now += 10.0
     back = replace(good, at=15.0)
     assert monitor.latest() == back
     assert changes == [doubtful, back]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_mbs.memory.oom import Kind, Verdict, classify
 from elastic_mbs.memory.oom_patterns import requested_bytes
-from tests.helpers.oom_chains import judged
-from tests.helpers.oom_tables import TABLE_A, TABLE_B, TABLE_C, TABLE_D, accelerator_error, label
+from tests.helpers.oom_errors import TABLE_A, TABLE_B, TABLE_C, TABLE_D, accelerator_error, judged, label
 
 
 @pytest.mark.parametrize(("error", "kind", "requested"), TABLE_A, ids=label)

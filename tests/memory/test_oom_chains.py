@@ -6,8 +6,7 @@ import torch._dynamo.exc
 
 from elastic_mbs.errors import MicroBatchFloorError, NestedCallError, PoisonedDeviceError, ReplayUnsafeError
 from elastic_mbs.memory.oom import Kind, Verdict, classify
-from tests.helpers.oom_chains import Wrapper, caught, fail, judged, raised_from, raised_while_handling
-from tests.helpers.oom_tables import CUDA_REPORT, TABLE_C, TABLE_D, label
+from tests.helpers.oom_errors import CUDA_REPORT, TABLE_C, TABLE_D, Wrapper, caught, fail, judged, label, raised_from, raised_while_handling
 
 
 @pytest.mark.parametrize("error", [Wrapper("step failed"), RuntimeError("step failed"), OSError(5, "step failed")])

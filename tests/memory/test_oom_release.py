@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from elastic_mbs import MemoryBudget
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.oom import Kind, classify, clear_traceback, probe, release
-from tests.helpers.oom_chains import Wrapper, caught, fail, judged
-from tests.helpers.oom_tables import CUDA_ADVICE
+from tests.helpers.oom_errors import CUDA_ADVICE, Wrapper, caught, fail, judged
 from tests.helpers.steps import elastic
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.buffers import F64, assert_as_by_hand
-from tests.helpers.steps import cross_entropy, elastic, pairs
+from tests.helpers.steps import assert_as_by_hand, cross_entropy, elastic, pairs
 from tests.helpers.strikes import AtLine, Everywhere, every_operation, until_clean
 
 pytestmark = pytest.mark.no_oom_injection
@@ -24,9 +23,9 @@ class Codebook(nn.Module):
         super().__init__()
         self.replaced: Tensor
         for name in ("counted", "replaced", "silent", "mask"):
-            self.register_buffer(name, torch.zeros(6, dtype=F64))
-        self.register_buffer("transposed", torch.zeros(3, 2, dtype=F64).t())
-        self.register_buffer("learned", torch.zeros(1, dtype=F64, requires_grad=True))
+            self.register_buffer(name, torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("transposed", torch.zeros(3, 2, dtype=torch.float64).t())
+        self.register_buffer("learned", torch.zeros(1, dtype=torch.float64, requires_grad=True))
         self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.running_mean: Tensor
-        self.register_buffer("running_mean", torch.zeros(6, dtype=F64))
+        self.register_buffer("running_mean", torch.zeros(6, dtype=torch.float64))
         self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from torch import nn
 
 from elastic_mbs import ReplayUnsafeError
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.buffers import assert_as_by_hand
-from tests.helpers.steps import Pair, cross_entropy, elastic, pairs
+from tests.helpers.steps import Pair, assert_as_by_hand, cross_entropy, elastic, pairs
 
 pytestmark = pytest.mark.no_oom_injection
 

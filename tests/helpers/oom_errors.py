@@ -1,11 +1,12 @@
-"""Texts of errors that are out of memory, that hide it, that poison the process, or that only look like it: the tables of reference/errors.md."""
+"""Errors that are out of memory, hide it, poison the process or only look like it (tables of reference/errors.md), and errors that wrap others."""
 
 import errno
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from elastic_mbs.memory.oom import Kind
+from elastic_mbs.memory.oom import Kind, Verdict, classify
 
 GIB = 1 << 30
 CUDA_ADVICE = (
@@ -18,6 +19,7 @@ CUDA_REPORT = (
     "and 1.30 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
+CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1970"
 
 
@@ -38,11 +40,7 @@ TABLE_A = [
     (RuntimeError(CUDA_REPORT), Kind.ALLOCATOR, 2 * GIB),
     (RuntimeError("CUDA out of memory. Tried to allocate 512 bytes"), Kind.ALLOCATOR, 512),
     (RuntimeError("HIP out of memory. Tried to allocate 1.50 KiB (GPU 0; 31.98 GiB total capacity)"), Kind.ALLOCATOR, 1536),
-    (
-        RuntimeError("XPU out of memory. Tried to allocate 1.00 GiB (GPU 0; 15.56 GiB total capacity; 990.00 MiB already allocated)"),
-        Kind.ALLOCATOR,
-        GIB,
-    ),
+    (RuntimeError("XPU out of memory. Tried to allocate 1.00 GiB (GPU 0; 15.56 GiB total capacity)"), Kind.ALLOCATOR, GIB),
     (RuntimeError("NPU out of memory. Tried to allocate 1.00 TiB (NPU 0; 60.96 GiB total capacity)"), Kind.ALLOCATOR, 1 << 40),
     (accelerator_error("CUDA error: out of memory" + CUDA_ADVICE), Kind.RUNTIME, None),
     (accelerator_error("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the documentation.", 2), Kind.RUNTIME, None),
@@ -60,9 +58,7 @@ TABLE_A = [
     (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"), Kind.LIBRARY, None),
     (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), Kind.LIBRARY, None),
     (
-        RuntimeError(
-            "MPS backend out of memory (MPS allocated: 5.56 GB, other allocations: 1.10 GB, max allowed: 6.80 GB). Tried to allocate 768.00 MB"
-        ),
+        RuntimeError("MPS backend out of memory (MPS allocated: 5.56 GB). Tried to allocate 768.00 MB"),
         Kind.ALLOCATOR,
         768 << 20,
     ),
@@ -73,26 +69,13 @@ TABLE_A = [
     (RuntimeError("ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"), Kind.RUNTIME, None),
     (RuntimeError("[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::268435456 (256)MB"), Kind.RUNTIME, None),
     (
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes. "
-            "Error code 12 (Cannot allocate memory)"
-        ),
+        RuntimeError(f"[enforce fail at alloc_cpu.cpp:127] err == 0. {CPU} {1 << 52} bytes. Error code 12"),
         Kind.HOST,
-        4503599627370496,
+        1 << 52,
     ),
-    (
-        RuntimeError(
-            "[enforce fail at CPUAllocator.cpp:68] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 343597382720 bytes. "
-        ),
-        Kind.HOST,
-        343597382720,
-    ),
-    (
-        RuntimeError("[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 1024 bytes."),
-        Kind.HOST,
-        1024,
-    ),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), Kind.HOST, 8),
+    (RuntimeError(f"[enforce fail at CPUAllocator.cpp:68] . {CPU} 343597382720 bytes. "), Kind.HOST, 343597382720),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), Kind.HOST, 8),
+    (RuntimeError(f"{CPU} 8 bytes."), Kind.HOST, 8),
     (RuntimeError("[enforce fail at CPUAllocator.cpp:56] posix_memalign failed: 12"), Kind.HOST, None),
     (RuntimeError("posix_memalign failed"), Kind.HOST, None),
     (RuntimeError("std::bad_alloc"), Kind.HOST, None),
@@ -159,3 +142,41 @@ TABLE_D = [
 
 def label(value: object) -> str | None:
     return str(value)[:40] if isinstance(value, BaseException | str) else None
+
+
+class Wrapper(Exception):
+    pass
+
+
+def fail(text: str = CUDA_REPORT, kind: type[Exception] = torch.OutOfMemoryError) -> None:
+    raise kind(text)
+
+
+def raised_from(error: BaseException, cause: BaseException | None) -> None:
+    try:
+        fail()
+    except torch.OutOfMemoryError:
+        raise error from cause
+
+
+def raised_while_handling(error: BaseException, text: str = CUDA_REPORT) -> None:
+    try:
+        fail(text)
+    except torch.OutOfMemoryError:
+        raise error  # noqa: B904 - that it is not linked is the point
+
+
+def caught(function: Callable[..., object], *args: object) -> BaseException:
+    """As the engine does it: `classify` sees what its own frame has caught."""
+    try:
+        function(*args)
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def judged(error: BaseException) -> Verdict:
+    """The verdict on an error that is out of memory."""
+    verdict = classify(error)
+    assert verdict is not None
+    return verdict
