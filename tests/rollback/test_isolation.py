@@ -101,15 +101,6 @@ def test_the_users_own_tensor_comes_back_changed_in_place(dtype: torch.dtype) ->
     assert torch.equal(flat, torch.full((6,), 4.0, dtype=dtype))
 
 
-def test_the_first_contribution_is_taken_without_a_copy() -> None:
-    w, new = leaf(), torch.ones(SHAPE, dtype=F64)
-    isolation = Isolation()
-    run(isolation, w, new)
-    isolation.fold()
-    isolation.finish()
-    assert w.grad is new
-
-
 @pytest.mark.parametrize("dtype", [F64, BF16])
 def test_leaves_hold_their_own_tensors_after_a_piece_that_failed_or_gave_nothing(dtype: torch.dtype) -> None:
     original = torch.ones(SHAPE, dtype=dtype)
@@ -126,15 +117,16 @@ def test_leaves_hold_their_own_tensors_after_a_piece_that_failed_or_gave_nothing
     assert empty.grad is None
 
 
-def test_a_leaf_may_join_in_a_later_piece() -> None:
+def test_a_leaf_may_join_in_a_later_piece_and_the_first_contribution_is_taken_without_a_copy() -> None:
     first, late = leaf(), leaf(grad=torch.ones(SHAPE, dtype=F64))
-    isolation = Isolation()
+    isolation, new = Isolation(), torch.ones(SHAPE, dtype=F64)
     for leaves in ([first], [first, late]):
         isolation.set_aside(leaves)
         for w in leaves:
-            w.grad = torch.ones(SHAPE, dtype=F64)
+            w.grad = new if len(leaves) == 1 else torch.ones(SHAPE, dtype=F64)
         isolation.fold()
     isolation.finish()
+    assert first.grad is new
     assert [value(w.grad)[0, 0].item() for w in (first, late)] == [2.0, 2.0]
 
 

@@ -4,14 +4,15 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, MemoryOptions
 from elastic_mbs.memory import MemoryBudget
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
+from tests.helpers.steps import elastic, off_by, whole_gradient
 
 pytestmark = pytest.mark.injectable
 
@@ -24,38 +25,27 @@ def held(table: SavedTensorTable) -> int:
     return sum(1 for reference in table._slots if (slot := reference()) is not None and slot.tensor is not None)
 
 
-class OnCpu(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
+class OnCpu(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
         with torch.autograd.graph.save_on_cpu():
-            out: Tensor = self.inner(x)
-        return out
+            return super().forward(x)  # type: ignore[no-untyped-call]  # torch has no annotation there
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {  # kinds that are not among the exhaustive steps, whose loops run through the table
     "in-place": lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.ELU(inplace=True)),
-    "save-on-cpu": lambda: nn.Sequential(nn.Linear(4, 4), OnCpu(), nn.Linear(4, 2)),
+    "save-on-cpu": lambda: nn.Sequential(nn.Linear(4, 4), OnCpu(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)),
 }
-
-
-def gradients(build: Callable[[], nn.Module], table: SavedTensorTable | None) -> list[Tensor]:
-    torch.manual_seed(0)
-    model, x = build().double(), torch.randn(5, 4, dtype=F64)
-    with contextlib.nullcontext() if table is None else table:
-        loss = model(x).square().sum()
-    loss.backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_the_same_with_and_without_the_table(name: str) -> None:
-    table = SavedTensorTable()
-    expected, found = gradients(MODELS[name], None), gradients(MODELS[name], table)
-    assert len(expected) == len(found) > 0
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    torch.manual_seed(0)
+    model, x, table = MODELS[name]().double(), torch.randn(5, 4, dtype=F64), SavedTensorTable()
+    expected = whole_gradient(model, lambda twin: twin(x).square().sum())
+    with table:
+        loss = model(x).square().sum()
+    loss.backward()
+    assert off_by(model, expected) == 0
     assert held(table) == 0  # backward frees saved tensors one by one, as it does without the table
 
 
@@ -118,15 +108,15 @@ def test_a_retained_graph_can_be_used_twice() -> None:
         loss.backward()
 
 
-def test_graphs_hold_no_cycle() -> None:
-    w = torch.ones(3, requires_grad=True)
+def test_graphs_hold_no_cycle_and_the_table_nothing_of_one_that_died() -> None:
+    w, table = torch.ones(3, requires_grad=True), SavedTensorTable()
     gc.disable()
     try:
-        with SavedTensorTable():
+        with table:
             y = w.exp()  # the node saves its own output
-        alive = weakref.ref(y)
-        del y
-        assert alive() is None
+            alive, before = weakref.ref(y), held(table)
+            del y
+            assert (alive(), before, held(table)) == (None, 1, 0)
     finally:
         gc.enable()
 
@@ -170,47 +160,19 @@ def test_the_use_of_an_emptied_graph_is_explained() -> None:
     assert torch.equal(w.grad, w.detach().exp())
 
 
-def test_a_table_holds_nothing_of_a_graph_that_died() -> None:
-    w = torch.ones(3, requires_grad=True)
-    table = SavedTensorTable()
-    with table:
-        loss = w.exp().sum()
-        alive = held(table)
-        del loss
-        assert (alive, held(table)) == (1, 0)
-
-
 # ---------------------------------------------------------------------- the door that installs it
 
 
-def transformed(model: nn.Module, x: Tensor) -> Tensor:
-    slope: Tensor = torch.func.grad(lambda y: y.square().sum())(x)
-    out: Tensor = model(x)
-    return slope.sum() + out.square().sum()
-
-
-def test_a_function_transform_inside_the_block_says_what_is_wrong() -> None:
-    model = nn.Linear(4, 1).double()
-    with (
-        ElasticMBS(model, micro_batch_size=2, memory=MemoryOptions(monitor_interval=0)) as mbs,
-        pytest.raises(RuntimeError, match="saved tensor hooks") as caught,
-    ):
-        for micro in mbs.micro_batches(torch.randn(4, 4, dtype=F64)):
-            with micro:
-                micro.backward(transformed(model, micro.data) / 2)
-    assert any("own_graph=False" in note for note in caught.value.__notes__)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_function_transform_works_without_the_table() -> None:
+@pytest.mark.parametrize("own_graph", [True, False])
+def test_a_function_transform_inside_the_block_says_what_is_wrong_and_works_without_the_table(own_graph: bool) -> None:
     model, batch = nn.Linear(4, 1).double(), torch.randn(4, 4, dtype=F64)
-    with ElasticMBS(model, micro_batch_size=2, memory=MemoryOptions(monitor_interval=0)) as mbs:
-        for micro in mbs.micro_batches(batch, own_graph=False):
+    mbs = elastic(model, micro_batch_size=2)
+    with pytest.raises(RuntimeError, match="saved tensor hooks") if own_graph else contextlib.nullcontext() as caught:
+        for micro in mbs.micro_batches(batch, own_graph=own_graph):
             with micro:
-                micro.backward(transformed(model, micro.data) / len(micro))
-    found = model.weight.grad
-    model.weight.grad = None
-    (model(batch).square().sum() / 4).backward()
-    assert found is not None
-    assert model.weight.grad is not None
-    assert torch.allclose(found, model.weight.grad, rtol=1e-13)
+                slope = torch.func.grad(lambda y: y.square().sum())(micro.data)
+                micro.backward((slope.sum() + model(micro.data).square().sum()) / len(micro))
+    if caught is not None:
+        assert any("own_graph=False" in note for note in caught.value.__notes__)
+    wanted = whole_gradient(model, lambda twin: twin(batch).square().sum() / 4)
+    assert off_by(model, [None, None] if own_graph else wanted) <= 1e-13
