@@ -17,19 +17,13 @@ from elastic_mbs.cli.command import NO_READER, main
         ([], "COMMAND"),
         (["dmeo"], "'dmeo'"),
         (["demo", "--stesp", "4"], "--stesp"),
-        (["doctor", "cuda:0"], "cuda:0"),
-        (["demo", "--steps", "many"], "'many'"),
         (["demo", "--steps", "3"], "--steps 3 is too small: at least 4"),
         (["demo", "--budget", "much"], "'much'"),
         (["demo", "--budget", "1MiB", "--steps", "4", "--batch", "2"], "--budget"),
-        (["demo", "--device", "tpu"], "'tpu'"),
         (["demo", "--device", "cuda"], "--device cpu"),
         (["demo", "--text", "no/such/place"], "no/such/place"),
         (["demo", "--out", "no/such/folder/demo.png"], "no/such/folder"),
-        (["demo", "--out", "."], "this is a folder"),
         (["demo", "--log", "no/such/folder/run.jsonl"], "no/such/folder"),
-        (["report"], "RUN.jsonl"),
-        (["watch"], "RUN.jsonl"),
         (["watch", "run.jsonl", "--interval", "0"], "--interval 0.0"),
     ],
 )
@@ -67,15 +61,8 @@ def test_a_command_that_cannot_go_on_has_an_exit_code_of_its_own(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_the_module_runs_as_a_program() -> None:
-    done = subprocess.run([sys.executable, "-m", "elastic_mbs", "demo", "--steps", "0"], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "elastic-mbs: --steps 0 is too small: at least 4\n"
-
-
-@pytest.mark.parametrize("arguments", [["doctor"], ["demo", "--steps", "4", "--batch", "8", "--no-page"]], ids=["at the end", "in the middle"])
-def test_output_that_is_not_read_any_more_ends_a_command_without_a_traceback(arguments: list[str]) -> None:
-    with subprocess.Popen([sys.executable, "-m", "elastic_mbs", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def test_output_that_is_not_read_any_more_ends_a_command_without_a_traceback() -> None:
+    with subprocess.Popen([sys.executable, "-m", "elastic_mbs", "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
