@@ -105,7 +105,6 @@ def test_a_file_or_a_folder_with_all_below_it_is_read(tmp_path: Path, capsys: py
     (tmp_path / ".hidden").write_text("x" * 200)
     assert set(text.read_documents(poem, count=8, longest=64, seed=1)) == {b"abcdefgh" * 5, b"ABCDEFGH" * 5}
     found = text.read_documents(tmp_path, count=5, longest=100, seed=0)
-    assert len(found) == 5
     assert {document[:8] for document in found} == {b"abcdefgh", b"ABCDEFGH", b"However "}
     assert command.main([*NO_PAGE, "--text", str(tmp_path)]) == 0
     assert str(tmp_path) in capsys.readouterr().out

