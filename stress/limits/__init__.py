@@ -3,7 +3,7 @@
 ```
 kind      what fails                        where                     co-tenant
 budget    counted tensors, exactly          any process               takes its share off the limit
-shim      torch's allocator (posix_memalign) a child of `run_child`    another process on the same device
+shim      torch's allocator (posix_memalign) a child of `run_child`    takes its share off the limit; others may train beside it
 rlimit    the kernel, for the whole process a child of `run_child`    takes its share off the limit, from inside or outside
 cuda      torch's allocator, cudaMalloc     any process               another process that fills the GPU
 ```

@@ -11,7 +11,7 @@ from elastic_mbs.events import format_bytes
 
 from .checkerboard import APART, Checkerboard
 from .limit import MemoryLimit
-from .neighbour import CUDA_GRAIN, Neighbour
+from .neighbour import GRAIN, Neighbour
 
 MOSTLY_FREE = 0.75  # share of the device that must be free: its co-tenant fills it, and other processes must not starve of that
 
@@ -102,7 +102,7 @@ class CudaLimit(MemoryLimit):
         if held:  # else the fraction is limit enough
             free, total = torch.cuda.mem_get_info(self.device)
             left = (total if self.capacity is None else self.capacity) - held
-            self._wanted = max(0, holds + free + torch.cuda.memory_reserved(self.device) - left) // CUDA_GRAIN * CUDA_GRAIN
+            self._wanted = max(0, holds + free + torch.cuda.memory_reserved(self.device) - left) // GRAIN * GRAIN
         self._neighbour.hold(self._wanted)
 
     def others(self) -> int:
@@ -146,7 +146,7 @@ class Confined(Neighbour):
         torch.cuda.empty_cache()  # our cache cannot be had by others
         self.hold(0)
         if size is not None:
-            self.hold(max(0, torch.cuda.mem_get_info(self.device)[0] + held - size) // CUDA_GRAIN * CUDA_GRAIN)
+            self.hold(max(0, torch.cuda.mem_get_info(self.device)[0] + held - size) // GRAIN * GRAIN)
 
 
 def _with_index(device: torch.device | str) -> torch.device:

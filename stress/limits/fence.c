@@ -2,17 +2,17 @@
  *
  * Every process that is started with LD_PRELOAD on this library and ELASTIC_MBS_FENCE naming one file shares one device:
  *
- *     file, 4 KiB, mapped MAP_SHARED     header: budget, largest, minimum, failures, lock
- *                                        slot 0: pid, start time, live, peak, failures, blocks
+ *     file, 4 KiB, mapped MAP_SHARED     header: budget, largest, minimum, lock
+ *                                        slot 0: pid, start time, live, peak, failures
  *                                        slot 1: ...
- *     private to each process            table: address -> size of the blocks that are counted
+ *     at the end of each counted block   a tag: whose it is, and its size
  *
  * Counted are the blocks of `minimum` bytes and more that posix_memalign gives with an alignment of 64 and more: what torch's CPU allocator asks
  * for, and the workspaces of oneDNN. Python, the heap, libraries and threads are outside, so nothing but an operation on tensors ever fails.
  *
  * A process may be killed at any instruction. What it shares is only ever changed by one store into its own slot, the lock is a robust mutex, and
- * whoever finds no room first looks whether the other processes are still alive. A forked child has memory of its own: it begins with an empty table
- * and takes a slot when it first needs one.
+ * whoever finds no room first looks whether the other processes are still alive. A forked child has memory of its own: tags of its parent are none of
+ * its own, and it takes a slot when it first needs one.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -34,19 +34,18 @@
 #define FLOOR 1024 /* nothing smaller is counted, so that free() can tell most blocks at a glance */
 #define FILE_SIZE 4096
 #define SLOTS 62
-#define TABLE (1u << 20)
 
 extern void *__libc_memalign(size_t, size_t);
 extern void __libc_free(void *);
 
 struct slot {
-    int64_t pid, started, live, peak, failures, blocks, unused[2];
+    int64_t pid, started, live, peak, failures, unused[3];
 };
 
 struct fence {
-    int64_t budget, largest, minimum, failures; /* the first three are the parent's to write, at any time */
+    int64_t budget, largest, minimum; /* the parent's to write, at any time */
     _Atomic int64_t ready;
-    int64_t unused[3];
+    int64_t unused[4];
     union {
         pthread_mutex_t lock;
         char room[64];
@@ -55,14 +54,14 @@ struct fence {
 };
 _Static_assert(sizeof(struct fence) == FILE_SIZE, "fence.py reads it by these offsets");
 
-struct entry {
-    uintptr_t address; /* 0: empty */
+struct tag {
+    uint64_t mark;
     size_t size;
 };
 
 static struct fence *fence;
 static struct slot *mine;
-static struct entry *table;
+static uint64_t salt; /* of this process's marks */
 
 static void lock(void) {
     if (pthread_mutex_lock(&fence->lock) == EOWNERDEAD) pthread_mutex_consistent(&fence->lock);
@@ -113,69 +112,33 @@ static struct slot *own(void) {
     return mine;
 }
 
-static struct entry *place_of(uintptr_t address) {
-    struct entry *entry = table + (address / ALIGNMENT * 0x9E3779B97F4A7C15ull >> 44) % TABLE;
-    while (entry->address && entry->address != address)
-        if (++entry == table + TABLE) entry = table;
-    return entry;
-}
+static struct tag *tag_of(void *block) { return (struct tag *)((char *)block + malloc_usable_size(block)) - 1; }
 
-/* Takes an entry out, and moves up those that had to go past it (linear probing without tombstones). */
-static void take_out(struct entry *hole) {
-    hole->address = 0;
-    for (struct entry *next = hole + 1;; next++) {
-        if (next == table + TABLE) next = table;
-        if (!next->address) return;
-        struct entry moved = *next;
-        next->address = 0;
-        *place_of(moved.address) = moved;
-    }
-}
+static uint64_t mark_of(void *block) { return (uintptr_t)block * 0x9E3779B97F4A7C15ull ^ salt; }
 
 static int reserve(size_t size) {
     lock();
     struct slot *slot = own();
-    int fits = slot && slot->blocks < TABLE / 4 * 3 && (int64_t)size <= fence->largest;
+    int fits = slot && (int64_t)size <= fence->largest;
     if (fits && live_of_all() + (int64_t)size > fence->budget) {
         reap();
         fits = live_of_all() + (int64_t)size <= fence->budget;
     }
     if (fits) {
         slot->live += size;
-        slot->blocks++;
         if (slot->live > slot->peak) slot->peak = slot->live;
-    } else {
-        if (slot) slot->failures++;
-        fence->failures++;
+    } else if (slot) {
+        slot->failures++;
     }
     unlock();
     return fits;
 }
 
-static void enter(void *block, size_t size) {
+static void give_back(size_t size, int failed) {
     lock();
-    *place_of((uintptr_t)block) = (struct entry){(uintptr_t)block, size};
-    unlock();
-}
-
-static void give_back(size_t size) {
     mine->live -= size;
-    mine->blocks--;
-}
-
-/* Stops counting a block; returns its size, or 0 if it was not counted. */
-static size_t forget(void *block) {
-    if (!fence || !mine || !block || (uintptr_t)block % ALIGNMENT || malloc_usable_size(block) < FLOOR) return 0;
-    size_t size = 0;
-    lock();
-    struct entry *entry = place_of((uintptr_t)block);
-    if (entry->address) {
-        size = entry->size;
-        take_out(entry);
-        give_back(size);
-    }
+    mine->failures += failed;
     unlock();
-    return size;
 }
 
 API int posix_memalign(void **out, size_t alignment, size_t size) {
@@ -183,38 +146,29 @@ API int posix_memalign(void **out, size_t alignment, size_t size) {
     int counted = fence && alignment >= ALIGNMENT && size >= FLOOR && size <= INT64_MAX && (int64_t)size >= fence->minimum;
     if (counted && !reserve(size)) return ENOMEM;
     int kept = errno; /* posix_memalign leaves it alone */
-    void *block = __libc_memalign(alignment, size);
+    void *block = __libc_memalign(alignment, size + (counted ? sizeof(struct tag) : 0));
     errno = kept;
-    if (counted && block) enter(block, size);
-    if (counted && !block) {
-        lock();
-        give_back(size);
-        mine->failures++;
-        fence->failures++;
-        unlock();
-    }
+    if (counted && block) *tag_of(block) = (struct tag){mark_of(block), size};
+    if (counted && !block) give_back(size, 1);
     if (!block) return ENOMEM;
     *out = block;
     return 0;
 }
 
 API void free(void *block) {
-    int kept = errno;
-    forget(block); /* before: its address may be another thread's the moment it is free */
-    errno = kept;
+    if (fence && mine && block && (uintptr_t)block % ALIGNMENT == 0 && malloc_usable_size(block) >= FLOOR) {
+        struct tag *tag = tag_of(block);
+        if (tag->mark == mark_of(block)) {
+            tag->mark = 0;
+            give_back(tag->size, 0);
+        }
+    }
     __libc_free(block);
-}
-
-API void fence_reset_peak(void) {
-    if (!fence || !mine) return;
-    lock();
-    mine->peak = mine->live;
-    unlock();
 }
 
 static void begin_anew(void) {
     mine = NULL;
-    madvise(table, TABLE * sizeof *table, MADV_DONTNEED);
+    salt = (uint64_t)getpid() << 32 | (uint64_t)start_of(getpid());
 }
 
 /* Whoever comes first makes the lock; the parent has left the file at zero there. */
@@ -240,9 +194,9 @@ __attribute__((constructor)) static void begin(void) {
     int whole = fstat(file, &found) == 0 && found.st_size == FILE_SIZE;
     void *shared = whole ? mmap(NULL, FILE_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
     close(file);
-    table = mmap(NULL, TABLE * sizeof *table, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (shared == MAP_FAILED || table == MAP_FAILED) return;
+    if (shared == MAP_FAILED) return;
     make_lock(shared);
+    begin_anew();
     pthread_atfork(NULL, NULL, begin_anew);
     fence = shared;
 }

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import mmap
 import os
@@ -30,7 +29,7 @@ UNLIMITED = 2**63 - 1
 # where there is a real device.
 MINIMUM = 8192
 _FILE_SIZE = 4096
-_FIRST_SLOT, _SLOT_SIZE = 16, 8  # in words
+_PLACES = range(16, _FILE_SIZE // 8, 8)  # where slots begin, in words
 
 
 class Slot(NamedTuple):
@@ -53,7 +52,6 @@ class Fence:
 
     budget = _word(0)  # bytes that all processes may hold together; may be set at any time
     largest = _word(1)  # bytes of the largest single block there is room for, however much is free; likewise
-    failures = _word(3)  # allocations refused to any process so far
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,13 +101,13 @@ class Fence:
         return next((slot for slot in self._used() if slot.pid == pid), Slot(pid, 0, 0, 0, 0))
 
     def _used(self) -> list[Slot]:
-        places = range(_FIRST_SLOT, _FILE_SIZE // 8, _SLOT_SIZE)
-        return [Slot(*self._words[place : place + 5]) for place in places if self._words[place]]
+        return [Slot(*self._words[place : place + 5]) for place in _PLACES if self._words[place]]
 
-    def reset_peak(self) -> None:
-        """Starts a new interval for this process's peak; nothing happens where it was not started under the fence."""
-        if under(self.path):
-            ctypes.CDLL(None).fence_reset_peak()
+    def reset_peak(self, pid: int) -> None:
+        """Starts a new interval for the peak of a process."""
+        for place in _PLACES:
+            if self._words[place] == pid:
+                self._words[place + 3] = self._words[place + 2]
 
 
 def start_time(pid: int) -> int:
@@ -120,11 +118,6 @@ def start_time(pid: int) -> int:
         return -1
     fields = text.rpartition(")")[2].split()
     return -1 if fields[0] in {"Z", "X", "x"} else int(fields[19])
-
-
-def under(path: Path) -> bool:
-    """Whether this process was started under the fence of that file."""
-    return os.environ.get(VARIABLE) == os.fspath(path) and hasattr(ctypes.CDLL(None), "fence_reset_peak")
 
 
 def environment(fence: Fence) -> dict[str, str]:

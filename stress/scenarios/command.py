@@ -1,6 +1,6 @@
 """Scripted ways of running out of memory, each with assertions: is the training still exact, does it end, how often does it fail?
 
-Kinds of limit: `budget` counts tensors, exactly, in this process; under `shim` torch's own allocator fails, and the co-tenant is another process;
+Kinds of limit: `budget` counts tensors, exactly, in this process; under `shim` torch's own allocator fails;
 under `rlimit` the kernel refuses memory to the whole process; `cuda` is a real GPU with a co-tenant process.
 """
 
