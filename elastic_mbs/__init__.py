@@ -6,9 +6,9 @@ Which file to open for which change: docs/design.md, "Where to go for which chan
 from __future__ import annotations
 
 from elastic_mbs.batch.containers import register_splitter
+from elastic_mbs.batch.counts import count_tokens
 from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.batch.splitters import fields, items, whole
-from elastic_mbs.batch.token_counts import count_tokens
 from elastic_mbs.controller.controller import Policy
 from elastic_mbs.decorator import elastic_step
 from elastic_mbs.engine.micro_batch import MicroBatch

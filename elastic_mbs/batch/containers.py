@@ -163,10 +163,9 @@ def _put_tuple(obj: Any, parts: Parts) -> Any:
         return obj._make(values)
     try:  # torch.return_types and the like
         new = type(obj)(values)
-        kept = all(item is value for item, value in zip(new, values, strict=True))
     except (TypeError, ValueError) as error:
         raise _not_rebuilt(obj, error) from error
-    if not kept:
+    if list(map(id, new)) != list(map(id, values)):
         raise _not_rebuilt(obj, "a new one does not keep its items")
     return new
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.token_counts import count_tokens, described, is_array
+from elastic_mbs.batch.containers import Role, kind_of, lookup
+from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import CountError
 
@@ -80,7 +81,7 @@ class Counts:
 def _column(count: Any, view: BatchView, where: str) -> _Column:
     if not callable(count):
         raise CountError(
-            f"{where} is {described(count)}: it must be None (samples), a function of the batch that gives one count per sample, "
+            f"{where} is {_described(count)}: it must be None (samples), a function of the batch that gives one count per sample, "
             "or a dict of such functions"
         )
     values = _on_host(count.of(view) if isinstance(count, count_tokens) else count(view.batch), where)
@@ -118,11 +119,11 @@ def _on_host(result: Any, where: str) -> list[Any]:
     if isinstance(result, Real) or getattr(result, "ndim", 1) != 1:
         many = getattr(result, "ndim", 0) > 1
         remedy = "sum over every dimension but the first" if many else "where all samples count the same: torch.full((N,), count)"
-        raise CountError(f"{where} returned {described(result)}: it must return one count per sample\n  {remedy}")
-    if isinstance(result, Tensor) or is_array(result):
+        raise CountError(f"{where} returned {_described(result)}: it must return one count per sample\n  {remedy}")
+    if isinstance(result, Tensor) or _is_array(result):
         return list(result.tolist())
     if not isinstance(result, Sequence) or isinstance(result, str | bytes):
-        raise CountError(f"{where} returned {described(result)}: it must return one number per sample, as a tensor or a sequence")
+        raise CountError(f"{where} returned {_described(result)}: it must return one number per sample, as a tensor or a sequence")
     forms = {(value.device, value.dtype) if isinstance(value, Tensor) and value.ndim == 0 else None for value in result}
     if len(forms) == 1 and None not in forms:
         return list(torch.stack(list(result)).tolist())  # one copy from the device for all of them
@@ -132,4 +133,85 @@ def _on_host(result: Any, where: str) -> list[Any]:
 def _number(value: Any, i: int, where: str) -> int | float:
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    raise CountError(f"{where} of sample {i} is {described(value)}: counts are numbers, one per sample")
+    raise CountError(f"{where} of sample {i} is {_described(value)}: counts are numbers, one per sample")
+
+
+def _is_array(value: Any) -> bool:
+    return kind_of(type(value)).role is Role.ARRAY
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"{value!r:.80} (of type {type_name(type(value))})"
+
+
+@dataclass(frozen=True, slots=True)
+class count_tokens:
+    """`count=` for losses that are means over labels: the number of labels other than `ignore_index` in each sample.
+
+    Called with a batch it returns a tensor of shape (N,) on the labels' device, or a list where the labels are one with an entry per sample.
+
+    Args:
+        key: where the labels are: a name, a dotted path, an index, or a function batch → labels, a tensor of shape (N, ...).
+        ignore_index: labels of this value are no loss terms (-100 in PyTorch and transformers).
+        shift: leave out the first position along dim 1, as causal language models do: they predict labels[:, 1:]. Not where something precedes
+            the labels, so that the first one is predicted too (the virtual tokens of peft's prompt tuning).
+    """
+
+    key: str | int | Callable[[Any], Any] = "labels"
+    ignore_index: int = -100
+    shift: bool = False
+
+    def __call__(self, batch: Any) -> Any:
+        return self._count(self._labels(batch))
+
+    def of(self, view: BatchView) -> Any:
+        """The counts of a batch whose samples can lie along another dimension than 0."""
+        labels = self._labels(view.batch)
+        dim = view.dim_of(labels)
+        if dim is None and isinstance(labels, list | tuple):
+            raise CountError(
+                f"{self!r} found {len(labels)} fields of {view.length} samples each, which is no list with one entry per sample: "
+                "give a function, as in count_tokens(lambda batch: torch.stack(batch['labels'], 1))"
+            )
+        return self._count(labels, dim or 0)
+
+    def _count(self, labels: Any, dim: int = 0) -> Any:
+        if isinstance(labels, list | tuple):
+            return [self._count_sample(sample) for sample in labels]
+        labels = torch.as_tensor(labels) if _is_array(labels) else labels
+        if not isinstance(labels, Tensor):
+            raise CountError(f"{self!r} found {_described(labels)}: labels are a tensor of shape (N, ...) or a list with one entry per sample")
+        if labels.ndim < 1 + self.shift:
+            raise CountError(f"{self!r} found labels of shape {tuple(labels.shape)}: they must be {'(N, L, ...)' if self.shift else '(N, ...)'}")
+        valid = (labels.movedim(dim, 0)[:, 1:] if self.shift else labels.movedim(dim, 0)) != self.ignore_index
+        return valid.sum(dim=tuple(range(1, labels.ndim))) if labels.ndim > 1 else valid.long()
+
+    def _count_sample(self, sample: Any) -> Any:
+        sample = torch.as_tensor(sample) if isinstance(sample, list | tuple | int) or _is_array(sample) else sample
+        if not isinstance(sample, Tensor) or sample.ndim < self.shift:
+            raise CountError(f"{self!r} found a list with {_described(sample)} in it: its entries are one sample's labels each")
+        return ((sample[1:] if self.shift else sample) != self.ignore_index).sum()
+
+    def _labels(self, batch: Any) -> Any:
+        if callable(self.key):
+            return self.key(batch)
+        try:
+            return lookup(batch, self.key)
+        except LookupError as error:
+            raise CountError(f"{self!r}: {error}\n  count_tokens(key=...) takes a name, a dotted path, an index or a function") from error
+
+
+_LABEL_NAMES = frozenset({"label", "labels", "target", "targets", "y"})
+
+
+def looks_like_token_labels(view: BatchView) -> str | None:
+    """The name of a leaf that looks like labels with ignored positions, so that the loss is probably no mean over samples.
+
+    Reads whole int64 and int32 tensors on the CPU (no device is waited for): call it once, not on every step.
+    """
+    names = _LABEL_NAMES | ({"1"} if isinstance(view.batch, tuple | list) else set())  # the second part of a pair is usually the labels
+    for path, tensor in view.named_tensors():
+        integers = tensor.device.type == "cpu" and tensor.dtype in (torch.int64, torch.int32)
+        if integers and (path in names or path.rpartition(".")[2] in _LABEL_NAMES) and bool((tensor == -100).any()):
+            return path
+    return None

@@ -253,19 +253,17 @@ class Layout:
 
     def _disagreement(self, batch: Any) -> str:
         """Names each leaf and its shape, and the line to add for each length that the batch can have."""
-        lists = {path: len(value) for path, value in [((), batch), *walk(batch)] if type(value) in (list, tuple) and roles_in(value) == {Role.TENSOR}}
+        places: list[tuple[Path, Any]] = [((), batch), *walk(batch)]
+        lists = {path: len(value) for path, value in places if type(value) in (list, tuple) and roles_in(value) == {Role.TENSOR}}
         sizes = sorted({leaf.size for leaf in self.leaves})
         ways = [f"  if it has {length} samples: {self._line_to_add(lists, length)}" for length in {*sizes, *lists.values()} - {0}]
-        unused = ", ".join(repr(name) for name in self.dims if name and not any(name in suffixes(path) for path, _ in walk(batch)))
-        return "\n".join(
-            [
-                f"the parts of the batch disagree on its length: {' and '.join(map(str, sizes[:4]))}",
-                *[f"  {_line(leaf)}" for leaf in self.leaves[:12]],
-                *([f"  … and {len(self.leaves) - 12} more"] if len(self.leaves) > 12 else []),
-                *sorted(ways, key=len)[:3],
-                *([f"  dims names {unused}, which the batch does not have"] if unused else []),
-            ]
-        )
+        unused = ", ".join(repr(name) for name in self.dims if not any(name in suffixes(path) for path, _ in places))
+        lines = [f"the parts of the batch disagree on its length: {' and '.join(map(str, sizes[:4]))}"]
+        lines += [f"  {_line(leaf)}" for leaf in self.leaves[:12]]
+        if len(self.leaves) > 12:
+            lines.append(f"  … and {len(self.leaves) - 12} more")
+        lines += sorted(ways, key=len)[:3]
+        return "\n".join(lines) + (f"\n  dims names {unused}, which the batch does not have" if unused else "")
 
     def _line_to_add(self, lists: dict[Path, int], length: int) -> str:
         dims, said = [], dict[Path, str]()

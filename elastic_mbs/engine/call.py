@@ -13,8 +13,7 @@ import torch
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import Terms, is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.batch.transfer import to_device
-from elastic_mbs.batch.view import BatchView, map_tensors
+from elastic_mbs.batch.view import BatchView, map_tensors, to_device
 from elastic_mbs.controller.plan import Key, shape_class
 from elastic_mbs.engine import misuse
 from elastic_mbs.engine.backward import commit, run_backward

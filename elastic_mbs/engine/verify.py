@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.counts import Counts, looks_like_token_labels
 from elastic_mbs.batch.loss_terms import Terms, read_losses
-from elastic_mbs.batch.token_counts import looks_like_token_labels
-from elastic_mbs.batch.transfer import to_device
-from elastic_mbs.batch.view import BatchView, map_tensors
+from elastic_mbs.batch.view import BatchView, map_tensors, to_device
 from elastic_mbs.engine.context import Context
 from elastic_mbs.errors import UsageError
 from elastic_mbs.rollback.random_streams import StreamState

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_mbs.batch.counts import Counts
-from elastic_mbs.batch.token_counts import count_tokens, looks_like_token_labels
+from elastic_mbs.batch.counts import Counts, count_tokens, looks_like_token_labels
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import CountError
 

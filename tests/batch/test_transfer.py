@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_mbs.batch.transfer import choose_device, to_device
+from elastic_mbs.batch.view import choose_device, to_device
 from elastic_mbs.errors import UsageError
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for another device
