@@ -52,16 +52,6 @@ def test_the_limit_that_slows_down_counts_as_the_one_that_kills(tmp_path: Path) 
     assert (memory.limit, memory.available, memory.source) == (80, 20, "memory.high")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_in_a_container_without_a_namespace_the_mount_begins_with_the_own_group(tmp_path: Path, version: Version) -> None:
-    top = tmp_path / ROOT_OF[version]
-    write_group(top, "/", version, 100, 60)
-    write_group(top, "/inner", version, 90, 10)
-    write_membership(tmp_path, {version: "/docker/1af6/inner"}, {version: "/docker/1af6"})
-    memory = binding(tmp_path)
-    assert (memory.path, memory.available) == ("/", 40)
-
-
 @pytest.mark.parametrize(
     ("path", "mount_root"),
     [("/", "/"), ("/docker/1af6", "/"), ("/docker/1af6", "/docker/other"), ("/../sibling", "/"), ("/", "/../..")],

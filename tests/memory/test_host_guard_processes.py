@@ -110,27 +110,6 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
     assert backward >= 10
 
 
-def test_a_micro_batch_of_one_that_does_not_fit_ends_with_a_typed_error_and_a_usable_process() -> None:
-    run_limited("""
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        group, model = Group(), nn.Linear(4, 4).double()
-        mbs = ElasticMBS(model, memory=MemoryOptions(host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0))
-        group.bind()
-        group.leave(4 * MEBI)
-        big = 64 * MEBI
-        loss_fn = lambda batch: (model(batch) * torch.ones(big, dtype=torch.uint8)[0]).sum()
-        try:
-            mbs.backward(loss_fn, torch.ones(4, 4, dtype=torch.float64))
-        except MicroBatchFloorError as error:
-            assert "DefaultCPUAllocator" in str(error), error
-        else:
-            raise AssertionError
-        assert resource.getrlimit(resource.RLIMIT_DATA) == before
-        big = 1
-        mbs.backward(loss_fn, torch.ones(4, 4, dtype=torch.float64))
-    """)
-
-
 def test_a_forked_child_and_a_thread_are_held_to_what_they_should_be() -> None:
     run_limited("""
         resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, resource.RLIM_INFINITY))

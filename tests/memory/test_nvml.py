@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -16,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_mbs.memory import CudaSensor, Headroom, Holder, Monitor, Reading, Unavailable
+from elastic_mbs.memory import processes as holders
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
+from elastic_mbs.memory.processes import describe, holders_on, name_of, pids_are_ours
 from tests.helpers.device_sim import Clock
 from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver
 
@@ -71,17 +74,6 @@ def test_a_binding_that_is_missing_or_deprecated_or_foreign_is_no_loss(monkeypat
     assert not answer.lost
     assert device.memory() is answer
     assert device.holders() == ()
-
-
-def test_a_device_that_nvml_does_not_know_is_no_loss_and_asked_for_again_later(driver: FakeDriver) -> None:
-    clock = Clock()
-    device = NvmlDevice("xyz", clock=clock)
-    for _ in range(2):
-        assert device.memory() == no_answer(NOT_FOUND, lost=False)
-    assert driver.calls == ["InitWithFlags", "HandleByUUID", "HandleByUUID", "Shutdown"]
-    driver.cards.append(Card("GPU-xyz", 7, 9))
-    clock.now += 10.0
-    assert device.memory() == 7
 
 
 def test_figures_that_never_were_are_no_loss(driver: FakeDriver) -> None:
@@ -204,6 +196,70 @@ def test_a_list_that_is_refused_costs_no_reading(driver: FakeDriver, which: str,
     assert device.memory() == FREE
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([], ""),
+        ([Holder(8, "python", 3 * GIB), Holder(7, None, GIB), Holder(3)], "python (PID 8) 3.0 GiB, PID 7 1.0 GiB, PID 3"),
+        ([Holder(n) for n in range(6)], "PID 0, PID 1, PID 2, and 3 more"),
+    ],
+    ids=range(3),
+)
+def test_the_first_three_are_named_and_the_others_counted(found: list[Holder], words: str) -> None:
+    assert describe(found) == words
+
+
+@pytest.mark.parametrize(
+    ("ours", "listed", "named"),
+    [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],
+    ids=["host", "host-no-context", "shared-pids", "container"],
+)
+def test_a_pid_of_another_namespace_is_not_given_a_name(monkeypatch: pytest.MonkeyPatch, ours: bool, listed: bool, named: bool) -> None:
+    # in a container the driver's PID 42 is the host's: who has that number in here is somebody else
+    monkeypatch.setattr(holders, "pids_are_ours", lambda: ours)
+    card = FakeDriver(monkeypatch).cards[0]
+    card.compute = [(os.getppid(), GIB)]
+    card.graphics = [(os.getpid(), GIB)] if listed else []
+    pynvml.nvmlInit()
+    [found] = holders_on(pynvml, pynvml.nvmlDeviceGetHandleByUUID(card.uuid))
+    assert (found.pid, found.bytes) == (os.getppid(), GIB)
+    assert (found.name is not None) == named
+
+
+@pytest.mark.parametrize(
+    ("platform", "link", "ours"),
+    [
+        ("linux", "pid:[4026531836]", True),
+        ("linux", "pid:[4026532201]", False),
+        ("linux", OSError("no /proc"), False),
+        ("win32", OSError("no /proc"), True),
+        ("darwin", OSError("no /proc"), True),
+    ],
+    ids=["host", "container", "no-proc", "windows", "macos"],
+)
+def test_a_container_is_told_by_its_pid_namespace(monkeypatch: pytest.MonkeyPatch, platform: str, link: str | OSError, ours: bool) -> None:
+    def readlink(path: str) -> str:
+        assert path == "/proc/self/ns/pid"
+        if isinstance(link, OSError):
+            raise link
+        return link
+
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(os, "readlink", readlink)
+    assert pids_are_ours() == ours
+
+
+def test_a_process_has_a_name_while_it_is_there() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with process:
+        found = name_of(process.pid)
+    assert found is not None
+    assert "python" in found.lower()
+    assert name_of(process.pid) is None
+    assert name_of(-1) is None
+    assert name_of(2**80) is None
+
+
 # ---------------------------------------------------------------------- the driver matrix, through the CUDA sensor
 
 
@@ -279,10 +335,9 @@ def test_a_torch_that_tells_no_uuid_is_read_through_the_runtime(cuda: FakeCuda, 
     assert driver.calls == []
 
 
-@pytest.mark.parametrize("size", [3 * GIB, None], ids=["told", "not-told"])
 @pytest.mark.usefixtures("named")
-def test_a_reading_names_who_holds_the_rest(cuda: FakeCuda, driver: FakeDriver, size: int | None) -> None:
-    driver.cards[0].compute = [(10, size)]  # on WDDM and WSL the driver does not tell how much
+def test_a_reading_names_who_holds_the_rest(cuda: FakeCuda, driver: FakeDriver) -> None:
+    driver.cards[0].compute = [(10, 3 * GIB)]
     reading = read()
     assert isinstance(reading, Headroom)
-    assert reading.holders == (Holder(10, "python", size),)
+    assert reading.holders == (Holder(10, "python", 3 * GIB),)
