@@ -22,7 +22,7 @@ from elastic_mbs import Policy
 from elastic_mbs.errors import UsageError
 
 from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, write_figures
-from ..limits import ChildError, Crashed, Emit, Failed, Hung, available, open_limit, run_child
+from ..limits import ChildError, Emit, available, open_limit, run_child
 from ..models.factory import find
 from ..options import duration, whole, writable
 from ..options import seed as a_seed
@@ -139,22 +139,17 @@ class _Run:
                 failed, made = self.all.failures + last["failures"], self.all.steps + last["steps"]
                 self._progress.tell(f"{Path(model).name}: {failed} failures, {made} steps, {self.bad.total()} bad rounds")
         except ChildError as error:
-            how, code = verdict(error)
-            self.bad[how] += 1
+            code, lines = bad_end(error)
+            self.bad[error.how] += 1
             self.code = max(self.code, code)
             self._progress.clear()
-            words = [] if code == WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:]
-            print("\n  ".join([f"{how.upper()}: {error}", *words, f"repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only {seed}"]))
+            print("\n  ".join([*lines, f"repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only {seed}"]))
         self._progress.clear()
         for counts in (self.all, self.counts[model]):
             counts.merge(last)
 
 
-def verdict(error: ChildError) -> tuple[str, int]:
-    """How a process has ended, in words and as an exit code."""
-    if isinstance(error, Hung):
-        return "hang", HANG
-    if isinstance(error, Crashed):
-        return f"crash by {error.signal}", UNEXPECTED
-    name = error.error if isinstance(error, Failed) else None
-    return ("wrong outcome", WRONG) if name == WrongOutcomeError.__name__ else (name or "unexpected exit", UNEXPECTED)
+def bad_end(error: ChildError) -> tuple[int, list[str]]:
+    """The exit code of how a process has ended, and lines that tell of it."""
+    code = {"hang": HANG, WrongOutcomeError.__name__: WRONG}.get(error.how, UNEXPECTED)
+    return code, [f"{error.how}: {error}", *([] if code == WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:])]

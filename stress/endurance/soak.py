@@ -30,7 +30,7 @@ from ..options import duration, seed, whole, writable
 from ..reference.by_hand import accumulate, view_of
 from ..reference.state import demand
 from ..scenarios.model_check import check
-from .hammer import LAST_WORDS, check_kind, verdict
+from .hammer import bad_end, check_kind
 from .training import Training
 from .trend import LEAST, Sample, complaints, measured, trends
 
@@ -170,8 +170,7 @@ def main(options: argparse.Namespace) -> int:
             last = message
             progress.tell(_line(samples[-1], last))
     except ChildError as error:
-        how, code = verdict(error)
-        found = [f"{how.upper()}: {error}", *([] if code == WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:])]
+        code, found = bad_end(error)
     else:
         found = complaints(samples)
         code = WRONG if found else PASSED

@@ -18,15 +18,15 @@ from elastic_mbs.errors import UsageError
 
 from . import cuda, fence, rlimit
 from .budget import BudgetLimit
-from .child import Child, ChildError, Crashed, Emit, Failed, Hung, Line, run_child, run_children
+from .child import Child, ChildError, Emit, Line, run_child, run_children
 from .cuda import Confined, CudaLimit
 from .fence import Fence
 from .limit import MemoryLimit, switch_onednn_off
 from .rlimit import ProcessLimit
 from .shim import ShimLimit
 
-__all__ = ["KINDS", "BudgetLimit", "Child", "ChildError", "Confined", "Crashed", "CudaLimit", "Emit", "Failed", "Fence", "Hung", "Line"]
-__all__ += ["MemoryLimit", "ProcessLimit", "ShimLimit", "available", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]
+__all__ = ["KINDS", "BudgetLimit", "Child", "ChildError", "Confined", "CudaLimit", "Emit", "Fence", "Line", "MemoryLimit", "ProcessLimit"]
+__all__ += ["ShimLimit", "available", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]
 
 _LIMITS: dict[str, tuple[Callable[..., MemoryLimit], Callable[[], str | None]]] = {
     "budget": (BudgetLimit, lambda: None),

@@ -39,31 +39,12 @@ _LIBRARIES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_DISABLE_FAST_
 
 
 class ChildError(RuntimeError):
-    """A child did not end as it should; `last_words` is the end of its output."""
+    """A child did not end as it should."""
 
-    def __init__(self, message: str, last_words: str = "") -> None:
+    def __init__(self, message: str, how: str, last_words: str = "") -> None:
         super().__init__(message)
-        self.last_words = last_words
-
-
-class Crashed(ChildError):
-    """A signal ended it; `signal` is its name, such as "SIGSEGV"."""
-
-    def __init__(self, message: str, last_words: str, name: str) -> None:
-        super().__init__(message, last_words)
-        self.signal = name
-
-
-class Hung(ChildError):
-    """It was killed at its deadline; `last_words` ends with the stacks of its threads."""
-
-
-class Failed(ChildError):
-    """It ended by an exit code; `error` names the class of the exception, where there was one."""
-
-    def __init__(self, message: str, last_words: str, exit_code: int, error: str | None) -> None:
-        super().__init__(message, last_words)
-        self.exit_code, self.error = exit_code, error
+        self.how = how  # "hang", "crash by SIGSEGV" or of another signal, the class of an exception, "unexpected exit"
+        self.last_words = last_words  # the end of its output; after a hang the stacks of its threads
 
 
 class Line:
@@ -84,7 +65,7 @@ def run_child(kind: str, job: Callable[..., object], arguments: Mapping[str, Any
 
     Raises:
         UsageError: the job has raised one, or cannot be started here.
-        Crashed, Hung, Failed: the job has not returned.
+        ChildError: the job has not returned.
     """
     with Child(kind, job, arguments, deadline=deadline) as child:
         yield from child
@@ -163,14 +144,14 @@ class Child:
             self._error = content
         return [content] if what == "message" else []
 
-    def give_up(self) -> Hung:
+    def give_up(self) -> ChildError:
         """Asks for the stacks of its threads and kills it; returns the error to raise."""
         if sys.platform != "win32":
             os.kill(self.pid, signal.SIGABRT)  # faulthandler answers it
             self._process.join(_GRACE)
         self._process.kill()
         self._process.join()
-        return Hung(f"{self._name} had not ended after {self._deadline:.0f} s and was killed", self._last_words())
+        return ChildError(f"{self._name} had not ended after {self._deadline:.0f} s and was killed", "hang", self._last_words())
 
     def check(self) -> None:
         """Waits for the end of a child that has closed its connection. Raises where it did not end as it should."""
@@ -181,12 +162,12 @@ class Child:
         words = self._last_words()
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            raise Crashed(f"{self._name} was ended by {name}; its last line: {_last_line(words)}", words, name)
+            raise ChildError(f"{self._name} was ended by {name}; its last line: {_last_line(words)}", f"crash by {name}", words)
         if self._error is not None:
             error, text, bad_input = self._error
-            raise UsageError(text) if bad_input else Failed(f"{self._name} ended by {error}: {text}", words, code, error)
+            raise UsageError(text) if bad_input else ChildError(f"{self._name} ended by {error}: {text}", error, words)
         if code:
-            raise Failed(f"{self._name} ended with exit code {code}; its last line: {_last_line(words)}", words, code, None)
+            raise ChildError(f"{self._name} ended with exit code {code}; its last line: {_last_line(words)}", "unexpected exit", words)
 
     def _last_words(self) -> str:
         return self._output.read_text(errors="replace")[-_LAST_WORDS:]

@@ -136,7 +136,6 @@ def _subject(made: Any, name: str) -> Subject:
     if not isinstance(model, nn.Module) or not callable(loss_fn):
         found = f"({type(model).__name__}, {type(loss_fn).__name__}, …)"
         raise UsageError(f"--model {name}: the factory returned {found}: not a module and a loss function")
-    _check_call(loss_fn, name, "the loss function", "the batch, as in lambda batch: loss(batch[0], batch[1])")
     given: dict[str, Any] = {}
     for number, each in zip(("fourth", "fifth"), more, strict=False):
         if not (isinstance(each, dict) or callable(each)):
@@ -154,7 +153,6 @@ def _batches(batches: Any, name: str) -> Any:
     if inspect.isgeneratorfunction(batches) and not inspect.signature(batches).parameters:
         batches = batches()
     if callable(batches) and not isinstance(batches, Iterable):
-        _check_call(batches, name, "the function that gives batches", "the step's number, from 0")
         return batches
     if not isinstance(batches, Iterable):
         raise UsageError(f"--model {name}: batches are {kind}: give a list, a loader, a generator, or a function of the step's number")
@@ -162,15 +160,3 @@ def _batches(batches: Any, name: str) -> Any:
     if not batches:
         raise UsageError(f"--model {name}: there are no batches")
     return batches
-
-
-def _check_call(function: Callable[..., Any], name: str, what: str, given: str) -> None:
-    """UsageError where a function cannot be called with one argument."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of what is written in C nobody knows
-        return
-    try:
-        signature.bind(None)
-    except TypeError:
-        raise UsageError(f"--model {name}: {what} takes {signature}, but is called with one argument: {given}") from None

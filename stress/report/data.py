@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from elastic_mbs.cli.report.data import Mark, Memory, RunData
@@ -38,24 +37,6 @@ def run_data(run: Run) -> RunData:
         lost=_per_step(steps, zero, [min(1.0, step.time_lost / step.seconds) if step.seconds > 0 else None for step in steps]),
         loss=[(end, step.loss if math.isfinite(step.loss) else None) for end, step in zip(ends, steps, strict=True)],
         marks=marks,
-    )
-
-
-def overview(runs: Sequence[Run]) -> tuple[Tile, ...]:
-    """The figures of all runs together."""
-    real = sum(run.end.failures or 0 for run in runs if run.end is not None and run.kind != "budget")
-    replayed, samples = (sum(getattr(step, name) for run in runs for step in run.steps) for name in ("replayed", "samples"))
-    off = {index: run.differences.largest for index, run in enumerate(runs) if run.differences is not None}
-    worst = runs[max(off, key=lambda index: (math.isnan(off[index]), off[index]))] if off else None
-    kinds = Counter(run.kind for run in runs)
-    return (
-        ("runs passed", f"{sum(run.verdict == 'ok' for run in runs)} of {len(runs)}", ", ".join(f"{kind} {count}" for kind, count in kinds.items())),
-        ("steps", f"{sum(len(run.steps) for run in runs):,}", f"{samples:,} samples"),
-        ("OOMs survived", f"{sum(run.ooms for run in runs):,}", ""),
-        ("allocator failures", f"{real:,}", "real ones, not counted memory" if real else "memory was counted only"),
-        ("samples replayed", f"{replayed:,}", f"{replayed / samples:.2%} of all" if samples else ""),
-        ("largest difference", difference(worst) if worst is not None else "none", worst.title + " · " + worst.kind if worst is not None else ""),
-        ("time", duration(sum(run.seconds for run in runs)), f"{duration(sum(run.time_lost for run in runs))} lost to replays"),
     )
 
 

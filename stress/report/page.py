@@ -8,11 +8,11 @@ from importlib import resources
 from pathlib import Path
 
 from elastic_mbs import __version__
-from elastic_mbs.cli.report.page import document, section, tiles
+from elastic_mbs.cli.report.page import document, section
 from elastic_mbs.cli.report.scale import duration
 
 from ..record import Run, count
-from .data import difference, overview, run_data, sizes
+from .data import difference, run_data, sizes
 
 _BADGES = {
     "ok": '<span class="badge passed">✓ passed</span>',
@@ -30,7 +30,7 @@ def write_html(runs: Sequence[Run], path: Path) -> None:
 def render(runs: Sequence[Run]) -> str:
     """The runs as HTML. Everything that comes from them is escaped."""
     failed = [number for number, run in enumerate(runs) if not run.passed]
-    page = f'<section class="run overview"><dl class="tiles">{tiles(overview(runs))}</dl>{_table(runs)}</section>'
+    page = f'<section class="run overview">{_table(runs)}</section>'
     for number, run in enumerate(runs):
         head = {"remark": f"{run.kind} · {run.model}", "name": f"run-{number + 1}", "badge": _BADGES[run.verdict], "note": _complaints(run)}
         page += section(run_data(run), opened=number in (failed or [0]), **head)

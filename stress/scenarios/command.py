@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
         raise
     finally:
         torch.set_num_threads(threads)
-    print(f"\n{table(runs)}\n\n{summary(runs)}")
+    print(f"\n{summary(runs)}")
     write(runs, options)
     return 0 if all(run.passed for run in runs) else 1
 
@@ -147,8 +147,9 @@ def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
         line.clear()
         for run in found:
             sizes = f"micro-batch {run.sizes[0]}–{run.sizes[-1]}" if run.sizes else "no step"
-            figures = f"{len(run.steps)} steps, {sizes}, {run.ooms} OOMs, {run.seconds:.1f} s"
-            print(f"{head.format(run.title)} {run.verdict:<6} {figures}", flush=True)
+            difference = "" if run.differences is None else f"difference {run.differences.largest:.1e}, "
+            figures = f"{run.ooms} OOMs, {run.replayed:.1%} replayed, {difference}{run.seconds:.1f} s"
+            print(f"{head.format(run.title)} {run.verdict:<6} {run.model}, {len(run.steps)} steps, {sizes}, {figures}", flush=True)
         yield found
 
 
@@ -161,22 +162,6 @@ def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
             write_html(runs, options.html)
     except OSError as error:
         raise UsageError(f"the records cannot be written: {error}") from error
-
-
-def table(runs: Sequence[Run]) -> str:
-    """A row per record."""
-    rows = [("scenario", "kind", "model", "steps", "OOMs", "replayed", "sizes", "difference", "seconds", "verdict"), *map(_row, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    align = "<<<>>><>><"  # of each column
-    return "\n".join("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip() for row in rows)
-
-
-def _row(run: Run) -> tuple[str, ...]:
-    difference = "–" if run.differences is None else f"{run.differences.largest:.1e}"
-    sizes = [str(size) for size in run.sizes]
-    short = " ".join(sizes if len(sizes) <= 6 else [*sizes[:3], "…", *sizes[-2:]])
-    figures = str(len(run.steps)), str(run.ooms), f"{run.replayed:.1%}", short, difference, f"{run.seconds:.1f}"
-    return (run.title, run.kind, run.model, *figures, run.verdict)
 
 
 def summary(runs: Sequence[Run]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..limits import Child, ChildError, Confined, Crashed, Fence, Line, MemoryLimit, in_child, open_limit, run_child, run_children
+from ..limits import Child, ChildError, Confined, Fence, Line, MemoryLimit, in_child, open_limit, run_child, run_children
 from ..models.subject import words
 from ..record import Mark, Needs, Run, Step
 from . import checks
@@ -90,8 +90,8 @@ def _kill(order: Order, tell: Tell) -> list[Run]:
         try:
             _in_child(replace(order, folder=folder, dies=dies), tell)
             return [failed(order, f"it was to be killed in step {dies}, but went on to its end")]
-        except Crashed as error:
-            if error.signal != "SIGKILL":
+        except ChildError as error:
+            if error.how != "crash by SIGKILL":
                 raise
         record = _in_child(replace(order, folder=folder), tell)
     resumed = next((i for i, mark in enumerate(record.marks) if mark.what == "resumed"), None)

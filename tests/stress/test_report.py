@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stress.record import End, Mark, Needs, Run
-from stress.report.data import overview, run_data
+from stress.report.data import run_data
 from stress.report.page import render
 from tests.helpers.records import SAME, halves, record, step
 
@@ -77,14 +77,3 @@ def test_lines_begin_with_the_first_step_and_hold_the_records_figures() -> None:
     assert [mark.kind for mark in data.marks] == ["oom", "grow"], "the memory's lane shows the moves"
     ended = run_data(run(end=End(0, 0, 5, "MicroBatchFloorError: it does not fit", True)))
     assert ended.tiles[0] == ("ended by", "MicroBatchFloorError", "it does not fit")
-
-
-def test_the_overview_counts_real_failures_apart_and_names_the_worst_run() -> None:
-    runs = [run(), run(kind="shim", end=End(0, 0, 7)), run("leak", "rlimit", end=None, differences=replace(SAME, loss=1e-9))]
-    told = {name: (value, remark) for name, value, remark in overview(runs)}
-    assert told["runs passed"] == ("3 of 3", "budget 1, shim 1, rlimit 1")
-    assert told["allocator failures"][0] == "7"
-    assert told["largest difference"] == ("1.0e-09", "leak · rlimit")
-    assert told["OOMs survived"][0] == "3"
-    runs = [*runs, run("sawtooth", differences=replace(SAME, loss=math.nan))]
-    assert {name: remark for name, _, remark in overview(runs)}["largest difference"] == "sawtooth · budget"
