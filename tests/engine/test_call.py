@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from elastic_mbs import MicroBatch
 from elastic_mbs.errors import IncompleteBatchError, MicroBatchFloorError, ReplayUnsafeError, UsageError
 from elastic_mbs.events import CallDone, CallFailed, Event
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, cross_entropy, elastic, failing, mlp, off_by, pairs, still_works, through, whole_gradient
 from tests.helpers.strikes import AtLine, until_clean
 
@@ -111,12 +112,9 @@ def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(monkey
         return read(**options)
 
     monkeypatch.setattr(mbs._context.streams, "read", read_streams)
-
-    def loss_fn(batch: Any) -> Tensor:
-        seen.append(float(mean[0]))
-        return cross_entropy(model)(batch)
-
-    mbs.backward(loss_fn, pairs(8))
+    handle = model.register_forward_pre_hook(lambda *_: seen.append(float(mean[0])))
+    mbs.backward(cross_entropy(model), pairs(8))
+    handle.remove()
     assert fail.count > 1
     assert seen[0] == 5.0
 
@@ -186,14 +184,10 @@ def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie(m
     bucket = torch.zeros(8, 6, dtype=torch.float64)
     model[0].weight.grad, model[0].bias.grad = bucket, bucket[:, 0]  # they overlap, which is the user's doing
     before = [p.grad for p in model.parameters()]
-    fail = FailOn(1)
-
-    def evaluate(x: Tensor) -> Tensor:
-        fail()
-        scores: Tensor = model(x)
-        return scores
-
-    assert elastic(model, micro_batch_size=4).eval(evaluate, pairs(8)[0]).shape == (8, 4)
+    x = pairs(8)[0]
+    with InjectOOM(at=[1]) as inject:
+        assert elastic(model, micro_batch_size=4).eval(model, x).shape == (8, 4)
+    assert inject.hits
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
 

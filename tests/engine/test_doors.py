@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, Event, Headroom, MemoryBudget, MemoryOptions, OutOfMemory, UsageError
 from elastic_mbs.testing import InjectOOM
@@ -132,12 +131,8 @@ def test_disabled_runs_the_batch_whole_and_catches_nothing(door: int) -> None:
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) == 0
     assert float(result) == cross_entropy(model)(batch).item()
     oom = torch.OutOfMemoryError("CUDA out of memory.")
-
-    def loss_fn(b: Pair) -> Tensor:
-        raise oom
-
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        once(door, model, loss_fn, batch, enabled=False)
+        once(door, model, failing(model, FailOn(1, error=lambda: oom)), batch, enabled=False)
     assert caught.value is oom
     assert getattr(oom, "__notes__", []) == []
 
@@ -174,19 +169,13 @@ def test_disabled_gives_outputs_totals_and_callbacks_and_uses_scaler_and_backwar
     assert torch.equal(elastic(model, enabled=False).eval(model, batch[0]), model(batch[0]).detach())
 
 
-def test_disabled_knows_the_total_inside_the_step_function() -> None:
-    """A `loss_fn` that normalises by itself has to work with the switch off too."""
+def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut() -> None:
+    """A `loss_fn` that normalises by itself has to work with the switch off too; with nothing to cut there is nothing to refuse."""
     model, batch = mlp(), pairs()
     mbs = elastic(model, enabled=False, reduction="sum")
-    mbs.backward(lambda b: functional.cross_entropy(model(b[0]), b[1], reduction="sum") / mbs.total, batch)
-    assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
-
-
-def test_disabled_takes_batches_that_could_not_be_cut() -> None:
-    """With nothing to cut there is nothing to refuse."""
-    model, batch = mlp(), pairs()
+    mbs.backward(lambda b: 8 * cross_entropy(model)(b) / mbs.total, batch)
     elastic(model, enabled=False).backward(lambda b: cross_entropy(model)(b()), lambda: batch)
-    assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
+    assert off_by(model, whole_gradient(model, lambda net: 2 * cross_entropy(net)(batch))) <= 1e-12
 
 
 @pytest.mark.parametrize("enabled", [True, False])

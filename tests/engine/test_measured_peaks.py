@@ -40,8 +40,7 @@ class Caching:
     """
 
     def __init__(self, budget: MemoryBudget, waste: float = 1.0) -> None:
-        self.budget = budget
-        self.waste = waste
+        self.budget, self.waste = budget, waste
         self.resets = self.idle = self.reserved = self.peak = self.seen = 0
 
     def read(self) -> Reading:
@@ -56,8 +55,8 @@ class Caching:
 
     def reset_peak(self) -> None:
         self.usage()
-        self.resets += 1
         self.budget.reset_peak()
+        self.resets += 1
         self.peak, self.idle = self.reserved, self.reserved - self.budget.live
 
     def empty(self) -> None:
@@ -117,7 +116,8 @@ def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is
             call()
         assert emptied == []
         # What is wasted around the parameters may be of use to what follows, or not: somewhere between all of it and the rest.
-        assert all(1.2 < call() <= 1.31 for _ in range(5))
+        found = [call() for _ in range(5)]
+        assert all(1.2 < each <= 1.31 for each in found), found
         assert len(emptied) == 1
 
 
@@ -140,11 +140,7 @@ def test_fragmentation_is_what_is_known_as_far_as_the_cache_allows(known: float,
 
 
 def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_next_size_look_too_large_for_good() -> None:
-    """The slope ran from a size measured without the state to one measured with it: too steep by the whole state.
-
-    The small size was never measured again, so the batch ran in two pieces beside memory for all of it, for ever. Found by the stress tool's
-    `sensor_dies`.
-    """
+    """The slope ran from a size measured without the state to one measured with it, and the small size was never measured again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 8), nn.Tanh(), nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 4)).double()
     batch = batch_on(CPU, 64)
@@ -155,10 +151,7 @@ def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_
 
 
 def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations() -> None:
-    """It has only a part of the gradients, which it makes itself. Beside it the second piece seemed to need all of them for one sample more.
-
-    So a model whose parameters outweigh its activations stayed at micro-batches of 2 for good, whatever room there was.
-    """
+    """It makes them itself. Beside it the second piece seemed to need all of them for one sample more: micro-batches stayed at 2 for good."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(16, 64)
     with MemoryBudget("1GiB", track=[model]) as budget:

@@ -52,12 +52,6 @@ def clean_piece(copies: BufferCopies, change: Callable[[], object], *, first: bo
     return copies.end_clean_piece()
 
 
-def batch_norm() -> tuple[nn.BatchNorm1d, Callable[[], Tensor]]:
-    module = nn.BatchNorm1d(3).double()
-    x = torch.randn(8, 3, dtype=F64)
-    return module, lambda: module(x)
-
-
 def values(module: nn.Module) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in module.named_buffers()}
 
@@ -163,7 +157,7 @@ def test_after_any_history_buffers_are_those_of_a_run_without_failures(attempts:
     for outcome, which in attempts:
         if not at_call:
             copies.begin_piece()
-        at_call = False
+        at_call = outcome == "step"  # then the piece begins where the call did
         forward(which)
         if outcome == "ok":
             copies.end_clean_piece()
@@ -215,18 +209,27 @@ def test_statistics_follow_a_run_without_failures_from_call_to_call(calls: list[
             assert values(norm) == values(twin)
 
 
-def test_a_model_that_grows_between_calls_is_followed() -> None:
-    first, forward = batch_norm()
-    second, forward_second = batch_norm()
-    copies = BufferCopies()
-    copies.begin_call([first])
-    clean_piece(copies, forward, first=True)
-    copies.begin_call([first, second])
-    before = [values(first), values(second)]
-    forward()
-    forward_second()
+CHANGES: dict[str, Callable[[list[nn.Module]], object]] = {
+    "a module more": lambda modules: modules.append(nn.BatchNorm1d(3).double()),
+    "another module": lambda modules: modules.__setitem__(0, nn.BatchNorm1d(3).double()),
+    "a buffer more": lambda modules: modules[0].register_buffer("late", numbers(3)),
+    "other places": lambda modules: vars(modules[0]).update(_buffers=dict(modules[0]._buffers)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_model_that_changes_between_calls_is_followed(change: Callable[[list[nn.Module]], object]) -> None:
+    modules, x, copies = list[nn.Module]([nn.BatchNorm1d(3).double()]), torch.randn(8, 3, dtype=F64), BufferCopies()
+    for _ in range(2):
+        copies.begin_call(modules)
+        clean_piece(copies, lambda: modules[0](x), first=True)
+    change(modules)
+    copies.begin_call(modules)
+    before = [values(module) for module in modules]
+    for module in modules:
+        module(x)
     assert copies.restore(to_call_start=False) is None
-    assert [values(first), values(second)] == before
+    assert [values(module) for module in modules] == before
 
 
 def test_what_a_failed_attempt_or_an_earlier_call_hung_up_is_freed() -> None:
