@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from torch import nn
@@ -67,21 +68,22 @@ def elastic_step(model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], 
 
 
 def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:
-    def step(batch: Any, *args: Any, **kwargs: Any) -> StepResult:
-        return mbs.backward(fn, batch, *args, **kwargs)
+    return _decorated(fn, lambda batch, *args, **kwargs: mbs.backward(fn, batch, *args, **kwargs), mbs)
 
+
+def _decorated(fn: Callable[..., Any], step: Callable[..., StepResult], mbs: Any) -> ElasticStep:
     decorated: Any = functools.update_wrapper(step, fn)
     decorated.mbs = mbs
     return cast(ElasticStep, decorated)
 
 
+@dataclass(frozen=True)
 class _Holder:
     """An instance's runtime, kept in the instance so that both end together; a deep copy or a pickle of the instance starts without one."""
 
-    def __init__(self, owner: int = 0, modules: Sequence[nn.Module] = (), mbs: ElasticMBS | None = None) -> None:
-        self.owner = owner  # id of the instance: a shallow copy of it has the same holder, and is another
-        self.modules = modules
-        self.mbs = mbs
+    owner: int = 0  # id of the instance: a shallow copy of it has the same holder, and is another
+    modules: Sequence[nn.Module] = ()
+    mbs: ElasticMBS | None = None
 
     def __reduce__(self) -> tuple[type[_Holder], tuple[()]]:
         return _Holder, ()
@@ -117,6 +119,4 @@ def _on_method(fn: Callable[..., Any], model: Callable[[Any], Any], options: dic
     def step(self: Any, batch: Any, *args: Any, **kwargs: Any) -> StepResult:
         return runtime_of(self).backward(types.MethodType(fn, self), batch, *args, **kwargs)
 
-    decorated: Any = functools.update_wrapper(step, fn)
-    decorated.mbs = runtime_of
-    return cast(ElasticStep, decorated)
+    return _decorated(fn, step, runtime_of)

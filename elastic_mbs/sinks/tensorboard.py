@@ -12,7 +12,7 @@ class TensorBoard(GuardedSink):
     """Writes scalars and texts to a TensorBoard writer. The step is the number of training calls of the event's runtime.
 
     Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar` and `add_text`. It stays the caller's: it is not closed.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`, `add_text` and `flush`. It is not closed.
 
     Raises:
         UsageError: it has no such methods.
@@ -20,8 +20,8 @@ class TensorBoard(GuardedSink):
 
     def __init__(self, writer: Any) -> None:
         super().__init__()
-        if not all(callable(getattr(writer, method, None)) for method in ("add_scalar", "add_text")):
-            raise UsageError(f"TensorBoard({writer!r}): it has no add_scalar and add_text; give a torch.utils.tensorboard.SummaryWriter")
+        if not all(callable(getattr(writer, method, None)) for method in ("add_scalar", "add_text", "flush")):
+            raise UsageError(f"TensorBoard({writer!r}): it has no add_scalar, add_text and flush; give a torch.utils.tensorboard.SummaryWriter")
         self._writer = writer
         self._steps: dict[str, int] = {}
 
@@ -53,5 +53,4 @@ class TensorBoard(GuardedSink):
                 self._writer.add_scalar(f"{prefix}/{tag}", value, step)
 
     def _end(self) -> None:
-        if hasattr(self._writer, "flush"):
-            self._writer.flush()
+        self._writer.flush()

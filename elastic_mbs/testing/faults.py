@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
-from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
@@ -74,7 +73,7 @@ class RandomFaults:
         self._injector_before, misuse.fault_injector = misuse.fault_injector, self
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         misuse.fault_injector = self._injector_before
         while self._open:  # attempts that were left open
             self._open.pop().leave()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -110,13 +110,11 @@ def _is_state_machine(item: pytest.Item) -> bool:
     return getattr(body, "is_hypothesis_test", False) and not hasattr(body, "hypothesis")
 
 
-@contextmanager
-def _each_example_anew(item: pytest.Item, faults: RandomFaults) -> Iterator[None]:
+def _each_example_anew(item: pytest.Item, faults: RandomFaults) -> AbstractContextManager[object]:
     """Has each example of a hypothesis test begin at the first draw, so that what it does follows from its arguments, as hypothesis demands."""
     handle = getattr(getattr(item, "obj", None), "hypothesis", None)
     if handle is None:
-        yield
-        return
+        return nullcontext()
     inner: Callable[..., Any] = handle.inner_test
 
     @wraps(inner)
@@ -124,5 +122,4 @@ def _each_example_anew(item: pytest.Item, faults: RandomFaults) -> Iterator[None
         faults.restart(f"{args[1:] if getattr(item, 'cls', None) else args} {kwargs}")
         return inner(*args, **kwargs)
 
-    with mock.patch.object(handle, "inner_test", anew):
-        yield
+    return mock.patch.object(handle, "inner_test", anew)
