@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic_mbs import UsageError
-from stress.limits import Confined, CudaLimit, cuda
+from stress.limits import Confined, CudaLimit
 from stress.limits.neighbour import Neighbour
 
 MEBI = 1 << 20
@@ -73,27 +73,6 @@ def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monke
         memory.resize(100 * MEBI)
     assert card.told[-1] == -1, "its process has ended"
     assert card.fraction == 1.0
-
-
-def test_on_cuda_a_fragmented_memory_breaks_up_what_its_capacity_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch)
-    built: list[tuple[int, int]] = []
-    monkeypatch.setattr(cuda, "Checkerboard", lambda device, size, largest: built.append((size, largest)))
-    with CudaLimit() as memory:
-        memory.fragment(100 * MEBI)
-        assert built == [], "without a limit there is nothing to break up"
-        card.ours = 30 * MEBI
-        memory.resize(600 * MEBI)
-        assert built == [(520 * MEBI, 100 * MEBI)], "less what is held already, and room for segments of small tensors"
-        memory.resize(60 * MEBI)
-        assert len(built) == 1, "too narrow for one hole"
-        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"device": 0, "is_expandable": False}, {"device": 1, "is_expandable": True}])
-        assert not memory.expandable()
-        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"device": 0, "is_expandable": True}])
-        assert memory.expandable()
-        memory.fragment(None)
-        memory.resize(600 * MEBI)
-        assert len(built) == 1
 
 
 def test_two_who_share_a_gpu_have_what_the_third_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

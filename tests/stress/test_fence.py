@@ -43,22 +43,6 @@ COUNTS = {
         assert take(1 << 60) is None
         assert own()["live"] == 0 and own()["failures"] == 1
     """,
-    "a random history of thousands of blocks": """
-        choose, held = random.Random(1), {}
-        for turn in range(6000):
-            if held and choose.random() < 0.48:
-                address = choose.choice(list(held)) if turn % 50 == 0 else next(iter(held))
-                libc.free(address)
-                del held[address]
-            else:
-                size = choose.randrange(8192, 40_000)
-                held[take(size, choose.choice([64, 128, 4096])).value] = size
-            if turn % 500 == 0:
-                assert own()["live"] == sum(held.values())
-        for address in held:
-            libc.free(address)
-        assert own()["live"] == 0
-    """,
     "threads do not lose counts": """
         def work():
             for _ in range(2000):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from dataclasses import asdict, replace
@@ -18,11 +17,10 @@ from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.limits import available
 from stress.record import Needs, Step, write_json
-from stress.scenarios import scripts
 from stress.scenarios.catalogue import SCENARIOS, Order
 from stress.scenarios.processes import perform, two_on
 from stress.scenarios.reference import relative, weight_difference
-from stress.scenarios.scripts import Room, Supply
+from stress.scenarios.scripts import Room
 from tests.helpers import jobs
 from tests.helpers.records import NEEDS, SAME, mark, record, step
 
@@ -43,34 +41,6 @@ def test_a_script_is_a_pure_function_of_the_step(name: str, steps: int) -> None:
     for each in found:
         assert 0 < each.left <= each.capacity
         assert room.capacity(each) - room.others(each) >= (0 if each.starved else NEEDS.one)
-
-
-@pytest.mark.parametrize("steps", [18, 36])
-def test_scripts_take_memory_and_give_it_back(steps: int) -> None:
-    def left(script: scripts.Script, seed: int = 0) -> list[float]:
-        return [script(i, steps, seed).left for i in range(steps)]
-
-    cliff, leak = left(scripts.cliff), left(scripts.leak)
-    assert (cliff[0], min(cliff), cliff[-1]) == (1.0, 0.5, 1.0)
-    assert leak == sorted(leak, reverse=True)
-    assert leak[-1] == 0.125
-    assert sum(b > a for a, b in itertools.pairwise(left(scripts.sawtooth))) == 2
-    assert sum(each == 1 for each in left(scripts.flapping)) == steps // scripts.FLAP * scripts.STAY
-    assert left(scripts.random_walk, 1) != left(scripts.random_walk, 2)
-    dead = [i for i in range(steps) if scripts.dead(i, steps)]
-    assert left(scripts.blind_spot)[dead[0]] < 1
-    assert left(scripts.blind_spot)[dead[-1]] == 1, "memory returns while the sensor is dead"
-
-
-def test_a_share_is_room_for_that_part_of_the_batch_with_the_margin() -> None:
-    room = Room(NEEDS, 32)
-    assert room.of(1.0) == round(4200 / (1 - scripts.MARGIN))
-    assert room.of(0.0) == room.of(1 / 32), "never less than the smallest micro-batch"
-    assert room.others(Supply(0.5)) == room.of(1.0) - room.of(0.5)
-    assert NEEDS.one > room.capacity(Supply(starved=True)) > NEEDS.rest
-    assert NEEDS.optimizer > room.capacity(Supply(optimizer=True)) > NEEDS.held
-    assert Room(NEEDS, 8).of(1.0) == room.of(0.25), "with a budget a share is of what fits into it"
-    assert Room(NEEDS, 32, copies=2).of(1.0) == 2 * room.of(1.0)
 
 
 def test_needs_are_a_line_between_measured_sizes() -> None:
