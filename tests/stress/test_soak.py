@@ -14,8 +14,7 @@ from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.controller.controller import Controller
-from stress.endurance.soak import Soak, soak
-from stress.endurance.trend import LIMITS, Sample, complaints, slope, trends
+from stress.endurance.soak import LIMITS, Sample, Soak, complaints, slope, soak, trends
 from stress.flat_options import grouped
 from stress.limits import BudgetLimit
 from stress.reference.state import WrongOutcomeError
