@@ -1,6 +1,5 @@
 """Pieces cover the range once, in order, balanced and aligned."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +20,9 @@ def test_pieces_cover_the_range_in_order_balanced_aligned_and_none_below_the_min
     assert max(lengths) - min(lengths) <= align
     assert all(n % align == 0 for n in lengths[:-1])
     assert min(lengths) >= min(minimum, length)
+    assert lengths[:-1] == sorted(lengths[:-1], reverse=True), "the allocator's blocks for the first serve all that follow"
     assert longest(length, size, minimum=minimum, align=align) == max(lengths)
+    assert piece_count(length, size, minimum=minimum, align=align) == len(pieces)
 
 
 @settings(deadline=None, max_examples=400)
@@ -41,28 +42,6 @@ def test_the_minimum_wins_over_the_size_and_allows_as_many_pieces_as_it_can(leng
         finer = smallest_size(length, len(pieces) + 1, align=align)
         one_more = [b - a for a, b in partition(0, length, finer, align=align)]
         assert len(one_more) != len(pieces) + 1 or min(one_more) < minimum
-
-
-@pytest.mark.parametrize(
-    ("length", "size", "minimum", "align", "expected"),
-    [
-        (10, 4, 1, 1, [4, 3, 3]),
-        (17, 16, 1, 1, [9, 8]),
-        (10, 10, 1, 4, [10]),
-        (6, 4, 1, 4, [4, 2]),
-        (9, 8, 1, 4, [4, 5]),
-        (5, 3, 3, 1, [5]),
-        (10, 4, 4, 1, [5, 5]),
-        (3, 1, 8, 1, [3]),
-        (7, 2, 1, 4, [4, 3]),
-        (0, 4, 1, 1, []),
-    ],
-)
-def test_examples(length: int, size: int, minimum: int, align: int, expected: list[int]) -> None:
-    pieces = partition(100, 100 + length, size, minimum=minimum, align=align)
-    assert [b - a for a, b in pieces] == expected
-    assert longest(length, size, minimum=minimum, align=align) == max(expected, default=0)
-    assert piece_count(length, size, minimum=minimum, align=align) == len(expected)
 
 
 @settings(deadline=None, max_examples=200)
