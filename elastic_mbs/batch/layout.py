@@ -107,7 +107,8 @@ class Layout:
         if role is Role.TENSOR or role is Role.ARRAY:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
-            texts = given is not ListLayout.FIELDS and _is_texts(value)
+            # a tuple of texts is what `default_collate` makes of them
+            texts = given is not ListLayout.FIELDS and type(value) is tuple and bool(value) and all(isinstance(part, str | bytes) for part in value)
             return self._items(value, path, kind, given) if texts or given is ListLayout.ITEMS else self._fields(value, path, kind, given)
         if role is Role.LIST:
             return self._list(value, path, kind, given)
@@ -279,11 +280,6 @@ class Layout:
                 said[leaf.path] = "whole"
         ways = [call(helper, *[path for path in said if said[path] == helper]) for helper in dict.fromkeys(said.values())]
         return "dims=" + " | ".join(([f"{{{', '.join(dims)}}}"] if dims else []) + ways)
-
-
-def _is_texts(value: Any) -> bool:
-    """A tuple as `default_collate` makes of texts."""
-    return type(value) is tuple and bool(value) and all(isinstance(part, str | bytes) for part in value)
 
 
 def _has_rows(value: Any, roles: set[Role]) -> bool:

@@ -13,11 +13,6 @@ Terms = dict[str | None, torch.Tensor]  # by the names of their counts; a single
 
 _WAYS = "return the loss, (loss, outputs), an object with .loss, or a dict with 'loss'"
 
-NO_GRAPH = (
-    "the loss has no graph, so there is nothing to differentiate: was it computed under torch.no_grad() or from detached tensors, "
-    "or are all parameters frozen?"
-)
-
 
 def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
     """The loss terms in what `loss_fn` returned, one for each of `names` (None: a single loss), and the outputs."""
@@ -36,7 +31,10 @@ def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
             raise LossError(f"the losses and count= must have the same names: missing {missing}, without a count {extra}")
         terms = {name: _scalar(loss[name], f"the loss {name!r}") for name in names}
     if not any(term.requires_grad for term in terms.values()):
-        raise LossError(NO_GRAPH)
+        raise LossError(
+            "the loss has no graph, so there is nothing to differentiate: was it computed under torch.no_grad() or from detached tensors, "
+            "or are all parameters frozen?"
+        )
     return terms, outputs
 
 

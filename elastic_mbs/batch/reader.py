@@ -73,9 +73,8 @@ def first_look(
             f"give count=count_tokens({label!r}), with shift=True for a causal language model that shifts its labels itself, "
             "and verify(loss_fn, batch) to check",
         )
-    others = [(f"argument {place} after the batch", value) for place, value in enumerate(arguments, 1)]
-    others += [(f"{name}=", value) for name, value in (named or {}).items()]
-    for what, value in others:
+    others = {f"argument {place} after the batch": value for place, value in enumerate(arguments, 1)}
+    for what, value in (others | {f"{name}=": value for name, value in (named or {}).items()}).items():
         if isinstance(value, Tensor) and value.ndim and len(value) == view.length > 1:
             yield (
                 "beside",

@@ -40,8 +40,7 @@ class NoSensor:
 class NoMeter:
     """The meter of a device whose allocator cannot be read."""
 
-    def __init__(self) -> None:
-        self.resets = 0
+    resets = 0
 
     def usage(self) -> Usage | None:
         """Always None."""

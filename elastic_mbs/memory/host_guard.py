@@ -24,7 +24,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes, logger
-from elastic_mbs.memory.cgroup import content_of
 from elastic_mbs.memory.host import HostSensor
 from elastic_mbs.memory.oom_patterns import ONEDNN
 from elastic_mbs.memory.sensor import Unavailable, parse_bytes
@@ -35,10 +34,8 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
 
 _NEEDS = "host_guard needs Linux, which holds all private memory of a process to RLIMIT_DATA"
-_LEAST_MARGIN = 32 << 20
-_MARGIN_SHARE = 128  # of the limit: page tables and what the kernel counts late grow with it
+_LEAST_MARGIN, _MARGIN_SHARE = 32 << 20, 128  # bytes, and a share of the limit: page tables and what the kernel counts late grow with it
 _NEAR = 4  # an ambiguous error counts when less than this fraction (1/4) of the limit was left
-_GRAIN = 1 << 15  # elements that torch gives to one thread at least
 
 
 class HostGuard:
@@ -152,7 +149,7 @@ class HostGuard:
         if ready == self._ready:
             return
         with torch.inference_mode(False), torch.enable_grad(), contextlib.suppress(torch.OutOfMemoryError):  # of a MemoryBudget
-            torch.zeros(_GRAIN * ready[1], dtype=torch.uint8).add_(1)
+            torch.zeros((1 << 15) * ready[1], dtype=torch.uint8).add_(1)  # so many elements torch gives to one thread at least
             # autograd's, in a build that knows other devices; and what the first backward with a given gradient imports (sympy), which would stay
             # half imported for the rest of the process
             torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
@@ -183,10 +180,7 @@ def refuse_devices(devices: Iterable[torch.device]) -> None:
 
 def own_memory() -> tuple[int, int]:
     """Bytes of this process: in memory and its own alone (RssAnon), and those that count against RLIMIT_DATA (VmData, and the stack)."""
-    content = content_of("/proc/self/statm")
-    if content is None:
-        raise OSError("/proc/self/statm cannot be read")
-    _, resident, shared, _, _, data, *_ = [int(pages) * mmap.PAGESIZE for pages in content.split()]
+    _, resident, shared, _, _, data, *_ = [int(pages) * mmap.PAGESIZE for pages in Path("/proc/self/statm").read_bytes().split()]
     return max(0, resident - shared), data
 
 

@@ -31,8 +31,8 @@ _WINDOWS_CODES = frozenset({8, 14, 1455})  # not enough memory, out of memory, t
 
 # A mistake inside a handler is a mistake, not a wrapper of what was being handled.
 _MISTAKES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, ImportError, LookupError)
-_MISTAKES += (NameError, NotImplementedError, RecursionError, ReferenceError, StopAsyncIteration, StopIteration)
-_MISTAKES += (SyntaxError, TypeError, ValueError, Warning)
+_MISTAKES += (NameError, NotImplementedError, RecursionError, ReferenceError, StopAsyncIteration, StopIteration, SyntaxError, TypeError)
+_MISTAKES += (ValueError, Warning)
 
 
 class Kind(enum.Enum):
@@ -239,9 +239,8 @@ def _kind(exc: Exception) -> Kind | None:
         return Kind.POISONED
     if isinstance(exc, torch.OutOfMemoryError):
         return Kind.ALLOCATOR
-    if isinstance(exc, MemoryError):
-        return Kind.HOST
-    if isinstance(exc, OSError) and (exc.errno == errno.ENOMEM or getattr(exc, "winerror", None) in _WINDOWS_CODES):
+    refused = isinstance(exc, OSError) and (exc.errno == errno.ENOMEM or getattr(exc, "winerror", None) in _WINDOWS_CODES)
+    if refused or isinstance(exc, MemoryError):
         return Kind.HOST
     if isinstance(exc, torch.AcceleratorError) and (code := getattr(exc, "error_code", None)) is not None:
         return Kind.RUNTIME if code == _OUT_OF_MEMORY_CODE else None
