@@ -133,8 +133,8 @@ def test_an_error_of_onednn_near_the_limit_is_out_of_memory_as_often_as_it_comes
     assert not [event for event in events if isinstance(event, Warned)]
 
 
-def test_an_error_of_onednn_far_from_the_limit_is_tried_once_and_then_raised(limit: Limit) -> None:
-    model, fail = mlp(), FailOn(*range(1, 100), error=onednn)
+def test_an_error_of_onednn_far_from_the_limit_is_tried_once_and_then_raised(model: nn.Sequential, limit: Limit) -> None:
+    fail = FailOn(*range(1, 100), error=onednn)
     with pytest.raises(RuntimeError, match="could not create a primitive"):
         elastic(model, micro_batch_size=8, host_guard=True).backward(failing(model, fail), pairs())
     assert fail.count == 2

@@ -28,36 +28,27 @@ LEFT = ["after the block", "before the block"]
 
 
 @pytest.mark.no_oom_injection
-@pytest.mark.parametrize("by", ["the next call", "the optimizer", "the end of the with block"])
+@pytest.mark.parametrize("by", ["the next call", "the optimizer", "the end of the with block", "another runtime", "another, itself dropped"])
 @pytest.mark.parametrize("how", LEFT)
-def test_a_loop_left_early_is_named_by_what_comes_next(model: nn.Module, how: str, by: str) -> None:
-    mbs, optimizer = elastic(model, micro_batch_size=4), torch.optim.SGD(model.parameters(), lr=1.0)
+def test_a_loop_left_early_is_named_once_by_what_comes_next(model: nn.Module, how: str, by: str) -> None:
+    mbs, optimizer, net = elastic(model, micro_batch_size=4), torch.optim.SGD(model.parameters(), lr=1.0), mlp(seed=5)
+    other = elastic(net, micro_batch_size=4)
     _leave_early(mbs, model, how)
+    if by == "another, itself dropped":
+        del mbs
+        gc.collect()
     with pytest.raises(IncompleteBatchError, match="4:8"):
         if by == "the next call":
             mbs.backward(cross_entropy(model), pairs())
         elif by == "the optimizer":
             optimizer.step()
-        else:
+        elif by == "the end of the with block":
             mbs.__exit__(None, None, None)
+        else:
+            other.backward(cross_entropy(net), pairs())
     assert all(p.grad is None for p in model.parameters())
-    assert still_works(mbs, model)
+    assert still_works(other, net)
     optimizer.step()
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("how", LEFT)
-def test_a_loop_left_early_is_named_once_by_another_runtime(model: nn.Module, how: str, dropped: bool) -> None:
-    mbs, other = elastic(model, micro_batch_size=4), mlp(seed=5)
-    second = elastic(other, micro_batch_size=4)
-    _leave_early(mbs, model, how)
-    if dropped:
-        del mbs
-        gc.collect()
-    with pytest.raises(IncompleteBatchError):
-        second.backward(cross_entropy(other), pairs())
-    assert all(p.grad is None for p in model.parameters())
-    assert still_works(second, other)
 
 
 def test_the_with_block_ends_with_its_own_error_even_if_a_loop_was_left_early(model: nn.Module, mbs: ElasticMBS) -> None:
@@ -116,9 +107,7 @@ def test_backward_not_once_and_not_inside_its_block(model: nn.Module, mbs: Elast
 
 
 def test_the_loss_of_a_failed_attempt_handed_to_the_next(model: nn.Module) -> None:
-    mbs = elastic(model, micro_batch_size=8)
-    losses: list[Tensor] = []
-    fail = FailOn(1)
+    mbs, losses, fail = elastic(model, micro_batch_size=8), list[Tensor](), FailOn(1)
     with pytest.raises(RuntimeError, match="ran out of memory, and its saved tensors are gone"):
         for micro in mbs.micro_batches(pairs()):
             with micro:
