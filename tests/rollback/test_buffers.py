@@ -232,6 +232,25 @@ def test_a_model_that_changes_between_calls_is_followed(change: Callable[[list[n
     assert [values(module) for module in modules] == before
 
 
+class Lazy(nn.Module):
+    """Makes its buffer in its first forward, and notes that in attributes."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> None:
+        if not self.ready:
+            self.register_buffer("scale", x.mean(0))
+            self.ready = True
+
+
+def test_what_a_module_notes_of_the_buffers_that_it_makes_goes_with_them() -> None:
+    module, copies = Lazy(), BufferCopies()
+    copies.begin_call([module])
+    module(numbers(1, 2))
+    assert copies.restore(to_call_start=False) is None
+    assert (module.ready, list(module._buffers)) == (False, [])
+
+
 def test_what_a_failed_attempt_or_an_earlier_call_hung_up_is_freed() -> None:
     module = Holder(cache=numbers(0))
     copies = BufferCopies()
