@@ -145,7 +145,8 @@ class Call:
                 state.table.__enter__()
             if context.guard is not None:
                 context.guard.renew()
-            attempt.modes = context.model.modes()
+            attempt.grad_enabled, attempt.training = torch.is_grad_enabled(), context.model.training()
+            state.modes = state.modes or attempt.training
             if misuse.fault_injector is not None:
                 misuse.fault_injector.begin(self, context.model.modules, ready=state.failures_in_row == 0)
             state.phase = Phase.FORWARD
@@ -175,7 +176,8 @@ class Call:
         else:
             terms, outputs = read_losses(value, state.count_names)
             # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
-            self.keep(attempt, outputs)
+            if attempt.outputs is None:  # what `micro.keep` was given comes first
+                self.keep(attempt, outputs)
             weighted = weighted_sum(terms, weights)
         if state.table is not None:
             attempt.terms = tuple(terms.values())
@@ -188,7 +190,7 @@ class Call:
         """Keeps the outputs of the piece where the user wants them."""
         if outputs is not None and self.state.outputs is not None:
             if attempt.outputs is not None:
-                raise UsageError("this micro-batch has outputs already: give all of them to micro.keep, once, or to micro.backward with the loss")
+                raise UsageError("this micro-batch has outputs already: give all of them to one micro.keep(outputs)")
             attempt.outputs = StoredOutput(outputs, self.state.outputs)
 
     def end(self, attempt: Attempt, error: BaseException | None) -> bool:
@@ -201,8 +203,6 @@ class Call:
                 misuse.fault_injector.end()
             if state.table is not None:
                 state.table.__exit__(None, None, None)
-            if error is not None and attempt.modes is not None:
-                context.model.restore(attempt.modes)
             if error is None:
                 if self.finished:
                     raise IncompleteBatchError("the runtime was closed inside a `with micro:` block, so its batch is incomplete")
@@ -210,6 +210,8 @@ class Call:
                 if not state.schedule:
                     self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
                 return False
+            torch.set_grad_enabled(attempt.grad_enabled)
+            context.model.restore(attempt.training)
             if isinstance(error, Exception) and note_failure(state, attempt, error):
                 return True
             self.abort(error)
@@ -315,9 +317,9 @@ class Call:
 
     def _drop_attempt(self) -> None:
         state = self.state
+        if self.inside or state.phase is Phase.FAILED:  # what is switched between two attempts is the user's doing
+            self.context.model.restore(state.modes)
         if state.attempt is not None:
-            if state.attempt.modes is not None and self.inside:  # what is switched between two attempts is the user's doing
-                self.context.model.restore(state.attempt.modes)
             state.attempt.drop()  # a variable of the user's can still hold it
             state.attempt = None
         if state.table is not None:

@@ -37,7 +37,7 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
         ids = set(map(id, committed))
         surprising = len(ids) < len(committed) or not ids <= set(map(id, census.leaves)) or not census.custom <= state.profile.custom
     edited = state.view.versions() != state.batch_versions and not state.edited
-    state.profile.edits_batch = state.profile.edits_batch or edited
+    state.profile.edits_batch = state.profile.edits_batch or (edited and not state.view.whole_edited(state.batch_versions))
     state.failure = Failure(
         piece=attempt.piece,
         phase=phase,

@@ -69,7 +69,7 @@ class MicroBatch:
         self._owner.backward(self._attempt, value)
 
     def keep(self, outputs: Any) -> None:
-        """Keeps the piece's outputs for the result, once; `backward` does so by itself with the outputs that come with the loss."""
+        """Keeps the piece's outputs for the result, once; without it, `backward` keeps those that come with the loss."""
         self._owner.check_inside(self._attempt, "micro.keep(outputs)")
         self._owner.keep(self._attempt, outputs)
 
@@ -129,7 +129,8 @@ class DisabledPass:
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Runs backward on the loss as it is."""
         terms, outputs = read_losses(value, self._names)
-        self.keep(attempt, outputs)
+        if attempt.outputs is None:
+            self.keep(attempt, outputs)
         loss = weighted_sum(terms, dict.fromkeys(terms, 1.0))
         attempt.loss = loss.detach()
         if self._settings.scaler is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,11 +13,7 @@ from torch import nn
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 
-class Modes(NamedTuple):
-    """Switches that are not values of parameters or buffers."""
-
-    grad_enabled: bool
-    training: list[bool]  # of each module
+Modes = Sequence[bool]  # whether each module is in training mode
 
 
 class TrainedModel:
@@ -31,9 +27,9 @@ class TrainedModel:
         self._children: list[nn.Module | None] | None = None
         self._parameters: list[nn.Parameter | None] = []
         self._trainable: list[bool] | None = None
-        self.refresh()
-        for module in self.modules:
+        for module in chain.from_iterable(root.modules() for root in self.roots):
             _check(module)
+        self.refresh()
 
     def refresh(self) -> bool:
         """Looks again at which leaves are trainable; returns whether anything changed since the last time.
@@ -58,14 +54,13 @@ class TrainedModel:
         """Makes the next `refresh` find everything new."""
         self._trainable = None
 
-    def modes(self) -> Modes:
-        """What a step can switch and, where it fails, has no time to switch back."""
-        return Modes(torch.is_grad_enabled(), list(map(_TRAINING, self.modules)))
+    def training(self) -> Modes:
+        """Which modules are in training mode."""
+        return list(map(_TRAINING, self.modules))
 
     def restore(self, modes: Modes) -> None:
-        """Puts the modes back, and makes the leaves trainable again that were so when the call began."""
-        torch.set_grad_enabled(modes.grad_enabled)
-        for module, training in zip(self.modules, modes.training, strict=True):
+        """Puts back what a failed step can have switched: training mode (none where `modes` is empty), and leaves that were trainable."""
+        for module, training in zip(self.modules, modes, strict=False):
             module.training = training
         for leaf in self.leaves:
             if not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):  # it may have been quantised
@@ -111,6 +106,11 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 def _check(module: nn.Module) -> None:
     kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            f"{module.original_name} is compiled by torch.jit, which hides its parameters and buffers: give the module that it was made from. One "
+            "that is not trained can stay outside of the model, and be called in loss_fn"
+        )
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         raise UsageError(f"{kind} has parameters without a shape yet: run one batch through the model first, under torch.no_grad()")
     if not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__):

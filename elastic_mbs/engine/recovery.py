@@ -77,7 +77,7 @@ def _drew(state: CallState, failure: Failure) -> bool:
 
 _EDITED = (
     "samples {start}:{stop} were changed in place by loss_fn before memory ran out, so they cannot be run again as they were: work on a copy "
-    "(x = x.clone()) inside loss_fn. From the next call on pieces are copies, and this is recovered from"
+    "(x = x.clone()) inside loss_fn. From the next call on samples that are edited are copies, and this is recovered from"
 )
 _UNKNOWN_LEAF = (
     "a leaf of shape {unknown} outside the model appeared in the middle of the batch; whether the failed attempt reached its gradient is not known. "
@@ -180,6 +180,7 @@ def _roll_back(state: CallState, failure: Failure, mode: Mode) -> None:
         state.isolation.discard()
     if mode is Mode.STEP:
         state.restarts += 1
+        state.context.model.restore(state.modes)
         if state.streams is not None:
             start, streams = state.streams, state.context.streams
             state.context.retry("read the random streams", lambda: streams.learn(start))

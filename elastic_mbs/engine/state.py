@@ -58,7 +58,8 @@ class Attempt:
     """One attempt at one piece of the batch. Made for every piece, so it is cheap: an instance holds only what differs from the defaults."""
 
     streams: StreamState | None = None  # random streams at its start; None until they were read
-    modes: Modes | None = None  # of the model at its start
+    grad_enabled: bool = True  # at its start
+    training: Modes = ()  # of the modules, at its start
     first_node: int = 0  # number of the first node of autograd's that it makes
     weighted: torch.Tensor | None = None  # the loss times the piece's weight, with its graph
     loss: torch.Tensor | None = None  # the same, detached
@@ -137,6 +138,7 @@ class CallState:
     committed: list[Attempt] = field(default_factory=list)
     result: StepResult | None = None
 
+    modes: Modes = ()  # of the modules, when the first attempt began
     settled: bool = False  # nothing is left to find out before a backward, and no gradient has to be set aside
     census_taken: bool = False  # in this call
     isolation: Isolation | None = None
@@ -216,13 +218,15 @@ class CallState:
 
     def notice_edits(self) -> None:
         """Notices a `loss_fn` that edits its samples in place; refuses one that edits what later pieces see, too."""
-        if not self.profile.edits_batch and self.view.versions() != self.batch_versions:
+        if self.profile.edits_batch or self.view.versions() == self.batch_versions:
+            return
+        if not self.view.whole_edited(self.batch_versions):
             self.profile.edits_batch = self.edited = True
-            if (len(self.committed) > 1 or self.schedule) and self.view.whole_edited(self.batch_versions):
-                raise BatchError(
-                    "a tensor that every piece gets whole was changed in place by loss_fn, so later pieces would see it changed: work on a copy "
-                    "(w = w.clone()) inside loss_fn. From the next call on pieces are copies, and each sees it as it was"
-                )
+        elif len(self.committed) > 1 or self.schedule:
+            raise BatchError(
+                "a tensor that every piece gets whole was changed in place by loss_fn, so later pieces would see it changed: work on a copy "
+                "(w = w.clone()) inside loss_fn, and keep what lasts from step to step in a buffer of the model"
+            )
 
     # ------------------------------------------------------------------ what others learn of the call
 

@@ -170,7 +170,7 @@ def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered
 
         return loss_fn
 
-    with pytest.raises(ReplayUnsafeError, match=r"changed in place.* From the next call on pieces are copies"):
+    with pytest.raises(ReplayUnsafeError, match=r"changed in place.* From the next call on samples that are edited are copies"):
         mbs.backward(edits(FailOn(1)), pairs(8))
     batch = pairs(8)
     result = mbs.backward(edits(FailOn(1)), batch)

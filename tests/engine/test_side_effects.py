@@ -92,6 +92,28 @@ def test_training_mode_comes_back_after_an_attempt_that_had_switched_it() -> Non
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), ValueError("of the user's own")], ids=["replayed", "passed on"])
+def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_by_an_error(error: Exception) -> None:
+    """They were those of the failed attempt's start, so a batch that started over ran its first piece in the mode that it had left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    mbs, fail, seen = elastic(model, micro_batch_size=4), FailOn(2, error=lambda: error), list[bool]()
+
+    def loss_fn(batch: Any) -> Tensor:
+        seen.append(model[1].training)
+        hidden = model[:2](batch[0])
+        model[1].eval()
+        hidden.register_hook(lambda grad: fail())  # the last layer has committed by then
+        loss: Tensor = functional.cross_entropy(model[2](hidden), batch[1])
+        return loss
+
+    with suppress(ValueError):
+        mbs.backward(loss_fn, pairs(8))
+    replayed = mbs.last_result is not None
+    assert seen == [True, False, *([True, False, False, False] if replayed else [])]
+    assert model[1].training is not replayed
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), ValueError("of the user's own")], ids=["replayed", "passed on"])
 def test_gradients_are_enabled_again_after_an_attempt_that_had_disabled_them(error: Exception) -> None:
     model, fail = mlp(), FailOn(1, error=lambda: error)
 
@@ -109,7 +131,7 @@ def test_gradients_are_enabled_again_after_an_attempt_that_had_disabled_them(err
 
 
 def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> None:
-    """Pieces share what passes whole, so later pieces saw it edited. The next call gives each piece a copy."""
+    """Pieces share what passes whole, so later pieces saw it edited."""
     model, (x, y) = mlp(), pairs(8)
 
     def weighted(of: nn.Module) -> Any:
@@ -125,10 +147,11 @@ def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> N
 
     wanted = whole_gradient(model, lambda twin: weighted(twin)(batch()))
     mbs, loss_fn = elastic(model, micro_batch_size=4, dims=whole("w")), weighted(model)
-    with pytest.raises(BatchError, match="work on a copy"):
-        mbs.backward(loss_fn, batch())
+    for _ in range(2):
+        with pytest.raises(BatchError, match="work on a copy"):
+            mbs.backward(loss_fn, batch())
     assert all(parameter.grad is None for parameter in model.parameters())
-    mbs.backward(loss_fn, batch())
+    elastic(model, micro_batch_size=8, dims=whole("w")).backward(loss_fn, batch())
     assert off_by(model, wanted) <= 1e-12
 
 
@@ -146,13 +169,20 @@ def test_an_evaluation_that_returns_its_own_buffer_again_and_again_is_refused_or
 
 
 def test_outputs_are_given_once() -> None:
-    """The second ones took the place of the first without a word."""
+    """Those of `backward` took the place of those that `keep` was given, and a second `keep` that of the first."""
     model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+    for micro in mbs.micro_batches(pairs(8)):
+        with micro:
+            micro.keep(micro.data[0])
+            micro.backward({"loss": cross_entropy(model)(micro.data)})
+    assert mbs.last_result is not None
+    assert torch.equal(mbs.last_result.outputs, pairs(8)[0])
     with pytest.raises(UsageError, match="has outputs already"):
-        for micro in elastic(model, micro_batch_size=4).micro_batches(pairs(8)):
+        for micro in mbs.micro_batches(pairs(8)):
             with micro:
                 micro.keep(micro.data[0])
-                micro.backward((cross_entropy(model)(micro.data), micro.data[1]))
+                micro.keep(micro.data[1])
 
 
 def test_gradients_cleared_after_the_call_began_are_this_calls_own() -> None:
