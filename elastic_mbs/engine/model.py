@@ -12,7 +12,6 @@ from torch import nn
 
 from elastic_mbs.errors import UnsupportedError, UsageError
 
-
 Modes = Sequence[bool]  # whether each module is in training mode
 
 
