@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,28 @@ def write_figures(path: Path | None, figures: Mapping[str, Any]) -> None:
     """Writes them as JSON, where that was asked for, with the version of torch."""
     if path is not None:
         path.write_text(json.dumps({"torch": torch.__version__, **figures}, indent=1) + "\n")
+
+
+class Tally:
+    """Base of dataclasses whose fields are numbers and counters; one named `worst` keeps the largest."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For `merge`, and for a file."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    def merge(self, other: Mapping[str, Any]) -> None:
+        """Adds what `as_json` gave of another."""
+        for name, value in other.items():
+            mine = getattr(self, name)
+            if isinstance(mine, Counter):
+                mine.update(value)
+            else:
+                setattr(self, name, max(mine, value) if name == "worst" else mine + value)
+
+
+def listed(counter: Mapping[str, int]) -> str:
+    """Names with their numbers, the most frequent first."""
+    return ", ".join(f"{name} {n}" for name, n in sorted(counter.items(), key=lambda item: -item[1])) or "none"
 
 
 class Progress:

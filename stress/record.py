@@ -10,15 +10,13 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import elastic_mbs
-
-from .tally import to_plain
 
 SCHEMA = "elastic-mbs/stress/1"
 
@@ -211,6 +209,17 @@ def count(runs: Sequence[Run]) -> str:
     words = f"{verdicts['ok']} of {len(runs)} passed"
     words += f", {verdicts['not shown']} showed nothing" if verdicts["not shown"] else ""
     return words + (f", {verdicts['FAILED']} FAILED" if verdicts["FAILED"] else "")
+
+
+def to_plain(value: Any) -> Any:
+    """A value as dicts, lists, numbers and strings: numbers that JSON does not have are "NaN", "Infinity" and "-Infinity"."""
+    if is_dataclass(value):
+        return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:

@@ -11,25 +11,28 @@ Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 a crash or an unexpected
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_mbs import Policy
 from elastic_mbs.errors import UsageError
 
-from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, write_figures
-from ..limits import ChildError, Emit, available, open_limit, run_child
+from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, listed, write_figures
+from ..limits import ChildError, Emit, MemoryLimit, available, open_limit, run_child
 from ..models.factory import find
 from ..options import duration, whole, writable
 from ..options import seed as a_seed
 from ..reference.state import WrongOutcomeError
-from ..tally import listed
-from .blows import Blows, draw
-from .training import Counts, Training
+from .training import Counts, Range, Training
 
 KINDS = ("shim", "rlimit", "budget")
 MODELS = ("gpt", "mlp", "cnn", "heads")
@@ -38,6 +41,74 @@ STEPS = 400  # steps after which it ends all the same
 MOST_BAD = 5  # rounds that end badly, after which there is enough to look at
 LAST_WORDS = 12  # lines of what a process has printed, shown where it has crashed or hung
 TURNS = 6  # steps that one runtime makes: from the second on it works on what the first has learned
+
+NOTHING_MORE = "nothing more"  # what is held at that moment is all there is
+BLOCKS = "blocks"  # all there is, but in small blocks only
+
+# Memory there is: this share of what the whole batch needs beyond the smallest piece; one of the two above; None for as much as is wanted
+Room = float | str | None
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One move of memory."""
+
+    at: int  # before which operation of the step, from 1; 0 is before the step
+    room: Room  # what is left
+
+
+def draw(rng: random.Random, operations: int, range_: Range) -> list[Blow]:
+    """The moves of one step, in their order, where the whole batch in one piece takes so many operations, about; more pieces take more."""
+    before: Room = None if rng.random() < 0.3 else rng.uniform(0.05, 1.1) if rng.random() < 0.95 else -0.5
+    found = [Blow(0, before)]
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
+        early = rng.random() < 0.4  # as often among the first few as among the many that follow
+        at = 1 + (int(math.exp(rng.random() * math.log(4 * operations))) if early else rng.randrange(2 * operations))
+        kind = rng.random()
+        found.append(Blow(at, NOTHING_MORE if kind < 0.6 else BLOCKS if range_.blocks and kind < 0.7 else rng.uniform(0.0, 0.8)))
+        if rng.random() < 0.8:
+            found.append(Blow(at + rng.randint(1, operations), None if rng.random() < 0.5 else rng.uniform(0.3, 1.2)))
+    return sorted(found, key=lambda blow: blow.at)
+
+
+class Blows(TorchDispatchMode):
+    """A block in which memory moves as drawn, and after which there is as much as is wanted."""
+
+    def __init__(self, limit: MemoryLimit, range_: Range, blows: Sequence[Blow]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._limit, self._range = limit, range_
+        self._blows = list(reversed(blows))
+        self._held = limit.live()
+        self._count = 0
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._move()
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._make(None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self._count += 1
+        self._move()
+        return func(*args, **(kwargs or {}))
+
+    def _move(self) -> None:
+        while self._blows and self._blows[-1].at <= self._count:
+            self._make(self._blows.pop().room)
+
+    def _make(self, room: Room) -> None:
+        """Makes so much room."""
+        if self._range.blocks:
+            self._limit.fragment(max(1, self._range.whole // 16) if room == BLOCKS else None)
+        if room is None or room == BLOCKS:
+            self._limit.resize(None)
+        elif isinstance(room, str):
+            self._limit.resize(self._limit.live() + self._range.slack)
+        else:
+            self._limit.resize(self._held + self._range.of(room))
 
 
 def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps: int) -> None:

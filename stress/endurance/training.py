@@ -18,6 +18,7 @@ from elastic_mbs import ElasticMBS, Event, OptimizerOutOfMemory, OutOfMemory, Re
 from elastic_mbs.errors import UsageError
 from elastic_mbs.testing import InjectOOM
 
+from ..console import Tally, listed
 from ..flat_options import grouped
 from ..limits import MemoryLimit, ShimLimit
 from ..limits.fence import MINIMUM
@@ -25,14 +26,26 @@ from ..models.factory import make
 from ..reference.by_hand import accumulate, by_loop, check_covered, view_of
 from ..reference.state import State, demand, error_of, same_state, tolerance_of
 from ..scenarios.measure import smallest
-from ..tally import Tally, listed
-from .blows import Range
 
 SLACK = 1 << 20  # bytes that a process limit leaves to Python and to torch's own bookkeeping, which an allocator of tensors has elsewhere
 BOOKKEEPING = 16384  # bytes of losses, states of random generators and the like that a call may hold
 
 Door = Callable[[Any], StepResult]
 Moving = Callable[[], AbstractContextManager[object]]  # makes a block in which memory is short
+
+
+@dataclass(frozen=True)
+class Range:
+    """What rooms are in bytes."""
+
+    least: int  # what the smallest piece takes beyond what is held between two steps
+    whole: int  # what the whole batch takes likewise
+    slack: int = 0  # what stays beside `NOTHING_MORE`, where the interpreter's own memory counts, too
+    blocks: bool = False  # whether the memory limit knows `BLOCKS`
+
+    def of(self, share: float) -> int:
+        """Bytes beyond what is held."""
+        return max(0, self.least + int((self.whole - self.least) * share))
 
 
 @dataclass

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 from elastic_mbs.errors import UsageError
 
-from ..console import PASSED, UNEXPECTED, Progress, prepare, write_figures
+from ..console import PASSED, UNEXPECTED, Progress, Tally, listed, prepare, write_figures
 from ..console import WRONG as EXIT_WRONG
 from ..models.steps import STEPS
 from ..options import seed, whole, writable
-from ..tally import Tally, listed
 from .calls import CALLS
 from .run import DAMAGED, RAW, WRONG, Outcome
 from .sweep import Sweep

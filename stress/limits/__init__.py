@@ -20,10 +20,9 @@ from . import cuda, fence, rlimit
 from .budget import BudgetLimit
 from .child import Child, ChildError, Emit, Line, run_child, run_children
 from .cuda import Confined, CudaLimit
-from .fence import Fence
+from .fence import Fence, ShimLimit
 from .limit import MemoryLimit, switch_onednn_off
 from .rlimit import ProcessLimit
-from .shim import ShimLimit
 
 __all__ = ["KINDS", "BudgetLimit", "Child", "ChildError", "Confined", "CudaLimit", "Emit", "Fence", "Line", "MemoryLimit", "ProcessLimit"]
 __all__ += ["ShimLimit", "available", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]

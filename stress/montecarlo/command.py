@@ -24,11 +24,10 @@ import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, prepare, watchdog, write_figures
+from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, listed, prepare, watchdog, write_figures
 from ..models.plan import Plan, draw, read, smaller
 from ..options import duration, seed, whole, writable
 from ..reference.state import WrongOutcomeError, demand
-from ..tally import listed
 from .trial import Outcome, run_trial
 
 NO_END = "a process that hung or crashed"

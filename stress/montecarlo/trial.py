@@ -23,13 +23,13 @@ from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory
 from elastic_mbs.testing import InjectOOM
 
+from ..console import Tally
 from ..flat_options import grouped
 from ..models.plan import Plan
 from ..models.setup import CONTAINERS, count_of, make_batch, set_up
 from ..reference.by_hand import by_loop
 from ..reference.state import State, demand, error_of, hooks_on, same_state, same_tensors
 from ..streams import Streams
-from ..tally import Tally
 from .checks import SCALE, accumulate, check_partition, check_result
 from .faults import SENSORS, AlienError, Faults
 

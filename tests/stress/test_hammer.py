@@ -22,9 +22,8 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
-from stress.endurance.blows import BLOCKS, NOTHING_MORE, Blow, Blows, Range
-from stress.endurance.hammer import hammer
-from stress.endurance.training import Counts, Training
+from stress.endurance.hammer import BLOCKS, NOTHING_MORE, Blow, Blows, hammer
+from stress.endurance.training import Counts, Range, Training
 from stress.limits import BudgetLimit, ChildError, available
 from stress.reference.by_hand import accumulate, view_of
 from stress.reference.state import WrongOutcomeError
