@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from elastic_mbs import (
     OutOfMemory,
     StepInsideError,
 )
+from elastic_mbs.engine.misuse import enter_call, running_call
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, off_by, pairs, still_works, through, whole_gradient
 
 pytestmark = pytest.mark.injectable
@@ -71,6 +75,21 @@ def test_a_backward_in_the_block_and_none_by_the_engine(model: nn.Module, mbs: E
         for micro in mbs.micro_batches(pairs()):
             with micro:
                 cross_entropy(model)(micro.data).backward()
+
+
+def test_a_call_that_has_finished_is_neither_running_nor_asked_nor_kept(model: nn.Module) -> None:
+    """An interrupt can strike between its end and its leaving."""
+    optimizer, call = torch.optim.SGD(model.parameters()), Mock(finished=False, check_step=Mock(side_effect=StepInsideError("inside")))
+    enter_call(call)
+    assert running_call() is call
+    with pytest.raises(StepInsideError, match="inside"):
+        optimizer.step()
+    call.finished, gone = True, weakref.ref(call)
+    assert running_call() is None
+    optimizer.step()
+    del call
+    gc.collect()
+    assert gone() is None
 
 
 EDITS: dict[str, Callable[[nn.Module], object]] = {
