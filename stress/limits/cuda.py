@@ -13,7 +13,6 @@ from .limit import MemoryLimit
 from .neighbour import GRAIN, Neighbour
 
 MOSTLY_FREE = 0.75  # share of the device that must be free: its co-tenant fills it, and other processes must not starve of that
-# Of a checkerboard:
 PIN = 2 * 2**20  # bytes of a block that is kept: the smallest that comes out of the allocator's large segments
 LEAST = 16 * 2**20  # bytes of the smallest hole: with smaller ones memory would be full of pins
 APART = 64 * 2**20  # bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each

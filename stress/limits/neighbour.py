@@ -50,7 +50,9 @@ class Neighbour:
 def _take(size: int, device: str) -> torch.Tensor | None:  # pragma: no cover  # in a process of its own
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
-    except RuntimeError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and device != "cpu":
+            raise
         return None
 
 
