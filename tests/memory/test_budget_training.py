@@ -204,8 +204,6 @@ def test_torch_func_works_inside() -> None:
     with MemoryBudget(MIB, track=x) as budget:
         result = torch.func.vmap(torch.func.grad(lambda r: (r * r).sum()))(x)
         assert budget.live == 120
-        jacobian = torch.func.jacrev(lambda r: r * 2)(x)
-        assert jacobian.shape == (5, 3, 5, 3)
         with pytest.raises(torch.OutOfMemoryError):
             torch.func.vmap(lambda r: r.new_zeros(MIB) + r.sum())(x)
     assert torch.equal(result, expected)
