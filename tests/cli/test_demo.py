@@ -96,7 +96,7 @@ def test_a_run_that_never_ran_out_shows_nothing(capsys: pytest.CaptureFixture[st
 # ---------------------------------------------------------------------- the text and the model
 
 
-def test_a_file_or_a_folder_with_all_below_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_or_a_folder_with_all_below_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     poem = tmp_path / "poem.txt"
     poem.write_bytes(b"abcdefgh" * 5 + b"\r\n \t\r\n" + b"tiny\n\n" + b"ABCDEFGH" * 5)
@@ -106,8 +106,6 @@ def test_a_file_or_a_folder_with_all_below_it_is_read(tmp_path: Path, capsys: py
     assert set(text.read_documents(poem, count=8, longest=64, seed=1)) == {b"abcdefgh" * 5, b"ABCDEFGH" * 5}
     found = text.read_documents(tmp_path, count=5, longest=100, seed=0)
     assert {document[:8] for document in found} == {b"abcdefgh", b"ABCDEFGH", b"However "}
-    assert command.main([*NO_PAGE, "--text", str(tmp_path)]) == 0
-    assert str(tmp_path) in capsys.readouterr().out
 
 
 def test_a_text_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

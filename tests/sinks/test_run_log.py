@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,8 +22,7 @@ from elastic_mbs.sinks import run_log
 from elastic_mbs.sinks.run_log import SCHEMA, RunLog, checked_path, read_log
 from tests.helpers.device_sim import Clock
 from tests.helpers.events import ONE_OF_EACH, done, failure, log_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.room import ROOT
 
 
 def events_in(path: Path) -> list[Event | None]:
@@ -179,7 +177,6 @@ def test_events_of_several_threads_do_not_mix(path: Path) -> None:
         ("no/such/folder/run.jsonl", "there is no folder 'no/such/folder'"),
         (".", "is a folder"),
     ],
-    ids=["number", "empty", "bytes", "missing", "folder"],
 )
 def test_a_path_that_cannot_be_a_log_is_refused_when_it_is_given(given: Any, message: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -261,10 +258,6 @@ def test_a_disabled_runtime_writes_nothing(path: Path) -> None:
     assert not path.exists()
 
 
-def run_script(script: str, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_writes_nothing(path: Path) -> None:
     # in a subprocess of its own: fork and the threads of a test runner do not mix
@@ -288,30 +281,7 @@ for sink in sinks:
     sink._lock.release()
     sink(Warned("run", "c", "parent"))
 """
-    process = run_script(script, path)
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
+    process = subprocess.run([sys.executable, "-c", script, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stderr
     assert [event.message for event in events_in(path) if isinstance(event, Warned)] == ["parent", "parent"]
     assert 'elastic_mbs_warnings_total{name="run"} 2.0' in path.with_name("run.jsonl.prom").read_text()
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
-def test_a_killed_process_loses_at_most_its_last_line(path: Path) -> None:
-    script = """
-import itertools, sys
-from elastic_mbs.events import Warned
-from elastic_mbs.sinks.run_log import RunLog
-log = RunLog(sys.argv[1])
-for i in itertools.count():
-    log(Warned("run", str(i), "x" * 200))
-    print(i, flush=True)
-"""
-    process = run_script(script, path)
-    assert process.stdout is not None
-    said = [process.stdout.readline() for _ in range(100)]
-    process.kill()
-    said += process.communicate(timeout=600)[0].splitlines()
-    last = int([line for line in said if line.strip()][-2])  # what was said last may itself be torn
-    found = events_in(path)
-    assert [event.topic for event in found if isinstance(event, Warned)] == [str(i) for i in range(len(found))]
-    assert len(found) > last
