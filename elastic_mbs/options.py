@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ import torch
 
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.errors import ElasticMBSError, UsageError
-from elastic_mbs.events import Sink
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.rollback.random_streams import check_generators
 from elastic_mbs.version import __version__
@@ -157,14 +156,6 @@ def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> d
         "settings": {name: value for name, value in listed.items() if value is None or isinstance(value, bool | int | float | str)},
         "policy": policy,
     }
-
-
-def checked_sinks(on_event: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
-    """The functions that get each event."""
-    sinks = (on_event,) if callable(on_event) or not isinstance(on_event, Iterable) else tuple(on_event)
-    if not all(callable(sink) for sink in sinks):
-        raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
-    return sinks
 
 
 def _check_choice(options: object, name: str, *choices: str | None) -> None:

@@ -27,7 +27,7 @@ from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import Reading, oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
-from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, checked_sinks, describe
+from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
 from elastic_mbs.sinks.run_log import RunLog
 
 
@@ -95,7 +95,10 @@ class ElasticMBS:
         self._stats = Stats()
         self._steps = StepWatch()
         run_log = () if log is None else (RunLog(log, partial(describe, self.settings, trained.devices)),)
-        events = EventLog((*run_log, *checked_sinks(on_event)))  # the run log first: a user's sink can raise
+        sinks = tuple(on_event) if isinstance(on_event, Iterable) and not callable(on_event) else (on_event,)
+        if not all(map(callable, sinks)):
+            raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
+        events = EventLog((*run_log, *sinks))  # the run log first: a user's sink can raise
         self._context = Context(self.settings, trained, events, enabled=enabled)
         self._batches = BatchReader(dims, count, counted=reduction == "sum", warn_once=self._context.warn_once)
         self._guarded_step = GuardedStep(self._context)

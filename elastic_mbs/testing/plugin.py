@@ -15,7 +15,6 @@ from elastic_mbs.testing.faults import RandomFaults, is_chosen, noting_compile
 
 MARKER = "no_oom_injection"
 _FAULTS = pytest.StashKey[RandomFaults]()
-_TITLE = "injected out-of-memory errors"
 _SEED = "oom_injection_seed"
 _COUNT = "oom_injection"
 _SHOWN = 20  # most errors that a report lists: a property test may have met thousands
@@ -80,7 +79,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     faults = item.stash.get(_FAULTS, None)
     if faults is not None and report.when == "call" and report.failed:
         head = f"{len(faults.hits)} in {faults.attempts} attempts, at most {_SHOWN} of them here, the last ones"
-        report.sections.append((_TITLE, "\n  ".join([head, *faults.hits[-_SHOWN:]]) + f"\nrepeat with: {_command(item)}"))
+        report.sections.append(("injected out-of-memory errors", "\n  ".join([head, *faults.hits[-_SHOWN:]]) + f"\nrepeat with: {_command(item)}"))
     return report
 
 
