@@ -121,6 +121,14 @@ def test_wrappers_with_replicas_or_collectives_are_refused_by_name_at_any_depth(
             TrainedModel(model)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit itself
+def test_a_module_compiled_by_torch_jit_is_refused_by_name() -> None:
+    """It came out as a raw TypeError: its parameters lie in no dict."""
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
+    with pytest.raises(UnsupportedError, match=r"Linear is compiled by torch\.jit"):
+        TrainedModel(nn.Sequential(traced))
+
+
 def test_the_names_of_wrappers_are_those_of_torch() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     for name in _WRAPPERS:

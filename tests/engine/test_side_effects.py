@@ -208,3 +208,38 @@ def test_gradients_cleared_after_the_call_began_are_this_calls_own() -> None:
             with micro:
                 micro.backward(model(micro.data))
         assert off_by(model, wanted) <= 1e-12
+
+
+def test_statistics_that_a_flag_of_the_users_own_begins_to_move_go_back_with_a_failed_piece() -> None:
+    """The module stays in one mode, and eager batch norm moves no version: the failed attempt's statistics stayed in the buffers."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trains = False
+            self.register_buffer("running_mean", torch.zeros(4, dtype=torch.float64))
+            self.register_buffer("running_var", torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean, var = self.buffers()
+            return functional.batch_norm(x, mean, var, training=self.trains)
+
+    norm, fail = Norm(), FailOn(7)
+    model = nn.Sequential(nn.Linear(6, 4).double(), norm)
+
+    def loss_fn(batch: Any) -> Tensor:
+        scores = model(batch[0])
+        fail()
+        loss: Tensor = functional.cross_entropy(scores, batch[1])
+        return loss
+
+    mbs = elastic(model, micro_batch_size=4)
+    for norm.trains in (False, False, False, True):
+        model.zero_grad()
+        mbs.backward(loss_fn, pairs(8))
+    assert mbs.last_result is not None
+    twin = Norm()
+    twin.trains = True
+    for start, stop in mbs.last_result.partition:
+        twin(model[0](pairs(8)[0][start:stop]))
+    torch.testing.assert_close(norm.running_mean, twin.running_mean, rtol=1e-12, atol=0)
