@@ -1,7 +1,5 @@
 """Counts are read once, and the weights that follow from them add up to one for every split; labels that are not ignored are counted per sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -177,8 +175,6 @@ def test_errors_of_the_count_function_pass_through() -> None:
     with pytest.raises(KeyError, match="mine"):
         Counts.read(broken, view_of(3))
 
-
-# labels that are not ignored
 
 LABELS = torch.tensor([[5, -100, 7, 8], [-100, -100, -100, -100], [1, 2, 3, -100]])
 

@@ -1,7 +1,5 @@
 """Outputs of the pieces become the batch's output, and what is not per sample is kept, not invented."""
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict
 from typing import Any, NamedTuple

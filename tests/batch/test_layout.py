@@ -1,7 +1,5 @@
 """What a batch holds is read by fixed rules; what is ambiguous or cannot be cut is refused with the line to add."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A type that the user registers is measured, cut and moved by the functions given, and their results are checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A batch of any shape is N samples, cut without copies and joined without loss."""
 
-from __future__ import annotations
-
 import sys
 from collections import UserDict
 from collections.abc import Callable
@@ -206,9 +204,6 @@ def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(monkeypatch:
         BatchView({"a": array})
     assert "numpy" not in sys.modules
     cached_kind.cache_clear()
-
-
-# where pieces go
 
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for another device

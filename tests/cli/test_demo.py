@@ -30,9 +30,6 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "CPU_MODEL", SMALL)
 
 
-# ---------------------------------------------------------------------- the whole
-
-
 def test_it_survives_and_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert command.main([*NO_PAGE, "--budget", "3500000", "--dtype", "float32"]) == 0
@@ -93,9 +90,6 @@ def test_a_run_that_never_ran_out_shows_nothing(capsys: pytest.CaptureFixture[st
     assert "0 survived (none)" in out
 
 
-# ---------------------------------------------------------------------- the text and the model
-
-
 def test_a_file_or_a_folder_with_all_below_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     poem = tmp_path / "poem.txt"
@@ -144,9 +138,6 @@ def test_labels_are_the_next_bytes_and_padding_does_not_change_the_loss() -> Non
     alone, padded = text.collate([b"some document"]), text.collate([b"some document", b"and one that is longer by far"])
     first = {key: tensor[:1] for key, tensor in padded.items()}
     assert torch.isclose(token_loss(alone, model), token_loss(first, model), rtol=1e-14)
-
-
-# ---------------------------------------------------------------------- the co-tenant
 
 
 @given(st.integers(4, 500), st.integers(3000, 10**9))

@@ -1,7 +1,5 @@
 """The doctor's judgement over a table of machines, what it prints, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -198,9 +196,6 @@ def test_rocms_own_name_counts_on_rocm_only(name: str) -> None:
     assert any("is on" in f.found for f in judge(variables(BARE, **values))) == (name == "PYTORCH_ALLOC_CONF")
 
 
-# ---------------------------------------------------------------------- allocator settings
-
-
 def test_settings_are_read_as_torch_writes_them() -> None:
     text = " max_split_size_mb : 128 ,a,b:,:c,roundup_power2_divisions:[256:1,512:2,>:8],d:[1"
     assert settings({"PYTORCH_ALLOC_CONF": text}) == {"max_split_size_mb": "128", "roundup_power2_divisions": "[256:1,512:2,>:8]"}
@@ -218,9 +213,6 @@ def test_settings_that_differ_conflict_and_their_order_does_not_matter() -> None
     assert not conflict({})
     assert conflict(both | {"PYTORCH_CUDA_ALLOC_CONF": "a:1"})
     assert settings(both | {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}) == {"a": "1"}
-
-
-# ---------------------------------------------------------------------- what is printed
 
 
 @pytest.mark.parametrize(("name", "code"), [("H200 bare", 0), ("crowded", 0), ("prohibited", 1)])

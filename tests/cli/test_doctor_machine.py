@@ -1,7 +1,5 @@
 """The doctor's questions to the machine: each answer in its place, and a question that fails costs that answer only."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import sys
@@ -27,9 +25,6 @@ def raiser(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
-
-
-# ---------------------------------------------------------------------- NVML
 
 
 def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +92,6 @@ def test_without_the_binding_nvml_is_absent_and_one_that_fails_is_broken(monkeyp
     assert nvml_facts() == Unknown("the module pynvml cannot be imported: FutureWarning: The pynvml package is deprecated")
 
 
-# ---------------------------------------------------------------------- torch
-
 READ = Nvml("580", "13.0", (Gpu(0, "GPU-abc", free=1, total=2),))
 NOT_READ = Unknown("no NVML")
 
@@ -162,9 +155,6 @@ def test_a_torch_that_sees_no_device_says_why_with_its_warning(cuda: FakeCuda, m
     assert torch_facts(READ).devices == Unknown(why)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert torch_facts(READ) == Torch(), "a build without CUDA is not asked for devices"
-
-
-# ---------------------------------------------------------------------- the rest
 
 
 def test_limits_that_are_set_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

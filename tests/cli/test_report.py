@@ -63,8 +63,6 @@ class Elements(HTMLParser):
         self.texts.append(data)
 
 
-# ---------------------------------------------------------------------- fewer points, and axes
-
 points = st.lists(st.tuples(st.floats(0, 1e6), st.none() | st.floats(-1e6, 1e6)), max_size=300).map(lambda found: sorted(found, key=lambda p: p[0]))
 
 
@@ -104,9 +102,6 @@ def test_every_axis_holds_its_values_and_has_a_few_ticks_with_labels(case: tuple
     assert axis.low < axis.high
     assert 1 <= len(axis.ticks) <= 12
     assert all(tick.label and 0 <= axis.place(tick.value) <= 1 for tick in axis.ticks)
-
-
-# ---------------------------------------------------------------------- what is shown of a run
 
 
 def test_the_head_shows_what_the_run_was_and_what_it_survived() -> None:
@@ -188,9 +183,6 @@ def test_each_kind_of_event_has_a_mark_of_its_own_with_what_is_known_of_it() -> 
     assert "who" not in facts
 
 
-# ---------------------------------------------------------------------- the page
-
-
 def test_the_page_shows_figures_and_events_and_needs_nothing_else() -> None:
     text = page([run_of(RUN)], "run.jsonl")
     shown = set(Elements(text).texts)
@@ -239,9 +231,6 @@ def test_a_loss_over_decades_has_a_logarithmic_axis_and_broken_ones_are_counted(
     assert lane.y.log
     assert ("nothing", "2 not finite") in lane.chips
     assert len(svg.stretches(lane.lines[0].points)) == 2
-
-
-# ---------------------------------------------------------------------- the command
 
 
 @pytest.fixture

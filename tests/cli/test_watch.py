@@ -107,9 +107,6 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
         assert sparkline(values, 10) == line.rjust(10)
 
 
-# ---------------------------------------------------------------------- following
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "run.jsonl"

@@ -1,7 +1,5 @@
 """A model, and a runtime that a test makes a mistake with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

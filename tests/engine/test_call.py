@@ -1,7 +1,5 @@
 """How a call ends: by its result, by an error of anybody's, or by an interrupt between any two lines."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import suppress
@@ -37,9 +35,6 @@ def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: in
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks on saved tensors were left on this thread"
         torch.optim.SGD(model.parameters()).step()  # no call is taken to run still
         assert still_works(mbs, model), strike.hits
-
-
-# ---------------------------------------------------------------------- the user's callbacks
 
 
 @pytest.mark.no_oom_injection
@@ -79,9 +74,6 @@ def test_a_runtime_closed_inside_a_block_says_that_its_batch_is_incomplete(model
     assert all(p.grad is None for p in model.parameters())
 
 
-# ---------------------------------------------------------------------- the library itself without memory
-
-
 @pytest.mark.no_oom_injection
 def test_on_fatal_and_the_events_get_the_typed_error_where_bookkeeping_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     model, events, fatal = mlp(), list[Event](), list[BaseException]()
@@ -119,9 +111,6 @@ def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(monkey
     assert seen[0] == 5.0
 
 
-# ---------------------------------------------------------------------- what a failed attempt leaves to the user's frame
-
-
 @pytest.mark.no_oom_injection
 def test_the_losses_of_a_failed_attempt_let_go_of_their_graph_whatever_they_were_returned_with() -> None:
     model, losses = mlp(), list[Tensor]()
@@ -153,9 +142,6 @@ def test_an_attempt_that_ends_by_an_error_is_not_kept_alive_by_the_loops_variabl
     assert micro is not None
     assert micro.data is None
     assert alive[0]() is None
-
-
-# ---------------------------------------------------------------------- recovery
 
 
 @pytest.mark.no_oom_injection

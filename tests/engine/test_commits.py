@@ -1,7 +1,5 @@
 """Which gradients a backward has reached is known whatever custom functions, hooks, routes and memory they have: each gets every sample once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,9 +201,6 @@ def test_gradients_are_exact_wherever_memory_runs_out(make: Callable[..., Step],
             through(door, mbs, step.loss_fn, step.batch)
         assert off_by(step.leaves or step.model, step.wanted) <= 1e-12
     assert {event.mode for event in events if isinstance(event, OutOfMemory) and event.committed} == modes
-
-
-# ---------------------------------------------------------------------- beside the commits
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -1,7 +1,5 @@
 """Door 2, the decorator: whatever is decorated stays the function that it was, and each instance has a runtime of its own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

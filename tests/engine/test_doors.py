@@ -1,7 +1,5 @@
 """Three doors, one engine: what they share, switched on and off."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -34,9 +32,6 @@ def test_all_doors_give_the_same_gradients_losses_and_partitions(fault: int) -> 
     assert seen[0][1:] == seen[1][1:] == seen[2][1:]
     for others in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0][0], others[0], strict=True) if a is not None and b is not None)
-
-
-# ---------------------------------------------------------------------- lifetime, state, statistics
 
 
 @pytest.mark.parametrize("door", [1, 3])
@@ -118,9 +113,6 @@ def test_the_budget_around_a_runtime_is_found_by_itself() -> None:
     assert budget.ooms == result.ooms
     assert result.micro_batch_size < 64
     assert off_by(model, wanted) <= 1e-12
-
-
-# ---------------------------------------------------------------------- enabled=False
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -1,7 +1,5 @@
 """`mbs.eval` joins the outputs of pieces, survives out-of-memory, and has nothing to do with gradients."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step function may freeze parameters for a while, as steps of two networks do: after a failure in between they are as when the call began."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

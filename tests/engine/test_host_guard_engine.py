@@ -1,7 +1,5 @@
 """The guard inside `ElasticMBS`: its limit is up in forward and backward and nowhere else, and what fails at it is recovered."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Outputs keep no graph, wherever in their objects a tensor is, and the caller's own objects are left alone."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from dataclasses import dataclass

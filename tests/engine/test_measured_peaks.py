@@ -1,7 +1,5 @@
 """A peak holds what a micro-batch needs: neither an allocator's cache, nor state, gradients or copies that another one was measured without."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mistakes inside the step function are caught, named with a way out, and leave the runtime usable."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Losses, settings, batches and counts that make no sense are refused by name, and the runtime stays usable."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Mistakes in the loop of door 3: blocks left, skipped, entered twice or without their backward are named, and the runtime stays usable."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

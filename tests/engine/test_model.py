@@ -1,7 +1,5 @@
 """The modules, leaves and devices of a model are known in every call, and what cannot be trained in pieces is refused by name."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

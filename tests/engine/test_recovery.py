@@ -1,7 +1,5 @@
 """Which replay a failure gets, what is put back for it, and what it keeps alive."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import random
@@ -26,8 +24,6 @@ from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_b
 from tests.helpers.strikes import every_operation
 
 pytestmark = pytest.mark.no_oom_injection
-
-# ---------------------------------------------------------------------- which replay
 
 
 @pytest.fixture
@@ -116,9 +112,6 @@ def test_what_would_start_over_and_cannot_is_refused(state: CallState, obstacle:
         assert replay.mode is (Mode.REFUSED if mode is Mode.STEP else mode)
         assert words in replay.reason
         assert (told in replay.reason) or mode is not Mode.STEP
-
-
-# ---------------------------------------------------------------------- what is put back, and what is let go of
 
 
 def test_the_gradients_that_a_replay_has_dropped_are_not_kept_alive() -> None:

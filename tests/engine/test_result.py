@@ -1,7 +1,5 @@
 """The loss and the outputs of a call: of the whole batch, in its order, without a graph."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

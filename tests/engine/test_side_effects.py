@@ -1,7 +1,5 @@
 """What a step does besides its gradient: it edits gradients, the batch or its outputs, switches modes, or ends older graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

@@ -68,9 +68,6 @@ def test_without_a_sink_or_a_log_no_call_is_reported(model: nn.Sequential, monke
         mbs.backward(cross_entropy(model), pairs())
 
 
-# ---------------------------------------------------------------------- what is reported
-
-
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", [1, 3])
 def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_begins(door: int) -> None:
@@ -173,9 +170,6 @@ def test_reading_the_loss_takes_no_memory_and_waits_for_nothing(model: nn.Sequen
         assert budget.peak == rest
 
 
-# ---------------------------------------------------------------------- memory
-
-
 class Meter(NoMeter):
     def usage(self) -> Usage | None:
         return Usage(1, 2, 3, 4, 0)
@@ -200,9 +194,6 @@ def test_memory_is_reported_as_far_as_it_is_known(meter: NoMeter, reading: Readi
     monitor.read_now()
     assert tuple(memory_figures(meter, monitor).values()) == figures
     assert sensor.read.call_count == 1  # the latest reading, never a new one
-
-
-# ---------------------------------------------------------------------- figures that come late
 
 
 def test_a_call_is_reported_when_its_figures_have_arrived_and_in_order(device: Device) -> None:
@@ -241,9 +232,6 @@ def test_a_forked_child_reports_nothing_of_its_parents_calls(monkeypatch: pytest
     assert heard.calls == []
     mbs.close()
     assert len(heard.calls) == 1
-
-
-# ---------------------------------------------------------------------- a call's stopwatch
 
 
 class DeviceEvent:

@@ -1,7 +1,5 @@
 """`mbs.verify` names what makes the loss of the pieces another than the batch's, and leaves no trace."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress

@@ -1,7 +1,5 @@
 """The files of Linux that tell of control groups, written into a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal

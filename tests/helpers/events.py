@@ -1,7 +1,5 @@
 """Events for the tests of whatever reads them."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scripts run under the fence: small processes that load no torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

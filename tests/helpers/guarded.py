@@ -1,7 +1,5 @@
 """A small model with an optimizer to step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Jobs for tests of processes: each is called with a line to its parent, in a child."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

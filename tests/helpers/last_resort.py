@@ -1,7 +1,5 @@
 """What a pool of last resort (`torch.cuda.MemPool(use_on_oom=True)`) does for an optimizer's step, in a process of its own: pools may end it."""
 
-from __future__ import annotations
-
 import gc
 import json
 

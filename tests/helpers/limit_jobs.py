@@ -1,7 +1,5 @@
 """Trains under a memory limit and says what has happened there: the same for every kind, in this process or in a child."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

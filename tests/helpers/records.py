@@ -1,7 +1,5 @@
 """Records of the stress tool that are made up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

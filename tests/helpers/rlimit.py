@@ -1,7 +1,5 @@
 """RLIMIT_DATA as the guard sees it, without a process that it limits."""
 
-from __future__ import annotations
-
 import errno
 import types
 from collections.abc import Iterator

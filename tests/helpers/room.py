@@ -1,7 +1,5 @@
 """A limit on what a test's own tensors may take, on the GPU as on the CPU, and a neighbour that takes memory away."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

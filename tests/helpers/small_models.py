@@ -1,7 +1,5 @@
 """Small models of a user's, as `--model path.py:factory` takes them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Small float64 training steps, and what to compare them with."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

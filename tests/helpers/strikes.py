@@ -1,7 +1,5 @@
 """Errors at the n-th operation, or before the n-th line of a module, n = 1, 2, … until a run has none."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator

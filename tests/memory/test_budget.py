@@ -1,7 +1,5 @@
 """What a MemoryBudget counts, and what it tells."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import re
@@ -28,9 +26,6 @@ def block(kib: int = 1) -> Tensor:
     return torch.empty(kib * KIB, dtype=torch.uint8)
 
 
-# sizes
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -54,9 +49,6 @@ def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None
 def test_a_size_that_cannot_be_read_is_named(wrong: Any) -> None:
     with pytest.raises(UsageError, match=re.escape(f"{wrong!r}" if wrong != -1 else "-1 bytes")):
         parse_bytes(wrong)
-
-
-# what is counted
 
 
 @pytest.mark.parametrize(
@@ -197,9 +189,6 @@ def test_track_keeps_no_reference() -> None:
     gc.collect()
     assert gone() is None
     assert budget.live == 0
-
-
-# peaks and readings
 
 
 def test_a_peak_begins_again_with_what_is_live() -> None:

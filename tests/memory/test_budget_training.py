@@ -1,7 +1,5 @@
 """Running out under a MemoryBudget: which operations fail and what they leave, training under it, blocks in each other, threads and forks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -170,9 +168,6 @@ def test_the_limit_can_be_moved_at_any_time() -> None:
         assert block(5).numel() == 5 * KIB
 
 
-# training
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_out_of_memory_in_a_step_returns_to_rest(phase: str) -> None:
     model, x = net(), torch.randn(256, 64)
@@ -250,9 +245,6 @@ def test_compiled_functions_run_eagerly_inside() -> None:
         assert budget.live == KIB
     assert not graphs
     assert float(y.sum()) == 512
-
-
-# blocks, threads, forks
 
 
 def test_a_budget_is_entered_once_at_a_time() -> None:

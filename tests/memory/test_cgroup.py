@@ -1,7 +1,5 @@
 """The memory limit of a control group, on trees of files as the kernel shows them, and of this machine."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import types
@@ -169,9 +167,6 @@ def test_a_reading_sees_what_changes_and_follows_the_process_to_another_group(tm
 def test_this_machine_is_read_without_an_error() -> None:
     memory = cgroup_memory()
     assert memory is None or 0 <= memory.available <= memory.limit < 1 << 60
-
-
-# the sensor
 
 
 @pytest.mark.parametrize(

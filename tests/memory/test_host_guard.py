@@ -1,7 +1,5 @@
 """The guard that makes the allocator fail before the kernel kills: what its limit is, what it says, and where it cannot work."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -31,9 +29,6 @@ limit = pytest.fixture(fake_limit)
 def container(root: Path, limit: int | str, used: int, cache: int = 0) -> None:
     write_group(root / ROOT_OF[2], "/", 2, limit, used, inactive=cache)
     write_membership(root, {2: "/"})
-
-
-# what the limit is
 
 
 @pytest.mark.parametrize(
@@ -120,9 +115,6 @@ def test_the_own_memory_is_read_from_this_process() -> None:
     anonymous, mapped = host_guard.own_memory()
     assert 24 * MEBI < anonymous - before < 200 * MEBI
     assert mapped >= anonymous
-
-
-# what it says
 
 
 @pytest.mark.parametrize("helps", [True, False, None], ids=["trimmed", "nothing to trim", "cannot trim"])
@@ -212,9 +204,6 @@ def test_an_ambiguous_error_counts_only_near_the_limit(tmp_path: Path, limit: Li
     assert not guard.explains("could not create a primitive")
 
 
-# where it cannot work
-
-
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_a_system_without_such_a_limit_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
     monkeypatch.setattr(sys, "platform", system)
@@ -250,9 +239,6 @@ def test_a_model_that_moves_away_is_refused_at_the_next_call(limit: Limit) -> No
     mbs._context.model.refresh()  # new parameters there; on CUDA they stay the same objects
     with pytest.raises(UsageError, match="train on the CPU"):
         mbs.backward(cross_entropy(model), pairs())
-
-
-# real processes held to a limit
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,7 +1,5 @@
 """The thread that keeps the latest reading: when it reads, what it publishes, and how it ends."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """NVML by the real pynvml over a driver that is not there, and the CUDA sensor over both: what each kind of failure leaves of a reading."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -43,9 +41,6 @@ def no_answer(code: int, *, lost: bool) -> NoAnswer:
     return NoAnswer(f"NVML: {type(error).__name__}: {error}", lost)
 
 
-# ---------------------------------------------------------------------- one device, found and read
-
-
 def test_devices_are_found_by_uuid_whatever_their_order_and_opened_once(driver: FakeDriver) -> None:
     driver.cards.append(Card("GPU-def", 5, 9, instances=[Card("MIG-ghi", 1, 2)]))
     devices = [NvmlDevice(uuid) for uuid in ("abc", "def", "ghi")]
@@ -54,9 +49,6 @@ def test_devices_are_found_by_uuid_whatever_their_order_and_opened_once(driver: 
         driver.cards.reverse()
     assert driver.calls.count("HandleByUUID") == 4, "a MIG instance is looked for as a GPU first"
     assert driver.calls.count("MemoryInfo") == 6
-
-
-# ---------------------------------------------------------------------- never there
 
 
 @pytest.mark.parametrize("text", [None, "raise FutureWarning('The pynvml package is deprecated')", "NVMLError, nvmlInit = ValueError, int"])
@@ -82,9 +74,6 @@ def test_figures_that_never_were_are_no_loss(driver: FakeDriver) -> None:
     driver.cards[0].total = 0
     assert there.memory() == NoAnswer("NVML gives no memory figures for this device", lost=True), "it had some before"
     assert NvmlDevice("abc").memory() == NoAnswer("NVML gives no memory figures for this device", lost=False)
-
-
-# ---------------------------------------------------------------------- lost in the middle, and back
 
 
 @pytest.mark.parametrize("code", [LOST, UNKNOWN, ABSENT, NOT_SUPPORTED])
@@ -155,9 +144,6 @@ def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_ten_
                 clock.now += 1.0
             assert failures <= 1 + seconds // 10, "no more than one try every ten seconds"
         assert answer == FREE
-
-
-# ---------------------------------------------------------------------- who holds the rest
 
 
 @pytest.fixture
@@ -258,9 +244,6 @@ def test_a_process_has_a_name_while_it_is_there() -> None:
     assert name_of(process.pid) is None
     assert name_of(-1) is None
     assert name_of(2**80) is None
-
-
-# ---------------------------------------------------------------------- the driver matrix, through the CUDA sensor
 
 
 def read() -> Reading:

@@ -116,9 +116,6 @@ def test_the_real_host_allocator_is_recognised() -> None:
     assert (verdict.kind, verdict.requested) == (Kind.HOST, 1 << 52)
 
 
-# ---- the user's own predicate ----
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -138,9 +135,6 @@ def test_the_user_can_add_errors_and_make_a_masked_one_certain_but_take_none_awa
 def test_an_error_in_the_users_predicate_passes_through() -> None:
     with pytest.raises(ZeroDivisionError):
         classify(ValueError("shape"), lambda _: 1 // 0 == 0)
-
-
-# ---- what wraps what ----
 
 
 @pytest.mark.parametrize("error", [Wrapper("step failed"), RuntimeError("step failed"), OSError(5, "step failed")])

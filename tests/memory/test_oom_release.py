@@ -151,9 +151,6 @@ def test_an_out_of_memory_pinned_by_a_shell_is_cleared_and_another_error_is_left
     assert [ref() is None for ref in watch] == [False, True]
 
 
-# ---- probing ----
-
-
 @pytest.mark.parametrize(
     ("errors", "expected"),
     [
@@ -189,9 +186,6 @@ def test_a_probe_tells_a_poisoned_device_from_a_healthy_one(
 def test_the_cpu_is_always_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oom, "_exercise", lambda device: pytest.fail("exercised"))
     assert probe(torch.device("cpu")) is None
-
-
-# ---- on a GPU ----
 
 
 @pytest.mark.gpu

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable
@@ -36,9 +34,6 @@ def raiser(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
-# readings
-
-
 def test_a_reading_in_words_has_its_figures_its_processes_and_its_doubt() -> None:
     reading = Headroom(free=1024, total=4096, held_by_others=2048, source="nvml", at=0.0)
     assert reading.capacity == 2048
@@ -72,9 +67,6 @@ def test_each_device_has_its_sensor() -> None:
     meter.reset_peak()
     assert (meter.usage(), meter.resets) == (None, 1)
     assert sensor.read() == Unavailable("no memory sensor for device 'meta': pass sensor=...")
-
-
-# host
 
 
 def test_the_host_sensor_reads_this_machine() -> None:

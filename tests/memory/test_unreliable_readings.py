@@ -1,7 +1,5 @@
 """A reading in doubt, end to end: nothing grows on it, it is told once, training goes on exactly, and growth comes back with the sensor."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast

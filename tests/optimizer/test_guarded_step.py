@@ -1,7 +1,5 @@
 """A guarded step is made whole or not at all, wherever memory runs out in it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from functools import partial
@@ -163,9 +161,6 @@ def test_a_recovered_step_is_told_of() -> None:
     assert told[0].line().startswith("out of memory in AdamW.step(), which has been taken back; trying again with the caches let go of: injected")
 
 
-# ---------------------------------------------------------------------- under a budget
-
-
 def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -> None:
     model, optimizer = layers("Adam", foreach=True)
     before = copied(model.state_dict())
@@ -197,9 +192,6 @@ def test_copies_are_on_the_device_where_they_fit_and_on_the_host_otherwise_and_a
         assert budget.peak == before or way != "fused"
         gc.collect()
         assert budget.live == before
-
-
-# ---------------------------------------------------------------------- what passes through, and what is refused
 
 
 @pytest.mark.parametrize(

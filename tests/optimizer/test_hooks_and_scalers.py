@@ -1,7 +1,5 @@
 """What else runs in a guarded step: the user's hooks, schedulers and scalers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

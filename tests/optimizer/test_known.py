@@ -1,7 +1,5 @@
 """What is known of torch's optimizers is what they do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

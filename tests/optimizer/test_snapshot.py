@@ -1,7 +1,5 @@
 """What is kept of an optimizer before its step takes the step back, whatever kind it is; where nothing fails, it is in nobody's way."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

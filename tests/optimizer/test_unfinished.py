@@ -1,7 +1,5 @@
 """A plain `optimizer.step()` that runs out of memory inside `with mbs:` says what it has left."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

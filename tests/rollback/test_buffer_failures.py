@@ -1,7 +1,5 @@
 """Copying buffers and putting them back fails as anything else does: wherever it is struck, a rollback afterwards is right."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """Buffers that a failed attempt has changed, replaced or registered are put back, as the same objects and with the same values."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -268,9 +266,6 @@ def test_what_a_failed_attempt_or_an_earlier_call_hung_up_is_freed() -> None:
         assert first() is None
     finally:
         gc.enable()
-
-
-# ---------------------------------------------------------------------- of any kind
 
 
 def inference_tensor() -> Tensor:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
@@ -30,9 +28,6 @@ def ids(leaves: Iterable[Tensor]) -> list[int]:
 
 def leaf(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=F64, requires_grad=True)
-
-
-# ---------------------------------------------------------------------- the walk
 
 
 def test_the_walk_finds_every_leaf_of_the_model_and_those_outside_it() -> None:
@@ -111,9 +106,6 @@ def test_the_walk_still_works_on_a_graph_whose_backward_has_run_or_failed() -> N
     assert (ids(census_of(loss).leaves), census_of(loss).normalises_batch) == (ids(before.leaves), True)
 
 
-# ---------------------------------------------------------------------- what a backward has reached
-
-
 def test_a_tied_weight_commits_once_in_a_backward_and_once_in_each_reentrant_checkpoint() -> None:
     for times, reentrant in ((1, None), (3, True), (1, False)):
         tied, x = leaf(3, 3), leaf(2, 3)
@@ -167,9 +159,6 @@ def test_drain_changes_no_gradient_and_takes_no_memory() -> None:
         drain(leaves)
     assert not oom.hits
     assert all(each.grad is None for each in leaves)
-
-
-# ---------------------------------------------------------------------- backwards inside a backward
 
 
 def inside(run: Callable[[Tensor, Tensor], object], x: Tensor, w: Tensor) -> Tensor:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -135,9 +133,6 @@ def test_rewind_puts_the_original_objects_back_and_those_of_wide_sums_with_their
     isolation.set_aside([wide])
     isolation.finish()
     assert not isolation.intact(wide)
-
-
-# ---------------------------------------------------------------------- errors inside
 
 
 def every_kind() -> tuple[list[Tensor], list[list[Tensor | None]]]:

@@ -1,7 +1,5 @@
 """Every random stream is put back to where a failed attempt found it: torch's, Python's, numpy's and generators of the user's."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref
@@ -60,9 +58,6 @@ def test_outside_the_block_however_it_ended_nothing_is_kept() -> None:
     assert w.grad is not None
 
 
-# ---------------------------------------------------------------------- what autograd promises
-
-
 def changed_input(w: Tensor, y: Tensor) -> Tensor:
     z = y.square()
     y.add_(1)
@@ -121,9 +116,6 @@ def test_graphs_hold_no_cycle_and_the_table_nothing_of_one_that_died() -> None:
         gc.enable()
 
 
-# ---------------------------------------------------------------------- letting go
-
-
 @pytest.mark.parametrize("owned", [False, True], ids=["without", "with"])
 def test_emptying_frees_the_memory_although_the_loss_is_held(owned: bool) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
@@ -158,9 +150,6 @@ def test_the_use_of_an_emptied_graph_is_explained() -> None:
     loss.backward()
     assert w.grad is not None
     assert torch.equal(w.grad, w.detach().exp())
-
-
-# ---------------------------------------------------------------------- the door that installs it
 
 
 @pytest.mark.parametrize("own_graph", [True, False])

@@ -1,7 +1,5 @@
 """Running statistics that a step treats as its own: replaced, given other memory, or trained by a step that switches modes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The preloaded library and the file that its processes share: counts, refusals, deaths. Processes here load no torch; they are small and many."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -91,9 +89,6 @@ def test_only_large_aligned_blocks_count(fence: Fence) -> None:
     )
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 def test_the_budget_is_kept_to_the_byte_and_can_be_moved(fence: Fence) -> None:
     fence.leave(MEBI, held=400)  # which counts in it
     process = start(
@@ -130,9 +125,6 @@ def test_two_processes_share_one_budget_and_never_pass_it(fence: Fence) -> None:
         run(fence, "assert take((3 << 20) + 1) is None and take(3 << 20)")
         assert fence.live() == 7 * MEBI, "the first of the two has ended, and took its bytes along"
         other.communicate("end\n")
-
-
-# ---------------------------------------------------------------------- deaths and slots
 
 
 @pytest.mark.parametrize("reaped", [True, False], ids=["waited for", "a zombie"])
@@ -173,9 +165,6 @@ def test_slots_are_used_again(fence: Fence) -> None:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         """,
     )
-
-
-# ---------------------------------------------------------------------- the library and the file
 
 
 def test_without_a_file_the_library_does_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The hammer: it strikes where it is told to, survives what is right, tells what is wrong, and repeats it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -59,9 +57,6 @@ def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Coun
     return counts
 
 
-# ---------------------------------------------------------------------- where it strikes
-
-
 def test_memory_moves_before_the_operation_that_is_named_and_is_free_after_the_block() -> None:
     limits: list[int | None] = []
     with BudgetLimit() as world:
@@ -83,9 +78,6 @@ def test_memory_moves_before_the_operation_that_is_named_and_is_free_after_the_b
         assert (kept + 1).numel() == 1024
 
 
-# ---------------------------------------------------------------------- what is right is survived
-
-
 @pytest.mark.parametrize("model", [BRANCHED, PLAIN], ids=["branched", "plain"])
 def test_every_step_is_exact_although_memory_runs_out_anywhere(model: str) -> None:
     counts = struck(model, failures=30)
@@ -99,9 +91,6 @@ def test_every_step_is_exact_although_memory_runs_out_anywhere(model: str) -> No
 def test_a_model_whose_memory_does_not_depend_on_the_batch_shows_nothing() -> None:
     with pytest.raises(UsageError, match="no more memory than its smallest piece"):
         struck(FLAT, failures=1)
-
-
-# ---------------------------------------------------------------------- what is wrong is told
 
 
 def _forgets_commits(self: Schedule, piece: Piece, push: Any = Schedule.push) -> None:
@@ -203,9 +192,6 @@ def test_a_refused_optimizer_step_that_has_changed_its_state_is_told(at_rest: Tr
 
     with pytest.raises(WrongOutcomeError, match="optimizer's state is not as before, after OptimizerStepError"):
         at_rest.optimize(cast("ElasticMBS", Half()), nullcontext, "step 0: ")
-
-
-# ---------------------------------------------------------------------- as a command
 
 
 @pytest.mark.parametrize(

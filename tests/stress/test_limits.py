@@ -1,7 +1,5 @@
 """The memory limits: the limit strikes where it is told to, recovery is exact, the co-tenant comes and goes, and nothing is left behind."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types
@@ -38,9 +36,6 @@ HOST = [
 ]
 needs_shim = pytest.mark.skipif(available("shim") is not None, reason=str(available("shim")))
 needs_rlimit = pytest.mark.skipif(available("rlimit") is not None, reason=str(available("rlimit")))
-
-
-# ---------------------------------------------------------------------- what every kind promises, in the real thing
 
 
 @functools.cache
@@ -100,9 +95,6 @@ def test_two_elastic_processes_share_one_device_and_the_parents_limit() -> None:
     assert all(message["held"] + message["others"] <= 40 * MEBI for message in found.values())
 
 
-# ---------------------------------------------------------------------- the kinds
-
-
 def test_each_kind_tells_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KINDS == ("budget", "shim", "rlimit", "cuda")
     assert available("budget") is None
@@ -121,9 +113,6 @@ def test_each_kind_tells_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(fences.VARIABLE, raising=False)
     with pytest.raises(UsageError, match="run_child"):
         ShimLimit()
-
-
-# ---------------------------------------------------------------------- budget
 
 
 def test_the_budget_is_what_the_co_tenant_leaves_and_never_negative() -> None:
@@ -194,9 +183,6 @@ def test_leaving_by_an_error_lifts_the_limit_as_well() -> None:
     assert MemoryBudget.current() is None
     assert memory.budget.limit >= 1 << 60
     assert memory.others() == 0
-
-
-# ---------------------------------------------------------------------- process limit, as a variable
 
 
 class Limits:

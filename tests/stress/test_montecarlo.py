@@ -1,7 +1,5 @@
 """The Monte Carlo run: its cases are right by themselves, it can fail, and what fails can be repeated."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -37,9 +35,6 @@ ROOT = Path(__file__).parents[2]
 
 def run(*arguments: str) -> int:
     return main(["stress", "montecarlo", *arguments])
-
-
-# ---------------------------------------------------------------------- cases
 
 
 @given(st.integers(0, 2**48 - 1))
@@ -104,9 +99,6 @@ def test_a_trial_leaves_the_random_streams_as_they_were() -> None:
         assert not before.same(Streams.now())
         before.restore()
     assert before.same(Streams.now())
-
-
-# ---------------------------------------------------------------------- it can fail
 
 
 def _no_weight(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Range | None:
@@ -199,9 +191,6 @@ def test_shrinking_keeps_what_makes_a_case_fail_and_nothing_else() -> None:
     assert shrink(plan, lambda _: True, seconds=0) == plan
 
 
-# ---------------------------------------------------------------------- the command
-
-
 def test_a_bounded_run_passes_writes_its_figures_and_meets_every_mode_of_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
     assert run("--runs", "60", "--seed", "7", "--json", str(figures)) == 0
@@ -238,9 +227,6 @@ def test_zeros_of_samples_that_do_not_count_are_no_wrong_gradient() -> None:
     """An expert that only such samples reach has none where they are skipped, and zeros where a failed attempt had them beside others."""
     case = {"seed": 681276007, "layers": ["experts", "tied"], "branches": 2, "tokens": "dense", "samples": 8, "count": "weights", "size": 4}
     assert run("--case", json.dumps({**case, "faults": [{"at": 0.7677}]})) == 0
-
-
-# ---------------------------------------------------------------------- what it compares with
 
 
 def test_errors_are_relative_to_each_leaf_and_infinite_where_one_side_has_nothing_or_nonsense() -> None:

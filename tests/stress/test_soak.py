@@ -1,7 +1,5 @@
 """The soak: its judgement tells what leaks from what does not, and a short run of it passes."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
@@ -28,9 +26,6 @@ TINY = f"{small_models.__file__}:tiny"
 
 def run(*arguments: str) -> int:
     return main(["stress", "soak", *arguments])
-
-
-# ---------------------------------------------------------------------- the judgement
 
 
 def noisy(name: str, per_sample: float, noise: float, seed: int = 0) -> list[Sample]:
@@ -81,9 +76,6 @@ def test_a_hook_that_was_left_once_is_told() -> None:
 
 def test_too_few_samples_are_no_verdict() -> None:
     assert "too few" in complaints([FLAT] * 15)[0]
-
-
-# ---------------------------------------------------------------------- the run
 
 
 def test_a_gradient_that_depends_on_a_buffer_is_checked_from_the_buffer_that_the_step_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
