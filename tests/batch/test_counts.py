@@ -90,20 +90,6 @@ def test_a_mask_counts_what_is_true() -> None:
     assert read(torch.tensor([True, False, True])).total == 2
 
 
-def test_the_count_function_is_called_once_with_the_whole_batch() -> None:
-    seen: list[Any] = []
-    batch = {"x": torch.zeros(3)}
-
-    def count(given: Any) -> list[int]:
-        seen.append(given)
-        return [1, 2, 3]
-
-    counts = Counts.read(count, BatchView(batch))
-    counts.weights(0, 1)
-    assert len(seen) == 1
-    assert seen[0] is batch
-
-
 def test_losses_by_name_have_counts_by_name() -> None:
     counts = Counts.read({"mlm": lambda batch: [0, 2, 6], "nsp": None, "aux": lambda batch: [0, 0.5, 0.5]}, view_of(3))
     assert counts.names == ("mlm", "nsp", "aux")
@@ -199,18 +185,6 @@ LABELS = torch.tensor([[5, -100, 7, 8], [-100, -100, -100, -100], [1, 2, 3, -100
 )
 def test_labels_that_are_not_ignored_are_counted_per_sample(counter: Any, batch: Any, expected: list[int]) -> None:
     assert [int(count) for count in counter(batch)] == expected
-
-
-def test_counts_match_the_mean_that_cross_entropy_takes() -> None:
-    logits = torch.randn(3, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    counts = Counts.read(count_tokens(), BatchView({"labels": LABELS}))
-
-    def loss(start: int, stop: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits[start:stop].flatten(0, 1), LABELS[start:stop].flatten())
-
-    for split in ([(0, 1), (1, 2), (2, 3)], [(0, 2), (2, 3)]):
-        parts = [weights[None] * loss(*bound) for bound in split if (weights := counts.weights(*bound)) is not None]
-        assert abs(sum(parts) - loss(0, 3)) < 1e-15
 
 
 def terms(counter: Any, view: BatchView) -> list[float]:

@@ -309,10 +309,6 @@ def test_what_default_collate_makes_of_texts_next_to_tensors_is_cut() -> None:
     assert piece[2]["words"] == [("a", "a"), ("b", "b"), ("c1", "c2")]
     with pytest.raises(BatchError, match='"names": tuple of 3 items'):
         BatchView({"x": rows(2), "names": ("a", "b", "c")})
-    with pytest.raises(BatchError, match="can be read in two ways"):
-        BatchView(default_collate([{"x": torch.ones(2), "words": ["a", "b"]} for _ in range(2)]))
-    pairs = default_collate([(f"question {i}", f"answer {i}") for i in range(4)])
-    assert BatchView(pairs, fields()).piece(1, 2) == [("question 1",), ("answer 1",)]
 
 
 @pytest.mark.parametrize("labels", [(3, 1, 2), tuple(torch.arange(3.0)), ({"label": 1}, {"label": 2}, {"label": 3}), ((1, 2), (3, 4), (5, 6))])

@@ -61,9 +61,3 @@ def test_a_restart_forgets_what_was_handed_out_and_skipped() -> None:
     schedule.restart()
     assert schedule.skipped == []
     assert [(r.start, r.stop) for r in schedule.missing()] == [(0, 3)]
-
-
-def test_under_sum_a_loss_is_only_left_out_where_it_has_no_terms() -> None:
-    schedule = Schedule(counted([2, 0, 1]), reduction="sum")
-    pieces = [schedule.next(1), schedule.next(1), schedule.next(1)]
-    assert [None if piece is None else (piece.start, piece.weights) for piece in pieces] == [(0, {None: 1.0}), (2, {None: 1.0}), None]

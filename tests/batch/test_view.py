@@ -209,18 +209,6 @@ def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(monkeypatch:
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for another device
 
 
-def test_pieces_go_to_the_device_in_their_own_containers() -> None:
-    x = torch.zeros(2, 3)
-    piece = {"x": x, "y": [torch.zeros(2)], "ids": ["a", "b"]}
-    loaded = to_device(piece, META)
-    assert type(loaded) is dict
-    assert (loaded["x"].device, loaded["y"][0].device) == (META, META)
-    assert loaded["x"].shape == (2, 3)
-    assert loaded["ids"] == ["a", "b"]
-    assert piece["x"] is x
-    assert x.device == CPU
-
-
 def test_tensors_that_are_on_the_device_already_are_not_copied() -> None:
     piece = [torch.zeros(2), torch.zeros(2, device=META)]
     loaded = to_device(piece, META)

@@ -5,9 +5,7 @@ import platform
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pynvml
@@ -17,14 +15,7 @@ import torch
 from elastic_mbs.cli.doctor import machine
 from elastic_mbs.cli.doctor.facts import Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown
 from elastic_mbs.cli.doctor.machine import collect, limits, nvml_facts, softly, torch_facts
-from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver
-
-
-def raiser(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return fail
+from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver, raiser
 
 
 def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:

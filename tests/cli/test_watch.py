@@ -14,10 +14,10 @@ from rich.console import Console
 
 from elastic_mbs.cli import command
 from elastic_mbs.cli.watch.follow import EVENTS, Follower, State
-from elastic_mbs.cli.watch.panel import memory_line, panel, sparkline
+from elastic_mbs.cli.watch.panel import panel, sparkline
 from elastic_mbs.events import Event, Warned
 from elastic_mbs.sinks.run_log import Entry, event_line, read_runs
-from tests.helpers.events import ANY_EVENT, GROWN, KEY, MIB, done, failure, log_of
+from tests.helpers.events import ANY_EVENT, GROWN, KEY, done, failure, log_of
 
 
 def frame(state: State, now: float = 0.0, width: int = 120) -> str:
@@ -83,23 +83,6 @@ def test_every_event_there_can_be_is_shown(told: list[Event]) -> None:
 def test_a_run_that_has_only_begun_is_shown_and_markup_as_it_is() -> None:
     assert "unknown until a call has finished" in frame(state_of([]))
     assert "[red]careful[/red] [/]" in frame(state_of([(1.0, Warned("run", "t", "[red]careful[/red] [/]"))]))
-
-
-@pytest.mark.parametrize(
-    ("changes", "told", "bar"),
-    [
-        ({}, "ours 12.0 MiB, peak 40.0 MiB, free 52.0 MiB, others 36.0 MiB", "████▓▓▓▓▓▓▓▓▓▓·········▒▒▒▒▒▒▒▒▒▒▒▒▒"),
-        ({"total": None}, "ours 12.0 MiB, peak 40.0 MiB, no reading of the device", ""),
-        ({"reserved": 200 * MIB, "held_by_others": 0}, "ours 200.0 MiB, peak 40.0 MiB, free 0 B", "█" * 36),
-        ({"reserved": None, "allocated": None, "peak_reserved": None, "peak_allocated": None}, "ours unknown, free 64.0 MiB", "···"),
-    ],
-    ids=["all", "blind", "more than all", "ours unknown"],
-)
-def test_memory_is_a_bar_and_words(changes: dict[str, Any], told: str, bar: str) -> None:
-    line = memory_line(done(**changes)).plain
-    assert told in line
-    assert line.startswith(bar)
-    assert not bar or len(line.split("  ")[0]) == 36
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:

@@ -47,13 +47,6 @@ def test_probing_goes_on_without_sensor_or_peaks_until_the_first_failure() -> No
     assert not blind.controller.begin(KEY, 64, 1).probing
 
 
-def test_probing_never_passes_the_maximum_and_ends_there() -> None:
-    driver = Driver(max_micro_batch_size=10, align=4)
-    assert driver.probe(64, [4, 8, 8]) == [8, 8, 8]
-    driver.probe(64, [8, 8])
-    assert not driver.controller.begin(KEY, 64, 1).probing
-
-
 def test_a_small_batch_after_a_large_one_does_not_end_probing() -> None:
     driver = Driver()
     driver.probe(64, [1, 2])
@@ -98,13 +91,6 @@ def test_at_the_floor_a_failure_has_no_size_to_go_on_with() -> None:
     assert driver.failing(2)[0] == [None]
     assert driver.failing(3)[0] == [None], "3 samples cannot be cut into pieces of at least 2"
     assert driver.failing(4)[0] == [2]
-
-
-def test_failures_follow_each_other_down_within_one_call() -> None:
-    driver = Driver(64)
-    assert driver.failing(64, 32, 16, 8)[0] == [32, 16, 8, 4]
-    assert driver.size() == 4
-    assert [attempted for attempted, _, _ in driver.ceilings()] == [8, 16, 32, 64]
 
 
 def test_longer_samples_of_the_class_get_a_smaller_size_for_that_call_only() -> None:

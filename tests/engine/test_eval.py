@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from elastic_mbs import ElasticMBS, Event, MemoryBudget, MemoryOptions, MicroBatchFloorError, OutOfMemory, UsageError
+from elastic_mbs import Event, MemoryBudget, MicroBatchFloorError, OutOfMemory, UsageError
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, mlp, off_by, pairs
 
@@ -76,31 +76,6 @@ def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
     for bad in (None, "gpu"):
         with pytest.raises(UsageError, match="cpu"):
             mbs.eval(fn, batch, to=bad)  # type: ignore[arg-type]  # the mistake
-
-
-@pytest.mark.no_oom_injection
-def test_evaluation_fits_more_than_training_and_has_sizes_of_its_own() -> None:
-    model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), torch.ones(64, 64)
-    with MemoryBudget("4MiB", track=(model, batch)) as budget:
-        mbs = ElasticMBS(model, memory=MemoryOptions(monitor_interval=0))
-        budget.limit = budget.live + 330 * 2**10
-        mbs.backward(lambda b: model(b).pow(2).mean(), batch)
-        mbs.eval(lambda b: model(b).mean(1), batch)
-        saved: Any = mbs.state_dict()["controller"]
-    sizes = {track["mode"]: track["size"] for track in saved["tracks"]}
-    assert sizes["train"] < 64  # the whole batch does not fit with its graph
-    assert sizes["eval"] > sizes["train"]
-
-
-def test_an_evaluation_that_does_not_fit_leaves_the_gradients_alone() -> None:
-    """Its end by an error emptied all of them, as the end of a training call does: whatever had been accumulated by then was gone."""
-    model, batch = mlp(), pairs(8)
-    mbs = elastic(model, micro_batch_size=4)
-    mbs.backward(cross_entropy(model), batch)
-    before = grads(model)
-    with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
-        mbs.eval(lambda b: model(b[0]), batch)
-    assert off_by(model, before) == 0
 
 
 @pytest.mark.no_oom_injection

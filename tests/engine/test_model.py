@@ -1,7 +1,5 @@
 """The modules, leaves and devices of a model are known in every call, and what cannot be trained in pieces is refused by name."""
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,18 +51,6 @@ def test_a_change_of_the_model_is_found_once(change: Callable[[nn.Sequential], o
     assert inventory.generation == generation + 1
     assert agrees(inventory, model)
     assert not inventory.refresh()
-
-
-def test_a_replaced_module_is_dropped_and_the_new_one_found_though_it_has_no_parameters() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
-    inventory = TrainedModel([model])
-    old = weakref.ref(model[1])
-    model[1] = nn.BatchNorm1d(2, affine=False)
-    inventory.refresh()
-    gc.collect()
-    assert old() is None
-    assert inventory.normalises_batch()
-    assert agrees(inventory, model)
 
 
 def test_leaves_go_by_their_parameter_names() -> None:

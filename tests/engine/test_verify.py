@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import Event, MicroBatchFloorError, UsageError, VerifyReport, Warned, count_tokens
+from elastic_mbs import MicroBatchFloorError, UsageError, VerifyReport, count_tokens
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, pairs
 from tests.helpers.strikes import AtLine, Everywhere, until_clean
@@ -190,16 +190,6 @@ def test_verify_passes_an_error_on_that_is_only_often_a_hidden_out_of_memory() -
     model, fail = mlp(), FailOn(1, error=lambda: RuntimeError("could not create a primitive"))
     with pytest.raises(RuntimeError, match="could not create a primitive"):
         elastic(model).verify(failing(model, fail), pairs())
-
-
-def test_labels_to_be_ignored_without_a_count_are_warned_of_once() -> None:
-    (model, batch), events = tokens(), list[Event]()
-    for count in (None, count_tokens("labels")):
-        mbs = elastic(model, micro_batch_size=4, on_event=events.append, count=count)
-        for _ in range(3):
-            mbs.backward(language(model), batch)
-    (warning,) = [event for event in events if isinstance(event, Warned)]
-    assert "count=count_tokens('labels')" in warning.message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -6,19 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from elastic_mbs import events
-from elastic_mbs.events import (
-    CallDone,
-    CallFailed,
-    Event,
-    GuardedSink,
-    OptimizerOutOfMemory,
-    OutOfMemory,
-    Resized,
-    SensorBack,
-    SensorLost,
-    WaitingForMemory,
-    Warned,
-)
+from elastic_mbs.events import CallDone, Event, GuardedSink, OutOfMemory, Resized
 from elastic_mbs.sinks.run_log import event_line, header_line
 
 KINDS: list[type[Event]] = sorted(
@@ -66,12 +54,12 @@ ONE_OF_EACH: list[Event] = [
     done(),
     failure(),
     GROWN,
-    WaitingForMemory("run", 2.5, 5 * MIB, 36 * MIB),
-    SensorLost("run", "NVML: driver not loaded"),
-    SensorBack("run", "nvml"),
-    Warned("run", "count", "labels of -100 and no count="),
-    CallFailed("run", KEY, "MicroBatchFloorError", "a micro-batch of 1 does not fit", 10, 1.25, 1.125),
-    OptimizerOutOfMemory("run", "AdamW", "one parameter at a time", "allocator", "CUDA out of memory."),
+    events.WaitingForMemory("run", 2.5, 5 * MIB, 36 * MIB),
+    events.SensorLost("run", "NVML: driver not loaded"),
+    events.SensorBack("run", "nvml"),
+    events.Warned("run", "count", "labels of -100 and no count="),
+    events.CallFailed("run", KEY, "MicroBatchFloorError", "a micro-batch of 1 does not fit", 10, 1.25, 1.125),
+    events.OptimizerOutOfMemory("run", "AdamW", "one parameter at a time", "allocator", "CUDA out of memory."),
 ]
 
 

@@ -122,6 +122,13 @@ def _list(processes: list[Process], count: Any, into: Any) -> int:
     return 0
 
 
+def raiser(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
 class FakeCuda:
     """torch.cuda, as far as the sensors use it: a card of 9 GiB of which 5 are free, 2 are reserved by us."""
 

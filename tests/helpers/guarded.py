@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from elastic_mbs import ElasticMBS, MemoryOptions
+from tests.helpers.steps import elastic
 
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -17,10 +17,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
 }
-
-
-def runtime(model: nn.Module, **options: Any) -> ElasticMBS:
-    return ElasticMBS(model, memory=MemoryOptions(monitor_interval=0, wait_for_memory=0), **options)
 
 
 class World:
@@ -34,7 +30,7 @@ class World:
         self.optimizer = cls(groups, **options, **IMPLEMENTATIONS[implementation])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
         self.events: list[Any] = []
-        self.mbs = runtime(self.model, scaler=self.scaler, on_event=self.events.append)
+        self.mbs = elastic(self.model, scaler=self.scaler, on_event=self.events.append)
         for _ in range(steps):
             self.backward()
             self.plain()

@@ -10,7 +10,6 @@ from stress.limits import Line
 
 
 def say(line: Line, words: list[str]) -> None:
-    """Emits each word, and prints noise that must not come between."""
     for word in words:
         print("noise")
         os.write(1, b"more noise\n")
@@ -22,7 +21,6 @@ def environment(line: Line, names: list[str]) -> None:
 
 
 def answer(line: Line) -> None:
-    """Emits twice what it is sent."""
     line(2 * line.receive())
 
 
@@ -34,7 +32,6 @@ def end_by_signal(line: Line, name: str) -> None:
 
 
 def die_in_the_middle_of_a_message(line: Line) -> None:
-    """Leaves half a message, as a process does that is killed while it writes."""
     line("whole")
     os.write(line._connection.fileno(), b"\0\0\1\0half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -7,22 +7,22 @@ from stress.record import Differences, End, Mark, Needs, Run, Step
 
 NEEDS = Needs(samples=32, rest=1000, sizes=[1, 8, 16, 32], peaks=[1100, 1800, 2600, 4200], optimizer=3000, held=2000)
 SAME = Differences(loss=1e-15, norm=1e-15, weight=1e-14, tolerance_loss=1e-12, tolerance_weight=1e-9, whole_loss=1e-15, whole_weight=1e-14)
-_USUAL: dict[str, Any] = {
-    "seconds": 0.1,
-    "capacity": 5000,
-    "others": 0,
-    "live": 1000,
-    "peak": 4200,
-    "samples": 32,
-    "elements": 9,
-    "size": 32,
-    "partition": [[0, 32]],
-    "ooms": 0,
-    "replayed": 0,
-    "loss": 1.0,
-    "norm": 1.0,
-    "time_lost": 0.0,
-}
+_USUAL = Step(
+    0,
+    0.0,
+    capacity=5000,
+    others=0,
+    peak=4200,
+    samples=32,
+    elements=9,
+    size=32,
+    partition=[[0, 32]],
+    replayed=0,
+    loss=1.0,
+    norm=1.0,
+    seconds=0.1,
+    live=1000,
+)
 
 
 def halves(size: int, samples: int = 32) -> list[list[int]]:
@@ -30,7 +30,7 @@ def halves(size: int, samples: int = 32) -> list[list[int]]:
 
 
 def step(number: int, **changes: Any) -> Step:
-    return Step(number, **({"at": 0.1 * number} | _USUAL | changes))
+    return replace(_USUAL, step=number, **({"at": 0.1 * number} | changes))
 
 
 def small(number: int, size: int = 16, **changes: Any) -> Step:

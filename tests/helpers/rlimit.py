@@ -15,21 +15,15 @@ MEBI = 1 << 20
 
 
 class Limit:
-    """RLIMIT_DATA as a variable; nothing of this process is limited.
-
-    Attributes:
-        soft, hard: the limit.
-        refuse: raised by the next attempts to set it.
-        enforced: whether mappings beyond it fail.
-    """
+    """RLIMIT_DATA as a variable; nothing of this process is limited."""
 
     RLIMIT_DATA = 2
     RLIM_INFINITY = -1
 
     def __init__(self) -> None:
         self.soft = self.hard = -1
-        self.refuse: Exception | None = None
-        self.enforced = True
+        self.refuse: Exception | None = None  # raised by the next attempts to set it
+        self.enforced = True  # whether mappings beyond it fail
         self.seen: list[int] = []
 
     def getrlimit(self, which: int) -> tuple[int, int]:

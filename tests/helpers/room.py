@@ -2,8 +2,8 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -21,24 +21,21 @@ PLENTY = 2**50
 Pair = tuple[Tensor, Tensor]
 
 
-class Room:
+class Room(ExitStack):
     """How much memory there is on a device: a memory fraction on CUDA; on the CPU a `MemoryBudget`, which counts `modules` from the start."""
 
     def __init__(self, device: torch.device, *modules: nn.Module) -> None:
+        super().__init__()
         self.device = device
         self._budget = None if device.type == "cuda" else MemoryBudget(PLENTY, modules)
 
     def __enter__(self) -> Self:
         if self._budget is not None:
-            self._budget.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._budget is not None:
-            self._budget.__exit__(kind, error, trace)
+            self.enter_context(self._budget)
         else:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-            torch.cuda.empty_cache()
+            self.callback(torch.cuda.empty_cache)
+            self.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.device)
+        return self
 
     def track(self, *objects: Any) -> None:
         """Counts what else is on the device already."""
@@ -72,25 +69,21 @@ class Room:
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-class Neighbour:
+class Neighbour(ExitStack):
     """Another user of the device: a process that holds memory on CUDA (the stress tool's neighbour), a lower limit of our room on the CPU."""
 
     def __init__(self, room: Room) -> None:
+        super().__init__()
         self._room = room
         self._process = neighbour.Neighbour(room.device) if room.device.type == "cuda" else None
 
     def __enter__(self) -> Self:
         if self._process is not None:
-            self._process.__enter__()
+            self.enter_context(self._process)
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process is not None:
-            self._process.__exit__(kind, error, trace)
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None where it is no process."""
         return None if self._process is None else self._process.pid
 
     def come(self, left: int) -> None:

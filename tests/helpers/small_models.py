@@ -22,7 +22,6 @@ class Branched(nn.Module):
         self.register_buffer("mean", torch.zeros(256))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of each row."""
         hidden = self.mask(torch.tanh(self.first(x)))
         self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean((0, 1))
         hidden = hidden - self.mean
@@ -38,7 +37,6 @@ class Flat(nn.Module):
         self.weight = nn.Parameter(torch.ones(1 << 14, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A number."""
         return (self.weight.sin().mean() * x).mean()
 
 

@@ -191,17 +191,6 @@ def test_track_keeps_no_reference() -> None:
     assert budget.live == 0
 
 
-def test_a_peak_begins_again_with_what_is_live() -> None:
-    with MemoryBudget("10KiB") as budget:
-        x = block(3)
-        block(4)
-        budget.reset_peak()
-        assert (budget.peak, budget.resets) == (3 * KIB, 1)
-        block(1)
-        assert budget.peak == 4 * KIB
-        del x
-
-
 def test_readings_take_what_is_missing_from_the_limit_for_a_co_tenant() -> None:
     budget = MemoryBudget("10KiB", clock=lambda: 42.0)
     with budget:

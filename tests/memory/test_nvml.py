@@ -17,23 +17,13 @@ from hypothesis import strategies as st
 from elastic_mbs.memory import CudaSensor, Headroom, Holder, Monitor, Reading, Unavailable
 from elastic_mbs.memory import processes as holders
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
-from elastic_mbs.memory.processes import describe, holders_on, name_of, pids_are_ours
+from elastic_mbs.memory.processes import holders_on, name_of, pids_are_ours
 from tests.helpers.device_sim import Clock
 from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver
 
 FREE = 6 * GIB
 OPEN = ["InitWithFlags", "HandleByUUID", "MemoryInfo"]
 NOT_SUPPORTED, NOT_FOUND = pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NOT_FOUND
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    return FakeDriver(monkeypatch)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda(monkeypatch)
 
 
 def no_answer(code: int, *, lost: bool) -> NoAnswer:
@@ -180,19 +170,6 @@ def test_a_list_that_is_refused_costs_no_reading(driver: FakeDriver, which: str,
     driver.fail = {which: code}
     assert device.holders() == ()
     assert device.memory() == FREE
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ([], ""),
-        ([Holder(8, "python", 3 * GIB), Holder(7, None, GIB), Holder(3)], "python (PID 8) 3.0 GiB, PID 7 1.0 GiB, PID 3"),
-        ([Holder(n) for n in range(6)], "PID 0, PID 1, PID 2, and 3 more"),
-    ],
-    ids=range(3),
-)
-def test_the_first_three_are_named_and_the_others_counted(found: list[Holder], words: str) -> None:
-    assert describe(found) == words
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,6 @@ def test_a_long_message_is_cut_and_one_that_is_empty_or_fails_is_the_type() -> N
     assert classify(Unprintable()) == Verdict(Kind.ALLOCATOR, "Unprintable")
 
 
-def test_the_real_host_allocator_is_recognised() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 50)
-    verdict = judged(caught.value)
-    assert (verdict.kind, verdict.requested) == (Kind.HOST, 1 << 52)
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -130,11 +123,6 @@ def test_the_real_host_allocator_is_recognised() -> None:
 )
 def test_the_user_can_add_errors_and_make_a_masked_one_certain_but_take_none_away(error: Exception, expected: Verdict | None) -> None:
     assert classify(error, lambda error: "quota" in str(error)) == expected
-
-
-def test_an_error_in_the_users_predicate_passes_through() -> None:
-    with pytest.raises(ZeroDivisionError):
-        classify(ValueError("shape"), lambda _: 1 // 0 == 0)
 
 
 @pytest.mark.parametrize("error", [Wrapper("step failed"), RuntimeError("step failed"), OSError(5, "step failed")])

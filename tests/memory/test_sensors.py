@@ -1,8 +1,6 @@
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import pytest
@@ -24,14 +22,7 @@ from elastic_mbs.memory import (
     host,
     sensor_for,
 )
-from tests.helpers.fake_nvml import GIB, FakeCuda, FakeDriver
-
-
-def raiser(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return fail
+from tests.helpers.fake_nvml import GIB, FakeCuda, FakeDriver, raiser
 
 
 def test_a_reading_in_words_has_its_figures_its_processes_and_its_doubt() -> None:
@@ -110,16 +101,6 @@ def test_the_high_water_mark_has_the_unit_of_the_system(monkeypatch: pytest.Monk
 
 
 # CUDA
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    return FakeDriver(monkeypatch)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda(monkeypatch)
 
 
 def read(device: str = "cuda:0") -> Headroom:
@@ -207,25 +188,3 @@ def test_a_meter_without_a_device_does_not_raise(cuda: FakeCuda, monkeypatch: py
     meter.reset_peak()
     assert meter.usage() is None
     assert meter.resets == 1
-
-
-@pytest.mark.gpu
-def test_a_real_gpu_is_read() -> None:
-    x = torch.empty(64 * 1024**2, device="cuda", dtype=torch.uint8)
-    sensor, meter = sensor_for("cuda")
-    reading, usage = sensor.read(), meter.usage()
-    assert isinstance(reading, Headroom)
-    assert usage is not None
-    assert reading.source == "nvml"
-    assert usage.reserved >= usage.allocated >= x.numel()
-    free, total = torch.cuda.mem_get_info()
-    assert reading.total == torch.cuda.get_device_properties(0).total_memory
-    assert abs(reading.capacity - usage.reserved - free) < 0.02 * total
-    torch.cuda.set_per_process_memory_fraction(0.25)
-    try:
-        capped = sensor.read()
-        assert isinstance(capped, Headroom)
-        if hasattr(torch.cuda, "get_per_process_memory_fraction"):
-            assert capped.capacity == int(0.25 * reading.total)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -8,7 +8,8 @@ from torch import nn
 
 from elastic_mbs import ElasticMBS, MisuseError, OptimizerStepError
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.guarded import World, runtime, same
+from tests.helpers.guarded import World, same
+from tests.helpers.steps import elastic
 from tests.helpers.strikes import Everywhere, until_clean
 
 
@@ -78,7 +79,7 @@ def test_gradients_of_several_types_are_unscaled_once_each_wherever_that_fails()
         scaler, x = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.ones(2, 3)
         loss = model[0](x.double()).sum().float() + model[1](x).sum() + model[2](torch.tensor([1, 1, 3])).sum()
         scaler.scale(loss).backward()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, runtime(model, scaler=scaler)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, elastic(model, scaler=scaler)
 
     reference, optimizer, scaler, _ = make()
     scaler.step(optimizer)

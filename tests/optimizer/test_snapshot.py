@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from elastic_mbs import OptimizerStepError, Warned
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.guarded import copied, runtime, same
-from tests.helpers.steps import cross_entropy, mlp, pairs
+from tests.helpers.guarded import copied, same
+from tests.helpers.steps import cross_entropy, elastic, mlp, pairs
 from tests.helpers.strikes import every_operation
 
 
@@ -96,7 +96,7 @@ def with_gradients() -> nn.Module:
 def test_a_step_of_an_optimizer_with_state_in_other_places_is_made_once_or_not_at_all(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     def trained(inject: InjectOOM) -> list[Tensor]:
         model = with_gradients()
-        optimizer, mbs = make(model.parameters()), runtime(model)
+        optimizer, mbs = make(model.parameters()), elastic(model)
         for _ in range(2):
             optimizer.step()
             model.zero_grad()
@@ -132,14 +132,14 @@ def test_an_attribute_that_a_failed_step_has_added_is_taken_away() -> None:
     optimizer = Counts(model.parameters(), lr=0.1, maximize=True)
     copies = 2 * len(list(model.parameters()))
     with InjectOOM(at=[copies + 1]) as inject:
-        runtime(model).optimizer_step(optimizer)
+        elastic(model).optimizer_step(optimizer)
     assert (inject.hits, optimizer.count) == (["aten::neg"], 1)
 
 
 def test_a_closure_that_runs_a_batch_inside_the_step_is_no_step_that_did_not_end() -> None:
     model, told = mlp(), list[Any]()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    with runtime(model, on_event=told.append) as mbs:
+    with elastic(model, on_event=told.append) as mbs:
 
         def closure() -> float:
             optimizer.zero_grad()
@@ -161,5 +161,5 @@ def test_a_step_that_ends_by_another_error_puts_the_random_stream_back_as_well()
     model = with_gradients()
     before, stream = copied(model.state_dict()), torch.get_rng_state()
     with pytest.raises(ValueError, match="mine"):
-        runtime(model).optimizer_step(Ends(model.parameters()))
+        elastic(model).optimizer_step(Ends(model.parameters()))
     assert same((model.state_dict(), torch.get_rng_state()), (before, stream))

@@ -54,14 +54,6 @@ def values(module: nn.Module) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in module.named_buffers()}
 
 
-@pytest.mark.parametrize("module", [nn.BatchNorm1d(3).eval(), nn.InstanceNorm1d(3)], ids=["eval", "without-statistics"])
-def test_a_norm_whose_statistics_do_not_change_changes_no_buffer(module: nn.Module) -> None:
-    copies = BufferCopies()
-    copies.begin_call([module])
-    assert not clean_piece(copies, lambda: module(torch.randn(2, 3, 5)), first=True)
-    assert not copies.changed()
-
-
 def test_what_hung_where_a_buffer_was_replaced_deleted_set_or_registered_hangs_there_again() -> None:
     module = Holder(count=numbers(1), kept=numbers(2), cache=None)
     for copies in (BufferCopies(), learned(module)):

@@ -34,12 +34,6 @@ def value(tensor: Tensor | None) -> Tensor:
     return torch.zeros(SHAPE, dtype=F64) if tensor is None else tensor.detach().double().to_dense()
 
 
-def run(isolation: Isolation, w: Tensor, new: Tensor | None) -> None:
-    isolation.set_aside([w])
-    assert w.grad is None
-    w.grad = new
-
-
 KINDS = st.sampled_from(["none", "dense", "sparse"])
 
 
@@ -70,34 +64,6 @@ def test_the_sum_is_that_of_the_pieces_that_succeeded_and_a_wide_one_is_rounded_
         assert start != "dense" or w.grad is own
         assert w.grad is None or w.grad.dtype is dtype
         assert torch.allclose(value(w.grad).to(dtype), sum_.to(dtype), rtol=1e-14, atol=1e-14)
-
-
-def test_a_wide_sum_keeps_bits_that_a_narrow_one_loses() -> None:
-    small = torch.full(SHAPE, 2.0**-9, dtype=BF16)
-    sums = []
-    for isolation in (Isolation(), Isolation(F32)):
-        w = leaf(BF16, torch.ones(SHAPE, dtype=BF16))
-        for _ in range(64):
-            run(isolation, w, small.clone())
-            isolation.fold()
-        isolation.finish()
-        sums.append(value(w.grad)[0, 0].item())
-    assert sums == [1.0, 1.125]
-
-
-@pytest.mark.parametrize("dtype", [F64, F32, BF16])
-def test_the_users_own_tensor_comes_back_changed_in_place(dtype: torch.dtype) -> None:
-    flat = torch.ones(6, dtype=dtype)
-    view = flat.view(SHAPE)
-    w = leaf(dtype, view)
-    isolation = Isolation(F32)
-    for _ in range(3):
-        run(isolation, w, torch.ones(SHAPE, dtype=dtype))
-        isolation.fold()
-        assert w.grad is (None if dtype is BF16 else view)  # a wide sum is elsewhere, in its wide type
-    isolation.finish()
-    assert w.grad is view
-    assert torch.equal(flat, torch.full((6,), 4.0, dtype=dtype))
 
 
 def test_a_leaf_may_join_in_a_later_piece_and_the_first_contribution_is_taken_without_a_copy() -> None:

@@ -12,22 +12,11 @@ import torch
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, UsageError
 from elastic_mbs.memory import Headroom, NoSensor, Unavailable
-from stress.limits import (
-    KINDS,
-    BudgetLimit,
-    Child,
-    Fence,
-    ProcessLimit,
-    ShimLimit,
-    available,
-    in_child,
-    open_limit,
-    run_child,
-    run_children,
-)
+from stress.limits import KINDS, BudgetLimit, Child, Fence, ProcessLimit, ShimLimit, available, in_child, open_limit, run_child, run_children
 from stress.limits import fence as fences
 from stress.limits import rlimit as rlimit_module
 from tests.helpers import limit_jobs
+from tests.helpers.rlimit import Limit
 
 MEBI = 1 << 20
 LONG = 120.0
@@ -185,25 +174,9 @@ def test_leaving_by_an_error_lifts_the_limit_as_well() -> None:
     assert memory.others() == 0
 
 
-class Limits:
-    """RLIMIT_DATA of this process, without its force."""
-
-    RLIMIT_DATA = 2
-    RLIM_INFINITY = -1
-
-    def __init__(self) -> None:
-        self.soft = self.hard = -1
-
-    def getrlimit(self, which: int) -> tuple[int, int]:
-        return self.soft, self.hard
-
-    def setrlimit(self, which: int, limits: tuple[int, int]) -> None:
-        self.soft, self.hard = limits
-
-
 @pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
-    fake = Limits()
+def limits(monkeypatch: pytest.MonkeyPatch) -> Limit:
+    fake = Limit()
     monkeypatch.setattr(rlimit_module, "resource", fake)
     monkeypatch.setattr(rlimit_module, "trouble", lambda: None)
     monkeypatch.setattr(rlimit_module, "ctypes", types.SimpleNamespace(CDLL=lambda _: types.SimpleNamespace(mallopt=lambda *_: 1)))
@@ -211,7 +184,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
 
 
 @needs_rlimit
-def test_the_limit_counts_from_what_was_mapped_and_keeps_to_the_users_own(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_counts_from_what_was_mapped_and_keeps_to_the_users_own(limits: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
