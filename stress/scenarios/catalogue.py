@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 
 from elastic_mbs import Policy
@@ -26,14 +25,6 @@ _ALL = ("budget", "shim", "rlimit", "cuda")
 _FALLS = (checks.bounded, checks.something_happened)
 
 
-class Play(Enum):
-    """How many processes a scenario has."""
-
-    TRAIN = "one"
-    KILL = "one that is killed in the middle, and one that resumes"
-    TWO = "two at once"
-
-
 @dataclass(frozen=True)
 class Scenario:
     """One of the ways in which memory runs out."""
@@ -46,16 +37,13 @@ class Scenario:
     quick: int = 18  # in the bounded set
     model: str = "wide"  # unless the user says
     policy: Policy = EAGER
-    play: Play = Play.TRAIN
+    killed: bool = False  # in the middle; another process resumes
+    together: bool = False  # two processes at once
     evaluate: int = 0  # every so many steps; 0 for never
     sensor_dies: bool = False  # in the steps of `scripts.dead`
     ends_by_error: bool = False
     wait: float = 5.0  # seconds that the runtime may wait for memory at the floor
     largest: float | None = None  # single allocation, as a share of what the batch takes besides the model; None for no limit
-
-    def evaluates(self, step: int, steps: int) -> bool:
-        """Whether there is an evaluation after this step; the last one has no batch to follow it."""
-        return self.evaluate > 0 and step % self.evaluate == self.evaluate - 1 and step + 1 < steps
 
     def all_checks(self, steps: int) -> tuple[Check, ...]:
         """All that is asserted of a run of so many steps."""
@@ -85,7 +73,7 @@ class Order:
 
     @property
     def together(self) -> bool:
-        return self.entry.play is Play.TWO
+        return self.entry.together
 
     @property
     def own(self) -> bool:  # the model is the user's
@@ -124,9 +112,9 @@ _CATALOGUE = (
     Scenario("eval_between", scripts.comes_and_goes, checks=(checks.evaluated, _BACK), evaluate=2),
     Scenario("sensor_dies", scripts.blind_spot, checks=(checks.froze_while_blind, _BACK), sensor_dies=True),
     Scenario("flapping", scripts.flapping, _FRAGMENTING, (checks.calm,), steps=60, quick=36, policy=_PATIENT),
-    Scenario("two_elastic", always(Supply(0.6, 0.6)), ("shim", "cuda"), steps=40, quick=30, policy=_COOLING, play=Play.TWO),
+    Scenario("two_elastic", always(Supply(0.6, 0.6)), ("shim", "cuda"), steps=40, quick=30, policy=_COOLING, together=True),
     Scenario("one_sample_too_big", scripts.starving, checks=(checks.ended_at_the_floor,), steps=8, quick=6, ends_by_error=True, wait=0.5),
-    Scenario("kill", always(Supply(0.3, 0.3)), checks=(checks.resumed,), steps=16, quick=12, play=Play.KILL),
+    Scenario("kill", always(Supply(0.3, 0.3)), checks=(checks.resumed,), steps=16, quick=12, killed=True),
 )
 
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _CATALOGUE}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -59,51 +58,8 @@ def longest_batch(subject: Subject, steps: int) -> BatchView:
     return max(_views(subject, steps), key=lambda view: view.elements * view.length)
 
 
-def measure(memory: MemoryLimit, make: Callable[[], Subject], steps: int) -> Needs:
-    """Runs pieces of several sizes and optimizer steps; `memory` is open, without a limit yet, and `make` makes the same subject each time."""
-    needs = _measure(memory, make(), steps)
-    if memory.kind != "rlimit":
-        return needs
-    # the kernel keeps no peak of what is mapped, and a size that runs for the first time under pressure can crash
-    pieces = _Pieces(memory, make(), steps)
-    memory.warm(pieces.run_alone, range(min(smallest(pieces.subject), needs.samples), needs.samples + 1))
-    del pieces
-    return _measure_by_trial(memory, make(), needs, steps)
-
-
-class _Pieces:
-    """Pieces of the longest batch, run forward and backward."""
-
-    def __init__(self, memory: MemoryLimit, subject: Subject, steps: int) -> None:
-        self._memory, self.subject = memory, subject
-        self.view = longest_batch(subject, steps)
-
-    def run(self, size: int) -> None:
-        piece = map_tensors(self.view.piece(0, size), lambda tensor: tensor.to(self._memory.device))
-        count = self.subject.options.get("count")
-        terms, _ = read_losses(self.subject.loss_fn(piece), tuple(count) if isinstance(count, Mapping) else None)
-        torch.stack([term.double() for term in terms.values()]).sum().backward()
-
-    def run_alone(self, size: int) -> None:
-        self.run(size)
-        self.subject.model.zero_grad()
-
-    def fits(self, size: int) -> bool:
-        try:
-            self.run(size)
-        except RuntimeError as error:
-            if classify(error) is None:
-                raise
-            return False
-        return True
-
-    def peak(self, run: Callable[[], object]) -> int:
-        self._memory.reset_peak()
-        run()
-        return self._memory.peak()
-
-
-def _measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
+def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
+    """Runs pieces of several sizes and optimizer steps; `memory` is open, without a limit yet."""
     optimizer, pieces = subject.optimizer(subject.model.parameters()), _Pieces(memory, subject, steps)
     samples, smallest_piece = pieces.view.length, least(subject, steps)
     sizes = sorted({min(samples, max(smallest_piece, size)) for size in (smallest_piece, samples // 4, samples // 2, samples)})
@@ -113,6 +69,10 @@ def _measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     optimizer.zero_grad()
     pieces.run(sizes[0])
     peaks = [pieces.peak(partial(pieces.run, size)) for size in sizes]
+    if memory.kind == "rlimit":
+        # the kernel keeps no peak of what is mapped, and a size that runs for the first time under pressure can crash
+        memory.warm(pieces.run, range(min(smallest(subject), samples), samples + 1))
+        peaks = [pieces.least_room(size, most) for size, most in zip(sizes, peaks, strict=True)]
     later = pieces.peak(optimizer.step)
     copies = _bytes_of(optimizer) if memory.kind in ON_HOST else 0
     optimizer.zero_grad()
@@ -127,21 +87,39 @@ def _measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     return Needs(samples, rest, sizes, list(accumulate((max(floor, later, peak) for peak in peaks), max)), first, held, floor)
 
 
-def _measure_by_trial(memory: MemoryLimit, subject: Subject, needs: Needs, steps: int) -> Needs:
-    """For each size the smallest capacity under which a piece comes through; the measured peaks are upper bounds."""
-    optimizer, pieces = subject.optimizer(subject.model.parameters()), _Pieces(memory, subject, steps)
-    pieces.run(needs.sizes[0])
-    optimizer.step()
-    peaks = []
-    for size, most in zip(needs.sizes, needs.peaks, strict=True):
-        low, high = memory.live(), most
+class _Pieces:
+    """Pieces of the longest batch, run forward and backward."""
+
+    def __init__(self, memory: MemoryLimit, subject: Subject, steps: int) -> None:
+        self._memory, self._subject = memory, subject
+        self.view = longest_batch(subject, steps)
+
+    def run(self, size: int) -> None:
+        piece = map_tensors(self.view.piece(0, size), lambda tensor: tensor.to(self._memory.device))
+        count = self._subject.options.get("count")
+        terms, _ = read_losses(self._subject.loss_fn(piece), tuple(count) if isinstance(count, Mapping) else None)
+        torch.stack([term.double() for term in terms.values()]).sum().backward()
+
+    def peak(self, run: Callable[[], object]) -> int:
+        self._memory.reset_peak()
+        run()
+        return self._memory.peak()
+
+    def least_room(self, size: int, most: int) -> int:
+        """The smallest capacity under which a piece comes through, by trial; `most` is enough."""
+        low, high = self._memory.live(), most
         for _ in range(TRIALS):
             middle = (low + high) // 2
-            memory.resize(middle)
-            low, high = (low, middle) if pieces.fits(size) else (middle, high)
-        memory.resize(None)
-        peaks.append(max(needs.floor, high))
-    return replace(needs, peaks=list(accumulate(peaks, max)))
+            self._memory.resize(middle)
+            try:
+                self.run(size)
+                high = middle
+            except RuntimeError as error:
+                if classify(error) is None:
+                    raise
+                low = middle
+        self._memory.resize(None)
+        return high
 
 
 def _bytes_of(optimizer: torch.optim.Optimizer) -> int:

@@ -19,8 +19,8 @@ from .measure import batch_of
 from .reference import generators_of, norm_of, relative, rounding_of, state_of, weight_difference
 
 
-def check(model: str, seed: int, device: str) -> Subject:
-    """Makes a subject twice, compares, and runs one step of one of them; returns the other. UsageError where it cannot be used."""
+def check(model: str, seed: int, device: str) -> None:
+    """Makes a subject twice, compares, and runs one step. UsageError where it cannot be used."""
     first, second = make(model, seed, device), make(model, seed, device)
     if weight_difference(state_of(first.model), state_of(second.model)) > 0:
         raise UsageError(
@@ -38,7 +38,6 @@ def check(model: str, seed: int, device: str) -> Subject:
         if not callable(getattr(optimizer, "step", None)):
             raise UsageError(f"--model {model}: the optimizer's maker returned {type(optimizer).__name__}, which is no optimizer")
         optimizer.step()
-    return first
 
 
 def _run(subject: Subject, model: str, device: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..limits import Child, ChildError, Confined, Fence, Line, MemoryLimit, in_child, open_limit, run_child, run_children
+from ..limits import Child, ChildError, Confined, Fence, Line, in_child, run_child, run_children
 from ..models.subject import words
 from ..record import Mark, Needs, Run, Step
 from . import checks
-from .catalogue import Order, Play
-from .run import Tell, run, unexpected
-from .scripts import Room, margin_of
+from .catalogue import Order
+from .run import Tell, room_of, run, unexpected
 
 FLAT = 0.1  # part of what the whole batch takes that must depend on the micro-batch, or smaller ones do not help
 
@@ -28,9 +26,11 @@ def perform(order: Order, tell: Tell) -> list[Run]:
     Raises:
         UsageError: the model cannot be trained like this, or the budget is below it.
     """
-    play: dict[Play, Callable[[Order, Tell], list[Run]]] = {Play.TRAIN: _train, Play.KILL: _kill, Play.TWO: _two}
     try:
-        return judge(play[order.entry.play](order, tell), order)
+        if order.together:  # on one device, which is made as large as both together may need
+            return judge(two_on(Confined() if order.kind == "cuda" else Fence.create(), order, tell), order)
+        play = _kill if order.entry.killed else _in_child if in_child(order.kind) else run
+        return judge([play(order, tell)], order)
     except UsageError:
         raise
     except ChildError as error:
@@ -45,11 +45,6 @@ def failed(order: Order, complaint: str = "the process ended without a record") 
 
 
 # ---------------------------------------------------------------------- in which processes
-
-
-def _open(order: Order) -> MemoryLimit:
-    """Of two processes on one device, neither moves its limit."""
-    return open_limit(order.kind, **({"shared": True} if order.together and order.kind in {"shim", "cuda"} else {}))
 
 
 def carry_out(line: Line, order: Order) -> None:
@@ -68,11 +63,7 @@ def carry_out(line: Line, order: Order) -> None:
         if step.step == 0:  # a process that is through before the other has begun would show nothing
             meet("trains", None)
 
-    line(run(order, _open(order), tell, meet))
-
-
-def _train(order: Order, tell: Tell) -> list[Run]:
-    return [_in_child(order, tell)] if in_child(order.kind) else [run(order, _open(order), tell)]
+    line(run(order, tell, meet))
 
 
 def _in_child(order: Order, tell: Tell) -> Run:
@@ -83,13 +74,13 @@ def _in_child(order: Order, tell: Tell) -> Run:
     return failed(order)
 
 
-def _kill(order: Order, tell: Tell) -> list[Run]:
+def _kill(order: Order, tell: Tell) -> Run:
     """Two processes, one after the other: the first kills itself in the middle of a backward, the second goes on from the checkpoint."""
     dies = order.steps * 5 // 8
     with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder:
         try:
             _in_child(replace(order, folder=folder, dies=dies), tell)
-            return [failed(order, f"it was to be killed in step {dies}, but went on to its end")]
+            return failed(order, f"it was to be killed in step {dies}, but went on to its end")
         except ChildError as error:
             if error.how != "crash by SIGKILL":
                 raise
@@ -97,16 +88,11 @@ def _kill(order: Order, tell: Tell) -> list[Run]:
     resumed = next((i for i, mark in enumerate(record.marks) if mark.what == "resumed"), None)
     if resumed is not None:
         record.marks.insert(resumed, Mark(record.marks[resumed].at, dies, "killed", f"SIGKILL in a backward of step {dies}"))
-    return [record]
-
-
-def _two(order: Order, tell: Tell) -> list[Run]:
-    """Two processes at the same time on one device, which is made as large as both together may need."""
-    return two_on(Confined() if order.kind == "cuda" else Fence.create(), order, tell)
+    return record
 
 
 def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
-    """The device gets its size when both models are there, and loses it for the references, which are not made for it."""
+    """Two at the same time. The device gets its size when both models are there, and loses it for the references, which are not made for it."""
     fence = device if isinstance(device, Fence) else None
     orders = [replace(order, process=process) for process in (0, 1)]
     children = [Child(order.kind, carry_out, {"order": each}, deadline=order.deadline, fence=fence) for each in orders]
@@ -125,9 +111,7 @@ def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
                     continue
                 size: int | None = None
                 if moment == "made":
-                    needs = waiting[0][0]
-                    room = Room(needs, needs.samples, copies=2, margin=margin_of(order.kind))
-                    size = room.capacity(order.entry.script(0, order.steps, order.seed))
+                    size = room_of(order, waiting[0][0]).capacity(order.entry.script(0, order.steps, order.seed))
                     device.leave(size, held=sum(held for _, held in waiting.values()))
                 elif moment == "trained":
                     device.leave(None)
@@ -152,37 +136,35 @@ def judge(runs: list[Run], order: Order) -> list[Run]:
         grave = {*checks.covers_every_sample(each), *checks.nothing_held(each)}  # which nothing excuses
         if not order.own or not all("whole batches" in complaint for complaint in differences):
             grave |= differences  # else the same pieces give the same curve: what is left is rounding, which some training makes larger
-        light: list[str] = []
-        if order.own and each.needs.samples:
-            light = [complaint for complaint in each.complaints if complaint not in grave and _is_excused(each, complaint)]
-            each.unshown = _too_small(each) or light[0] if light else ""
-        if order.steps < order.entry.quick and each.end is not None and each.end.error is None:
-            of_its_own = {complaint for check in order.entry.checks for complaint in check(each)}
-            late = [complaint for complaint in each.complaints if complaint in of_its_own - grave and complaint not in light]
-            if late:
-                each.unshown = f"{order.steps} steps are too few for it ({order.entry.quick} are enough): {late[0]}"
-            light += late
-        each.complaints = [complaint for complaint in each.complaints if complaint not in light]
+        excuses = {complaint: _excuse(order, each, complaint) for complaint in each.complaints if complaint not in grave}
+        each.unshown = next(filter(None, excuses.values()), "")
+        each.complaints = [complaint for complaint in each.complaints if not excuses.get(complaint)]
         each.passed = not each.complaints
     return runs
 
 
-def _is_excused(each: Run, complaint: str) -> bool:
-    """Whether a complaint is no fault of the training, because the scenario was not written for the user's model; it is said."""
-    if complaint.startswith("unexpected error"):  # the room of that scenario is right for its own model's state only
-        return each.scenario == "optimizer_first_step" and "OptimizerStepError" in complaint
-    excuses = ["so nothing was shown", "was not measured", "whole batches"]
-    if each.end is not None and (each.end.error or "").startswith("MicroBatchFloorError"):
-        excuses.append("MicroBatchFloorError")
-    return bool(_too_small(each)) or any(word in complaint for word in excuses)
+def _excuse(order: Order, each: Run, complaint: str) -> str:
+    """Why a complaint is no fault of the training, or "": the scenario was not written for the user's model, or had too few steps."""
+    if order.own and each.needs.samples and not complaint.startswith("unexpected error"):
+        excused = ["so nothing was shown", "was not measured", "whole batches"]
+        if each.end is not None and (each.end.error or "").startswith("MicroBatchFloorError"):
+            excused.append("MicroBatchFloorError")
+        small = _too_small(each.needs)
+        if small or any(text in complaint for text in excused):
+            return small or complaint
+    if order.own and complaint.startswith("unexpected error: OptimizerStepError") and each.scenario == "optimizer_first_step":
+        return complaint  # the room of that scenario is right for its own model's state only
+    late = order.steps < order.entry.quick and each.end is not None and each.end.error is None
+    if late and any(complaint in check(each) for check in order.entry.checks):
+        return f"{order.steps} steps are too few for it ({order.entry.quick} are enough): {complaint}"
+    return ""
 
 
-def _too_small(each: Run) -> str:
+def _too_small(needs: Needs) -> str:
     """Why smaller micro-batches do not help the user's model, or ""."""
-    needs, least = each.needs, each.needs.sizes[0]
     depends = (needs.whole - needs.one) / max(1, needs.whole)
     if depends >= FLAT:
         return ""
-    if needs.samples >= 2 * least:
+    if needs.samples >= 2 * needs.sizes[0]:
         return f"its whole batch takes only {depends:.1%} more than its smallest micro-batch"
-    return "its batch is a single sample" if needs.samples == 1 else f"its batch of {needs.samples} cannot be cut into pieces of {least}"
+    return "its batch is a single sample" if needs.samples == 1 else f"its batch of {needs.samples} cannot be cut into pieces of {needs.sizes[0]}"

@@ -65,19 +65,19 @@ def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed
         optimizer.zero_grad()
         if evaluated and step in evaluated:
             following = view_of(subject, batch_of(subject, step + 1, device))
-            with evaluating(subject, subject.loss_fn) as evaluate, torch.no_grad():
+            with evaluating(subject) as evaluate, torch.no_grad():
                 curve.outputs += [evaluate(following.piece(start, stop)) for start, stop in evaluated[step]]
     curve.final = state_of(model)
     return curve
 
 
 @contextlib.contextmanager
-def evaluating(subject: Subject, loss_fn: Callable[[Any], Any]) -> Iterator[Callable[[Any], float]]:
+def evaluating(subject: Subject) -> Iterator[Callable[[Any], float]]:
     """Puts the model in eval mode; gives a function that evaluates a piece: the loss is all that is known of a user's model."""
     modes = [(module, module.training) for module in subject.model.modules()]
 
     def evaluate(piece: Any) -> float:
-        returned = loss_fn(piece)
+        returned = subject.loss_fn(piece)
         found = tree_leaves(getattr(returned, "loss", returned))
         return math.fsum(float(leaf.double().mean()) for leaf in found if isinstance(leaf, Tensor))
 
@@ -127,16 +127,17 @@ def _off(mine: Tensor, other: Tensor, scale: Tensor) -> Tensor:
     return found.masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
 
 
-def weight_difference(mine: dict[str, Tensor], other: dict[str, Tensor], names: Sequence[str] | None = None) -> float:
-    """Largest difference of an entry, relative to the largest entry of its tensor; infinite where one has what the other has not."""
+def weight_difference(mine: dict[str, Tensor], other: dict[str, Tensor], shaken: dict[str, Tensor] | None = None) -> float:
+    """Largest difference of an entry, relative to the largest entry of its tensor; infinite where one lacks what the other has. See `relative`."""
     if mine.keys() != other.keys() or any(mine[name].shape != other[name].shape for name in mine):
         return math.inf
-    worst = 0.0
-    for name in mine if names is None else names:
-        a, b = (each[name].to_dense().double() for each in (mine, other))
-        if a.numel():
-            worst = max(worst, float(_off(a, b, b.nan_to_num(0.0, 0.0, 0.0).abs().max()).max()))
-    return worst
+
+    def off(of: dict[str, Tensor], name: str) -> float:
+        a, b = (each[name].to_dense().double() for each in (of, other))
+        return float(_off(a, b, b.nan_to_num(0.0, 0.0, 0.0).abs().max()).max()) if a.numel() else 0.0
+
+    found = {name: off(mine, name) for name in mine}
+    return max((each for name, each in found.items() if shaken is None or each > SHAKEN * off(shaken, name)), default=0.0)
 
 
 # ---------------------------------------------------------------------- a run under stress against it
@@ -190,16 +191,13 @@ def within_rounding(found: Differences) -> bool:
 
 def _differences(limits: Rounding, mine: Curve, other: Curve, shaken: Curve | None = None) -> Differences:
     """Less what one rounding of the weights at its start has driven apart in `shaken`, where training makes a rounding larger with each step."""
-    names = list(other.final)
-    if shaken is not None:
-        off, own = ({name: weight_difference(each.final, other.final, [name]) for name in names} for each in (mine, shaken))
-        names = [name for name in names if off[name] > SHAKEN * own[name]]
-    loss, norm, outputs = (
-        relative(getattr(mine, name), getattr(other, name), None if shaken is None else getattr(shaken, name))
-        for name in ("losses", "norms", "outputs")
-    )
-    weight = weight_difference(mine.final, other.final, names)
-    return Differences(loss, norm, weight, limits.loss, limits.weight, outputs if mine.outputs or other.outputs else None)
+
+    def off(name: str) -> float:
+        return relative(getattr(mine, name), getattr(other, name), None if shaken is None else getattr(shaken, name))
+
+    weight = weight_difference(mine.final, other.final, None if shaken is None else shaken.final)
+    outputs = off("outputs") if mine.outputs or other.outputs else None
+    return Differences(off("losses"), off("norms"), weight, limits.loss, limits.weight, outputs)
 
 
 def _shake(model: nn.Module) -> None:

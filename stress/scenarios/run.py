@@ -7,7 +7,6 @@ import gc
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,62 +16,57 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
-from ..limits import MemoryLimit, in_child, switch_onednn_off
+from ..limits import in_child, open_limit, switch_onednn_off
 from ..models.factory import make
 from ..models.subject import Subject, one_line
 from ..record import Needs, Run, Step
 from .catalogue import Order
 from .measure import ON_HOST, longest_batch, measure
-from .reference import compare, rounding_of, within_rounding
+from .reference import Curve, compare, within_rounding
 from .scripts import Room, margin_of
-from .train import Session, Trained
+from .train import Session
 
 Tell = Callable[[Step], object]
 Meet = Callable[[str, Any], int | None]
-"""Called with the name of a moment and what is known then; returns when all processes of the scenario have reached it, with the device's size."""
+"""Called with the name of a moment and what is known then; returns when both processes have reached it, with the device's size."""
+
+_known: dict[tuple[object, ...], Needs] = {}  # what was measured in this process
 
 
-def run(order: Order, memory: MemoryLimit, tell: Tell = lambda step: None, meet: Meet = lambda moment, known: None) -> Run:
-    """Carries an order out under a limit that is not open yet. There is a `meet` after what is trained was made, and one after it was trained.
+def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Run:
+    """Carries an order out. There is a `meet` after what is trained was made, and one after it was trained.
 
     Raises:
         UsageError: the model cannot be trained like this, or the budget is below it.
     """
     began = time.perf_counter()
-    with memory:
-        needs = needs_of(order, memory)
-        session = Session(order, memory, room_of(order, needs))
+    # of two processes on one device, neither moves its limit
+    with open_limit(order.kind, **({"shared": True} if order.together and order.kind in {"shim", "cuda"} else {})) as memory:
+        key = (order.kind, order.model, order.seed, order.device, order.steps)
+        if key not in _known:
+            _known[key] = measure(memory, make(order.model, order.seed, memory.device), order.steps)
+        session = Session(order, memory, room_of(order, _known[key]))
         gc.collect()  # what was measured with is gone
-        subject = session.subject
-        record = Run(order.scenario, order.kind, subject.name, rounding_of(subject.model)[0], order.seed, needs, process=order.process)
-        largest = largest_block(order, needs, subject)
-        size = meet("made", (needs, memory.reserved()))
+        record, curve, largest = session.record, session.curve, largest_block(order, _known[key], session.subject)
+        size = meet("made", (record.needs, memory.reserved()))
         if size is not None:
             memory.share(size)
         if largest is not None:
             memory.fragment(largest)
-        trained = _train(session, record, tell)
-        del session, subject
+        try:
+            curve = session.train(tell)
+        except (Exception, SystemExit) as error:  # that training does not promise
+            record.complaints.append(unexpected(error))
+        del session
         record.expandable = memory.expandable()
     meet("trained", None)
-    if trained is not None:
+    if record.end is not None:
         with contextlib.ExitStack() as undo:
             if in_child(order.kind):
                 undo.callback(switch_onednn_off())  # as while it trained: other kernels round otherwise, and in float32 that adds up
-            _compare(order, trained, record)
+            _compare(order, curve, record)
     record.seconds = time.perf_counter() - began
     return record
-
-
-_known: dict[tuple[object, ...], Needs] = {}
-
-
-def needs_of(order: Order, memory: MemoryLimit) -> Needs:
-    """What the model takes under this limit; measured once in a process."""
-    key = (order.kind, order.model, order.seed, order.device, order.steps)
-    if key not in _known:
-        _known[key] = measure(memory, partial(make, order.model, order.seed, memory.device), order.steps)
-    return _known[key]
 
 
 def room_of(order: Order, needs: Needs) -> Room:
@@ -100,30 +94,16 @@ def largest_block(order: Order, needs: Needs, subject: Subject) -> int | None:
     return max(*whole, round(order.entry.largest * (needs.whole - needs.rest)))
 
 
-def _train(session: Session, record: Run, tell: Tell) -> Trained | None:
-    """Trains. An error that training does not promise is noted on the record."""
-    record.marks = session.journal.marks
-    try:
-        trained = session.train(tell)
-    except (Exception, SystemExit) as error:
-        record.complaints.append(unexpected(error))
-        return None
-    finally:
-        record.began = session.journal.began
-    record.steps, record.end = trained.steps, trained.end
-    return trained
-
-
 def unexpected(error: BaseException) -> str:
     """A complaint about an error that is not promised, with the place where it was raised."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"unexpected error: {one_line(error)} ({Path(where.filename).name}:{where.lineno})"
 
 
-def _compare(order: Order, trained: Trained, record: Run) -> None:
+def _compare(order: Order, curve: Curve, record: Run) -> None:
     """Notes the differences on the record, and the user's way out where there are some without a reason in the random numbers."""
     try:
-        record.differences = found = compare(order, trained.curve, [step.partition for step in trained.steps])
+        record.differences = found = compare(order, curve, [step.partition for step in record.steps])
     except (Exception, SystemExit) as error:
         record.complaints.append(f"the run without limits, which it is compared with, has failed: {one_line(error)}")
         return

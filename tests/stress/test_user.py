@@ -254,7 +254,7 @@ def test_an_odd_batch_in_twos_has_room_for_the_three_that_are_left(write: Write)
     model = write(returning(norm, SQUARE, "[torch.randn(9, 3, 24, 24) for _ in range(3)]"))
     assert least(make(model, 0), 4) == 3
     with BudgetLimit() as memory:
-        assert measure(memory, lambda: make(model, 0), 4).sizes[0] == 3
+        assert measure(memory, make(model, 0), 4).sizes[0] == 3
     found = perform_one("leak", model, 18)
     assert (found.complaints, found.unshown, len(found.steps)) == ([], "", 18)
 
