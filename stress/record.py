@@ -10,7 +10,7 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,10 @@ class Run:
         """In a word; "ok" is a proof: nothing was wrong, and what the scenario is about took place."""
         return "FAILED" if not self.passed else "not shown" if self.unshown else "ok"
 
+    def count(self, what: str) -> int:
+        """How many marks say that this happened."""
+        return sum(mark.what == what for mark in self.marks)
+
     @property
     def ooms(self) -> int:
         return sum(step.ooms for step in self.steps)
@@ -197,10 +201,9 @@ class Run:
         return sum(step.time_lost for step in self.steps)
 
     def totals(self) -> dict[str, Any]:
-        failures = None if self.end is None else self.end.failures
-        largest = None if self.differences is None else self.differences.largest
-        figures = {name: getattr(self, name) for name in ("ooms", "replayed", "sizes", "time_lost", "seconds")}
-        return {"steps": len(self.steps), "failures": failures, "largest_difference": largest, **figures}
+        found = {name: getattr(self, name) for name in ("ooms", "replayed", "sizes", "time_lost", "seconds")}
+        found |= {"steps": len(self.steps), "failures": self.end and self.end.failures}
+        return found | {"largest_difference": self.differences and self.differences.largest}
 
 
 def count(runs: Sequence[Run]) -> str:
@@ -213,8 +216,6 @@ def count(runs: Sequence[Run]) -> str:
 
 def to_plain(value: Any) -> Any:
     """A value as dicts, lists, numbers and strings: numbers that JSON does not have are "NaN", "Infinity" and "-Infinity"."""
-    if is_dataclass(value):
-        return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
     if isinstance(value, dict):
@@ -229,6 +230,6 @@ def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
         "versions": {"elastic_mbs": elastic_mbs.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "seed": seed,
         "passed": all(run.passed for run in runs),
-        "runs": [to_plain(run) | {"totals": to_plain(run.totals())} for run in runs],
+        "runs": [to_plain(asdict(run) | {"totals": run.totals()}) for run in runs],
     }
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -99,13 +99,9 @@ def cut_up(run: Run) -> Iterator[str]:
 
 def bounded(run: Run) -> Iterator[str]:
     """No more failures than the changes of memory explain; see `allowed_ooms`."""
-    found, allowed = _ooms(run), allowed_ooms(run)
+    found, allowed = run.count("oom"), allowed_ooms(run)
     if run.steps and found > allowed:  # what has ended it before its first step is a complaint of its own
         yield f"{found} out-of-memory errors, where the moves of memory explain {allowed}"
-
-
-def _ooms(run: Run) -> int:
-    return sum(mark.what == "oom" for mark in run.marks)
 
 
 def allowed_ooms(run: Run) -> int:
@@ -179,7 +175,7 @@ def calm(run: Run) -> Iterator[str]:
     """Failures stay rare where memory comes back again and again: each failed growth doubles the policy's cooldown."""
     if not run.steps:
         return
-    seconds, found = run.steps[-1].at + run.steps[-1].seconds, _ooms(run)
+    seconds, found = run.steps[-1].at + run.steps[-1].seconds, run.count("oom")
     allowed = 2 + math.ceil(1 + math.log2(1 + seconds / COOLDOWN))
     if found > (allowed if run.kind in COUNTED else 2 * allowed):
         explained = f"where a cooldown of {COOLDOWN:g} s that doubles allows {allowed}"
@@ -190,25 +186,24 @@ def optimizer_struck(run: Run) -> Iterator[str]:
     """The optimizer's step ran out of memory, or had to make room, and went through all the same."""
     if run.needs.optimizer <= 0 or not run.steps or run.steps[0].capacity is None:
         yield "the optimizer's first step was not measured"
-    elif not any(mark.what == "optimizer" for mark in run.marks):
+    elif not run.count("optimizer"):
         yield "the optimizer's first step never ran out of memory, so nothing was shown"
 
 
 def evaluated(run: Run) -> Iterator[str]:
     """There were evaluations between the steps, and they were compared."""
-    if not any(mark.what == "eval" for mark in run.marks) or (run.differences is not None and run.differences.outputs is None):
+    if not run.count("eval") or (run.differences is not None and run.differences.outputs is None):
         yield "nothing was evaluated between the steps"
 
 
 def resumed(run: Run) -> Iterator[str]:
     """It was killed, went on from its checkpoint, and knew its size at once."""
-    marks = {mark.what: mark for mark in run.marks}
-    missing = [what for what in ("killed", "resumed") if what not in marks]
+    missing = [what for what in ("killed", "resumed") if not run.count(what)]
     if missing:
         yield f"it was to be killed and resumed; {' and '.join(missing)} never happened"
         return
-    start = marks["resumed"]
-    before, after = ([step for step in run.steps if (step.step < start.step) is early] for early in (True, False))
+    start = next(mark for mark in reversed(run.marks) if mark.what == "resumed")
+    before, after = run.steps[: start.step], run.steps[start.step :]
     if not before or not after:
         yield f"there are {len(before)} steps before the checkpoint and {len(after)} after it"
         return

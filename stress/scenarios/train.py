@@ -17,29 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from elastic_mbs import ElasticMBS, RecoveryError
-from elastic_mbs.events import (
-    CallDone,
-    Event,
-    OptimizerOutOfMemory,
-    OutOfMemory,
-    Resized,
-    SensorBack,
-    SensorLost,
-    WaitingForMemory,
-    Warned,
-    format_bytes,
-)
+from elastic_mbs import ElasticMBS, RecoveryError, events
+from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import MemorySensor, Reading, Unavailable, sensor_for
 from elastic_mbs.memory.budget import on_host
-from elastic_mbs.rollback.random_streams import StreamState
 
 from ..flat_options import grouped
 from ..limits import MemoryLimit
 from ..models.factory import make
 from ..record import End, Mark, Run, Step
 from ..reference.by_hand import view_of
-from ..streams import start_streams
+from ..streams import Streams, start_streams
 from .catalogue import Order
 from .measure import batch_of
 from .reference import Curve, evaluating, generators_of, norm_of, rounding_of, state_of, weight_difference
@@ -47,7 +35,13 @@ from .scripts import Room, Supply, dead
 
 EVERY = 4  # steps from one checkpoint to the next
 
-_NAMES = {OptimizerOutOfMemory: "optimizer", SensorLost: "sensor_lost", SensorBack: "sensor_back", WaitingForMemory: "waiting", Warned: "warned"}
+_NAMES: dict[type[events.Event], str] = {
+    events.OptimizerOutOfMemory: "optimizer",
+    events.SensorLost: "sensor_lost",
+    events.SensorBack: "sensor_back",
+    events.WaitingForMemory: "waiting",
+    events.Warned: "warned",
+}
 
 
 class Timeline:
@@ -224,28 +218,28 @@ class Session:
     def _mark(self, what: str, text: str, before: int | None = None, after: int | None = None) -> None:
         self.record.marks.append(Mark(self._now(), len(self.record.steps), what, text, before, after))
 
-    def _hear(self, event: Event) -> None:
-        if isinstance(event, OutOfMemory):
+    def _hear(self, event: events.Event) -> None:
+        if isinstance(event, events.OutOfMemory):
             self._ooms += 1
             self._lost += event.seconds_lost or 0.0
             self._mark("oom", event.line(), event.size_before, event.size_after)
-        elif isinstance(event, Resized):
+        elif isinstance(event, events.Resized):
             self._mark("grow" if event.after > event.before else "shrink", event.line(), event.before, event.after)
-        elif not isinstance(event, CallDone):
-            self._ooms += isinstance(event, OptimizerOutOfMemory)
+        elif not isinstance(event, events.CallDone):
+            self._ooms += isinstance(event, events.OptimizerOutOfMemory)
             self._mark(_NAMES.get(type(event), "error"), event.line())
 
     # ------------------------------------------------------------------ what is kept
 
-    def _state(self) -> tuple[dict[str, Tensor], list[bool], StreamState]:
+    def _state(self) -> tuple[dict[str, Tensor], list[bool], Streams]:
         """What an error must leave as it was."""
         with on_host():
-            return state_of(self.model), [parameter.grad is None for parameter in self.model.parameters()], self._streams.read(hosts=True)
+            return state_of(self.model), [parameter.grad is None for parameter in self.model.parameters()], Streams.now()
 
-    def _is_as(self, before: tuple[dict[str, Tensor], list[bool], StreamState]) -> bool:
+    def _is_as(self, before: tuple[dict[str, Tensor], list[bool], Streams]) -> bool:
+        state, empty, streams = self._state()
         with on_host():
-            state, empty, _ = self._state()
-            return empty == before[1] and not self._streams.moved(before[2]) and weight_difference(state, before[0]) == 0
+            return empty == before[1] and streams.same(before[2]) and weight_difference(state, before[0]) == 0
 
     def _save(self) -> None:
         """After every fourth step. The file is whole at any moment, also while it is written."""
