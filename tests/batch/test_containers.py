@@ -1,11 +1,9 @@
 """Containers are taken apart and put back as the same type, with nothing of theirs lost and nothing of the whole batch's in a piece."""
 
-from __future__ import annotations
-
 import functools
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pytest
@@ -275,14 +273,14 @@ class Elsewhere(UserDict[str, Any]):
 class Two(tuple[Any, ...]):
     __slots__ = ()
 
-    def __new__(cls, a: Any, b: Any) -> Two:
+    def __new__(cls, a: Any, b: Any) -> Self:
         return super().__new__(cls, (a, b))
 
 
 class Reversed(tuple[Any, ...]):
     __slots__ = ()
 
-    def __new__(cls, values: Any) -> Reversed:
+    def __new__(cls, values: Any) -> Self:
         return super().__new__(cls, tuple(values)[::-1])
 
 

@@ -226,13 +226,6 @@ def test_a_page_can_be_made_of_whatever_a_log_holds(events: Events, header: dict
             assert not re.search("nan|inf|None", attributes.get(name) or ""), (tag, attributes)
 
 
-def test_a_loss_over_decades_has_a_logarithmic_axis_and_broken_ones_are_counted() -> None:
-    lane = svg.lanes(run_of([(float(i), done(float(i), loss=loss)) for i, loss in enumerate([1e3, 1.0, float("nan"), float("inf"), 1e-3])]))[3]
-    assert lane.y.log
-    assert ("nothing", "2 not finite") in lane.chips
-    assert len(svg.stretches(lane.lines[0].points)) == 2
-
-
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     path = tmp_path / "run.jsonl"

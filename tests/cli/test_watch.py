@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from elastic_mbs.cli import command
 from elastic_mbs.cli.watch.follow import EVENTS, Follower, State
-from elastic_mbs.cli.watch.panel import panel, sparkline
+from elastic_mbs.cli.watch.panel import panel
 from elastic_mbs.events import Event, Warned
 from elastic_mbs.sinks.run_log import Entry, event_line, read_runs
 from tests.helpers.events import ANY_EVENT, GROWN, KEY, done, failure, log_of
@@ -83,11 +82,6 @@ def test_every_event_there_can_be_is_shown(told: list[Event]) -> None:
 def test_a_run_that_has_only_begun_is_shown_and_markup_as_it_is() -> None:
     assert "unknown until a call has finished" in frame(state_of([]))
     assert "[red]careful[/red] [/]" in frame(state_of([(1.0, Warned("run", "t", "[red]careful[/red] [/]"))]))
-
-
-def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
-    for values, line in (([], ""), ([2.0, 2.0], "▁▁"), ([*range(9)], "▁▂▃▄▅▆▇██"), ([0.0, math.nan, 1.0], "▁ █"), ([-1e308, 1e308], "▁▁")):
-        assert sparkline(values, 10) == line.rjust(10)
 
 
 @pytest.fixture

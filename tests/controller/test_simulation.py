@@ -1,7 +1,4 @@
-"""The controller against a simulated device: how many failures and moves a change of memory may cost, and how fast full size comes back.
-
-Every bound stands beside the reason for it. `need` is in units of a MB; sizes, times and slopes are those of BERT-Large in `reference/papers.md`.
-"""
+"""The controller against a simulated device: how many failures and moves a change of memory may cost, and how fast full size comes back."""
 
 import itertools
 import math
@@ -20,7 +17,7 @@ PATIENCE = Policy().patience * (1 + Policy().jitter)
 COOLDOWN = Policy().cooldown * (1 + Policy().jitter)
 
 
-def bert(x: int) -> int:
+def bert(x: int) -> int:  # BERT-Large of `reference/papers.md`, in MB
     return 5260 + 209 * x
 
 
@@ -86,8 +83,7 @@ def test_in_steady_memory_the_settled_size_is_the_best_that_fits(base: int, slop
     job = Job(Device(total), need, start=start, seed=seed)
     for _ in range(160):
         job.call(batch)
-    # Sizes that fit with the margin must be used; those that only fit without it may be. While one size only was measured, a step of a sixteenth is a
-    # guess: when it fails, the sizes within that step are lost.
+    # Sizes that fit with the margin must be used; when a guess of a sixteenth fails, the sizes within that step are lost.
     fitting = largest(need, int(total * (1 - Policy().margin)))
     gained = (job.per_sample + job.per_piece / min(job.size, batch)) / (job.per_sample + job.per_piece / min(fitting, batch)) - 1
     assert pieces(job.size, batch) <= pieces(fitting, batch) or gained < 0.06, (job.size, fitting)

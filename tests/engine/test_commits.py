@@ -121,10 +121,7 @@ class Routed(nn.Module):
 
 
 class Meeting(nn.Module):
-    """Two leaves that meet in one addition, each through a view: autograd gives both the same memory for their gradient.
-
-    Those of one element get the seed itself: one tensor, seen through two views.
-    """
+    """Two leaves that meet in one addition, each through a view: autograd gives both the same memory for their gradient."""
 
     def __init__(self, size: int = 4, *, apart: bool = False) -> None:
         super().__init__()

@@ -32,10 +32,7 @@ class Elsewhere:
 
 
 class Caching:
-    """A budget as torch's allocator on a GPU would tell of it: what is freed stays reserved, until memory runs out and what is unused is given back.
-
-    What is in use at that moment is freed right after it, and stays reserved again. Blocks are `waste` times as long as the tensors in them.
-    """
+    """A budget as a GPU's allocator would tell of it: what is freed stays reserved, until memory runs out and what is unused is given back."""
 
     def __init__(self, budget: MemoryBudget, waste: float = 1.0) -> None:
         self.budget, self.waste = budget, waste

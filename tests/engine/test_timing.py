@@ -1,7 +1,5 @@
 """What is reported of a call, its seconds too: once, in order, without waiting, and at no cost where nothing listens."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque
@@ -257,7 +255,7 @@ class DeviceEvent:
     def synchronize(self) -> None:
         DeviceEvent.horizon = max(DeviceEvent.horizon, self.at)
 
-    def elapsed_time(self, end: DeviceEvent) -> float:
+    def elapsed_time(self, end: "DeviceEvent") -> float:
         if DeviceEvent.lost:
             raise RuntimeError("CUDA error: unspecified launch failure")
         return 1000 * (end.at - self.at)

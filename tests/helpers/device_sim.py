@@ -1,10 +1,4 @@
-"""A simulated device with simulated time: the engine's loop around a controller, without torch.
-
-Memory is what the test says it is: `need(elements)` bytes for a piece, `others(time)` bytes held by co-tenants that do not react, and what the other
-jobs on the same device have reserved. Readings come once a second, as the monitor's do, so that most decisions see a stale one.
-"""
-
-from __future__ import annotations
+"""A simulated device with simulated time: the engine's loop around a controller, without torch."""
 
 import random
 from collections.abc import Callable
@@ -27,9 +21,9 @@ class Device:
     total: int
     clock: Clock = field(default_factory=Clock)
     others: Callable[[float], int] = lambda _: 0
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list["Job"] = field(default_factory=list)
 
-    def capacity(self, job: Job) -> int:
+    def capacity(self, job: "Job") -> int:
         return self.total - self.others(self.clock.now) - sum(other.reserved for other in self.jobs if other is not job)
 
 

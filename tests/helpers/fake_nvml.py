@@ -1,7 +1,5 @@
 """A driver under the real pynvml, and torch.cuda as far as the sensors use it: neither needs a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import types
 from collections.abc import Callable
@@ -30,7 +28,7 @@ class Card:
     free: int
     total: int
     mode: int = 0
-    instances: list[Card] = field(default_factory=list)
+    instances: list["Card"] = field(default_factory=list)
     compute: list[Process] = field(default_factory=list)
     graphics: list[Process] = field(default_factory=list)
 

@@ -14,10 +14,7 @@ COPIES = ("aten::copy_", "aten::_foreach_copy_")
 
 
 class Everywhere(InjectOOM):
-    """Fails at operations in place too: what is refused there has not happened, what came before it has.
-
-    An error for good leaves out copies into memory that exists: where even those fail nothing can be rolled back.
-    """
+    """Fails at operations in place too: what is refused there has not happened, what came before it has."""
 
     def __init__(self, at: Iterable[int] = (), always_from: int | None = None, errors: Iterable[type[BaseException]] = ()) -> None:
         super().__init__(at, always_from)
@@ -26,7 +23,7 @@ class Everywhere(InjectOOM):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returns, name = func._schema.returns, func._schema.name
         view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not (view or (self._for_good and name in COPIES)):
+        if not (view or (self._for_good and name in COPIES)):  # where even copies failed for good nothing could be rolled back
             try:
                 self.step(name)
             except torch.OutOfMemoryError as error:

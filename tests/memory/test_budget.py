@@ -130,7 +130,12 @@ def test_another_device_is_not_counted() -> None:
 
 
 def test_tensors_that_were_not_tracked_are_counted_when_seen_and_do_not_raise() -> None:
-    x = block(8)
+    a, b, c, x = block(1), block(2), block(4), block(8)
+    with MemoryBudget(MIB) as budget:
+        torch.cat([a, b])
+        assert budget.live == 3 * KIB, "in a list"
+        torch.bitwise_not(c, out=c)
+        assert budget.live == 7 * KIB, "by a keyword"
     with MemoryBudget("4KiB") as budget:
         assert budget.live == 0
         view = x[:10]
@@ -141,15 +146,6 @@ def test_tensors_that_were_not_tracked_are_counted_when_seen_and_do_not_raise() 
         del x, view
         assert budget.live == 0
         block()
-
-
-def test_inputs_in_lists_and_keywords_are_seen() -> None:
-    a, b, c = block(1), block(2), block(4)
-    with MemoryBudget(MIB) as budget:
-        torch.cat([a, b])
-        assert budget.live == 3 * KIB
-        torch.bitwise_not(c, out=c)
-        assert budget.live == 7 * KIB
 
 
 def test_an_operation_that_writes_a_list_and_one_tensor_runs() -> None:

@@ -36,14 +36,6 @@ def test_the_walk_finds_every_leaf_of_the_model_and_those_outside_it() -> None:
     assert ids(census_of(loss).leaves) == ids([*model.parameters(), prompt, log_weight, batch])
 
 
-def test_the_walk_leaves_out_what_backward_does_not_reach() -> None:
-    used, frozen, detached, unused = leaf(3), leaf(3), leaf(3), leaf(3)
-    frozen.requires_grad_(False)
-    loss = (used * frozen * detached.detach()).sum()
-    assert ids(census_of(loss).leaves) == ids([used])
-    assert unused.grad is None
-
-
 def test_a_deep_graph_does_not_exhaust_the_stack() -> None:
     w = leaf()
     x = w

@@ -119,14 +119,6 @@ def test_the_budget_is_kept_to_the_byte_and_can_be_moved(fence: Fence) -> None:
     run(fence, "assert take((512 << 10) + 1) is None\nassert all(take(512 << 10) for _ in range(20))")
 
 
-def test_two_processes_share_one_budget_and_never_pass_it(fence: Fence) -> None:
-    fence.budget = 10 * MEBI
-    with start(fence, "kept = take(7 << 20)\nready()") as other:
-        run(fence, "assert take((3 << 20) + 1) is None and take(3 << 20)")
-        assert fence.live() == 7 * MEBI, "the first of the two has ended, and took its bytes along"
-        other.communicate("end\n")
-
-
 @pytest.mark.parametrize("reaped", [True, False], ids=["waited for", "a zombie"])
 def test_the_bytes_of_a_killed_process_come_back(fence: Fence, reaped: bool) -> None:
     fence.budget = 10 * MEBI

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, UsageError
+from elastic_mbs import ElasticMBS, MemoryOptions, UsageError
 from elastic_mbs.memory import Headroom, NoSensor, Unavailable
 from stress.limits import KINDS, BudgetLimit, Child, Fence, ProcessLimit, ShimLimit, available, in_child, open_limit, run_child, run_children
 from stress.limits import fence as fences
@@ -160,18 +160,6 @@ def test_a_sensor_that_is_a_meter_takes_the_meters_place() -> None:
         assert mbs._context.meter is memory.sensor
     with BudgetLimit() as memory, ElasticMBS(model, memory=MemoryOptions(sensor=NoSensor(""), monitor_interval=0)) as mbs:
         assert mbs._context.meter is memory.budget
-
-
-def test_leaving_by_an_error_lifts_the_limit_as_well() -> None:
-    memory = BudgetLimit()
-    with pytest.raises(KeyError), memory:
-        memory.resize(1)
-        memory.fragment(1)
-        memory.occupy(1)
-        raise KeyError
-    assert MemoryBudget.current() is None
-    assert memory.budget.limit >= 1 << 60
-    assert memory.others() == 0
 
 
 @pytest.fixture
