@@ -82,12 +82,6 @@ def test_bad_input_is_one_line_with_the_way_out(line: str, said: str, tmp_path: 
     assert list(tmp_path.iterdir()) == [file], "nothing is left behind"
 
 
-def test_a_kind_that_cannot_be_had_is_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(scenarios, "available", lambda kind: f"no {kind} here")
-    assert main(["stress", "--kind", "shim"]) == 2
-    assert "--kind shim: no shim here" in capsys.readouterr().err
-
-
 def test_a_place_is_checked_by_opening_it_and_its_content_stays(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("old")

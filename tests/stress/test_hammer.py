@@ -148,28 +148,15 @@ def at_rest() -> Iterator[Training]:
         yield found
 
 
-def _draw(running: Training) -> None:
-    torch.rand(1)
-
-
-def _move_buffer(running: Training) -> None:
-    running.real.model.get_buffer("mean").add_(1.0)
-
-
-def _leave_gradient(running: Training) -> None:
-    for leaf in running.real.leaves():
-        leaf.grad = torch.zeros_like(leaf)
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_leave_gradient, "a gradient that was empty is not empty"),
-        (_move_buffer, "buffers are not as before"),
-        (_draw, "random streams are not as before"),
+        (lambda at: torch.stack([leaf.sum() for leaf in at.real.leaves()]).sum().backward(), "a gradient that was empty is not empty"),
+        (lambda at: at.real.model.get_buffer("mean").add_(1.0), "buffers are not as before"),
+        (lambda at: torch.rand(1), "random streams are not as before"),
     ],
 )
-def test_a_refused_call_that_has_left_anything_changed_is_told(at_rest: Training, change: Callable[[Training], None], told: str) -> None:
+def test_a_refused_call_that_has_left_anything_changed_is_told(at_rest: Training, change: Callable[[Training], object], told: str) -> None:
     start = at_rest.state()
     at_rest.check_refused(start, "step 0: ")
     change(at_rest)
@@ -271,8 +258,11 @@ def test_how_the_process_of_a_soak_ends_is_told_by_the_exit_code(
     assert out.endswith("failed\n")
 
 
-@pytest.mark.parametrize("command", ["hammer", "soak"])
-def test_a_kind_that_cannot_be_had_here_is_bad_input(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("stress.endurance.hammer.available", lambda kind: "there is no compiler")
-    assert main(["stress", command, "--kind", "shim"]) == 2
-    assert "there is no compiler" in capsys.readouterr().err
+@pytest.mark.parametrize("command", [[], ["hammer"], ["soak"]], ids=" ".join)
+def test_a_kind_that_cannot_be_had_here_is_bad_input(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for asked in ("stress.endurance.hammer.available", "stress.scenarios.command.available"):
+        monkeypatch.setattr(asked, lambda kind: "there is no compiler")
+    assert main(["stress", *command, "--kind", "shim"]) == 2
+    told = capsys.readouterr().err
+    assert "--kind shim" in told
+    assert "there is no compiler" in told

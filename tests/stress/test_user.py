@@ -91,10 +91,7 @@ def test_a_file_imports_its_neighbours_plainly_and_relatively_and_another_of_its
         (returning(more=", lambda p: None"), "the optimizer's maker returned NoneType, which is no optimizer"),
         (returning(more=", lambda p: torch.optim.SGD(p, lr=-1)"), "its optimizer does not run: ValueError: Invalid learning rate"),
         (returning(more=", {'cuont': 3}"), "its options do not suit ElasticMBS: TypeError"),
-        (
-            returning(loss="lambda x, y: 0"),
-            "its step fails on its first batch: TypeError: ",
-        ),
+        (returning(loss="lambda x, y: 0"), "its step fails on its first batch: TypeError: "),
         (returning(loss="lambda b: None"), "--model {model}: loss_fn returned None; is a `return` missing?"),
         (returning(loss="lambda b: m(b[0]).mean() * float('nan')"), "the loss of its first batch is nan and its gradient's norm nan"),
         (returning(loss="lambda b: (m(b[0]) * 0).mean()"), "the gradient of its first batch is zero"),
@@ -103,10 +100,7 @@ def test_a_file_imports_its_neighbours_plainly_and_relatively_and_another_of_its
         (returning(batches="torch.randn(16, 8)"), "batches are one Tensor: for a single batch give a list of it, [batch]"),
         (returning(batches="3"), "batches are int: give a list, a loader, a generator, or a function of the step's number"),
         (returning(batches="[]"), "there are no batches"),
-        (
-            returning(batches="lambda: 0"),
-            "there is no batch for step 0: TypeError: ",
-        ),
+        (returning(batches="lambda: 0"), "there is no batch for step 0: TypeError: "),
         (returning(batches="(torch.randn(16, 8).double(), torch.randint(0, 4, (16,)))"), "each of which is taken for a batch: is it one batch?"),
         (returning(batches="lambda step: [torch.zeros(4, 8).double()][step]", loss=SQUARE), "there is no batch for step 1: IndexError"),
         (returning("nn.Linear(8, 4).requires_grad_(False)"), "the model has no parameter that requires a gradient"),
