@@ -9,12 +9,16 @@ BIN := .venv/bin
 PIP := -m pip --quiet --quiet --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test test-injected lint format stress montecarlo docs wheel wheel-test clean
+.PHONY: demo test coverage test-injected lint format stress montecarlo docs wheel wheel-test clean
 
 demo: .venv/installed
 	@$(BIN)/python -m elastic_mbs demo
 
 test: .venv/installed
+	@$(BIN)/python -m pytest --quiet --numprocesses=auto
+
+# The same, with branch coverage and its floor. Takes three quarters more time, so it is no part of CI.
+coverage: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=auto --cov --cov-report=term
 
 # The tests marked `injectable`, with out-of-memory errors at random places inside guarded attempts (elastic_mbs.testing). SEED=N for other places.
