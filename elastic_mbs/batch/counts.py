@@ -61,7 +61,7 @@ class Counts:
     @property
     def names(self) -> tuple[str, ...] | None:
         """The names of the losses; None for a single loss."""
-        return tuple(name for name in self._columns if name is not None) or None
+        return None if None in self._columns else tuple([str(name) for name in self._columns])
 
     @property
     def total(self) -> int | float | dict[str, int | float]:
@@ -70,7 +70,7 @@ class Counts:
             return self._columns[None].total
         return {str(name): column.total for name, column in self._columns.items()}
 
-    def weights(self, start: int, stop: int, *, reduction: str = "mean") -> dict[str | None, float] | None:
+    def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float] | None:
         """The weight of each loss of samples `start` to `stop`, by name: c / C, under "sum" 1 or 0; None where they have no loss term."""
         shares = {name: (column.prefix[stop] - column.prefix[start]) / column.units for name, column in self._columns.items()}
         if not any(shares.values()):

@@ -78,6 +78,7 @@ class Node:
 
 _NOT_GIVEN = object()
 _CONTAINERS = frozenset({Role.LIST, Role.FIELDS, Role.ARRAY, Role.CUSTOM})
+_TEXTS = (str, bytes)
 _MANY = 7  # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are some, a picture's crops more
 
 
@@ -108,7 +109,7 @@ class Layout:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
             # a tuple of texts is what `default_collate` makes of them
-            texts = given is not ListLayout.FIELDS and type(value) is tuple and bool(value) and all(isinstance(part, str | bytes) for part in value)
+            texts = given is not ListLayout.FIELDS and type(value) is tuple and bool(value) and all(isinstance(part, _TEXTS) for part in value)
             return self._items(value, path, kind, given) if texts or given is ListLayout.ITEMS else self._fields(value, path, kind, given)
         if role is Role.LIST:
             return self._list(value, path, kind, given)
@@ -242,15 +243,16 @@ class Layout:
     def _could_be_samples(self, root: Node) -> list[Node]:
         """Fields that could be the samples: many alike tensors in a list, or lists of one length that are all there is (zip(*samples))."""
         first, *others = root.children.values()
+        if first.cut is not Cut.FIELDS and len(root.children) <= _MANY:
+            return []
         lists = [first, *others] if first.cut is Cut.FIELDS else [root]
         if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.given(each.path) is not _NOT_GIVEN for each in lists):
             return []
         counts = {len(each.value) for each in lists}
         if len(lists) > 1:
             return lists if len(counts) == 1 and counts != {1} else []
-        if counts.pop() <= _MANY:
-            return []
-        return lists if len({(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}) == 1 else []
+        kinds = {(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}
+        return lists if counts.pop() > _MANY and len(kinds) == 1 else []
 
     def _disagreement(self, batch: Any) -> str:
         """Names each leaf and its shape, and the line to add for each length that the batch can have."""

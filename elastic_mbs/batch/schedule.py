@@ -18,7 +18,7 @@ class Range:
     start: int
     stop: int
     committed: frozenset[int] = frozenset()  # ids of the leaves that an attempt that failed half-way has already contributed to
-    weights: Weights | None = None  # of a piece that was handed out
+    weights: Weights | None = None  # of a piece; None where nothing in it counts
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -49,9 +49,9 @@ class Schedule:
             if not self._pieces:
                 rest = self._rests.pop()
                 cut = partition(rest.start, rest.stop, size, minimum=self._minimum, align=self._align)
-                self._pieces = [Range(start, stop, rest.committed) for start, stop in reversed(cut)]
+                weights = self._counts.weights
+                self._pieces = [Range(start, stop, rest.committed, weights(start, stop, self._reduction)) for start, stop in reversed(cut)]
             piece = self._pieces.pop()
-            piece.weights = self._counts.weights(piece.start, piece.stop, reduction=self._reduction)
             if piece.weights is not None:
                 return piece
             self.skipped.append((piece.start, piece.stop))  # its loss would be 0/0, and NaN × 0 is NaN

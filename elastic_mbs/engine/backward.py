@@ -34,25 +34,23 @@ def run_backward(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None
     settings = state.context.settings
     if settings.scaler is not None:
         loss = settings.scaler.scale(loss)
+    run = settings.gradients.backward or backward
+    if attempt.piece.committed:
+        run = partial(_backward_of_the_rest, state, attempt)
     if state.profile.custom or attempt.custom:
         root = attempt.root
         assert root is not None
         with inner_backwards(root, partial(_add_inner_leaves, state)):
-            _backward(state, attempt, loss)
+            run(loss)
     else:
-        _backward(state, attempt, loss)
+        run(loss)
 
 
-def _backward(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None:
-    own = state.context.settings.gradients.backward
-    if attempt.piece.committed:
-        missing = [leaf for leaf in attempt.leaves or () if not state.is_marked(leaf, attempt.piece.committed)]
-        if missing:
-            torch.autograd.backward(loss, inputs=missing)
-    elif own is not None:
-        own(loss)
-    else:
-        backward(loss)
+def _backward_of_the_rest(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None:
+    """To the leaves that have not committed yet."""
+    missing = [leaf for leaf in attempt.leaves or () if not state.is_marked(leaf, attempt.piece.committed)]
+    if missing:
+        torch.autograd.backward(loss, inputs=missing)
 
 
 def backward(loss: torch.Tensor) -> None:
@@ -128,9 +126,8 @@ def commit(state: CallState, attempt: Attempt) -> None:
     """Adds up the gradients of a clean backward, and learns from one with a number of commits that is new."""
     context, profile, ledger, seen = state.context, state.profile, state.context.ledger, attempt.seen
     assert seen is not None
-    if state.isolation is None and ledger.commits(seen) in profile.commits:
-        ledger.note(seen)  # and what has changed since is seen by the next check
-        return
+    if state.isolation is None and ledger.advance(seen, profile.commits):
+        return  # what has changed since is seen by the next check
     ledger.check_unchanged(seen)
     changed = ledger.changed()
     _check_cleared(state, attempt, changed)

@@ -116,7 +116,7 @@ class Call:
             state.watch.attempt()
         try:
             if state.streams is None:
-                streams = context.streams.read(hosts=True)
+                streams = context.streams.read(everything=True)
                 context.buffers.begin_call(context.model.modules, (state.key, state.identity))
                 state.streams = attempt.streams = streams
             else:
@@ -126,7 +126,7 @@ class Call:
             data = state.view.piece(piece.start, piece.stop)
             if state.profile.edits_batch:
                 data = map_tensors(data, torch.Tensor.clone)
-            attempt.data = to_device(data, context.piece_device)
+            attempt.data = data if context.piece_device is None else to_device(data, context.piece_device)
         except Exception as error:
             if not note_failure(state, attempt, error):
                 raise
@@ -204,7 +204,7 @@ class Call:
             if state.table is not None:
                 state.table.__exit__(None, None, None)
             if error is None:
-                if self.finished:
+                if state.phase is Phase.DONE:
                     raise IncompleteBatchError("the runtime was closed inside a `with micro:` block, so its batch is incomplete")
                 self._commit(attempt)
                 if not state.schedule:

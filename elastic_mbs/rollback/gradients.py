@@ -10,7 +10,7 @@ Source: torch/csrc/autograd/functions/accumulate_grad.h; shared/reference/autogr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -86,11 +86,12 @@ class Ledger:
         extra = self._noted.extra
         if extra:
             extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
-        return Observation(*_read(self._leaves), extra)
+        grads: Grads = list(map(_GRAD, self._leaves))
+        return Observation(grads, _versions(grads), extra)
 
-    def note(self, seen: Observation | None = None) -> None:
-        """Notes all gradients as they are now, or as they were seen."""
-        self._noted = seen or self.observe()
+    def note(self) -> None:
+        """Notes all gradients as they are now."""
+        self._noted = self.observe()
 
     def forget(self) -> None:
         """Drops the notes and the extra leaves: gradients can be changed freely, and are not kept alive."""
@@ -105,8 +106,8 @@ class Ledger:
     def unchanged(self) -> bool:
         """Whether all gradients are the tensors that they were, and nothing was written to them."""
         before = self._noted
-        grads, versions = _read(self._leaves)
-        return versions == before.versions and all(map(is_, grads, before.grads)) and not (before.extra and self.changed())
+        same = all(map(is_, map(_GRAD, self._leaves), before.grads)) and _versions(before.grads) == before.versions
+        return same and not (before.extra and self.changed())
 
     def changed(self, since: Observation | None = None) -> list[torch.Tensor]:
         """The leaves whose gradient was made, replaced or dropped since; and those whose gradient was written to, as often as it was."""
@@ -119,14 +120,21 @@ class Ledger:
             found += [leaf] if grad is not noted_grad else [leaf] * (_version(grad) - version)
         return found
 
-    def commits(self, seen: Observation) -> int | None:
-        """The number of commits between the last note and what was seen; None where that needs a look at each leaf."""
+    def advance(self, seen: Observation, expected: Collection[int]) -> bool:
+        """Notes what was seen where an expected number of commits has led there since the last note; False where that needs a look at each leaf."""
         before = self._noted
         if before.extra:
-            return None
+            return False
         if all(map(is_, seen.grads, before.grads)):
-            return sum(seen.versions) - sum(before.versions)
-        return sum(map(is_not, seen.grads, repeat(None))) if _all_none(before.grads) and not self.share_memory() else None
+            commits = sum(seen.versions) - sum(before.versions)
+        elif _all_none(before.grads) and not self.share_memory():
+            commits = sum(map(is_not, seen.grads, repeat(None)))
+        else:
+            return False
+        if commits not in expected:
+            return False
+        self._noted = seen
+        return True
 
     def share_memory(self) -> bool:
         """Whether two leaves have gradients in one piece of memory, so that their versions are one."""
@@ -159,15 +167,14 @@ class Ledger:
         )
 
 
-def _read(leaves: Sequence[torch.Tensor]) -> tuple[Grads, list[int]]:
-    """The gradients of `leaves` and their versions. Runs twice for every piece, so it runs no line of Python for each leaf."""
-    grads: Grads = list(map(_GRAD, leaves))
-    if _all_none(grads):
-        return grads, [NO_VERSION] * len(grads)
+def _versions(grads: Grads) -> list[int]:
+    """The versions of gradients. Runs twice for every piece, so it runs no line of Python for each of them."""
+    if all(map(is_, grads, repeat(None))):
+        return [NO_VERSION] * len(grads)
     try:
-        return grads, list(map(_VERSION, grads))
+        return list(map(_VERSION, grads))
     except (AttributeError, RuntimeError):  # of None, and of inference tensors
-        return grads, [_version(grad) for grad in grads]
+        return [_version(grad) for grad in grads]
 
 
 def _all_none(grads: Grads) -> bool:

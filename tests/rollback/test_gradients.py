@@ -26,10 +26,6 @@ def noted(model: list[Tensor]) -> Ledger:
     return ledger
 
 
-def commits(ledger: Ledger) -> int | None:
-    return ledger.commits(ledger.observe())
-
-
 def accumulate(leaf: Tensor) -> None:
     (leaf * 2).sum().backward()
 
@@ -64,13 +60,18 @@ def test_each_backward_counts_once_for_each_leaf_that_it_reaches(filled: list[bo
         leaf.grad = torch.ones(2) if full else None
     ledger = noted(model)
     assert ledger.with_gradient() == {id(leaf) for leaf, full in zip(model, filled, strict=True) if full}
+    had = ledger.with_gradient()
     for reached in backwards:
         once = sorted({place % len(model) for place in reached})
         if once:
             torch.stack([model[place].sum() for place in once for _ in range(2)]).sum().backward()  # twice in a graph is one commit
-        assert commits(ledger) in (len(once), None)
+        seen = ledger.observe()
+        assert not ledger.advance(seen, set(range(10)) - {len(once)})
         assert Counter(map(id, ledger.changed())) == Counter(id(model[place]) for place in once)
-        ledger.note(ledger.observe())
+        known = {id(leaf) for leaf in model if leaf.grad is not None} == had or not had  # else it needs a look at each leaf
+        assert ledger.advance(seen, {len(once)}) is known
+        ledger.note()
+        had = ledger.with_gradient()
         assert ledger.unchanged()
         assert ledger.changed() == []
 
@@ -81,7 +82,7 @@ def test_extra_leaves_are_known_until_the_notes_are_dropped_and_not_kept_alive()
     assert [id(leaf) for leaf in ledger.add_extra([*model, prompt])] == [id(prompt)]
     assert ledger.add_extra([prompt]) == []
     (model[0] * prompt).sum().backward()
-    assert commits(ledger) is None
+    assert not ledger.advance(ledger.observe(), range(10))
     assert Counter(map(id, ledger.changed())) == Counter([id(model[0]), id(prompt)])
     ledger.note()
     assert ledger.unchanged()

@@ -46,40 +46,43 @@ def test_a_stream_is_put_back(which: int) -> None:
     name, generator, draw = EVERY[which]
     streams = RandomStreams([] if generator is None else [generator], [torch.device("cpu")])
     for _ in range(2):
-        state = streams.read(hosts=True)
+        state = streams.read(everything=True)
         assert not streams.moved(state)
         first = draw()
         assert streams.learn(state)
-        assert streams.draws_on_host is not name.startswith("torch")
+        assert streams.draws is name.startswith("torch")
+        assert streams.draws_on_host is not streams.draws
         draw()
         streams.restore(state)
         assert draw() == first
 
 
-def test_the_hosts_streams_are_read_for_each_piece_from_the_call_on_in_which_they_have_moved() -> None:
-    python = random.Random(0)
-    streams = RandomStreams([python], [])
-    start = streams.read(hosts=True)
-    piece = streams.read()
-    assert piece.hosts is None
-    drawn, first = python.random(), torch.rand(1).item()
-    assert not streams.hosts_moved(piece)
-    streams.restore(piece)  # torch's alone
-    assert torch.rand(1).item() == first
-    assert python.random() != drawn
+@pytest.mark.parametrize("which", range(len(EVERY)), ids=[name for name, _, _ in EVERY])
+def test_a_stream_is_read_for_each_piece_from_the_call_on_in_which_it_has_moved(which: int) -> None:
+    _, generator, draw = EVERY[which]
+    streams = RandomStreams([] if generator is None else [generator], [torch.device("cpu")])
+    start, piece = streams.read(everything=True), streams.read()
+    assert not streams.lost(start, piece)
+    streams.restore(piece)
+    first = draw()
+    assert streams.lost(start, piece)
+    assert not streams.moved(piece)  # nothing was read that could tell
+    streams.restore(piece)
+    assert draw() != first
     assert streams.learn(start)
     piece = streams.read()
-    assert piece.hosts is not None
-    drawn = python.random()
+    assert not streams.lost(start, piece)
+    drawn = draw()
+    assert streams.moved(piece)
     streams.restore(piece)
-    assert python.random() == drawn
+    assert draw() == drawn
 
 
 def test_numpy_imported_later_counts_as_drawn_from_and_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = RandomStreams([random.Random(0)], [])
     numpy_random = sys.modules["numpy.random"]
     monkeypatch.delitem(sys.modules, "numpy.random")
-    state = streams.read(hosts=True)
+    state = streams.read(everything=True)
     assert not streams.hosts_moved(state)
     monkeypatch.setitem(sys.modules, "numpy.random", numpy_random)
     assert streams.hosts_moved(state)
