@@ -16,7 +16,7 @@ from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.controller.policy import Policy
 from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context
-from elastic_mbs.engine.micro_batch import DisabledPass, MicroBatch, loop, micro_batches
+from elastic_mbs.engine.micro_batch import DisabledPass, MicroBatch, loop
 from elastic_mbs.engine.misuse import check_capture, check_function, running_call
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import names_of
@@ -173,9 +173,7 @@ class ElasticMBS:
             assert self.last_result is not None
             return self.last_result
         with self._start(batch, *names_of(loss_fn), arguments=(args, kwargs)) as call:
-            for micro in micro_batches(call):
-                with micro:
-                    micro.backward(loss_fn(micro.data, *args, **kwargs))
+            call.run(loss_fn, args, kwargs)
         return self._finish(call)
 
     def micro_batches(self, batch: Any, *, name: str = "loop", own_graph: bool = True) -> Iterator[MicroBatch]:
@@ -229,9 +227,7 @@ class ElasticMBS:
             with torch.no_grad():
                 return fn(self._context.load(batch), *args, **kwargs)
         with self._start(batch, *names_of(fn), training=False, outputs=to, arguments=(args, kwargs)) as call, torch.no_grad():
-            for micro in micro_batches(call):
-                with micro:
-                    micro.keep(fn(micro.data, *args, **kwargs))
+            call.run(fn, args, kwargs)
         return self._finish(call).outputs
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:

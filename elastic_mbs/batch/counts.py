@@ -24,7 +24,7 @@ from elastic_mbs.errors import CountError
 CountFn = Callable[[Any], Any]  # batch → loss terms per sample, a vector of length N
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Column:
     prefix: Sequence[int]  # prefix[i]: terms before sample i, in units that make them whole, so that shares are rounded once
     units: int  # in the batch

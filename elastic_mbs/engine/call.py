@@ -6,6 +6,7 @@ Recovery runs in `__next__`, when the exception of the failed attempt and its tr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -21,10 +22,8 @@ from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
 from elastic_mbs.engine.result import StoredOutput, check_not_overwritten
-from elastic_mbs.engine.state import Attempt, CallState, Phase, begin
-from elastic_mbs.engine.timing import known
+from elastic_mbs.engine.state import Attempt, Phase, begin
 from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError, UsageError
-from elastic_mbs.events import Resized
 from elastic_mbs.memory import oom
 from elastic_mbs.options import OutputPlace
 
@@ -79,6 +78,19 @@ class Call:
         """Ends the call where an interrupt has struck between the lines of the engine itself."""
         if error is not None:
             self.abort(error)
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Runs `fn` on every piece: backward of the loss that it returns, or, in an evaluation, its outputs are kept."""
+        take = self.backward if self.state.training else self.keep
+        for attempt in self:
+            self.begin(attempt)
+            try:
+                take(attempt, fn(attempt.data, *args, **kwargs))
+            except BaseException as error:
+                if not self.end(attempt, error):
+                    raise
+            else:
+                self.end(attempt, None)
 
     def __iter__(self) -> Self:
         return self
@@ -258,7 +270,7 @@ class Call:
         result = state.make_result()
         if not state.training:
             context.retry('join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
-        _inform_controller(state)
+        state.inform_controller()
         state.phase = Phase.WHOLE  # a callback may step, or evaluate
         misuse.leave_call(self)
         try:
@@ -359,7 +371,7 @@ class Call:
         return IncompleteBatchError(f"{what}: samples {ranges} of {state.view.length} were not run. Its gradients have been emptied")
 
 
-# ---------------------------------------------------------------------- how a call begins, and what the controller learns of it
+# ---------------------------------------------------------------------- how a call begins
 
 
 def _check_outer(context: Context, training: bool) -> None:
@@ -374,21 +386,3 @@ def _check_outer(context: Context, training: bool) -> None:
             "a call was started inside the step function of another one, or in a function of on_event while it runs, and could not be undone "
             "when that one is replayed: take it out of there (an eval by another runtime may stay)"
         )
-
-
-def _inform_controller(state: CallState) -> None:
-    """Gives the controller what the call has shown, and emits the move that follows."""
-    context, seen = state.context, state.outcome()
-    if not state.plan.probing:
-        state.watch.stop()
-        context.timed.append((state.watch, (state.key, seen)))
-    for (key, timed), seconds in known(context.timed):
-        if timed is seen:
-            seen = seen._replace(seconds=seconds)
-        else:
-            context.controller.timed(key, timed._replace(seconds=seconds))
-    capacity = context.capacity()
-    move = context.controller.end(state.key, seen, capacity)
-    if move is not None:
-        available = None if capacity is None else capacity.bytes
-        context.log.emit(Resized(context.settings.name, move.before, move.after, move.reason, str(state.key), available))

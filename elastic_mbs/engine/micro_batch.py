@@ -82,15 +82,10 @@ class MicroBatch:
         self._attempt.callbacks += (fn,)
 
 
-def micro_batches(call: Call) -> Iterator[MicroBatch]:
-    """The attempts of a call, as the loop over them sees them."""
-    return map(partial(MicroBatch, call), call)
-
-
 def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
     """The loop that the user writes out; `finish` is called when the batch is done, by the end of the loop or by a `break` after the last piece."""
     try:
-        yield from micro_batches(call)
+        yield from map(partial(MicroBatch, call), call)
     except GeneratorExit:  # left early: the next call, or the end of the `with` block, says so
         if call.inside:  # an interrupt between the lines of the engine itself: nobody could say so inside a piece
             call.abort(call.left_early())

@@ -30,9 +30,9 @@ from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.model import Modes
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.result import StepResult, StoredOutput
-from elastic_mbs.engine.timing import Stopwatch, memory_figures
+from elastic_mbs.engine.timing import Stopwatch, known, memory_figures
 from elastic_mbs.errors import BatchError
-from elastic_mbs.events import CallDone, CallFailed
+from elastic_mbs.events import CallDone, CallFailed, Resized
 from elastic_mbs.memory.oom import Verdict
 from elastic_mbs.options import OutputPlace
 from elastic_mbs.rollback.gradients import Observation
@@ -248,6 +248,23 @@ class CallState:
             ooms=self.failures,
             least_fragmentation=usage.least_fragmentation if usage else None,
         )
+
+    def inform_controller(self) -> None:
+        """Gives the controller what the call has shown, and emits the move that follows."""
+        context, seen = self.context, self.outcome()
+        if not self.plan.probing:
+            self.watch.stop()
+            context.timed.append((self.watch, (self.key, seen)))
+        for (key, timed), seconds in known(context.timed):
+            if timed is seen:
+                seen = seen._replace(seconds=seconds)
+            else:
+                context.controller.timed(key, timed._replace(seconds=seconds))
+        capacity = context.capacity()
+        move = context.controller.end(self.key, seen, capacity)
+        if move is not None:
+            available = None if capacity is None else capacity.bytes
+            context.log.emit(Resized(context.settings.name, move.before, move.after, move.reason, str(self.key), available))
 
     def done_event(self, result: StepResult) -> CallDone:
         """`CallDone`; its times and its loss are not known yet."""
