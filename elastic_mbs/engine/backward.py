@@ -123,12 +123,9 @@ def _isolate(state: CallState) -> None:
 
 
 def commit(state: CallState, attempt: Attempt) -> None:
-    """Adds up the gradients of a clean backward, and learns from one with a number of commits that is new."""
-    context, profile, ledger, seen = state.context, state.profile, state.context.ledger, attempt.seen
-    assert seen is not None
-    if state.isolation is None and ledger.advance(seen, profile.commits):
-        return  # what has changed since is seen by the next check
-    ledger.check_unchanged(seen)
+    """Adds up the gradients of a clean backward, with a look at each leaf, and learns from one with a number of commits that is new."""
+    context, profile, ledger = state.context, state.profile, state.context.ledger
+    ledger.check_unchanged(attempt.seen)
     changed = ledger.changed()
     _check_cleared(state, attempt, changed)
     committed = [leaf for leaf in changed if leaf.grad is not None]

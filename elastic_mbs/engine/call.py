@@ -240,7 +240,9 @@ class Call:
             if state.phase is not Phase.COMMIT:
                 state.check_gradients()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
-            commit(state, attempt)
+            assert attempt.seen is not None
+            if state.isolation is not None or not context.ledger.advance(attempt.seen, state.profile.commits):
+                commit(state, attempt)  # what has changed since backward is seen by the next check where this is left out
         if context.buffers.watched:
             state.profile.changes_buffers = context.retry("compare the buffers with their copies", context.buffers.end_clean_piece)
         state.add_committed(attempt)

@@ -199,6 +199,8 @@ class BufferCopies:
 
     def _take(self, memory: int) -> _Snapshot:
         layout = self._layout
+        if not layout.plain and not layout.changing.names:
+            return _NOTHING
         attributes = [(module, _plain(vars(module))) for module in layout.plain]
         if not layout.changing.names:
             return _NOTHING._replace(attributes=attributes)
