@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Streams:
-    """Where the random streams stand: torch's, Python's, and numpy's legacy one where numpy is there."""
+    """Where the random streams stand."""
 
     torch: Tensor
     python: Any
-    numpy: Any
+    numpy: Any  # of its legacy stream
 
     @classmethod
     def now(cls) -> Streams:
@@ -35,9 +36,10 @@ class Streams:
 
 
 def start_streams(seed: int) -> None:
-    """Starts them from a seed, of which numpy's takes 32 bits; numpy's only where numpy is there."""
+    """Starts them from a seed, of which numpy's takes 32 bits."""
     torch.manual_seed(seed % 2**32)
     random.seed(seed % 2**32)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed(seed % 2**32)
+    with suppress(ImportError):
+        import numpy.random  # by us: whoever imported it between two builds would leave the first of them with another stream
+
+        numpy.random.seed(seed % 2**32)

@@ -21,9 +21,11 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import torch
+
 from elastic_mbs.errors import UsageError
 
-from .limit import HostLimit, switch_onednn_off
+from .limit import HostLimit
 
 VARIABLE = "ELASTIC_MBS_FENCE"  # names the file, in the environment of the processes that share it
 UNLIMITED = 2**63 - 1
@@ -113,11 +115,7 @@ class Fence:
 
 
 class ShimLimit(HostLimit):
-    """The device that `fence.c` makes, in a process that was started under it by `run_child`.
-
-    Counts tensors of 8 KiB and more: at rest that is model, gradients and optimizer, as on a GPU. Where it is `shared`, others train on the device,
-    too: its capacity stays as it is when this one leaves.
-    """
+    """The device that `fence.c` makes, in a process that was started under it by `run_child`; it counts tensors of 8 KiB and more."""
 
     kind = "shim"
 
@@ -128,10 +126,10 @@ class ShimLimit(HostLimit):
             raise UsageError("the limit 'shim' works in a process that was started under it only: run the job by run_child('shim', …)")
         self.fence = Fence(Path(path))
         self._pid = os.getpid()
-        self._shared = shared
+        self._shared = shared  # with others, for whom its capacity stays as it is when this one leaves
 
     def __enter__(self) -> Self:
-        self._undo.callback(switch_onednn_off())
+        self._undo.enter_context(torch.backends.mkldnn.flags(enabled=False))  # oneDNN crashes where its own allocations fail
         return self
 
     def lift(self) -> None:
@@ -175,10 +173,8 @@ def start_time(pid: int) -> int:
 
 
 def environment(fence: Fence) -> dict[str, str]:
-    """Variables under which a process shares the device.
-
-    A library that was preloaded before is left out: an allocator of its own would not know the blocks of this one.
-    """
+    """Variables under which a process shares the device."""
+    # a library that was preloaded before is left out: an allocator of its own would not know the blocks of this one
     return {VARIABLE: os.fspath(fence.path), "LD_PRELOAD": os.fspath(library())}
 
 

@@ -101,7 +101,7 @@ class HostLimit(MemoryLimit):
     def __init__(self) -> None:
         super().__init__()
         self.device, self.sensor = torch.device("cpu"), HostGauge(self)
-        self._highest = 0  # of the intervals before a runtime began its own
+        self.highest = 0  # of the intervals before a runtime began its own
 
     def resize(self, capacity: int | None) -> None:
         self.capacity = capacity
@@ -119,17 +119,12 @@ class HostLimit(MemoryLimit):
         return self.capacity
 
     def peak(self) -> int:
-        return max(self._highest, self.peak_of_interval())
+        return max(self.highest, self.peak_of_interval())
 
     def reset_peak(self) -> None:
         self.begin_interval()
-        self._highest = 0
+        self.highest = 0
         self.sensor.resets += 1
-
-    def begin_runtime_interval(self) -> None:
-        """Starts an interval for a runtime; the one since `reset_peak` goes on."""
-        self._highest = self.peak()
-        self.begin_interval()
 
     @abstractmethod
     def apply(self) -> None:
@@ -169,12 +164,7 @@ class HostGauge:
         return Usage(live, live, peak, peak, 0)
 
     def reset_peak(self) -> None:
-        self._memory.begin_runtime_interval()
+        """Starts an interval for a runtime; the limit's own goes on."""
+        self._memory.highest = self._memory.peak()
+        self._memory.begin_interval()
         self.resets += 1
-
-
-def switch_onednn_off() -> Callable[[], None]:
-    """Disables oneDNN, which crashes where its own allocations fail; returns a function that restores it."""
-    was = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch has a descriptor there
-    return lambda: setattr(torch.backends.mkldnn, "enabled", was)

@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 
-from .limit import HostLimit, switch_onednn_off
+from .limit import HostLimit
 
 try:
     import resource
@@ -27,11 +27,9 @@ _PARALLEL = 2**20  # elements, enough for all threads
 
 
 class ProcessLimit(HostLimit):
-    """RLIMIT_DATA of this process, moved while it trains.
+    """RLIMIT_DATA of this process, moved while it trains: all private memory that was mapped since it was entered.
 
-    Counts all private memory that was mapped since it was entered. Freed blocks below 64 KiB stay counted. The co-tenant is the limit itself: what it
-    holds is taken off, at once. Needs a process of its own, see `run_child`: the heap's settings cannot be undone, and a library that does not expect
-    a refusal ends the process. So run every size once with `warm`.
+    Needs a process of its own: the heap's settings cannot be undone, and a library that expects no refusal ends it, so `warm` runs each size first.
     """
 
     kind = "rlimit"
@@ -47,7 +45,7 @@ class ProcessLimit(HostLimit):
 
     def __enter__(self) -> Self:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
-        self._undo.callback(switch_onednn_off())
+        self._undo.enter_context(torch.backends.mkldnn.flags(enabled=False))  # oneDNN crashes where its own allocations fail
         # torch's thread pools end the process where they are refused memory, and the first backward imports
         torch.zeros(_PARALLEL, dtype=torch.uint8).add_(1)
         torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))

@@ -149,7 +149,4 @@ def gpt_bursts(*, big: bool = False) -> Subject:
     return gpt(big=big, name="gpt_bursts", length=lambda step: 256 if step % 10 in (6, 7) else 64)
 
 
-_ALL: tuple[Callable[..., Subject], ...] = (wide, mlp, cnn, heads, gpt, gpt_bursts, adam)
-
-BUILTIN: dict[str, Callable[[], Subject]] = {make.__name__: make for make in _ALL}
-ON_GPU: dict[str, Callable[[], Subject]] = {make.__name__: partial(make, big=True) for make in _ALL}
+BUILTIN: dict[str, Callable[..., Subject]] = {make.__name__: make for make in (wide, mlp, cnn, heads, gpt, gpt_bursts, adam)}

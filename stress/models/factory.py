@@ -9,8 +9,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from elastic_mbs.errors import UsageError
 
 from ..streams import Streams, start_streams
-from .builtin import BUILTIN, ON_GPU
+from .builtin import BUILTIN
 from .subject import Subject, naming
 
 KEPT_BATCHES = 64  # of a loader; taken again after the last: a run under stress is short
@@ -30,16 +30,10 @@ Factory = Callable[[], Subject]
 
 
 def find(name: str, device: torch.device | str = "cpu") -> Factory:
-    """The factory of a built-in model, which is larger for a GPU, or of the user's own.
-
-    `name` is a key of `BUILTIN`, or `path.py:factory`. The factory takes no argument and returns a `Subject`, or a tuple `(model, loss_fn, batches)`
-    whose batches are a sequence, a loader, a generator, or a function of the step's number. Two more entries may follow: a function that makes the
-    optimizer from the parameters, and a dict of options for `ElasticMBS`. The file is run as `python path.py` would: what lies beside it can be
-    imported. UsageError where there is no such name, file or function, or the file cannot be run.
-    """
+    """The factory of a built-in model, which is larger for a GPU, or of the user's own: `path.py:factory`. UsageError where there is none."""
     path, _, attribute = name.rpartition(":")
     if name in BUILTIN:
-        return (BUILTIN if torch.device(device).type == "cpu" else ON_GPU)[name]
+        return partial(BUILTIN[name], big=torch.device(device).type != "cpu")
     if not (path and attribute):
         given = (path or name).removesuffix(":")
         own = f"name its factory, as in {given}:make" if given.endswith(".py") else "or your own as path.py:factory"
@@ -55,13 +49,8 @@ def find(name: str, device: torch.device | str = "cpu") -> Factory:
 
 
 def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: torch.device | str | None = None) -> Subject:
-    """The subject made from its seed: model, batches and random streams are the same each time.
-
-    It has the size of `device`, and goes `there`, if that is another, to look at its parameters beside the count.
-    """
+    """The subject made from its seed, the same each time, in the size for `device`; `there` is where it goes instead."""
     factory = find(name, device)
-    with suppress(ImportError):
-        import numpy.random  # noqa: F401  # by us: whoever imported it between two builds would leave the first of them with another stream
     start_streams(seed)
     with naming(name, "the factory does not run"):
         subject = factory()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -96,8 +95,6 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
 
 def build(name: str) -> Subject:
     """The step, built in float64 from its seed; every random stream then stands at the same place."""
-    with suppress(ImportError):
-        import numpy.random  # noqa: F401  # by us: whoever imported it between two builds would leave the first of them with another stream
     start_streams(0)
     step = STEPS[name]
     with in_double():

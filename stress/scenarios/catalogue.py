@@ -72,10 +72,6 @@ class Order:
         return SCENARIOS[self.scenario]
 
     @property
-    def together(self) -> bool:
-        return self.entry.together
-
-    @property
     def own(self) -> bool:  # the model is the user's
         return ":" in self.model
 

@@ -18,14 +18,13 @@ from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify
 
-from ..limits import MemoryLimit
+from ..limits import MemoryLimit, in_child
 from ..models.subject import Subject
 from ..record import Needs
 from ..reference.by_hand import view_of
 
 TRIALS = 9  # halvings until a capacity is known to a few hundredths of what a piece takes
 LOOKED_AT = 64  # batches among which the one with the longest samples is looked for
-ON_HOST = frozenset({"shim", "rlimit"})  # where the host's memory is the device's: batches and the copies of the guarded step are in it, too
 
 
 def batch_of(subject: Subject, step: int, device: torch.device | str | None = None) -> Any:
@@ -74,7 +73,7 @@ def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
         memory.warm(pieces.run, range(min(smallest(subject), samples), samples + 1))
         peaks = [pieces.least_room(size, most) for size, most in zip(sizes, peaks, strict=True)]
     later = pieces.peak(optimizer.step)
-    copies = _bytes_of(optimizer) if memory.kind in ON_HOST else 0
+    copies = _bytes_of(optimizer) if in_child(memory.kind) else 0  # there the host's memory is the device's
     optimizer.zero_grad()
     subject.model.zero_grad()
     del pieces

@@ -21,13 +21,9 @@ FLAT = 0.1  # part of what the whole batch takes that must depend on the micro-b
 
 
 def perform(order: Order, tell: Tell) -> list[Run]:
-    """Carries an order out and judges its record; two where the scenario has two processes. `tell` is called with each step of the first.
-
-    Raises:
-        UsageError: the model cannot be trained like this, or the budget is below it.
-    """
+    """Carries an order out and judges its record; two where it has two processes, of whose first `tell` gets each step. UsageError as from `run`."""
     try:
-        if order.together:  # on one device, which is made as large as both together may need
+        if order.entry.together:  # on one device, which is made as large as both together may need
             return judge(two_on(Confined() if order.kind == "cuda" else Fence.create(), order, tell), order)
         play = _kill if order.entry.killed else _in_child if in_child(order.kind) else run
         return judge([play(order, tell)], order)
@@ -52,7 +48,7 @@ def carry_out(line: Line, order: Order) -> None:
     torch.set_num_threads(1)
 
     def meet(moment: str, known: Any) -> int | None:
-        if not order.together:
+        if not order.entry.together:
             return None
         line((moment, known))
         size: int | None = line.receive()

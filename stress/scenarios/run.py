@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 import traceback
@@ -16,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
-from ..limits import in_child, open_limit, switch_onednn_off
+from ..limits import in_child, open_limit
 from ..models.factory import make
 from ..models.subject import Subject, one_line
 from ..record import Needs, Run, Step
 from .catalogue import Order
-from .measure import ON_HOST, longest_batch, measure
+from .measure import longest_batch, measure
 from .reference import Curve, compare, within_rounding
 from .scripts import Room, margin_of
 from .train import Session
@@ -34,14 +33,10 @@ _known: dict[tuple[object, ...], Needs] = {}  # what was measured in this proces
 
 
 def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Run:
-    """Carries an order out. There is a `meet` after what is trained was made, and one after it was trained.
-
-    Raises:
-        UsageError: the model cannot be trained like this, or the budget is below it.
-    """
+    """Carries an order out. UsageError where the model cannot be trained like this, or the budget is below it."""
     began = time.perf_counter()
     # of two processes on one device, neither moves its limit
-    with open_limit(order.kind, **({"shared": True} if order.together and order.kind in {"shim", "cuda"} else {})) as memory:
+    with open_limit(order.kind, **({"shared": True} if order.entry.together and order.kind in {"shim", "cuda"} else {})) as memory:
         key = (order.kind, order.model, order.seed, order.device, order.steps)
         if key not in _known:
             _known[key] = measure(memory, make(order.model, order.seed, memory.device), order.steps)
@@ -61,9 +56,8 @@ def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Ru
         record.expandable = memory.expandable()
     meet("trained", None)
     if record.end is not None:
-        with contextlib.ExitStack() as undo:
-            if in_child(order.kind):
-                undo.callback(switch_onednn_off())  # as while it trained: other kernels round otherwise, and in float32 that adds up
+        # oneDNN as while it trained: other kernels round otherwise, and in float32 that adds up
+        with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.enabled and not in_child(order.kind)):
             _compare(order, curve, record)
     record.seconds = time.perf_counter() - began
     return record
@@ -79,17 +73,14 @@ def room_of(order: Order, needs: Needs) -> Room:
                 f"--budget: {format_bytes(order.budget)} are below the model: its smallest micro-batch ({needs.sizes[0]}) takes "
                 f"{format_bytes(needs.one)}, and {margin:.0%} stay free; give at least {round(needs.one / (1 - margin)) + 1}"
             )
-    return Room(needs, unit, copies=2 if order.together else 1, margin=margin)
+    return Room(needs, unit, copies=2 if order.entry.together else 1, margin=margin)
 
 
 def largest_block(order: Order, needs: Needs, subject: Subject) -> int | None:
-    """Bytes of the largest block that can be had where memory is fragmented: a share of the activations, but no parameter is larger.
-
-    Nor is a part of a batch, where batches are on the device.
-    """
+    """Bytes of the largest block where memory is fragmented: a share of the activations, but no parameter, nor a part of a batch there, is larger."""
     if order.entry.largest is None:
         return None
-    batch = longest_batch(subject, order.steps).batch if order.kind in ON_HOST else ()
+    batch = longest_batch(subject, order.steps).batch if in_child(order.kind) else ()
     whole = [leaf.nbytes for leaf in tree_leaves([*subject.model.parameters(), batch]) if isinstance(leaf, torch.Tensor)]
     return max(*whole, round(order.entry.largest * (needs.whole - needs.rest)))
 

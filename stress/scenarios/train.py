@@ -74,7 +74,7 @@ class Timeline:
     def _apply(self, supply: Supply) -> None:
         before = self.capacity, self._held
         self.capacity, self._held = capacity, held = self._room.capacity(supply), self._room.others(supply)
-        if before == (capacity, held) or self._order.together:
+        if before == (capacity, held) or self._order.entry.together:
             return
         if before[0] != capacity:
             self._memory.resize(capacity)
