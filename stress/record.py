@@ -42,10 +42,7 @@ class Needs:
         return self.peaks[-1]
 
     def at(self, size: float) -> int:
-        """Bytes that a micro-batch of `size` samples takes: between two measured sizes a line, which is an upper bound, because peaks are convex.
-
-        Above the whole batch the last line goes on. Below the smallest size, down to none at 0 samples, what is above `rest` falls in proportion.
-        """
+        """Bytes that a micro-batch of `size` samples takes: between measured ones a line, which is an upper bound, as peaks are convex."""
         sizes, peaks = self.sizes, self.peaks
         if size <= sizes[0] or len(sizes) == 1:
             return round(self.rest + (peaks[0] - self.rest) * max(0.0, size) / sizes[0])

@@ -112,12 +112,7 @@ class Blows(TorchDispatchMode):
 
 
 def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps: int) -> None:
-    """One round: trains until so many allocations have failed, or so many steps are made, and emits `{"counts": …}` after each step.
-
-    Raises:
-        WrongOutcomeError: a step's gradient, buffers, random streams or parameters are not what they have to be.
-        UsageError: the model's memory does not depend on its micro-batch, so that nothing can be shown on it.
-    """
+    """One round: trains until so many allocations have failed, or so many steps are made, and emits `{"counts": …}` after each step."""
     with open_limit(kind) as limit:
         training = Training(limit, model, seed)
         training.prepare()

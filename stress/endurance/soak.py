@@ -48,11 +48,7 @@ BACK_SECONDS = 30.0  # that it may take in any case: readings of memory come by 
 
 
 def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, samples: int) -> None:
-    """Trains for so long, and emits a sample with the counts so far about `samples` times.
-
-    Raises:
-        WrongOutcomeError: a gradient is not exact, a failed attempt is still held, or the micro-batch does not come back with the memory.
-    """
+    """Trains for so long, and emits a sample with the counts so far about `samples` times."""
     with open_limit(kind) as limit:
         running = Soak(limit, model, seed)
         running.prepare()

@@ -1,7 +1,4 @@
-"""One call with something failing, and its judgement.
-
-The only outcomes allowed are what a call without failures gives, or a typed error with everything as it was at the call's start.
-"""
+"""One call with something failing, which may give what it gives without failures, or a typed error with everything as it was."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ class Outcome:
 
 
 def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", warm: bool, case: Subject | None = None) -> Outcome:
-    """Runs one call of a case under injection and judges its outcome.
-
-    `call` is a key of `CALLS`, `warm` whether the runtime has seen a clean one before, `case` one to run again, where building it costs too much.
-    """
+    """Runs one call under injection, `warm` after a clean one, on the `case` given where building it costs too much, and judges its outcome."""
     case = case or target.build()
     modes: list[str] = []
     options = {

@@ -38,14 +38,7 @@ def builtin(name: str) -> Target:
 
 
 def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
-    """The user's own model, or a built-in one of `stress.models.builtin`, on the first samples of its first batch.
-
-    Whether it is separable is found out: the gradient of the whole batch is compared with that of the batch in pieces, without a failure. A single
-    sample cannot be cut: what does not go through again ends in the floor error.
-
-    Raises:
-        UsageError: there is no such model, it cannot be cut or does not run, or two of it from the same seed differ.
-    """
+    """The user's own model, or one of `models.builtin`, on the first samples of its first batch; whether it is separable is found out by trial."""
 
     def built(separable: bool = True, tolerance: float = 0.0) -> Subject:
         subject = make(name, seed)
@@ -59,7 +52,7 @@ def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
     size = -(-length // 2)
     probe = Target(name, built, built, size)
     with naming(name, f"its step does not run on {samples} samples"):
-        whole, again, split = (_reference_of(probe, pieces) for pieces in (((0, length),), ((0, length),), partition(0, length, size)))
+        whole, again, split = (reference.__wrapped__(probe, pieces) for pieces in (((0, length),), ((0, length),), partition(0, length, size)))
     if error_of(again.grads, whole.grads) > 0:
         raise UsageError(
             f"--model {name}: two runs from the same seed differ, so nothing can be compared: draw from torch's, Python's or numpy's stream"
@@ -75,11 +68,9 @@ def whole_batch(target: Target) -> Partition:
     return ((0, view_of(case, case.batch(0)).length),)
 
 
-def _reference_of(target: Target, pieces: Partition) -> State:
+@lru_cache(maxsize=4096)
+def reference(target: Target, pieces: Partition) -> State:
     """The state after a hand-written accumulation over these pieces, without the engine and without a failure."""
     case = target.plain()
     accumulate(case, view_of(case, case.batch(0)), pieces, scaler=case.options.get("scaler"))
     return State.of(case.leaves(), case.model)
-
-
-reference = lru_cache(maxsize=4096)(_reference_of)

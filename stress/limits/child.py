@@ -61,12 +61,7 @@ class Line:
 
 
 def run_child(kind: str, job: Callable[..., object], arguments: Mapping[str, Any] | None = None, *, deadline: float) -> Iterator[Any]:
-    """Runs one `Child` and yields what it emits.
-
-    Raises:
-        UsageError: the job has raised one, or cannot be started here.
-        ChildError: the job has not returned.
-    """
+    """Runs one `Child` and yields what it emits. UsageError where the job has raised one or cannot start, ChildError where it has not returned."""
     with Child(kind, job, arguments, deadline=deadline) as child:
         yield from child
 
@@ -80,18 +75,16 @@ def run_children(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
 
 
 class Child:
-    """One process: runs inside the `with` block and is gone after it. Iteration yields what it emits.
-
-    Args:
-        kind: the limit that the job will open; decides on the environment.
-        job: a function at the top of a module, called as `job(line, **arguments)` in the child.
-        arguments: by name; pickled.
-        deadline: seconds after which the job counts as hung.
-        fence: for "shim", the device that it shares with others; None for one of its own.
-    """
+    """One process: runs inside the `with` block and is gone after it. Iteration yields what it emits."""
 
     def __init__(
-        self, kind: str, job: Callable[..., object], arguments: Mapping[str, Any] | None = None, *, deadline: float, fence: fences.Fence | None = None
+        self,
+        kind: str,  # the limit that the job will open
+        job: Callable[..., object],  # a function at the top of a module, called as `job(line, **arguments)` in the child
+        arguments: Mapping[str, Any] | None = None,  # pickled
+        *,
+        deadline: float,  # seconds after which the job counts as hung
+        fence: fences.Fence | None = None,  # for "shim", the device that it shares with others; None for one of its own
     ) -> None:
         self._kind, self._job, self._arguments, self._deadline, self._fence = kind, job, dict(arguments or {}), deadline, fence
         self._name = f"the job {job.__module__}:{job.__qualname__}"

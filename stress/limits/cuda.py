@@ -29,9 +29,7 @@ class CudaLimit(MemoryLimit):
     ```
 
     A capacity alone is a memory fraction, which is exact. With a co-tenant, the neighbour process fills the device up to what is left to us, so that
-    `cudaMalloc` itself fails; what our allocator has reserved it gets when we free it. Fragmented memory is a checkerboard of our own blocks in what
-    the capacity leaves us; see `Checkerboard`.
-    Where it is `shared`, another one of us trains on the device, too, and a `Confined` decides how much both have.
+    `cudaMalloc` itself fails. Where it is `shared`, another one of us trains there, too, and a `Confined` decides how much both have.
     """
 
     kind = "cuda"
@@ -91,16 +89,13 @@ class CudaLimit(MemoryLimit):
         return any(each.get("is_expandable", False) and each["device"] == self.device.index for each in torch.cuda.memory_snapshot())
 
     def occupy(self, held: int) -> None:
-        """Makes the neighbour take what is too much for us to have the capacity less `held`.
-
-        What our allocator keeps in reserve cannot be taken from it, so it is given back first: otherwise it would never notice a neighbour.
-        """
+        """Makes the neighbour take what is too much for us to have the capacity less `held`."""
         self._held = held
         if self._neighbour is None:
             if not held:
                 return
             self._neighbour = self._undo.enter_context(Neighbour(self.device))
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # what our allocator keeps in reserve nobody could take
         holds, self._wanted = self._neighbour.hold(self._wanted), 0  # it may have got more since it was last asked
         if held:  # else the fraction is limit enough
             free, total = torch.cuda.mem_get_info(self.device)
@@ -139,14 +134,9 @@ class CudaLimit(MemoryLimit):
 
 
 class Checkerboard:
-    """Holds a pin after each hole of one long segment.
+    """Holds a pin after each hole of one long segment, which is not given back to the device then: memory is free, but in holes.
 
-    ```
-        segment   hole  │pin│  hole  │pin│  hole  │pin│ …
-    ```
-
-    A segment in which one block is alive is never given back to the device. So memory is free in total, but the largest block of it is a hole. With
-    expandable segments the pages of the holes are given back, and mapped again in one piece: then nothing is fragmented.
+    With expandable segments the pages of the holes are given back, and mapped again in one piece: then nothing is fragmented.
     """
 
     def __init__(self, device: torch.device, size: int, largest: int) -> None:

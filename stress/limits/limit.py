@@ -16,13 +16,7 @@ from elastic_mbs.memory import Headroom, MemorySensor, Reading, Unavailable, Usa
 
 
 class MemoryLimit(ABC):
-    """A device's memory during one run; a context manager that lifts every limit at its end and ends the co-tenant.
-
-    ```
-        capacity ─┬─ others    held by the co-tenant, now
-                  └─ ours      what this process may hold: rest (model, gradients, optimizer) and what a step needs on top
-    ```
-    """
+    """A device's memory during one run: the co-tenant has `others()` of its capacity, this process the rest. Its end lifts every limit."""
 
     kind: str  # "budget" (counted tensors), "shim" (the allocator itself fails), "rlimit" (the process limit), "cuda"
     device: torch.device  # where the model is trained

@@ -84,10 +84,7 @@ def mlp(*, big: bool = False) -> Subject:
 
 
 def cnn(*, big: bool = False) -> Subject:
-    """Convolutions with BatchNorm and dropout: gradients, buffers and masks depend on how the batch is split.
-
-    The first mask is drawn and the first buffers have moved when the largest activations are yet to come: what fails there has to be undone.
-    """
+    """Convolutions with BatchNorm and dropout, whose first mask and buffers have changed when the largest activations are yet to come."""
     channels, side = (32, 32) if big else (16, 24)
     layers: list[nn.Module] = [nn.Upsample(scale_factor=8)] if big else []  # images of that size would take longer to draw than to train on
     for width in (3, channels, channels):
@@ -98,10 +95,7 @@ def cnn(*, big: bool = False) -> Subject:
 
 
 def heads(*, big: bool = False) -> Subject:
-    """Two losses with counts of their own, over a trunk with a mask and two branches: words are counted in one and samples in the other.
-
-    The backwards of the branches are ready at the same time: where one fails, the other waits in autograd's queue.
-    """
+    """Two losses with counts of their own, over branches whose backwards are ready together: where one fails, the other waits in autograd's queue."""
     rows, width = (512, 1024) if big else (16, 128)
 
     def run(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:

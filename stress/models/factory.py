@@ -115,6 +115,7 @@ def _package(path: Path) -> tuple[Path, str | None]:
 
 
 def _subject(made: Any, name: str) -> Subject:
+    """What a factory made: a `Subject`, or a tuple of model, loss function and batches, with the optimizer's maker and options behind them."""
     if isinstance(made, Subject):
         return made
     if not (isinstance(made, tuple) and len(made) in (3, 4, 5)):

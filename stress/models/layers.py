@@ -199,11 +199,7 @@ LAYERS: dict[str, Layer] = {
 
 
 class Network(nn.Module):
-    """A stem, the layers by name, and a head that scores each position.
-
-    The input has so many features, or is indices where they are 0; with `tie` the head has the embedding's weight. The backwards of the branches
-    beside the layers are ready when the head's is, so that an error leaves some leaves with the piece's gradient and others without.
-    """
+    """A stem for so many features, or for indices where they are 0, the layers by name, a head that scores each position, and branches beside it."""
 
     def __init__(self, layers: tuple[str, ...], width: int, *, features: int, sparse: bool = False, tie: bool = False, branches: int = 0) -> None:
         super().__init__()
@@ -213,6 +209,7 @@ class Network(nn.Module):
         self.head = nn.Linear(width, VOCABULARY if tie else CLASSES, bias=not tie)
         if tie:
             self.head.weight = self.stem.weight
+        # their backwards are ready when the head's is, so that an error leaves some leaves with the piece's gradient and others without
         self.branches = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES)) for _ in range(branches))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -77,10 +77,6 @@ class Plan:
         """Whether the gradient of the batch does not depend on how it is split."""
         return not self.half and all(LAYERS[name].separable for name in self.layers)
 
-    def calmed(self) -> Plan:
-        """The same without anything that goes wrong: for the baseline."""
-        return replace(self, faults=(), limits=(), moves=())
-
     def changes(self) -> dict[str, Any]:
         """What differs from the plainest case, ready for JSON."""
         found = changed(self)

@@ -16,10 +16,7 @@ from elastic_mbs.testing import InjectOOM
 
 
 class InterpretedBackend:
-    """A torch.compile backend that runs the aot_autograd graphs operation by operation, so that each can be made to fail.
-
-    torch.compile does not run under a dispatch mode; inside its graphs the operations are counted here instead.
-    """
+    """A torch.compile backend that runs its graphs operation by operation and counts them: there a dispatch mode sees nothing."""
 
     def __init__(self) -> None:
         self.inject: InjectOOM | None = None

@@ -60,10 +60,7 @@ def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> N
 
 
 def check_result(before: Setup, start: State, real: Setup, result: StepResult, batch: Any, where: str) -> float:
-    """Gradients, buffers, streams, loss and outputs are those of a loop by hand over the same pieces; gradients also the whole batch's.
-
-    `before` and `start` are what `real` was before the call, `batch` what was given to it. Returns the largest relative error of a gradient.
-    """
+    """All is as a loop by hand over the same pieces makes it of `before`, gradients also as the whole batch's; returns the largest error of one."""
     plan, now = real.plan, State.of(real.leaves(), real.model)
     twin, whole = before.twin(), before.twin()
     start.streams.restore()
@@ -85,11 +82,7 @@ def check_result(before: Setup, start: State, real: Setup, result: StepResult, b
 
 
 def _with_zeros(grads: list[Tensor | None], others: list[Tensor | None], *, left_out: bool) -> list[Tensor | None]:
-    """Gradients, with zeros in place of none where the others have zeros and samples that do not count were left out.
-
-    A piece of such samples alone is skipped. Beside others, as in the whole batch or in an attempt that failed half-way, they add zeros to leaves
-    that only they reach.
-    """
+    """Gradients, with zeros for none where samples that count nothing were left out: beside others they add zeros to leaves that only they reach."""
     pairs = zip(grads, others, strict=True)
     return [torch.zeros_like(b) if left_out and a is None and b is not None and not b.to_dense().any() else a for a, b in pairs]
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
 import torch
@@ -141,8 +141,8 @@ class _Cases:
     def case(self, plan: Plan, seed: int | None) -> None:
         """One case, drawn from a seed or given."""
         baseline, totals = self._options.baseline, self.totals
-        plan = plan.calmed() if baseline else plan
-        lines = _lines("case", plan, _given(plan) if seed is None else f"--only {seed}", " --baseline" * baseline)
+        plan = replace(plan, faults=(), limits=(), moves=()) if baseline else plan
+        lines = _lines("case", plan, seed, baseline=baseline)
         totals.runs += 1
         try:
             outcome = self._run(plan, lines)
@@ -155,7 +155,7 @@ class _Cases:
             print(f"  raised in {last.filename}:{last.lineno}")
             small = shrink(plan, lambda candidate: self._fails(candidate, kind), self._options.shrink)
             if small != plan:
-                print(_lines("smallest that fails", small, _given(small)), flush=True)
+                print(_lines("smallest that fails", small), flush=True)
             return
         totals.clean += not (outcome.struck or outcome.limits_hit)
         totals.merge(outcome.as_json())
@@ -167,7 +167,7 @@ class _Cases:
     def _fails(self, plan: Plan, kind: str) -> bool:
         """Whether a case fails in this way."""
         try:
-            self._run(plan, _lines("case", plan, _given(plan)))
+            self._run(plan, _lines("case", plan))
         except Exception as error:
             return type(error).__name__ == kind
         return False
@@ -183,9 +183,7 @@ def shrink(plan: Plan, fails: Callable[[Plan], bool], seconds: float = 30.0) -> 
     return plan
 
 
-def _given(plan: Plan) -> str:
-    return f"--case {shlex.quote(json.dumps(plan.changes()))}"
-
-
-def _lines(what: str, plan: Plan, repeat: str, more: str = "") -> str:
-    return f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo {repeat}{more}"
+def _lines(what: str, plan: Plan, seed: int | None = None, *, baseline: bool = False) -> str:
+    """The case in words, and the command that repeats it."""
+    which = f"--case {shlex.quote(json.dumps(plan.changes()))}" if seed is None else f"--only {seed}"
+    return f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo {which}{' --baseline' * baseline}"

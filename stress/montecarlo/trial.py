@@ -1,9 +1,4 @@
-"""One case from its start to its end, each step held against a loop by hand.
-
-What may come out of a call: the right gradient, with loss, outputs, buffers and random streams of a run without faults over the same pieces; or a
-typed error with everything as it was. The optimizer's step and an evaluation likewise. Nothing of it may stay alive, and what the events tell has
-to add up.
-"""
+"""One case from its start to its end: each step is held against a loop by hand, nothing may stay alive, and what the events tell has to add up."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
-from pathlib import Path
 
 from elastic_mbs import __version__
 from elastic_mbs.cli.report.page import document, section
@@ -22,13 +21,8 @@ _BADGES = {
 _COLUMNS = ("verdict", "scenario", "kind", "steps", "OOMs", "replayed", "sizes", "difference", "time lost", "seconds")
 
 
-def write_html(runs: Sequence[Run], path: Path) -> None:
-    """Writes the runs as one HTML file that needs nothing else. OSError where it cannot be written."""
-    path.write_text(render(runs), encoding="utf-8")
-
-
 def render(runs: Sequence[Run]) -> str:
-    """The runs as HTML. Everything that comes from them is escaped."""
+    """The runs as one HTML file that needs nothing else. Everything that comes from them is escaped."""
     failed = [number for number, run in enumerate(runs) if not run.passed]
     page = f'<section class="run overview">{_table(runs)}</section>'
     for number, run in enumerate(runs):

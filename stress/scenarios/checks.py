@@ -105,11 +105,9 @@ def bounded(run: Run) -> Iterator[str]:
 
 
 def allowed_ooms(run: Run) -> int:
-    """Failures that the controller may need.
+    """Failures that the controller may need, in each shape class (elements per sample, in powers of two), which learns for itself.
 
-    At the start one while probing and one for a size in between. For each time that memory falls, from its high to its low, the halvings from what
-    was running to what fits, and one for a size in between. For each return one, for a growth that smaller sizes have promised. Each shape class
-    (elements per sample, in powers of two) learns for itself.
+    Two at the start; for each fall of memory the halvings to what fits, and one for a size in between; for each return one, for a growth.
     """
     classes: dict[int, list[Step]] = {}
     for step in run.steps:

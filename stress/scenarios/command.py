@@ -21,7 +21,7 @@ from ..limits import KINDS, available
 from ..models.subject import words
 from ..options import memory, seed, whole, writable
 from ..record import Run, Step, count, write_json
-from ..report import write_html
+from ..report.page import render
 from .catalogue import DEADLINE, LINES, SCENARIOS, Order
 from .model_check import check
 from .processes import failed, perform
@@ -53,11 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs scenarios. Returns 0 if all assertions held, 1 if one did not or a scenario could not be carried out; the records are written anyhow.
-
-    Raises:
-        UsageError: an option makes no sense, or the model cannot be used.
-    """
+    """Runs scenarios. Returns 0 if all assertions held, 1 if one did not or a scenario could not be carried out; the records are written anyhow."""
     if options.list:
         print(listing())
         return 0
@@ -91,11 +87,7 @@ def listing() -> str:
 
 
 def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
-    """What to run, kind by kind, and lines that say what cannot be run here.
-
-    Raises:
-        UsageError: nothing is left to run, or a kind that was asked for cannot be had.
-    """
+    """What to run, kind by kind, and lines that say what cannot be run here."""
     orders, missing = [], []
     for kind in (kind for kind in KINDS if kind in (options.kind or KINDS)):
         trouble = available(kind)
@@ -125,10 +117,7 @@ def check_models(orders: Sequence[Order]) -> list[Order]:
 
 
 def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
-    """Runs one after the other and yields their records. Bad input that is found after the first of them is a failed record, too.
-
-    A line tells of each: on a terminal it is rewritten while training runs.
-    """
+    """Runs one after the other and yields their records. Bad input that is found after the first of them is a failed record, too."""
     line, wide = Progress(piped=math.inf), max(len(order.scenario) for order in orders) + 4
     for number, order in enumerate(orders, 1):
         head = f"[{number:>{len(str(len(orders)))}}/{len(orders)}] {{:<{wide}}} {order.kind:<6}"
@@ -159,7 +148,7 @@ def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
         if options.json is not None:
             write_json(runs, options.seed, options.json)
         if options.html is not None:
-            write_html(runs, options.html)
+            options.html.write_text(render(runs), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the records cannot be written: {error}") from error
 

@@ -1,7 +1,4 @@
-"""How much memory there is from step to step: scripts, pure functions of the step, in units of what the model needs.
-
-A share of 1 is room for the whole batch at once, 0.5 for half of it; a share below the smallest micro-batch counts as that.
-"""
+"""How much memory there is from step to step: scripts, pure functions of the step, in shares of the batch for which there is room."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class Room:
     margin: float = MARGIN  # what stays free of it
 
     def of(self, share: float) -> int:
-        """Bytes that a share takes, with the controller's margin."""
+        """Bytes that a share takes, with the controller's margin; one below the smallest micro-batch counts as that."""
         return self.copies * round(self.needs.at(max(self.needs.sizes[0], share * self.unit)) / (1 - self.margin))
 
     def capacity(self, supply: Supply) -> int:

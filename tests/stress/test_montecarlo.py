@@ -43,7 +43,6 @@ def test_a_case_is_the_same_each_time_and_survives_being_printed(seed: int) -> N
     assert plan == draw(seed)
     assert read(json.dumps(plan.changes())) == plan
     assert plan.samples >= 1
-    assert not {"faults", "limits", "moves"} & plan.calmed().changes().keys()
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "7", '{"depth": 3}', '{"layers": ["lava"]}', '{"faults": [{"where": 1}]}', '{"samples": "many"}'])
