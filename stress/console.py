@@ -84,7 +84,6 @@ class Progress:
             print(f"\r\x1b[K{line[:width]}" if self._live else line, end="" if self._live else "\n", flush=True)
 
     def clear(self) -> None:
-        """Makes room for a line that stays."""
         if self._live:
             print("\r\x1b[K", end="")
 

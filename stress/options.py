@@ -23,17 +23,15 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
             number = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number: give {allowed}") from None
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is below {least}: give {allowed}")
-        if most is not None and number > most:
-            raise argparse.ArgumentTypeError(f"{number} is above {most}: give {allowed}")
+        off = f"below {least}" if number < least else f"above {most}" if most is not None and number > most else ""
+        if off:
+            raise argparse.ArgumentTypeError(f"{number} is {off}: give {allowed}")
         return number
 
     return read
 
 
 seed = whole(0, LARGEST_SEED)
-"""Reads a seed of random numbers."""
 
 
 def duration(unit: str, *, zero: bool = False) -> Callable[[str], float]:

@@ -101,8 +101,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened."""
-
     at: float
     step: int
     # "oom", "optimizer", "grow", "shrink", "move" (of the limit or the co-tenant), "sensor_lost", "sensor_back", "waiting", "warned", "eval",
@@ -177,7 +175,6 @@ class Run:
         return "FAILED" if not self.passed else "not shown" if self.unshown else "ok"
 
     def count(self, what: str) -> int:
-        """How many marks say that this happened."""
         return sum(mark.what == what for mark in self.marks)
 
     @property

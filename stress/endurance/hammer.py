@@ -100,7 +100,6 @@ class Blows(TorchDispatchMode):
             self._make(self._blows.pop().room)
 
     def _make(self, room: Room) -> None:
-        """Makes so much room."""
         if self._range.blocks:
             self._limit.fragment(max(1, self._range.whole // 16) if room == BLOCKS else None)
         if room is None or room == BLOCKS:
@@ -133,7 +132,6 @@ def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     parser.add_argument("--failures", type=whole(1), default=1000, metavar="N", help="allocations to make fail (default 1000)")
     parser.add_argument("--kind", choices=KINDS, default="shim", help="what refuses memory (default shim)")
     models = f"built-in by name, or your own as path.py:factory; may be given again (default: {', '.join(MODELS)} by turns)"
@@ -145,7 +143,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the rounds; returns the exit code."""
     models = list(dict.fromkeys(options.model or MODELS))
     if options.only is not None and len(models) > 1:
         raise UsageError(f"--only {options.only} is a round of one model: give one --model, as it was printed")

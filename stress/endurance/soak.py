@@ -159,7 +159,6 @@ class Sample:
 
 
 def measured(at: float, live: int, model: nn.Module, ratio: float) -> Sample:
-    """The process now."""
     gc.collect()
     process = psutil.Process()
     hooks = hooks_on(model, model.parameters())
@@ -209,7 +208,6 @@ def complaints(samples: Sequence[Sample]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     parser.add_argument("--minutes", type=duration("minutes"), default=30.0, help="how long (default 30)")
     parser.add_argument("--kind", choices=("budget", "shim"), default="budget", help="what fails: counted tensors, or the allocator itself")
     parser.add_argument("--model", default="heads", help="built-in by name, or your own as path.py:factory (default heads)")
@@ -219,7 +217,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs it; returns the exit code."""
     check_kind(options.kind)
     check(options.model, options.seed, "cpu")
     arguments = {name: getattr(options, name) for name in ("kind", "seed", "model", "samples")} | {"seconds": options.minutes * 60}

@@ -44,14 +44,11 @@ class Range:
     blocks: bool = False  # whether the memory limit knows `BLOCKS`
 
     def of(self, share: float) -> int:
-        """Bytes beyond what is held."""
         return max(0, self.least + int((self.whole - self.least) * share))
 
 
 @dataclass
 class Counts(Tally):
-    """Sums over steps."""
-
     steps: int = 0
     failures: int = 0  # allocations that were refused, by the limit's count; where there is none, out-of-memory errors of the events
     ooms: int = 0  # out-of-memory errors of the events, those of the optimizer among them

@@ -29,7 +29,6 @@ SAMPLES = 8  # of the user's first batch, unless told otherwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     parser.add_argument("cases", nargs="*", metavar="CASE", help="built-in cases by name (all by default; an unknown name lists them)")
     parser.add_argument("--model", metavar="MODEL", help="a model in their place: built-in by name, or your own as path.py:factory")
     samples = f"how many samples of --model's first batch make the batch: fewer are quicker, the operations stay the same (default {SAMPLES})"
@@ -68,14 +67,12 @@ class Summary(Tally):
         return ", ".join(f"{self.found[kind]} {kind}" for kind in (WRONG, RAW, DAMAGED))
 
     def line(self) -> str:
-        """As one line of the table."""
         modes, errors = listed(self.modes), listed(self.errors)
         counts = f"{self.points:6} points  {self.exact:6} exact  {self.bad()}"
         return f"{self.case:28} {counts}  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Sweeps the cases and prints a table; returns the exit code."""
     prepare()
     targets = _targets(options)
     began = time.monotonic()

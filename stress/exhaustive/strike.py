@@ -42,11 +42,9 @@ class Operations(InjectOOM):
         self._recovering = False
 
     def user_code(self) -> None:
-        """The user's code runs again: what recovery there was is over."""
         self._recovering = False
 
     def step(self, name: str) -> None:
-        """Counts one operation, and fails it where it is its turn."""
         self.recovery += self._recovering
         try:
             super().step(name)
@@ -79,12 +77,7 @@ class Lines:
         self.fault = fault
         self.seen: Counter[tuple[str, int]] = Counter()  # how often each line has been run since the first fault
         self._line, self._exception = line, exception
-        self._struck: list[str] = []
-        self.user_code = fault.user_code
-
-    @property
-    def hits(self) -> list[str]:
-        return [*self.fault.hits, *self._struck]
+        self.hits, self.user_code = fault.hits, fault.user_code
 
     @property
     def count(self) -> int:
@@ -108,7 +101,7 @@ class Lines:
             place = frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_lineno
             self.seen[place] += 1
             if self._line == (*place, self.seen[place]):
-                self._struck.append(f"{self._exception.__name__} at {place[0]}:{place[1]} {frame.f_code.co_name}")
+                self.hits.append(f"{self._exception.__name__} at {place[0]}:{place[1]} {frame.f_code.co_name}")
                 raise self._exception(INJECTED)
         return self._at
 

@@ -56,7 +56,6 @@ class Sweep:
         return operations * (len(PATTERNS) + 4) // self.stride + 100 * len(FAULTS) * len(EXCEPTIONS) * len(ways) // self.stride
 
     def operations(self, ways: dict[Way, Outcome], patterns: Sequence[str] = (*PATTERNS, PAIR)) -> Iterator[Outcome]:
-        """Fails operations."""
         points = [(way, pattern, n) for way, clean in ways.items() for pattern in patterns for n in range(1, clean.operations + 1)][:: self.stride]
         if self.most is not None and self.most < len(points):
             drawn = random.Random(self.target.name).sample(range(len(points)), self.most)

@@ -31,7 +31,6 @@ class Target:
 
 @cache
 def builtin(name: str) -> Target:
-    """A built-in step by name."""
     if name not in STEPS:
         raise UsageError(f"unknown case {name!r}; one of {', '.join(STEPS)}, or your own with --model path.py:factory")
     return Target(name, partial(build, name), partial(build, "mlp" if name == "compiled" else name))

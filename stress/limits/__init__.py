@@ -21,11 +21,11 @@ from .budget import BudgetLimit
 from .child import Child, ChildError, Emit, Line, run_child, run_children
 from .cuda import Confined, CudaLimit
 from .fence import Fence, ShimLimit
-from .limit import MemoryLimit
+from .limit import MemoryLimit, switch_onednn_off
 from .rlimit import ProcessLimit
 
 __all__ = ["KINDS", "BudgetLimit", "Child", "ChildError", "Confined", "CudaLimit", "Emit", "Fence", "Line", "MemoryLimit", "ProcessLimit"]
-__all__ += ["ShimLimit", "available", "in_child", "open_limit", "run_child", "run_children"]
+__all__ += ["ShimLimit", "available", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]
 
 _LIMITS: dict[str, tuple[Callable[..., MemoryLimit], Callable[[], str | None]]] = {
     "budget": (BudgetLimit, lambda: None),

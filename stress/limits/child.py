@@ -1,13 +1,4 @@
-"""Runs a job in a process of its own, in the environment that a memory limit needs, and hands on what it emits.
-
-```
-   parent                                child, spawned
-   job, arguments ───────────────►       job(line, **arguments)
-                 ◄───────────────        line(message)
-   child.send(…) ───────────────►        line.receive()
-   deadline: stack dump, then kill       a signal, an error, an exit code: each ends iteration with its own exception
-```
-"""
+"""Runs a job in a process of its own, in the environment that a memory limit needs, and hands on what it emits."""
 
 from __future__ import annotations
 
@@ -39,8 +30,6 @@ _LIBRARIES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_DISABLE_FAST_
 
 
 class ChildError(RuntimeError):
-    """A child did not end as it should."""
-
     def __init__(self, message: str, how: str, last_words: str = "") -> None:
         super().__init__(message)
         self.how = how  # "hang", "crash by SIGSEGV" or of another signal, the class of an exception, "unexpected exit"
@@ -125,7 +114,6 @@ class Child:
         self._process.kill()
 
     def left(self) -> float:
-        """Seconds until the deadline."""
         return self._began + self._deadline - time.monotonic()
 
     def receive(self) -> list[Any]:

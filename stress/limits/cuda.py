@@ -180,5 +180,4 @@ def _with_index(device: torch.device | str) -> torch.device:
 
 
 def trouble() -> str | None:
-    """Why there is no such limit here, or None."""
     return None if torch.cuda.is_available() else "the limit 'cuda' needs a CUDA device, and torch sees none here"

@@ -1,9 +1,4 @@
-"""One device for several processes: the file that they share, and the library that holds them to it (`fence.c`).
-
-```
-   parent: Fence.create() ── budget, largest ──► file ◄── live, peak, failures ── every process under `environment(file)`
-```
-"""
+"""One device for several processes: the file that they share, and the library that holds them to it (`fence.c`)."""
 
 from __future__ import annotations
 
@@ -21,11 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple, Self
 
-import torch
-
 from elastic_mbs.errors import UsageError
 
-from .limit import HostLimit
+from .limit import HostLimit, switch_onednn_off
 
 VARIABLE = "ELASTIC_MBS_FENCE"  # names the file, in the environment of the processes that share it
 UNLIMITED = 2**63 - 1
@@ -37,9 +30,7 @@ _PLACES = range(16, _FILE_SIZE // 8, 8)  # where slots begin, in words
 
 
 class Slot(NamedTuple):
-    """One process's account."""
-
-    pid: int
+    pid: int  # of the process whose account it is
     started: int  # see `start_time`
     live: int  # bytes that it holds
     peak: int  # most bytes that it held since `Fence.reset_peak`
@@ -129,7 +120,7 @@ class ShimLimit(HostLimit):
         self._shared = shared  # with others, for whom its capacity stays as it is when this one leaves
 
     def __enter__(self) -> Self:
-        self._undo.enter_context(torch.backends.mkldnn.flags(enabled=False))  # oneDNN crashes where its own allocations fail
+        self._undo.callback(switch_onednn_off())
         return self
 
     def lift(self) -> None:
@@ -179,7 +170,6 @@ def environment(fence: Fence) -> dict[str, str]:
 
 
 def trouble() -> str | None:
-    """Why the library cannot be made here, or None."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return f"the shim needs Linux with glibc, and this is {sys.platform} {platform.libc_ver()[0]}".rstrip()
     if shutil.which(_compiler()[0]) is None:
@@ -189,7 +179,6 @@ def trouble() -> str | None:
 
 @functools.cache
 def library() -> Path:
-    """The library, compiled once in a process (0.2 s)."""
     problem = trouble()
     if problem is not None:
         raise UsageError(problem)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Self
 
 import psutil
 import torch
@@ -15,7 +14,7 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import Headroom, MemorySensor, Reading, Unavailable, Usage
 
 
-class MemoryLimit(ABC):
+class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
     """A device's memory during one run: the co-tenant has `others()` of its capacity, this process the rest. Its end lifts every limit."""
 
     kind: str  # "budget" (counted tensors), "shim" (the allocator itself fails), "rlimit" (the process limit), "cuda"
@@ -27,10 +26,6 @@ class MemoryLimit(ABC):
         self._held = 0  # bytes that the co-tenant was made to hold
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
-        """Opens it, without a limit yet."""
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._undo.close()
         self.capacity, self._held = None, 0
@@ -40,7 +35,7 @@ class MemoryLimit(ABC):
     def lift(self) -> None:
         """Takes back what the limit has changed, when it is left."""
 
-    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:  # noqa: B027  # only the process limit has something to do
+    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:  # only the process limit has something to do
         """Runs a piece of each size once, where a first time under pressure could end the process."""
 
     @abstractmethod
@@ -59,7 +54,7 @@ class MemoryLimit(ABC):
         """Bytes that are not ours to have: what the co-tenant holds now, or waits for where the two cannot be distinguished."""
         return self._held
 
-    def share(self, size: int) -> None:  # noqa: B027  # a fence says so itself
+    def share(self, size: int) -> None:  # a fence says so itself
         """Notes that the device was given `size` bytes for all processes on it."""
 
     @abstractmethod
@@ -162,3 +157,10 @@ class HostGauge:
         self._memory.highest = self._memory.peak()
         self._memory.begin_interval()
         self.resets += 1
+
+
+def switch_onednn_off() -> Callable[[], None]:
+    """Disables oneDNN, which crashes where its own allocations fail; returns a function that restores it."""
+    was = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch has a descriptor there
+    return lambda: setattr(torch.backends.mkldnn, "enabled", was)

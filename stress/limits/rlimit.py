@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 
-from .limit import HostLimit
+from .limit import HostLimit, switch_onednn_off
 
 try:
     import resource
@@ -45,7 +45,7 @@ class ProcessLimit(HostLimit):
 
     def __enter__(self) -> Self:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
-        self._undo.enter_context(torch.backends.mkldnn.flags(enabled=False))  # oneDNN crashes where its own allocations fail
+        self._undo.callback(switch_onednn_off())
         # torch's thread pools end the process where they are refused memory, and the first backward imports
         torch.zeros(_PARALLEL, dtype=torch.uint8).add_(1)
         torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
@@ -93,7 +93,6 @@ class ProcessLimit(HostLimit):
 
 
 def trouble() -> str | None:
-    """Why a process cannot be held to RLIMIT_DATA here, or None."""
     if resource is None or sys.platform != "linux":
         return f"the limit 'rlimit' needs Linux, which holds all private memory of a process to RLIMIT_DATA, and this is {sys.platform}"
     if not hasattr(ctypes.CDLL(None), "mallopt"):

@@ -1,7 +1,6 @@
 """Models to train under stress: in float64, and with activations that take far more memory than their parameters.
 
-Each comes in two sizes with the same number of samples. On the CPU it is small. On a GPU one sample's activation takes megabytes, because torch's
-allocator takes memory from the device in segments of 2 and of 20 MiB, and libraries have workspaces: limits and failures would be lost in them.
+On a GPU they are `big`: a sample's activation takes megabytes, or failures would be lost in the allocator's segments of 20 MiB and in workspaces.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
-        """Runs the module without a graph."""
         ctx.module = module
         ctx.save_for_backward(x)
         with torch.no_grad():
@@ -44,7 +43,6 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        """Runs it again, and its backward."""
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
         with torch.enable_grad():

@@ -176,14 +176,12 @@ class Setup:
         return terms, scores
 
     def loss_fn(self, piece: Any) -> Any:
-        """What is handed to the runtime."""
         terms, scores = self.terms(piece)
         loss: Any = terms if self.plan.count == "both" else terms["loss"]
         made = {"loss": loss, "pair": (loss, scores), "dict": {"loss": loss, "scores": scores}, "object": Output(loss, scores)}
         return made[self.plan.returns]
 
     def scores(self, piece: Any) -> Tensor:
-        """For an evaluation."""
         out: Tensor = self.model(CONTAINERS[self.plan.container].unpack(piece)[0])
         return out
 

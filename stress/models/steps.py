@@ -24,7 +24,6 @@ text = partial(planned, tokens="dense", count="tokens")  # in three of the sampl
 
 
 def planned_step(plan: Plan) -> Subject:
-    """The step of a plan."""
     setup = set_up(plan)
     options = {"count": count_of(plan), "accumulate_dtype": torch.float32 if plan.half else None}
     return Subject(setup.model, setup.loss_fn, [make_batch(plan, 0)], options=options, extra=tuple(setup.guests), separable=plan.separable)

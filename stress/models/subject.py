@@ -22,7 +22,6 @@ class InterpretedBackend:
         self.inject: InjectOOM | None = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        """Compiles nothing: interprets."""
         from torch._dynamo.backends.common import aot_autograd
 
         return aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)(graph, inputs)

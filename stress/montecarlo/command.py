@@ -35,7 +35,6 @@ CODES = {WrongOutcomeError.__name__: WRONG, NO_END: HANG}  # of failures by kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     parser.add_argument("--runs", type=whole(1), default=2000, help="cases (default 2000)")
     parser.add_argument("--seed", type=seed, help="of all cases; drawn and printed where it is not given")
     parser.add_argument("--minutes", type=duration("minutes"), help="end after so many minutes at the latest")
@@ -51,19 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Totals(Outcome):
-    """Sums over cases."""
-
     runs: int = 0
     clean: int = 0  # cases in which nothing went wrong that could
     failures: Counter[str] = field(default_factory=Counter)  # cases with an outcome that is not allowed, by kind
 
     @property
     def code(self) -> int:
-        """The exit code."""
         return max((CODES.get(kind, UNEXPECTED) for kind in self.failures), default=PASSED)
 
     def table(self) -> str:
-        """For a person."""
         rows = {
             "runs": f"{self.runs} ({self.clean} in which nothing struck), {self.calls} training calls",
             "faults": f"{self.faults} planned; {self.struck} operations made to fail, memory limit passed {self.limits_hit} times",
@@ -78,7 +73,6 @@ class Totals(Outcome):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the cases; returns the exit code."""
     if options.only is not None and options.case is not None:
         raise UsageError(f"--only {options.only} and --case were both given: it is one or the other")
     _prepare()

@@ -35,7 +35,6 @@ class Faults(InjectOOM):
         self.alien: BaseException | None = None  # the error that has to pass through, once it was raised
 
     def step(self, name: str) -> None:
-        """Counts one operation, and fails it where it is its turn."""
         self.count += 1
         for first, fault in self._faults:
             past = self.count - first

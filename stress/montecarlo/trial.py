@@ -33,8 +33,6 @@ PLENTY = "1TiB"
 
 @dataclass
 class Outcome(Tally):
-    """What one case came to."""
-
     calls: int = 0  # training calls
     faults: int = 0  # that were planned
     struck: int = 0  # operations that were made to fail

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
-from ..limits import in_child, open_limit
+from ..limits import in_child, open_limit, switch_onednn_off
 from ..models.factory import make
 from ..models.subject import Subject, one_line
 from ..record import Needs, Run, Step
@@ -56,9 +56,9 @@ def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Ru
         record.expandable = memory.expandable()
     meet("trained", None)
     if record.end is not None:
-        # oneDNN as while it trained: other kernels round otherwise, and in float32 that adds up
-        with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.enabled and not in_child(order.kind)):
-            _compare(order, curve, record)
+        if in_child(order.kind):  # which ends here, so nothing has to switch it on again
+            switch_onednn_off()  # as while it trained: other kernels round otherwise, and in float32 that adds up
+        _compare(order, curve, record)
     record.seconds = time.perf_counter() - began
     return record
 
