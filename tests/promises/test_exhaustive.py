@@ -27,7 +27,7 @@ from stress.exhaustive.strike import EXCEPTIONS
 from stress.models.steps import STEPS
 
 GUARDED = ["--dimension", "operations", "--call", "backward"]
-POINTS = 40
+POINTS = 30
 """Operations that are struck in a case, about, and twice as many as lines."""
 
 
