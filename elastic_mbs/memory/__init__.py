@@ -10,28 +10,6 @@ from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.processes import Holder
 from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailable, Usage, UsageMeter, parse_bytes, trouble_with
 
-__all__ = [
-    "CgroupMemory",
-    "CudaMeter",
-    "CudaSensor",
-    "Headroom",
-    "Holder",
-    "HostGuard",
-    "HostMeter",
-    "HostSensor",
-    "MemoryBudget",
-    "MemorySensor",
-    "Monitor",
-    "NoMeter",
-    "NoSensor",
-    "Reading",
-    "Unavailable",
-    "Usage",
-    "UsageMeter",
-    "cgroup_memory",
-    "margin_of",
-    "parse_bytes",
-    "refuse_devices",
-    "sensor_for",
-    "trouble_with",
-]
+__all__ = ["CgroupMemory", "CudaMeter", "CudaSensor", "Headroom", "Holder", "HostGuard", "HostMeter", "HostSensor", "MemoryBudget"]
+__all__ += ["MemorySensor", "Monitor", "NoMeter", "NoSensor", "Reading", "Unavailable", "Usage", "UsageMeter"]
+__all__ += ["cgroup_memory", "margin_of", "parse_bytes", "refuse_devices", "sensor_for", "trouble_with"]

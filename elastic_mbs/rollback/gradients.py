@@ -99,8 +99,6 @@ class Ledger:
 
     def with_gradient(self) -> set[int]:
         """The ids of the model's leaves that had a gradient."""
-        if _all_none(self._noted.grads):
-            return set()
         return {id(leaf) for leaf, grad in zip(self._leaves, self._noted.grads, strict=True) if grad is not None}
 
     def unchanged(self) -> bool:
@@ -127,7 +125,7 @@ class Ledger:
             return False
         if all(map(is_, seen.grads, before.grads)):
             commits = sum(seen.versions) - sum(before.versions)
-        elif _all_none(before.grads) and not self.share_memory():
+        elif all(map(is_, before.grads, repeat(None))) and not self.share_memory():
             commits = sum(map(is_not, seen.grads, repeat(None)))
         else:
             return False
@@ -175,10 +173,6 @@ def _versions(grads: Grads) -> list[int]:
         return list(map(_VERSION, grads))
     except (AttributeError, RuntimeError):  # of None, and of inference tensors
         return [_version(grad) for grad in grads]
-
-
-def _all_none(grads: Grads) -> bool:
-    return all(map(is_, grads, repeat(None)))
 
 
 def _version(grad: torch.Tensor | None) -> int:

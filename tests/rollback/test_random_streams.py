@@ -72,10 +72,6 @@ def test_a_stream_is_read_for_each_piece_from_the_call_on_in_which_it_has_moved(
     assert streams.learn(start)
     piece = streams.read()
     assert not streams.lost(start, piece)
-    drawn = draw()
-    assert streams.moved(piece)
-    streams.restore(piece)
-    assert draw() == drawn
 
 
 def test_numpy_imported_later_counts_as_drawn_from_and_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
