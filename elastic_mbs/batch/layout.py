@@ -52,7 +52,7 @@ class Node:
     def piece(self, start: int, stop: int) -> Any:
         cut, value = self.cut, self.value
         if cut is Cut.NARROW:
-            return value.narrow(self.dim, start, stop - start) if self.dim else value[start:stop]  # a third less time
+            return value.narrow(self.dim, start, stop - start)
         if cut is Cut.FIELDS:
             return self.kind.put(value, {key: child.piece(start, stop) for key, child in self.children.items()})
         if cut is Cut.ITEMS:
@@ -246,8 +246,9 @@ class Layout:
         counts = {len(each.value) for each in lists}
         if len(lists) > 1:
             return lists if len(counts) == 1 and counts != {1} else []
-        kinds = {(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}
-        return lists if counts.pop() > _MANY and len(kinds) == 1 else []
+        if counts.pop() <= _MANY:
+            return []
+        return lists if len({(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}) == 1 else []
 
     def _disagreement(self, batch: Any) -> str:
         """Names each leaf and its shape, and the line to add for each length that the batch can have."""

@@ -41,7 +41,8 @@ class BatchView:
             elif end.cut is not Cut.WHOLE:
                 elements += sum([tensor.numel() for tensor in tensors])
         self.elements = max(1, -(-elements // self.length))  # of what is cut, per sample, rounded up. Memory is modelled in them
-        self._only_views = not any(end.cut in (Cut.ITEMS, Cut.COPY, Cut.CUSTOM) or end.copied for end in self._ends)
+        # Plain tensors are cut into views; all else can be copied by its cut.
+        self._only_views = all(type(end.value) is Tensor if end.cut is Cut.NARROW else end.cut is Cut.WHOLE and not end.copied for end in self._ends)
         self._ahead: dict[tuple[int, int], Any] = {}  # pieces that were cut, and not handed out yet
         self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
 

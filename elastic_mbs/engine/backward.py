@@ -34,7 +34,7 @@ def run_backward(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None
     settings = state.context.settings
     if settings.scaler is not None:
         loss = settings.scaler.scale(loss)
-    run = settings.gradients.backward or backward
+    run = backward if settings.gradients.backward is None else settings.gradients.backward
     if attempt.piece.committed:
         run = partial(_backward_of_the_rest, state, attempt)
     if state.profile.custom or attempt.custom:

@@ -128,7 +128,7 @@ class Call:
             state.watch.attempt()
         try:
             if state.streams is None:
-                streams = context.streams.read(everything=True)
+                streams = context.streams.read(hosts=True)
                 context.buffers.begin_call(context.model.modules, (state.key, state.identity))
                 state.streams = attempt.streams = streams
             else:

@@ -60,11 +60,10 @@ def _can_be_late(state: CallState, failure: Failure) -> bool:
     return _before_backward(state, failure) and state.training and bool(state.committed) and not failure.verdict.synchronous
 
 
-def _streams_lost(state: CallState, failure: Failure) -> bool:
-    start, piece, streams = state.streams, failure.streams, state.context.streams
-    if start is None or piece is None:
+def _host_streams_lost(state: CallState, failure: Failure) -> bool:
+    if state.streams is None or failure.streams is None or failure.streams.hosts is not None:
         return False
-    return state.context.retry("read the random streams", lambda: streams.lost(start, piece))
+    return state.context.streams.hosts_moved(state.streams)
 
 
 def _depends_on_the_piece(state: CallState, failure: Failure) -> bool:
@@ -92,7 +91,7 @@ _PIECE, _ISOLATED, _step, _refused = Replay(Mode.PIECE), Replay(Mode.ISOLATED), 
 _RULES: tuple[tuple[Replay, Callable[[CallState, Failure], bool]], ...] = (
     (_refused(_EDITED), lambda state, failure: failure.edited),
     (_refused(_UNKNOWN_LEAF), lambda state, failure: bool(failure.unknown)),
-    (_step("the step has begun to draw random numbers, whose state at the piece's start was not kept"), _streams_lost),
+    (_step("random numbers were drawn on the host, whose state at the piece's start was not kept"), _host_streams_lost),
     (_step("the error can belong to an earlier operation"), _can_be_late),
     (_PIECE, _before_backward),
     (_step(_ASYNCHRONOUS), lambda state, failure: not failure.verdict.synchronous),

@@ -93,7 +93,7 @@ class _Step:
 
     def _remember(self, snapshot: OptimizerSnapshot) -> None:
         self._snapshot = snapshot
-        self._streams = self._context.streams.read(everything=True)  # some optimizers round at random
+        self._streams = self._context.streams.read(hosts=True)  # some optimizers round at random
         self._scaler_before = dict(self._scaler_state)
 
     def _unscale(self) -> None:

@@ -45,7 +45,7 @@ def _run(subject: Subject, model: str, device: str) -> None:
     with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
         view = view_of(subject, batch_of(subject, 0, device))
         streams, buffers = generators_of(subject), [buffer.clone() for buffer in subject.model.buffers()]
-        start = streams.read(everything=True)
+        start = streams.read(hosts=True)
         loss = accumulate(subject, view, [[0, view.length]])
         streams.restore(start)
         with torch.no_grad():

@@ -152,7 +152,7 @@ def separable(model: str, seed: int, device: str) -> bool:
         view = view_of(subject, batch_of(subject, 0, device))
         start_streams(seed + 1)
         streams = generators_of(subject)
-        before, half = streams.read(everything=True), view.length // 2
+        before, half = streams.read(hosts=True), view.length // 2
         accumulate(subject, view, [[0, half], [half, view.length]] if parts == 2 and half else [[0, view.length]])
         if streams.moved(before):
             return False

@@ -249,7 +249,7 @@ class Session:
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "elastic_mbs": self._mbs.state_dict(),
-            "streams": self._streams.read(everything=True),
+            "streams": self._streams.read(hosts=True),
             "curve": self.curve,
             "record": self.record,
         }

@@ -99,6 +99,17 @@ def test_pieces_cover_every_sample_exactly_once_along_any_dimension(data: st.Dat
     assert all(piece["positions"].untyped_storage().data_ptr() == ids.untyped_storage().data_ptr() for piece in pieces)
 
 
+def test_a_tensor_subclass_is_cut_by_its_own_narrow_when_the_piece_is_needed() -> None:
+    class Narrowed(torch.Tensor):
+        def narrow(self, *place: Any) -> Any:
+            cuts.append(place)
+            return super().narrow(*place)
+
+    cuts: list[Any] = []
+    BatchView((rows(8).as_subclass(Narrowed), rows(8))).piece(0, 2)
+    assert cuts == [(0, 0, 2)]
+
+
 def test_what_holds_no_samples_passes_whole() -> None:
     scale, table, config, adjacency = torch.tensor(2.0), rows(3, 3), object(), rows(3, 3).to_sparse()
     others = {"scale": scale, "n": 3, "text": "ab", "no": None, "t": torch.float32, "np": np.float64(2), "z": torch.Size((1, 2))}

@@ -52,7 +52,7 @@ def rows(state: CallState) -> Iterator[Row]:
     streams, plain = state.context.streams, replace(state.context.settings.gradients, backward=None)
     yield {}, Mode.REFUSED, "samples 4:8 were changed in place by loss_fn"
     yield {"failure.edited": False}, Mode.REFUSED, "a leaf of shape (3,) outside the model appeared"
-    yield {"failure.unknown": ()}, Mode.STEP, "has begun to draw random numbers"
+    yield {"failure.unknown": ()}, Mode.STEP, "random numbers were drawn on the host"
     yield {"failure.streams": state.streams}, Mode.STEP, "can belong to an earlier operation"
     yield {"state.training": False}, Mode.PIECE, ""
     yield {"state.training": True, "state.committed": []}, Mode.PIECE, ""
@@ -68,7 +68,7 @@ def rows(state: CallState) -> Iterator[Row]:
     yield {"profile.normalises_batch": False}, Mode.STEP, "depends on which samples are in it"
     yield {"failure.normalises_batch": False}, Mode.STEP, "depends on which samples are in it"
     yield {"context.buffers": BufferCopies()}, Mode.STEP, "partly committed and drew random numbers"
-    yield {"failure.streams": streams.read(everything=True)}, Mode.PIECE, ""
+    yield {"failure.streams": streams.read(hosts=True)}, Mode.PIECE, ""
 
 
 def cases(state: CallState) -> Iterator[tuple[Failure, Mode, str]]:

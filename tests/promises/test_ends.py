@@ -288,7 +288,9 @@ def test_does_not_wait_where_nobody_else_holds_memory_or_nobody_can_tell(sensor:
 
 
 @pytest.mark.no_oom_injection
-@pytest.mark.parametrize("death", [OSError("driver gone"), Unavailable("unplugged"), "nonsense", None])
+@pytest.mark.parametrize(
+    "death", [OSError("driver gone"), Unavailable("unplugged"), "nonsense", None, lambda reading: replace(reading, doubt="lost")]
+)
 def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None:
     model, batch, events = nn.Linear(6, 4).double(), pairs(64), list[Event]()
     wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
@@ -301,7 +303,7 @@ def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None
                 if self.dead:
                     if isinstance(death, Exception):
                         raise death
-                    return death  # type: ignore[return-value]  # what a broken sensor does
+                    return death(budget.read()) if callable(death) else death  # type: ignore[return-value]  # what a broken sensor does
                 return budget.read()
 
         sensor = Sensor()
@@ -332,6 +334,7 @@ def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None
             shrunk = mbs.backward(cross_entropy(model), batch)
         assert shrunk.ooms == 1
         assert [type(event).__name__ for event in events].count("SensorLost") == 1
+        assert isinstance(mbs.headroom, Headroom) is callable(death), "a reading in doubt stays usable"
         sensor.dead = False
         assert calls(30)[-1] > shrunk.micro_batch_size
         assert [type(event).__name__ for event in events].count("SensorBack") == 1
