@@ -1,4 +1,4 @@
-"""A reading in doubt, end to end: nothing grows on it, it is told once, training goes on exactly, and growth comes back with the sensor."""
+"""What the errors and waits of a call say of a reading in doubt."""
 
 from dataclasses import replace
 from types import SimpleNamespace
