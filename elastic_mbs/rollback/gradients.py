@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class Ledger:
 
     def with_gradient(self) -> set[int]:
         """The ids of the model's leaves that had a gradient."""
-        return {id(leaf) for leaf, grad in zip(self._leaves, self._noted.grads, strict=True) if grad is not None}
+        return set(map(id, compress(self._leaves, map(is_not, self._noted.grads, repeat(None)))))
 
     def unchanged(self) -> bool:
         """Whether all gradients are the tensors that they were, and nothing was written to them."""
