@@ -84,12 +84,12 @@ def test_a_part_that_runs_over_reports_what_it_has_done_and_is_ended_with_all_th
     tests, junit, pid = tmp_path / "test_it.py", tmp_path / "junit.xml", tmp_path / "pid"
 
     class Popen(subprocess.Popen):  # type: ignore[type-arg]  # generic only to the type checker
-        """A part with LIMIT seconds runs over it when its child is there, however long that takes."""
+        """A part with LIMIT seconds runs over it when its child has said who it is, however long that takes."""
 
         def wait(self, timeout: float | None = None) -> int:
             if timeout != LIMIT:
                 return super().wait(timeout)
-            while not pid.exists() and self.poll() is None:
+            while not (pid.exists() and pid.read_text()) and self.poll() is None:
                 time.sleep(0.01)
             raise subprocess.TimeoutExpired(self.args, timeout)
 
