@@ -73,7 +73,6 @@ class Node:
 
 _NOT_GIVEN = object()
 _CONTAINERS = frozenset({Role.LIST, Role.FIELDS, Role.ARRAY, Role.CUSTOM})
-_TEXTS = (str, bytes)
 _MANY = 7  # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are some, a picture's crops more
 
 
@@ -104,7 +103,7 @@ class Layout:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
             # a tuple of texts is what `default_collate` makes of them
-            texts = given is not ListLayout.FIELDS and type(value) is tuple and bool(value) and all(isinstance(part, _TEXTS) for part in value)
+            texts = given is not ListLayout.FIELDS and type(value) is tuple and bool(value) and all(isinstance(part, str | bytes) for part in value)
             return self._items(value, path, kind, given) if texts or given is ListLayout.ITEMS else self._fields(value, path, kind, given)
         if role is Role.LIST:
             return self._list(value, path, kind, given)

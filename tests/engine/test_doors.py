@@ -147,6 +147,16 @@ def test_disabled_gives_outputs_totals_and_callbacks_and_uses_scaler_and_backwar
     assert torch.equal(elastic(model, enabled=False).eval(model, batch[0]), model(batch[0]).detach())
 
 
+def test_a_backward_of_ones_own_is_called_even_if_it_counts_as_false() -> None:
+    class Backward(list[float]):  # an empty list
+        def __call__(self, loss: Tensor) -> None:
+            loss.sum().backward(torch.tensor(2.0))
+
+    model, batch = mlp(), pairs()
+    elastic(model, micro_batch_size=4, backward=Backward()).backward(cross_entropy(model), batch)
+    assert off_by(model, whole_gradient(model, lambda net: 2 * cross_entropy(net)(batch))) <= 1e-12
+
+
 def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut() -> None:
     """A `loss_fn` that normalises by itself has to work with the switch off too; with nothing to cut there is nothing to refuse."""
     model, batch = mlp(), pairs()

@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 
+from elastic_mbs import Event, MicroBatchFloorError, WaitingForMemory
 from elastic_mbs.memory import (
     CudaMeter,
     CudaSensor,
@@ -23,6 +24,9 @@ from elastic_mbs.memory import (
     sensor_for,
 )
 from tests.helpers.fake_nvml import GIB, FakeCuda, FakeDriver, raiser
+from tests.helpers.steps import elastic, mlp, pairs
+
+MIB = 1024**2
 
 
 def test_a_reading_in_words_has_its_figures_its_processes_and_its_doubt() -> None:
@@ -188,3 +192,28 @@ def test_a_meter_without_a_device_does_not_raise(cuda: FakeCuda, monkeypatch: py
     meter.reset_peak()
     assert meter.usage() is None
     assert meter.resets == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_at_the_floor_the_biggest_holders_and_the_doubt_are_named_where_they_are_known(known: bool) -> None:
+    model, events = mlp(), list[Event]()
+    holders = (Holder(4711, "python", 200 * MIB), Holder(12, None, 60 * MIB), Holder(13, "Xorg"), Holder(14))
+    room = Headroom(free=100 * MIB, total=1024 * MIB, held_by_others=300 * MIB, source="test", at=0.0)
+    reading = replace(room, doubt="the device was lost", holders=holders) if known else room
+    sensor = types.SimpleNamespace(read=lambda: reading)
+    mbs = elastic(model, micro_batch_size=1, sensor=sensor, wait_for_memory=2.0, on_event=events.append)
+    naps: list[float] = []
+    mbs._context.sleep = naps.append
+
+    def loss_fn(_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+
+    with pytest.raises(MicroBatchFloorError) as caught:
+        mbs.backward(loss_fn, pairs(2))
+    names = "python (PID 4711) 200.0 MiB, PID 12 60.0 MiB, Xorg (PID 13), and 1 more" if known else ""
+    said = f" (processes there: {names}) (in doubt: the device was lost)" if known else ""
+    assert f"300.0 MiB held by others{said}. Ways out" in str(caught.value)
+    assert sum(naps) == pytest.approx(2.0), "a figure in doubt is good enough to wait by"
+    [wait] = [event for event in events if isinstance(event, WaitingForMemory)]
+    assert wait.holders == names
+    assert wait.line().endswith(f"held by others 300.0 MiB: {names})" if known else "held by others 300.0 MiB)")
