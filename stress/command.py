@@ -9,6 +9,7 @@ from importlib import import_module
 
 from elastic_mbs.errors import UsageError
 
+from .limits import simcuda
 from .models.subject import words
 from .options import Commands
 from .scenarios import command as scenarios
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(main: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """A command whose complaints about its input are one line each: those of the package itself explain a batch on several."""
+    if "simcuda" in (getattr(options, "kind", None) or ()) and not simcuda.inside():  # one kind, or a list of them
+        simcuda.start_again()
     try:
         return main(options)
     except UsageError as error:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from stress.limits import simcuda
+
 # pytester tests the other one, which injects out-of-memory errors (`make test-injected`)
 pytest_plugins = ["pytester", "elastic_mbs.testing"]
 
@@ -18,6 +20,22 @@ settings.register_profile("default", deadline=None)
 # A change is judged by the same examples every time; new ones are looked for at the desk.
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--simcuda", action="store_true", help="under the simulated CUDA (stress/limits/simcuda): with `-m gpu`, the tests of a GPU without one"
+    )
+
+
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Starts the same command once more under the simulated CUDA, where that is asked for."""
+    if config.getoption("simcuda") and not simcuda.inside():
+        problem = simcuda.trouble()
+        if problem is not None:
+            raise pytest.UsageError(problem)
+        config.pluginmanager.getplugin("capturemanager").stop_global_capturing()  # gives standard output back to what follows
+        simcuda.start_again()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

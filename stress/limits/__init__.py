@@ -6,6 +6,7 @@ budget    counted tensors, exactly          any process               takes its 
 shim      torch's allocator (posix_memalign) a child of `run_child`    takes its share off the limit; others may train beside it
 rlimit    the kernel, for the whole process a child of `run_child`    takes its share off the limit, from inside or outside
 cuda      torch's allocator, cudaMalloc     any process               another process that fills the GPU
+simcuda   the same on a simulated device   a process under `simcuda`  likewise
 ```
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 from elastic_mbs.errors import UsageError
 
-from . import cuda, fence, rlimit
+from . import cuda, fence, rlimit, simcuda
 from .budget import BudgetLimit
 from .child import Child, ChildError, Emit, Line, run_child, run_children
 from .cuda import Confined, CudaLimit
@@ -24,7 +25,7 @@ from .fence import Fence, ShimLimit
 from .limit import MemoryLimit, switch_onednn_off
 from .rlimit import ProcessLimit
 
-__all__ = ["KINDS", "BudgetLimit", "Child", "ChildError", "Confined", "CudaLimit", "Emit", "Fence", "Line", "MemoryLimit", "ProcessLimit"]
+__all__ = ["KINDS", "ON_GPU", "BudgetLimit", "Child", "ChildError", "Confined", "CudaLimit", "Emit", "Fence", "Line", "MemoryLimit", "ProcessLimit"]
 __all__ += ["ShimLimit", "available", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]
 
 _LIMITS: dict[str, tuple[Callable[..., MemoryLimit], Callable[[], str | None]]] = {
@@ -32,8 +33,10 @@ _LIMITS: dict[str, tuple[Callable[..., MemoryLimit], Callable[[], str | None]]] 
     "shim": (ShimLimit, fence.trouble),
     "rlimit": (ProcessLimit, rlimit.trouble),
     "cuda": (CudaLimit, cuda.trouble),
+    "simcuda": (CudaLimit, simcuda.trouble_here),
 }
 KINDS = tuple(_LIMITS)
+ON_GPU = ("cuda", "simcuda")
 
 
 def available(kind: str) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
+from . import simcuda
 from .limit import MemoryLimit
 from .neighbour import GRAIN, Neighbour
 
@@ -180,4 +181,6 @@ def _with_index(device: torch.device | str) -> torch.device:
 
 
 def trouble() -> str | None:
+    if simcuda.inside():
+        return "this process sees simulated devices only: the limit 'simcuda' is theirs"
     return None if torch.cuda.is_available() else "the limit 'cuda' needs a CUDA device, and torch sees none here"

@@ -8,6 +8,7 @@ from functools import partial
 
 from elastic_mbs import Policy
 
+from ..limits import ON_GPU
 from . import checks, scripts
 from .checks import Check
 from .scripts import Script, Supply, always
@@ -19,9 +20,9 @@ EAGER = Policy(patience=2, min_gain=0.0, cooldown=0.0)
 _COOLING = Policy(patience=2, min_gain=0.0, cooldown=0.5)
 _PATIENT = Policy(patience=4, min_gain=0.0, cooldown=checks.COOLDOWN)
 
-_COUNTED_AND_GPU = ("budget", "cuda")
-_FRAGMENTING = ("budget", "shim", "cuda")
-_ALL = ("budget", "shim", "rlimit", "cuda")
+_COUNTED_AND_GPU = ("budget", *ON_GPU)
+_FRAGMENTING = ("shim", *_COUNTED_AND_GPU)
+_ALL = ("rlimit", *_FRAGMENTING)
 _FALLS = (checks.bounded, checks.something_happened)
 
 
@@ -100,7 +101,7 @@ _CATALOGUE = (
     Scenario("cliff", scripts.cliff, _ALL, (*_FALLS, _BACK), model="gpt"),
     Scenario("sawtooth", scripts.sawtooth, _ALL, _FALLS),
     Scenario("random_walk", scripts.random_walk, _FRAGMENTING, _FALLS, model="cnn"),
-    Scenario("leak", scripts.leak, ("budget", "rlimit", "cuda"), _FALLS),
+    Scenario("leak", scripts.leak, ("rlimit", *_COUNTED_AND_GPU), _FALLS),
     Scenario("long_sequences", always(Supply(1 / 3, 1 / 3)), checks=(checks.bounded,), steps=40, model="gpt_bursts"),
     Scenario("fragmentation", always(Supply(1.2, 1.2)), _FRAGMENTING, (checks.bounded, checks.broken_up), largest=0.1),
     # not where the host is the device: the guard's copies take the room that the scenario is about
@@ -108,7 +109,7 @@ _CATALOGUE = (
     Scenario("eval_between", scripts.comes_and_goes, checks=(checks.evaluated, _BACK), evaluate=2),
     Scenario("sensor_dies", scripts.blind_spot, checks=(checks.froze_while_blind, _BACK), sensor_dies=True),
     Scenario("flapping", scripts.flapping, _FRAGMENTING, (checks.calm,), steps=60, quick=36, policy=_PATIENT),
-    Scenario("two_elastic", always(Supply(0.6, 0.6)), ("shim", "cuda"), steps=40, quick=30, policy=_COOLING, together=True),
+    Scenario("two_elastic", always(Supply(0.6, 0.6)), ("shim", *ON_GPU), steps=40, quick=30, policy=_COOLING, together=True),
     Scenario("one_sample_too_big", scripts.starving, checks=(checks.ended_at_the_floor,), steps=8, quick=6, ends_by_error=True, wait=0.5),
     Scenario("kill", always(Supply(0.3, 0.3)), checks=(checks.resumed,), steps=16, quick=12, killed=True),
 )

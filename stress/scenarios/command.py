@@ -17,7 +17,7 @@ import torch
 from elastic_mbs.errors import UsageError
 
 from ..console import Progress
-from ..limits import KINDS, available
+from ..limits import KINDS, ON_GPU, available
 from ..models.subject import words
 from ..options import memory, seed, whole, writable
 from ..record import Run, Step, count, write_json
@@ -96,10 +96,10 @@ def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
         if trouble is not None:
             missing.append(f"not run: {trouble}")
             continue
-        names = options.scenario or (QUICK.get(kind, SCENARIOS) if options.quick else SCENARIOS)
+        names = options.scenario or (QUICK.get("cuda" if kind in ON_GPU else kind, SCENARIOS) if options.quick else SCENARIOS)
         for scenario in (SCENARIOS[name] for name in dict.fromkeys(names) if kind in SCENARIOS[name].kinds):
             steps = options.steps or (scenario.quick if options.quick else scenario.steps)
-            device = "cuda" if kind == "cuda" else "cpu"
+            device = "cuda" if kind in ON_GPU else "cpu"
             orders.append(Order(scenario.name, kind, options.model or scenario.model, options.seed, steps, device, options.budget))
     if not orders:
         raise UsageError(f"none of the scenarios {', '.join(options.scenario or ())} runs on {', '.join(options.kind or KINDS)}; see --list")

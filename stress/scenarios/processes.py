@@ -10,7 +10,7 @@ import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..limits import Child, ChildError, Confined, Fence, Line, in_child, run_child, run_children
+from ..limits import ON_GPU, Child, ChildError, Confined, Fence, Line, in_child, run_child, run_children
 from ..models.subject import words
 from ..record import Mark, Needs, Run, Step
 from . import checks
@@ -24,7 +24,7 @@ def perform(order: Order, tell: Tell) -> list[Run]:
     """Carries an order out and judges its record; two where it has two processes, of whose first `tell` gets each step. UsageError as from `run`."""
     try:
         if order.entry.together:  # on one device, which is made as large as both together may need
-            return judge(two_on(Confined() if order.kind == "cuda" else Fence.create(), order, tell), order)
+            return judge(two_on(Confined() if order.kind in ON_GPU else Fence.create(), order, tell), order)
         play = _kill if order.entry.killed else _in_child if in_child(order.kind) else run
         return judge([play(order, tell)], order)
     except UsageError:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 
-from ..limits import in_child, open_limit, switch_onednn_off
+from ..limits import ON_GPU, in_child, open_limit, switch_onednn_off
 from ..models.factory import make
 from ..models.subject import Subject, one_line
 from ..record import Needs, Run, Step
@@ -36,7 +36,7 @@ def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Ru
     """Carries an order out. UsageError where the model cannot be trained like this, or the budget is below it."""
     began = time.perf_counter()
     # of two processes on one device, neither moves its limit
-    with open_limit(order.kind, **({"shared": True} if order.entry.together and order.kind in {"shim", "cuda"} else {})) as memory:
+    with open_limit(order.kind, **({"shared": True} if order.entry.together and (order.kind == "shim" or order.kind in ON_GPU) else {})) as memory:
         key = (order.kind, order.model, order.seed, order.device, order.steps)
         if key not in _known:
             _known[key] = measure(memory, make(order.model, order.seed, memory.device), order.steps)

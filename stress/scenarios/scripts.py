@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..limits import ON_GPU
 from ..record import Needs
 
 # What stays free of the room for a share, which the controller would not use: 5 % that it keeps free, and the error of its fits. On a GPU the
@@ -30,7 +31,7 @@ class Supply:
 
 def margin_of(kind: str) -> float:
     """What stays free under a kind of limit."""
-    return ROOMY if kind == "cuda" else MARGIN
+    return ROOMY if kind in ON_GPU else MARGIN
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,135 @@
+"""Builds the simulated CUDA with the system's compiler, once for each version of its sources and of torch, and says how to run under it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_mbs.errors import UsageError
+
+HERE = Path(__file__).parent
+RUNTIME, OPERATIONS = "libcudart.so.13", "libsimcuda_operations.so"
+NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")  # under which the runtime is looked for, too
+ABI = 13  # of CUDA: older ones have other names and other structures
+WAY_OUT = "`make simcuda` makes an environment with one"
+
+
+def inside() -> bool:
+    """Whether this process runs under the simulation."""
+    return Path(os.environ.get("LD_PRELOAD", "")).name == RUNTIME
+
+
+def environment() -> dict[str, str]:
+    """Variables under which a process sees the simulated devices. Builds what is missing, which takes a minute."""
+    folder = built()
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
+    return {"LD_PRELOAD": str(folder / RUNTIME), "LD_LIBRARY_PATH": path, "SIMCUDA_OPERATIONS": str(folder / OPERATIONS)}
+
+
+def trouble() -> str | None:
+    """Why the simulation cannot be had in this environment; None if it can."""
+    if inside():
+        return None
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return f"the simulated CUDA needs Linux with glibc, and this is {sys.platform}"
+    version = _cuda_of_torch()
+    if version is None or version.split(".")[0] != str(ABI):
+        return f"the simulated CUDA needs torch with CUDA {ABI}, and this one has {version or 'none'}: {WAY_OUT}"
+    if not all((folder / "cuda_runtime_api.h").exists() for folder in _headers()):
+        return f"the simulated CUDA needs the headers that torch's CUDA wheels bring, and they are not in {_headers()[0]}: {WAY_OUT}"
+    if shutil.which(_compiler()[0]) is None:
+        return f"the simulated CUDA needs a C++ compiler, and there is no {_compiler()[0]!r}: install one (apt install g++), or name yours in CXX"
+    return None
+
+
+def trouble_here() -> str | None:
+    """Why this process sees no simulated device; None if it does."""
+    return None if inside() else trouble() or "the simulated devices are there only for a process that was started under them: ask for --kind simcuda"
+
+
+def start_again() -> NoReturn:
+    """Starts this very command once more, under the simulation and in the same process. UsageError where that cannot be had."""
+    variables = os.environ | environment()
+    print("under the simulated CUDA: torch's allocator and real numbers, no device", flush=True)
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
+
+
+@functools.cache
+def built() -> Path:
+    """The folder with the libraries. Builds them where they are not there yet; UsageError where that cannot be done."""
+    if inside():
+        return Path(os.environ["LD_PRELOAD"]).parent
+    problem = trouble()
+    if problem is not None:
+        raise UsageError(problem)
+    sources = sorted(HERE.glob("*/*.*"))
+    key = hashlib.sha256(b"\0".join([_torch().as_posix().encode(), importlib.metadata.version("torch").encode(), *(p.read_bytes() for p in sources)]))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic_mbs"
+    folder = cache / f"simcuda-{key.hexdigest()[:16]}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as made:
+            _build(Path(made))
+            shutil.copytree(made, half := Path(f"{made}.half"), symlinks=True)
+        try:
+            half.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(half)
+    return folder
+
+
+def _build(folder: Path) -> None:
+    torch = _torch()
+    includes = [f"-I{path}" for path in (*_headers(), torch / "include", torch / "include/torch/csrc/api/include")]
+    common = [*_compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", *includes]
+    libraries = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-lc10_cuda", f"-Wl,-rpath,{torch / 'lib'}"]
+    script = folder / "versions"
+    script.write_text(f"{RUNTIME} {{ global: *; }};\n")
+    runtime = [f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={script}", "-ldl", "-lpthread"]
+    commands: list[list[str | Path]] = [
+        [*common, "-Wall", "-Wno-deprecated-declarations", "-o", folder / RUNTIME, *sorted((HERE / "runtime").glob("*.cpp")), *runtime],
+        [*common, "-w", "-D_GLIBCXX_USE_CXX11_ABI=1", "-o", folder / OPERATIONS, HERE / "torch_ops/operations.cpp", *libraries],
+    ]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
+    for process, command in zip(running, commands, strict=True):
+        said = process.communicate()[0]
+        if process.returncode:
+            raise UsageError(f"the simulated CUDA does not compile with {shlex.join(map(str, command))}, which said:\n{said.strip()[-2000:]}")
+    for name in NAMES:
+        (folder / name).symlink_to(RUNTIME)
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _cuda_of_torch() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _headers() -> Sequence[Path]:
+    """CUDA's headers, of which its own wheel lacks some that Triton's has."""
+    packages = _torch().parent
+    return packages / f"nvidia/cu{ABI}/include", packages / "triton/backends/nvidia/include"
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
