@@ -1,6 +1,7 @@
 """Models to train under stress: in float64, and with activations that take far more memory than their parameters.
 
 On a GPU they are `big`: a sample's activation takes megabytes, or failures would be lost in the allocator's segments of 20 MiB and in workspaces.
+But none has more work than a CPU can do in seconds, which has to on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ def wide(*, big: bool = False) -> Subject:
         return m.last(torch.tanh(torch.sin(torch.tanh(m.first(x))))).mean(1)
 
     model = Made(run, first=nn.Linear(8, 8192), last=nn.Linear(8192, 4))
-    return _subject("wide", model, _labelled(4, 256 if big else 1, 8), _cross_entropy, _MOMENTUM)
+    return _subject("wide", model, _labelled(4, 64 if big else 1, 8), _cross_entropy, _MOMENTUM)
 
 
 def adam(*, big: bool = False) -> Subject:
     """The opposite: more weights than activations, under AdamW, whose state is twice the weights and whose step takes as much again."""
-    width = 2048 if big else 192
+    width = 1024 if big else 192
     layers = [layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())]
     optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
     return _subject("adam", nn.Sequential(*layers, nn.Linear(width, 8)), _labelled(8, width), _cross_entropy, optimizer)
@@ -77,15 +78,15 @@ def adam(*, big: bool = False) -> Subject:
 
 def mlp(*, big: bool = False) -> Subject:
     """Linear layers on long rows: the plain case."""
-    rows, width = (1024, 2048) if big else (32, 512)
+    rows, width = (1024, 256) if big else (32, 512)
     model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
     return _subject("mlp", model, _labelled(10, rows, 64, rows=rows), _cross_entropy)
 
 
 def cnn(*, big: bool = False) -> Subject:
     """Convolutions with BatchNorm and dropout, whose first mask and buffers have changed when the largest activations are yet to come."""
-    channels, side = (32, 32) if big else (16, 24)
-    layers: list[nn.Module] = [nn.Upsample(scale_factor=8)] if big else []  # images of that size would take longer to draw than to train on
+    channels, side = 16, 32 if big else 24
+    layers: list[nn.Module] = [nn.Upsample(scale_factor=4)] if big else []  # images of that size would take longer to draw than to train on
     for width in (3, channels, channels):
         layers += [nn.Conv2d(width, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
         layers += [nn.Dropout(0.1)] if width == 3 else []
@@ -95,7 +96,7 @@ def cnn(*, big: bool = False) -> Subject:
 
 def heads(*, big: bool = False) -> Subject:
     """Two losses with counts of their own, over branches whose backwards are ready together: where one fails, the other waits in autograd's queue."""
-    rows, width = (512, 1024) if big else (16, 128)
+    rows, width = (1024, 256) if big else (16, 128)
 
     def run(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         shared = m.trunk(x)
@@ -120,7 +121,7 @@ def heads(*, big: bool = False) -> Subject:
 
 def gpt(*, big: bool = False, name: str = "gpt", length: Callable[[int], int] | None = None) -> Subject:
     """The demo's GPT, made small, counted in tokens."""
-    width, heads, longer = (512, 4, 4) if big else (32, 2, 1)
+    width, heads, longer = (128, 4, 2) if big else (32, 2, 1)
 
     def draw(stream: torch.Generator, step: int) -> dict[str, Tensor]:
         tokens = longer * (length(step) if length is not None else 128 if big else 64)
