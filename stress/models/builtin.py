@@ -86,7 +86,7 @@ def mlp(*, big: bool = False) -> Subject:
 def cnn(*, big: bool = False) -> Subject:
     """Convolutions with BatchNorm and dropout, whose first mask and buffers have changed when the largest activations are yet to come."""
     channels, side = 16, 32 if big else 24
-    layers: list[nn.Module] = [nn.Upsample(scale_factor=4)] if big else []  # images of that size would take longer to draw than to train on
+    layers: list[nn.Module] = [nn.Upsample(scale_factor=2)] if big else []  # images of that size would take longer to draw than to train on
     for width in (3, channels, channels):
         layers += [nn.Conv2d(width, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
         layers += [nn.Dropout(0.1)] if width == 3 else []
@@ -121,10 +121,10 @@ def heads(*, big: bool = False) -> Subject:
 
 def gpt(*, big: bool = False, name: str = "gpt", length: Callable[[int], int] | None = None) -> Subject:
     """The demo's GPT, made small, counted in tokens."""
-    width, heads, longer = (128, 4, 2) if big else (32, 2, 1)
+    width, heads = (128, 4) if big else (32, 2)
 
     def draw(stream: torch.Generator, step: int) -> dict[str, Tensor]:
-        tokens = longer * (length(step) if length is not None else 128 if big else 64)
+        tokens = length(step) if length is not None else 128 if big else 64
         rows = torch.randint(0, 64, (SAMPLES, tokens), generator=stream)
         labels = rows.roll(-1, 1)
         ends = torch.randint(1, tokens, (SAMPLES, 1), generator=stream)  # samples of different length, padded
@@ -134,7 +134,7 @@ def gpt(*, big: bool = False, name: str = "gpt", length: Callable[[int], int] | 
     def loss(model: nn.Module, piece: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(piece["tokens"]).flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED)
 
-    model = GPT(GPTConfig(vocabulary=64, context=256 * longer, width=width, heads=heads, layers=2))
+    model = GPT(GPTConfig(vocabulary=64, context=256, width=width, heads=heads, layers=2))
     return _subject(name, model, draw, loss, count=count_tokens("labels"))
 
 
