@@ -17,22 +17,27 @@ class Streams:
     """Where the random streams stand."""
 
     torch: Tensor
+    cuda: tuple[Tensor, ...]  # of each device
     python: Any
     numpy: Any  # of its legacy stream
 
     @classmethod
     def now(cls) -> Streams:
         numpy = sys.modules.get("numpy.random")
-        return cls(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state())
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+        return cls(torch.get_rng_state(), tuple(cuda), random.getstate(), None if numpy is None else numpy.get_state())
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
+        for device, state in enumerate(self.cuda):
+            torch.cuda.set_rng_state(state, device)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
 
     def same(self, other: Streams) -> bool:
-        return torch.equal(self.torch, other.torch) and self.python == other.python and repr(self.numpy) == repr(other.numpy)
+        same = len(self.cuda) == len(other.cuda) and all(map(torch.equal, (self.torch, *self.cuda), (other.torch, *other.cuda)))
+        return same and self.python == other.python and repr(self.numpy) == repr(other.numpy)
 
 
 def start_streams(seed: int) -> None:

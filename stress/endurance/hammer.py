@@ -27,7 +27,7 @@ from elastic_mbs import Policy
 from elastic_mbs.errors import UsageError
 
 from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, listed, write_figures
-from ..limits import ChildError, Emit, MemoryLimit, available, open_limit, run_child
+from ..limits import ChildError, Emit, MemoryLimit, check_kind, open_limit, run_child
 from ..models.factory import find
 from ..options import duration, whole, writable
 from ..options import seed as a_seed
@@ -161,13 +161,6 @@ def main(options: argparse.Namespace) -> int:
     figures |= {"seconds": round(time.monotonic() - began, 1), "bad": dict(run.bad), **run.all.as_json()}
     write_figures(options.json, {**figures, "models": {Path(model).name: counts.as_json() for model, counts in run.counts.items()}})
     return run.code
-
-
-def check_kind(kind: str) -> None:
-    """UsageError where a kind of limit cannot be had on this machine."""
-    problem = available(kind)
-    if problem is not None:
-        raise UsageError(f"--kind {kind} cannot be had here: {problem}")
 
 
 class _Run:

@@ -28,12 +28,12 @@ from elastic_mbs.events import format_bytes
 
 from ..console import PASSED, WRONG, Progress, write_figures
 from ..flat_options import grouped
-from ..limits import ChildError, Emit, MemoryLimit, open_limit, run_child
+from ..limits import ChildError, Emit, MemoryLimit, check_kind, open_limit, run_child
 from ..options import duration, seed, whole, writable
 from ..reference.by_hand import accumulate, view_of
 from ..reference.state import demand, hooks_on
 from ..scenarios.model_check import check
-from .hammer import bad_end, check_kind
+from .hammer import bad_end
 from .training import Training
 
 LEAST = 8  # samples of the second half that a trend needs

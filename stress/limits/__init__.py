@@ -26,7 +26,7 @@ from .limit import MemoryLimit, switch_onednn_off
 from .rlimit import ProcessLimit
 
 __all__ = ["KINDS", "ON_GPU", "BudgetLimit", "Child", "ChildError", "Confined", "CudaLimit", "Emit", "Fence", "Line", "MemoryLimit", "ProcessLimit"]
-__all__ += ["ShimLimit", "available", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]
+__all__ += ["ShimLimit", "available", "check_kind", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]
 
 _LIMITS: dict[str, tuple[Callable[..., MemoryLimit], Callable[[], str | None]]] = {
     "budget": (BudgetLimit, lambda: None),
@@ -42,6 +42,13 @@ ON_GPU = ("cuda", "simcuda")
 def available(kind: str) -> str | None:
     """Why a kind of limit cannot be had on this machine, in words; None if it can."""
     return _LIMITS[kind][1]()
+
+
+def check_kind(kind: str) -> None:
+    """UsageError where a kind of limit cannot be had on this machine."""
+    problem = available(kind)
+    if problem is not None:
+        raise UsageError(f"--kind {kind} cannot be had here: {problem}")
 
 
 def in_child(kind: str) -> bool:

@@ -84,7 +84,7 @@ def _masked(m: Any, x: Tensor) -> Any:
     """A mask drawn by Python and by numpy, whose legacy stream is what such models use."""
     if m.training:
         numpy = sys.modules.get("numpy.random")
-        x = x * (random.random() + 0.5) * (1.0 if numpy is None else torch.from_numpy(numpy.rand(*x.shape)))
+        x = x * (random.random() + 0.5) * (1.0 if numpy is None else torch.from_numpy(numpy.rand(*x.shape)).to(x.device))
     return m.inner(x)
 
 
@@ -150,7 +150,7 @@ class _Running(nn.Module):
 
 def flat_gradients(leaves: Sequence[Tensor]) -> Tensor:
     """Gives leaves gradients of zeros that are views of one flat buffer, as bucketing does; returns that."""
-    flat, offset = torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype), 0
+    flat, offset = torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype, device=leaves[0].device), 0
     for leaf in leaves:
         leaf.grad = flat[offset : offset + leaf.numel()].view_as(leaf)
         offset += leaf.numel()

@@ -71,6 +71,7 @@ class Plan:
     edits: bool = False  # the loss function edits its batch in place
     backward: bool = False  # a backward of the trainer's own is used
     faults: tuple[Fault, ...] = ()  # what else goes wrong
+    device: str = "cpu"  # where everything lies; never drawn
 
     @property
     def separable(self) -> bool:

@@ -91,7 +91,7 @@ def make_batch(plan: Plan, step: int) -> Any:
         kept = torch.randint(0, length + 1, (n, 1), generator=stream)
         kept[int(torch.randint(0, n, (), generator=stream))] = length
         y = torch.where(torch.arange(length) < kept, y, IGNORED)
-    return CONTAINERS[plan.container].pack(x, y, weights)
+    return CONTAINERS[plan.container].pack(*(leaf.to(plan.device) for leaf in (x, y, weights)))
 
 
 def count_of(plan: Plan) -> Any:
@@ -203,7 +203,7 @@ def set_up(plan: Plan) -> Setup:
         model = Network(plan.layers, plan.width, features=features, sparse=plan.tokens == "sparse", tie=plan.tied, branches=plan.branches)
     dtype = torch.bfloat16 if plan.half else torch.float64
     guests = {"weight": [torch.zeros((), dtype=dtype)], "prompt": [torch.randn(1, 1, 3, dtype=dtype)]}.get(plan.guests, [])
-    setup = Setup(plan, model.to(dtype), [guest.requires_grad_() for guest in guests])
+    setup = Setup(plan, model.to(plan.device, dtype), [guest.to(plan.device).requires_grad_() for guest in guests])
     sparse = {id(module.weight) for module in setup.model.modules() if isinstance(module, nn.Embedding) and module.sparse}
     leaves = [leaf for leaf in setup.leaves() if id(leaf) not in sparse]
     if plan.gradients == "flat":

@@ -92,5 +92,5 @@ def _check_outputs(plan: Plan, outputs: Any, scores: Tensor, where: str) -> None
         demand(outputs is None, f"{where}there are outputs although none were returned or wanted")
         return
     found = outputs if plan.returns == "pair" else outputs["scores"] if plan.returns == "dict" else outputs.scores
-    same = isinstance(found, Tensor) and found.shape == scores.shape and torch.allclose(found, scores, rtol=1e-10, atol=1e-12)
+    same = isinstance(found, Tensor) and found.shape == scores.shape and torch.allclose(found.to(scores.device), scores, rtol=1e-10, atol=1e-12)
     demand(same, f"{where}the outputs are not those of the committed pieces in their order")

@@ -25,11 +25,13 @@ import torch
 from elastic_mbs.errors import UsageError
 
 from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, listed, prepare, watchdog, write_figures
+from ..limits import ON_GPU, check_kind
 from ..models.plan import Plan, draw, read, smaller
 from ..options import duration, seed, whole, writable
 from ..reference.state import WrongOutcomeError, demand
 from .trial import Outcome, run_trial
 
+FUSED = ("gru", "lstm")  # layers with kernels of their own on a GPU
 NO_END = "a process that hung or crashed"
 CODES = {WrongOutcomeError.__name__: WRONG, NO_END: HANG}  # of failures by kind, which is an error's name; of all others UNEXPECTED
 
@@ -38,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=whole(1), default=2000, help="cases (default 2000)")
     parser.add_argument("--seed", type=seed, help="of all cases; drawn and printed where it is not given")
     parser.add_argument("--minutes", type=duration("minutes"), help="end after so many minutes at the latest")
+    kinds = "where cases run: on the CPU under a budget, on a GPU whose allocator refuses memory, or on a simulated one (default budget)"
+    parser.add_argument("--kind", choices=("budget", *ON_GPU), default="budget", help=kinds)
     parser.add_argument("--jobs", type=whole(1, 1024), default=1, help="processes (default 1)")
     parser.add_argument("--baseline", action="store_true", help="the same cases with nothing going wrong: they must be exact, without an event")
     parser.add_argument("--only", type=whole(0), metavar="CASE_SEED", help="one case, by the seed that was printed for it")
@@ -75,6 +79,7 @@ class Totals(Outcome):
 def main(options: argparse.Namespace) -> int:
     if options.only is not None and options.case is not None:
         raise UsageError(f"--only {options.only} and --case were both given: it is one or the other")
+    check_kind(options.kind)
     _prepare()
     cases = _Cases(options)
     if options.only is not None:
@@ -136,7 +141,11 @@ class _Cases:
         """One case, drawn from a seed or given."""
         baseline, totals = self._options.baseline, self.totals
         plan = replace(plan, faults=(), limits=(), moves=()) if baseline else plan
-        lines = _lines("case", plan, seed, baseline=baseline)
+        if self._options.kind != "budget":
+            plan = replace(plan, device="cuda")
+        if self._options.kind == "simcuda":  # whose operations are the CPU's: it has no fused recurrent cells, nor sparse tensors
+            plan = replace(plan, layers=tuple(name for name in plan.layers if name not in FUSED), tokens=plan.tokens.replace("sparse", "dense"))
+        lines = self._lines("case", plan, seed)
         totals.runs += 1
         try:
             outcome = self._run(plan, lines)
@@ -149,7 +158,7 @@ class _Cases:
             print(f"  raised in {last.filename}:{last.lineno}")
             small = shrink(plan, lambda candidate: self._fails(candidate, kind), self._options.shrink)
             if small != plan:
-                print(_lines("smallest that fails", small), flush=True)
+                print(self._lines("smallest that fails", small), flush=True)
             return
         totals.clean += not (outcome.struck or outcome.limits_hit)
         totals.merge(outcome.as_json())
@@ -161,10 +170,16 @@ class _Cases:
     def _fails(self, plan: Plan, kind: str) -> bool:
         """Whether a case fails in this way."""
         try:
-            self._run(plan, _lines("case", plan))
+            self._run(plan, self._lines("case", plan))
         except Exception as error:
             return type(error).__name__ == kind
         return False
+
+    def _lines(self, what: str, plan: Plan, seed: int | None = None) -> str:
+        """The case in words, and the command that repeats it."""
+        which = f"--case {shlex.quote(json.dumps(plan.changes()))}" if seed is None else f"--only {seed}"
+        kind = "" if self._options.kind == "budget" else f" --kind {self._options.kind}"
+        return f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo {which}{kind}{' --baseline' * self._options.baseline}"
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool], seconds: float = 30.0) -> Plan:
@@ -175,9 +190,3 @@ def shrink(plan: Plan, fails: Callable[[Plan], bool], seconds: float = 30.0) -> 
         if fails(candidate):
             plan, left = candidate, smaller(candidate)
     return plan
-
-
-def _lines(what: str, plan: Plan, seed: int | None = None, *, baseline: bool = False) -> str:
-    """The case in words, and the command that repeats it."""
-    which = f"--case {shlex.quote(json.dumps(plan.changes()))}" if seed is None else f"--only {seed}"
-    return f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo {which}{' --baseline' * baseline}"

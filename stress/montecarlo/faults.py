@@ -26,11 +26,21 @@ ERRORS: dict[str, Callable[[str], BaseException]] = {
 }
 
 
+def refused(device: str) -> torch.OutOfMemoryError:
+    """The error of a GPU's own allocator, which has tried everything before it raises: more than any device has was asked for."""
+    try:
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        return error.with_traceback(None)
+    raise AssertionError(f"{device} has a petabyte of memory")
+
+
 class Faults(InjectOOM):
     """Fails operations of one block, which has so many without a fault, about."""
 
-    def __init__(self, faults: Sequence[Fault], operations: int) -> None:
+    def __init__(self, faults: Sequence[Fault], operations: int, device: str = "cpu") -> None:
         super().__init__()
+        self._device = device
         self._faults = [(1 + int(fault.at * operations), fault) for fault in faults]
         self.alien: BaseException | None = None  # the error that has to pass through, once it was raised
 
@@ -40,7 +50,7 @@ class Faults(InjectOOM):
             past = self.count - first
             if past >= 0 and (fault.times == 0 or (past % fault.gap == 0 and past // fault.gap < fault.times)):
                 self.hits.append(name)
-                error = ERRORS[fault.error](name)
+                error = refused(self._device) if (fault.error, self._device) == ("device", "cuda") else ERRORS[fault.error](name)
                 if fault.error == "alien":
                     self.alien = error
                 raise error

@@ -61,9 +61,9 @@ class _Trial:
         self.plan = plan
         self.outcome = Outcome(faults=len(plan.faults))
         self.real = set_up(plan)
-        self.budget = MemoryBudget(PLENTY, track=(self.real.model, self.real.guests, self.real.flat))
+        self.budget = MemoryBudget(PLENTY, track=(self.real.model, self.real.guests, self.real.flat), device=plan.device)
         self.events: list[Event] = []
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if plan.scaler else None
+        self.scaler = torch.amp.GradScaler(plan.device, init_scale=SCALE) if plan.scaler else None
         self.forwards = 0  # of the call
         self.results: Counter[str] = Counter()  # what the results of finished calls add up to
 
@@ -86,7 +86,7 @@ class _Trial:
     def _measure(self) -> None:
         """How many operations a batch has and how much memory it takes."""
         streams, batch, twin = Streams.now(), make_batch(self.plan, 0), self.real.twin()
-        budget = MemoryBudget(PLENTY, track=(twin.model, twin.guests))
+        budget = MemoryBudget(PLENTY, track=(twin.model, twin.guests), device=self.plan.device)
         before = budget.live
         with budget, InjectOOM() as counting:
             accumulate(twin, batch, [(0, self.plan.samples)])
@@ -146,7 +146,7 @@ class _Trial:
 
     def _guarded(self, place: str, number: int, operations: int, where: str, call: Callable[[], Any]) -> tuple[Any, Exception | None, int]:
         """A call under the faults of its place; returns its result, or the error it ended in, and how many failures were made."""
-        faults = Faults([fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)], operations)
+        faults = Faults([fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)], operations, self.plan.device)
         hits, result = self.budget.ooms, None
         error: Exception | None = None
         with self.budget, faults:
@@ -208,7 +208,10 @@ class _Trial:
         real.model.train()
         if error is None:
             rounding = 2e-2 if self.plan.half else 1e-11
-            demand(found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rounding, atol=rounding), f"{where}the outputs are wrong")
+            demand(
+                found.shape == wanted.shape and torch.allclose(found.to(wanted.device), wanted, rtol=rounding, atol=rounding),
+                f"{where}the outputs are wrong",
+            )
 
     def _optimize(self, mbs: ElasticMBS, number: int) -> None:
         plan, real, where = self.plan, self.real, f"optimizer after step {number}: "
