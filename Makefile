@@ -4,12 +4,14 @@ PYTHON ?= python3
 # torch goes in first and by version: a CPU build of exactly this one may lie on disk, where "any torch" would be a large download.
 # `make TORCH=torch` takes the newest.
 TORCH ?= torch==2.13.0
+# A CUDA build of several GB, for the simulated CUDA alone: the one with which it was tried.
+TORCH_CUDA ?= torch==2.11.0
 
 BIN := .venv/bin
 PIP := -m pip --quiet --quiet --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test coverage test-injected lint format stress montecarlo docs wheel wheel-test clean
+.PHONY: demo test coverage test-injected lint format stress montecarlo simcuda docs wheel wheel-test clean
 
 demo: .venv/installed
 	@$(BIN)/python -m elastic_mbs demo
@@ -34,6 +36,12 @@ stress: .venv/installed
 # Random cases, the same each time; `python -m stress montecarlo` alone draws others.
 montecarlo: .venv/installed
 	@$(BIN)/python -m stress montecarlo --runs 300 --seed 1
+
+# What needs a GPU, on a simulated one: torch's own CUDA allocator without a card (stress/limits/simcuda).
+simcuda: .venv-simcuda/installed
+	@.venv-simcuda/bin/python -m pytest --quiet --simcuda -m gpu
+	@.venv-simcuda/bin/python -m stress --kind simcuda --quick
+	@.venv-simcuda/bin/python -m stress montecarlo --kind simcuda --runs 100 --seed 1
 
 lint: .venv/installed
 	@$(BIN)/ruff check --quiet . tools/gpu_check
@@ -64,7 +72,14 @@ wheel-test: wheel
 	"$$here/venv/bin/elastic-mbs" --help > help.txt
 
 clean:
-	@rm -rf .venv build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv .venv-simcuda build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+.venv-simcuda/installed: pyproject.toml
+	@echo "making .venv-simcuda (gigabytes)"
+	@$(PYTHON) -m venv .venv-simcuda
+	@.venv-simcuda/bin/python $(PIP) install "$(TORCH_CUDA)"
+	@.venv-simcuda/bin/python $(PIP) install --editable ".[dev]"
+	@touch $@
 
 .venv/installed: pyproject.toml
 	@echo "making .venv (about a minute)"

@@ -65,12 +65,12 @@ def wide(*, big: bool = False) -> Subject:
         return m.last(torch.tanh(torch.sin(torch.tanh(m.first(x))))).mean(1)
 
     model = Made(run, first=nn.Linear(8, 8192), last=nn.Linear(8192, 4))
-    return _subject("wide", model, _labelled(4, 64 if big else 1, 8), _cross_entropy, _MOMENTUM)
+    return _subject("wide", model, _labelled(4, 128 if big else 1, 8), _cross_entropy, _MOMENTUM)
 
 
 def adam(*, big: bool = False) -> Subject:
     """The opposite: more weights than activations, under AdamW, whose state is twice the weights and whose step takes as much again."""
-    width = 1024 if big else 192
+    width = 2048 if big else 192
     layers = [layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())]
     optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
     return _subject("adam", nn.Sequential(*layers, nn.Linear(width, 8)), _labelled(8, width), _cross_entropy, optimizer)
@@ -124,7 +124,7 @@ def gpt(*, big: bool = False, name: str = "gpt", length: Callable[[int], int] | 
     width, heads = (128, 4) if big else (32, 2)
 
     def draw(stream: torch.Generator, step: int) -> dict[str, Tensor]:
-        tokens = length(step) if length is not None else 128 if big else 64
+        tokens = length(step) if length is not None else 256 if big else 64
         rows = torch.randint(0, 64, (SAMPLES, tokens), generator=stream)
         labels = rows.roll(-1, 1)
         ends = torch.randint(1, tokens, (SAMPLES, 1), generator=stream)  # samples of different length, padded

@@ -208,10 +208,8 @@ class _Trial:
         real.model.train()
         if error is None:
             rounding = 2e-2 if self.plan.half else 1e-11
-            demand(
-                found.shape == wanted.shape and torch.allclose(found.to(wanted.device), wanted, rtol=rounding, atol=rounding),
-                f"{where}the outputs are wrong",
-            )
+            same = found.shape == wanted.shape and torch.allclose(found.to(wanted.device), wanted, rtol=rounding, atol=rounding)
+            demand(same, f"{where}the outputs are wrong")
 
     def _optimize(self, mbs: ElasticMBS, number: int) -> None:
         plan, real, where = self.plan, self.real, f"optimizer after step {number}: "

@@ -85,7 +85,7 @@ def test_two_elastic_processes_share_one_device_and_the_parents_limit() -> None:
 
 
 def test_each_kind_tells_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert KINDS == ("budget", "shim", "rlimit", "cuda")
+    assert KINDS == ("budget", "shim", "rlimit", "cuda", "simcuda")
     assert available("budget") is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="needs a CUDA device"):
