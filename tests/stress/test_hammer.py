@@ -260,7 +260,7 @@ def test_how_the_process_of_a_soak_ends_is_told_by_the_exit_code(
 
 @pytest.mark.parametrize("command", [[], ["hammer"], ["soak"]], ids=" ".join)
 def test_a_kind_that_cannot_be_had_here_is_bad_input(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for asked in ("stress.endurance.hammer.available", "stress.scenarios.command.available"):
+    for asked in ("stress.limits.available", "stress.scenarios.command.available"):
         monkeypatch.setattr(asked, lambda kind: "there is no compiler")
     assert main(["stress", *command, "--kind", "shim"]) == 2
     told = capsys.readouterr().err
