@@ -116,6 +116,7 @@ API void simcuda_fail_operation(int error, long after, long late) {
 // Asked by each operation of torch for its own errors, with library 0, and for those of the library that would carry it out: the error to report;
 // FAILED_SILENTLY where this operation has failed and nothing says so yet; or 0.
 API int simcuda_operation_error(int library) {
+    if (!library && poison()) return poison();
     if (!operation_fault.error) return 0;
     const Guard guard(process_lock());
     if ((operation_fault.error >= CUBLAS ? operation_fault.error : 0) != library) return 0;
