@@ -1,6 +1,5 @@
 """What the driver can say of a device, and stop saying: training goes on, and grows only on what can be relied on."""
 
-import time
 from collections.abc import Callable
 
 import psutil
@@ -58,15 +57,6 @@ def test_growth_stops_when_the_driver_goes_away_and_returns_with_it(simulation: 
     simulation.set("nvml_error", 0)
     assert training.sizes(8)[-1] == 128
     assert training.seen(SensorLost, SensorBack) == [SensorLost, SensorBack]
-
-
-def test_a_driver_that_fails_from_the_start_puts_the_device_in_doubt_and_a_missing_one_does_not(simulation: Simulation) -> None:
-    simulation.set("nvml_error", control.NVML_UNKNOWN)
-    assert read().doubt is not None
-    simulation.set("nvml_error", 9)  # the driver is not loaded
-    found = read()
-    assert (found.source, found.doubt) == ("cuda", None)
-    assert found.free == simulation.free()
 
 
 @pytest.mark.parametrize("fact", ["mig", "nvml_hides"])
