@@ -111,7 +111,7 @@ def retry(
     """Runs bookkeeping that can itself run out of memory and be repeated, releasing more before each retry; an `error` with `what` where that fails.
 
     `operation` is done once it returns; after an error in the middle a second call goes on where the first one stopped. `passes` tells whether an
-    error is the user's own.
+    error is the user's own. An error that can be asynchronous is not retried: the operation that failed may be an earlier one, whose result is gone.
     """
     message = ""
     for attempt in range(3):
@@ -122,6 +122,8 @@ def retry(
             if verdict is None or verdict.kind is Kind.MASKED or passes():  # a masked one says nothing of room by itself
                 raise
             message = verdict.message
+        if not verdict.synchronous:
+            raise error(f"could not {what}, and the error can be asynchronous, so an earlier operation may have no result: {message}")
         release(devices=devices, thorough=attempt > 0)
     raise error(f"there is no room to {what}: {message}")
 

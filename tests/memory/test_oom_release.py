@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import MemoryBudget
+from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.oom import Kind, clear_traceback, probe, release
 from tests.helpers.oom_errors import CUDA_ADVICE, Wrapper, caught, fail, judged
@@ -189,3 +190,16 @@ def test_a_thorough_release_gives_the_cache_back_to_the_device() -> None:
     assert torch.cuda.memory_reserved(device) == reserved
     release(devices=[device], thorough=True)
     assert torch.cuda.memory_reserved(device) <= reserved - (1 << 28)
+
+
+def test_bookkeeping_is_not_repeated_after_an_error_that_can_belong_to_an_earlier_operation() -> None:
+    runs: list[str] = []
+
+    def operation() -> None:
+        runs.append("run")
+        if len(runs) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(MicroBatchFloorError, match="could not compare the buffers, and the error can be asynchronous"):
+        oom.retry("compare the buffers", operation, [])
+    assert len(runs) == 1

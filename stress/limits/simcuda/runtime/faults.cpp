@@ -28,6 +28,7 @@ struct OperationFault {
 
 // Errors that are no error of the runtime. They stand in the text that torch makes of them; ../torch_ops has that.
 enum Library { CUBLAS = 1001, CUDNN = 1002 };
+constexpr int FAILED_SILENTLY = -1;
 
 // An error of a kernel that has run ruins the context: every later call fails until the process ends.
 bool ruins(int error) { return error == cudaErrorIllegalAddress || error == cudaErrorAssert || error == cudaErrorLaunchFailure; }
@@ -112,14 +113,18 @@ API void simcuda_fail_operation(int error, long after, long late) {
     const Guard guard(process_lock());
     operation_fault = {error, after, late, false};
 }
-// Asked by each operation of torch, with the library that would carry it out, or 0: the error to report, or 0.
+// Asked by each operation of torch for its own errors, with library 0, and for those of the library that would carry it out: the error to report;
+// FAILED_SILENTLY where this operation has failed and nothing says so yet; or 0.
 API int simcuda_operation_error(int library) {
+    if (!library && poison()) return poison();
     if (!operation_fault.error) return 0;
     const Guard guard(process_lock());
-    if (operation_fault.error >= CUBLAS && operation_fault.error != library) return 0;
-    if (!operation_fault.happened && operation_fault.after-- > 0) return 0;
+    if ((operation_fault.error >= CUBLAS ? operation_fault.error : 0) != library) return 0;
+    const bool earlier = operation_fault.happened;
+    if (!earlier && operation_fault.after-- > 0) return 0;
     operation_fault.happened = true;
-    return operation_fault.late-- > 0 ? 0 : report();
+    if (operation_fault.late-- > 0) return earlier ? 0 : FAILED_SILENTLY;
+    return report();
 }
 // An operation of torch: some device time in a stream.
 API void simcuda_work(void* stream) { work(stream_of((cudaStream_t)stream), lag()); }

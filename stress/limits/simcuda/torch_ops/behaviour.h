@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <dlfcn.h>
 
+#include <limits>
 #include <map>
 #include <set>
 #include <string>
@@ -24,18 +25,30 @@ inline Library library_of(const std::string& name) {
     return name.find("conv") != std::string::npos ? CUDNN : NONE;
 }
 
-// Device time of an operation, and the error that it reports: its own, or one that came late.
-inline void device_time() {
+// Device time of an operation, and the error that it reports: its own, or one that came late. False where it has failed and nothing says so yet.
+inline bool device_time() {
     static auto work = (void (*)(void*))dlsym(RTLD_DEFAULT, "simcuda_work");
     static auto error = (int (*)(int))dlsym(RTLD_DEFAULT, "simcuda_operation_error");
     work(c10::cuda::getCurrentCUDAStream().stream());
-    if (const int e = error(NONE)) C10_CUDA_CHECK((cudaError_t)e);
+    const int e = error(NONE);
+    if (e > 0) C10_CUDA_CHECK((cudaError_t)e);
+    return e == 0;
+}
+
+// What an operation leaves that has failed: nobody may take it for a result.
+inline void ruin(const c10::IValue& made) {
+    const auto spoil = [](const at::Tensor& t) {
+        if (t.defined() && (t.is_floating_point() || t.is_complex())) twin(t).fill_(std::numeric_limits<double>::quiet_NaN());
+    };
+    if (made.isTensor()) spoil(made.toTensor());
+    if (made.isTensorList())
+        for (const at::Tensor& t : made.toTensorVector()) spoil(t);
 }
 
 // Libraries allocate their handles and workspaces themselves, and say so in words of their own.
 inline void library_error(Library library) {
     static auto error = (int (*)(int))dlsym(RTLD_DEFAULT, "simcuda_operation_error");
-    if (library == NONE || !error(library)) return;
+    if (library == NONE || error(library) <= 0) return;
     TORCH_CHECK(library != CUBLAS, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`");
     TORCH_CHECK(false, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED");
 }

@@ -161,10 +161,14 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     wait_as(call.name(), call.given, call.tensors, call.device());
     cast_for_softmax(call);
     Undo undo(call);
+    const bool works = device_time();
     compute(call);
+    if (!works) {
+        for (const IValue& made : call.inner) ruin(made);
+        for (const size_t i : call.written) ruin(call.given[i]);
+    }
     Stack results;
     try {
-        device_time();
         const size_t count = op.schema().returns().size();
         for (size_t i = 0; i < count; i++) results.push_back(result_of(call, i, call.inner[call.inner.size() - count + i]));
     } catch (...) {
@@ -178,8 +182,9 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
     if (!on_device(self) || !on_device(source)) return at::native::copy_(self, source, non_blocking);  // torch's own: whether the host waits, too
     const at::AutoDispatchBelowADInplaceOrView guard;
+    const bool works = device_time();
     twin(self).copy_(twin(source));  // between two devices, too: both are the host's memory
-    device_time();
+    if (!works) ruin(self);
     return self;
 }
 
