@@ -111,9 +111,8 @@ def retry(
     """Runs bookkeeping that can itself run out of memory and be repeated, releasing more before each retry; an `error` with `what` where that fails.
 
     `operation` is done once it returns; after an error in the middle a second call goes on where the first one stopped. `passes` tells whether an
-    error is the user's own. An error that can be asynchronous is not retried: the operation that failed may be an earlier one, whose result is gone.
+    error is the user's own.
     """
-    message = ""
     for attempt in range(3):
         try:
             return operation()
@@ -122,8 +121,8 @@ def retry(
             if verdict is None or verdict.kind is Kind.MASKED or passes():  # a masked one says nothing of room by itself
                 raise
             message = verdict.message
-        if not verdict.synchronous:
-            raise error(f"could not {what}, and the error can be asynchronous, so an earlier operation may have no result: {message}")
+        if not verdict.synchronous:  # it may be an earlier operation that failed, and has no result
+            break
         release(devices=devices, thorough=attempt > 0)
     raise error(f"there is no room to {what}: {message}")
 
@@ -132,9 +131,7 @@ def empty_caches(devices: Iterable[torch.device]) -> None:
     """Gives back to the devices what their allocators hold unused. Never raises."""
     for backend in sorted({device.type for device in devices}):
         try:
-            empty_cache = getattr(torch.get_device_module(backend), "empty_cache", None)
-            if empty_cache is not None:
-                empty_cache()
+            getattr(torch.get_device_module(backend), "empty_cache", lambda: None)()
         except Exception as error:  # it can itself run out of memory, or find its device lost; the replay will show it
             logger.debug("empty_cache on %s: %s", backend, _first_line(error))
 

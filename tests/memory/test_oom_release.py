@@ -200,6 +200,6 @@ def test_bookkeeping_is_not_repeated_after_an_error_that_can_belong_to_an_earlie
         if len(runs) == 1:
             raise RuntimeError("CUDA error: out of memory")
 
-    with pytest.raises(MicroBatchFloorError, match="could not compare the buffers, and the error can be asynchronous"):
+    with pytest.raises(MicroBatchFloorError, match="there is no room to compare the buffers: CUDA error"):
         oom.retry("compare the buffers", operation, [])
     assert len(runs) == 1

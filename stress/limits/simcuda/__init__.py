@@ -20,7 +20,7 @@ Everything has to be in place when a process starts: `environment()` has the var
     SIMCUDA_CONTEXT   bytes that a process's context takes                            256 MiB
     SIMCUDA_CUBLAS    bytes of cuBLAS's workspace in each stream                      32 MiB
     SIMCUDA_LAG_US    microseconds of device time of each operation                   0
-    SIMCUDA_FILE      what processes that share a device share                        one for each user
+    SIMCUDA_FILE      what processes that share a device share                        one for each run
 
 The first four are asked when the first process comes, and stand until the last one has ended.
 """

@@ -67,10 +67,19 @@ def trouble_here() -> str | None:
 
 def start_again() -> NoReturn:
     """Starts this very command once more, under the simulation and in the same process. UsageError where that cannot be had."""
-    variables = os.environ | environment()
+    variables = {"SIMCUDA_FILE": str(_own_device()), **os.environ, **environment()}
     print("under the simulated CUDA: torch's allocator and real numbers, no device", flush=True)
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
+
+
+def _own_device() -> Path:
+    """A file of this process's own, so that two runs beside each other do not share a device. Removes those of runs that have ended."""
+    folder, name = Path("/dev/shm"), f"simcuda-{os.getuid()}-"
+    for old in folder.glob(f"{name}*"):
+        if not Path("/proc", old.name.removeprefix(name)).exists():
+            old.unlink(missing_ok=True)
+    return folder / f"{name}{os.getpid()}"
 
 
 @functools.cache
