@@ -54,6 +54,7 @@ def look_for_the_stress_tool(package: Path) -> None:
     """Checks that it lies inside the package, whole but for its results, and that no other name is taken."""
     tool = package / "stress"
     assert not (tool / "results").exists(), "stress/results is in the wheel"
+    assert any((tool / "limits/simcuda").glob("*/*.cpp")), "the sources of the simulated CUDA are not in the wheel"
     assert importlib.util.find_spec("stress") is None, "the wheel takes the top-level name `stress`"
     script = Path(sys.executable).with_name("elastic-mbs")
     for command in ([str(script), "stress"], [sys.executable, "-m", "elastic_mbs.stress"]):
