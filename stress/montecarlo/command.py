@@ -65,7 +65,7 @@ class Totals(Outcome):
     def table(self) -> str:
         rows = {
             "runs": f"{self.runs} ({self.clean} in which nothing struck), {self.calls} training calls",
-            "faults": f"{self.faults} planned; {self.struck} operations made to fail, memory limit passed {self.limits_hit} times",
+            "faults": f"{self.faults} planned; {self.struck} operations made to fail ({self.refused} by a GPU's own allocator), memory limit passed {self.limits_hit} times",
             "failures survived by phase": listed(self.phases),
             "replays by mode": f"{listed(self.modes)}; {self.partial} of pieces that had partly committed",
             "splits": str(self.splits),

@@ -37,6 +37,7 @@ class Outcome(Tally):
     calls: int = 0  # training calls
     faults: int = 0  # that were planned
     struck: int = 0  # operations that were made to fail
+    refused: int = 0  # of these, by a GPU's own allocator
     limits_hit: int = 0  # times that a memory limit was passed
     splits: int = 0  # failures after which the micro-batch was made smaller
     partial: int = 0  # failures after which a piece was replayed for some of the leaves, because the others had its gradient already
@@ -52,9 +53,17 @@ def run_trial(plan: Plan) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's about what a case is made of
-            return _Trial(plan).run()
+            before = _ooms()
+            outcome = _Trial(plan).run()
+            outcome.refused = _ooms() - before
+            return outcome
     finally:
         streams.restore()
+
+
+def _ooms() -> int:
+    """Requests that torch's allocator of a GPU has refused."""
+    return int(torch.cuda.memory_stats().get("num_ooms", 0)) if torch.cuda.is_initialized() else 0
 
 
 class _Trial:
