@@ -63,9 +63,10 @@ class Totals(Outcome):
         return max((CODES.get(kind, UNEXPECTED) for kind in self.failures), default=PASSED)
 
     def table(self) -> str:
+        made = f"{self.struck} operations made to fail ({self.refused} by a GPU's own allocator)"
         rows = {
             "runs": f"{self.runs} ({self.clean} in which nothing struck), {self.calls} training calls",
-            "faults": f"{self.faults} planned; {self.struck} operations made to fail ({self.refused} by a GPU's own allocator), memory limit passed {self.limits_hit} times",
+            "faults": f"{self.faults} planned; {made}, memory limit passed {self.limits_hit} times",
             "failures survived by phase": listed(self.phases),
             "replays by mode": f"{listed(self.modes)}; {self.partial} of pieces that had partly committed",
             "splits": str(self.splits),
