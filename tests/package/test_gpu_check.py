@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -167,6 +168,15 @@ def test_pytests_report_becomes_figures(tmp_path: Path) -> None:
     report.write_text("<testsuites/>")
     with pytest.raises(ValueError, match="no test was run"):
         figures.read_junit(report)
+
+
+def test_what_a_test_records_is_a_figure(tool: Any, tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("def test_it(record_property): record_property('seen', 7)")
+    part = tool.parts(tmp_path, "cuda")[0]
+    command = [each for each in part.command if not each.startswith("tests/")][:-2]  # without `-m gpu`
+    outcome = tool.run(replace(part, command=[*command, "-c", "pyproject.toml", str(file)], limit=600.0))
+    assert (outcome.passed, outcome.figures["recorded"]) == (True, {"seen": "7"})
 
 
 def test_what_the_demo_and_the_doctor_print_becomes_figures() -> None:
