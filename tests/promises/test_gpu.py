@@ -327,6 +327,7 @@ def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(gpu: 
 def test_the_demo_on_cuda_survives_and_is_equal() -> None:
     # With the default batch: beside the workspaces of cuBLAS the limit would leave room for the whole of a small one.
     command = [sys.executable, "-m", "elastic_mbs", "demo", "--device", "cuda", "--steps", "8", "--no-page"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    # a deadline against hanging: on a simulated device one core computes all of it
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "EQUAL within rounding" in ran.stdout
