@@ -27,14 +27,14 @@ from elastic_mbs import Policy
 from elastic_mbs.errors import UsageError
 
 from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, listed, write_figures
-from ..limits import ChildError, Emit, MemoryLimit, check_kind, open_limit, run_child
+from ..limits import ON_GPU, ChildError, Emit, MemoryLimit, check_kind, open_limit, run_child
 from ..models.factory import find
 from ..options import duration, whole, writable
 from ..options import seed as a_seed
 from ..reference.state import WrongOutcomeError
 from .training import Counts, Range, Training
 
-KINDS = ("shim", "rlimit", "budget")
+KINDS = ("shim", "rlimit", "budget", *ON_GPU)
 MODELS = ("gpt", "mlp", "cnn", "heads")
 PER_ROUND = 50  # failures after which a round ends
 STEPS = 400  # steps after which it ends all the same

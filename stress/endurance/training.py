@@ -98,7 +98,8 @@ class Training:
         if whole <= least:
             raise UsageError(f"--model {self.real.name}: its whole batch takes no more memory than its smallest piece, so nothing could be shown")
         by_allocator = self.limit.kind != "rlimit"
-        self.range = Range(least, whole, 0 if by_allocator else SLACK, by_allocator)
+        # to break up a GPU's memory takes all of it, which a step cannot spare in the middle
+        self.range = Range(least, whole, 0 if by_allocator else SLACK, by_allocator and self.limit.device.type == "cpu")
         gc.collect()
         gc.freeze()  # what has been imported by now need not be looked at each time
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from elastic_mbs import ElasticMBS, StepResult
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import read_losses
-from elastic_mbs.batch.view import BatchView
+from elastic_mbs.batch.view import BatchView, map_tensors
 
 from ..models.subject import Subject
 from .state import demand
@@ -60,11 +60,11 @@ def add_up(
 
 
 def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward: bool = True, scaler: torch.amp.GradScaler | None = None) -> float:
-    """The same for a subject's batch, weighed as its options say."""
-    options = subject.options
+    """The same for a subject's batch, on the model's device, weighed as its options say."""
+    options, device = subject.options, subject.leaves()[0].device
     counts = Counts.read(options.get("count"), view)
     return add_up(
-        lambda start, stop: read_losses(subject.loss_fn(view.piece(start, stop)), counts.names)[0],
+        lambda start, stop: read_losses(subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device))), counts.names)[0],
         pieces,
         lambda start, stop: counts.weights(start, stop, reduction=options.get("reduction", "mean")),
         subject.leaves(),
