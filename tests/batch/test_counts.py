@@ -54,7 +54,8 @@ def test_the_weights_of_any_split_are_the_shares_of_its_terms_and_add_up_to_one(
     assert added == pytest.approx(1, rel=1e-14)
 
 
-def test_samples_count_one_each() -> None:
+def test_samples_count_one_each_and_a_mask_what_is_true() -> None:
+    assert read(torch.tensor([True, False, True])).total == 2
     for counts in (Counts.samples(17), Counts.read(None, view_of(17))):
         assert (counts.n, counts.names, counts.total) == (17, None, 17)
         assert counts.weights(16, 17) == {None: 1 / 17}, "a division by the number of pieces would give 1/2"
@@ -86,10 +87,6 @@ def test_any_vector_of_numbers_is_read_and_keeps_whole_numbers_whole(vector: Any
     assert isinstance(counts.total, float) == any("float" in str(getattr(value, "dtype", type(value))) for value in vector)
     assert counts.weights(1, 2) is None
     assert counts.weights(2, 3) == {None: 0.6}
-
-
-def test_a_mask_counts_what_is_true() -> None:
-    assert read(torch.tensor([True, False, True])).total == 2
 
 
 def test_losses_by_name_have_counts_by_name() -> None:

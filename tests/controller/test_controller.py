@@ -213,6 +213,7 @@ def test_the_same_clock_and_seed_give_the_same_decisions() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Policy(max_micro_batch_size=3, align=4), "align=4, which is 4"),
         (lambda: Policy(patience=0), "patience=0"),
         (lambda: Policy(probe=2.0), "probe=2.0"),  # type: ignore[arg-type]  # the mistake
         (lambda: Policy(jitter=-0.1), "jitter=-0.1"),

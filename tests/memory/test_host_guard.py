@@ -168,6 +168,10 @@ def test_a_refused_limit_turns_the_guard_off_with_one_warning(tmp_path: Path, li
     assert type(error).__name__ in said[0]
     assert guard.trouble == said[0]
     assert not guard.explains("could not create a primitive")
+    limit.refuse = error
+    at_once = guard_of(tmp_path, warn=said.append)
+    at_once.renew()
+    assert said == [at_once.trouble] * 2, "one that is refused when it is made is off as well, with a warning of its own"
 
 
 @pytest.mark.parametrize("error", [OSError("no /proc"), psutil.AccessDenied()])

@@ -190,9 +190,6 @@ def test_in_few_steps_a_growth_that_comes_too_late_is_not_held_against_the_train
     assert not judged("sensor_dies", record(late(18)), 18, "wide").passed
 
 
-# ---------------------------------------------------------------------- the page
-
-
 MIB = 2**20
 
 
