@@ -3,7 +3,7 @@
 import functools
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -15,23 +15,7 @@ from elastic_mbs.batch.containers import lookup, map_tensors, tensors_in
 from elastic_mbs.batch.splitters import items, whole
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
-
-
-class Encoding(UserDict[str, Any]):
-    """Like HF BatchEncoding: constructor arguments, attributes next to the data, encodings of the samples by index."""
-
-    def __init__(self, data: dict[str, Any], encodings: Any, *, names: list[str]) -> None:
-        super().__init__(data)
-        self._encodings = encodings
-        self.names = names
-
-    def __getitem__(self, item: Any) -> Any:
-        return self._encodings[item] if isinstance(item, int) else self.data[item]
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
+from tests.helpers.batches import Encoding, Named
 
 
 @dataclass(frozen=True)
@@ -90,7 +74,7 @@ def containers() -> list[Any]:
         {"x": X, "y": Y},
         OrderedDict(x=X, y=Y),
         defaultdict(list, x=X, y=Y),
-        Pair(X, Y),
+        Named(X, Y),
         Frozen(X, Y),
         Slotted(X, Y),
         UserDict({"x": X, "y": Y}),

@@ -1,19 +1,26 @@
-"""Counts are read once, and the weights that follow from them add up to one for every split; labels that are not ignored are counted per sample."""
+"""Counts are read once, and their weights add up to one for every split; labels that are not ignored are counted, or told of without a count."""
 
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
 
+from elastic_mbs import ElasticMBS, MemoryOptions, Warned
 from elastic_mbs.batch.counts import Counts, count_tokens, looks_like_token_labels
+from elastic_mbs.batch.reader import first_look
+from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.view import BatchView
+from elastic_mbs.controller.partition import partition
 from elastic_mbs.errors import CountError
+from tests.helpers.batches import splits
 
 
 def view_of(n: int) -> BatchView:
@@ -22,11 +29,6 @@ def view_of(n: int) -> BatchView:
 
 def read(values: Any, n: int | None = None) -> Counts:
     return Counts.read(lambda batch: values, view_of(len(values) if n is None else n))
-
-
-def splits(n: int) -> st.SearchStrategy[list[tuple[int, int]]]:
-    edges = st.sets(st.integers(1, n - 1)) if n > 1 else st.just(set[int]())
-    return edges.map(lambda inner: list(zip([0, *sorted(inner)], [*sorted(inner), n], strict=True)))
 
 
 whole_numbers = st.lists(st.integers(0, 2**70), min_size=1, max_size=20).filter(any)
@@ -52,7 +54,8 @@ def test_the_weights_of_any_split_are_the_shares_of_its_terms_and_add_up_to_one(
     assert added == pytest.approx(1, rel=1e-14)
 
 
-def test_samples_count_one_each() -> None:
+def test_samples_count_one_each_and_a_mask_what_is_true() -> None:
+    assert read(torch.tensor([True, False, True])).total == 2
     for counts in (Counts.samples(17), Counts.read(None, view_of(17))):
         assert (counts.n, counts.names, counts.total) == (17, None, 17)
         assert counts.weights(16, 17) == {None: 1 / 17}, "a division by the number of pieces would give 1/2"
@@ -86,10 +89,6 @@ def test_any_vector_of_numbers_is_read_and_keeps_whole_numbers_whole(vector: Any
     assert counts.weights(2, 3) == {None: 0.6}
 
 
-def test_a_mask_counts_what_is_true() -> None:
-    assert read(torch.tensor([True, False, True])).total == 2
-
-
 def test_losses_by_name_have_counts_by_name() -> None:
     counts = Counts.read({"mlm": lambda batch: [0, 2, 6], "nsp": None, "aux": lambda batch: [0, 0.5, 0.5]}, view_of(3))
     assert counts.names == ("mlm", "nsp", "aux")
@@ -115,10 +114,7 @@ def test_losses_by_name_have_counts_by_name() -> None:
         ([], "count returned 0 counts for a batch of 3"),
         (7, r"count returned 7 \(of type int\): it must return one count per sample\n.*torch.full\(\(N,\), count\)"),
         (torch.tensor(7), r"count returned a tensor of shape \(\): it must return one count per sample\n.*torch.full\(\(N,\), count\)"),
-        (
-            torch.ones(3, 2),
-            r"count returned a tensor of shape \(3, 2\): it must return one count per sample\n  sum over every dimension but the first",
-        ),
+        (torch.ones(3, 2), r"count returned a tensor of shape \(3, 2\): .*one count per sample\n  sum over every dimension but the first"),
         (np.ones((3, 2)), r"count returned a tensor of shape \(3, 2\)"),
         (None, r"count returned None \(of type NoneType\): it must return one number per sample"),
         ("123", r"count returned '123' \(of type str\)"),
@@ -251,3 +247,111 @@ def test_labels_that_are_not_found_are_named(counter: Callable[[Any], Any], batc
 )
 def test_token_labels_are_noticed_by_name_on_the_host_only(batch: Any, name: str | None) -> None:
     assert looks_like_token_labels(BatchView(batch)) == name
+
+
+def counted(values: list[int]) -> Counts:
+    return Counts.read(lambda batch: values, BatchView([0] * len(values)))
+
+
+@given(st.data())
+def test_every_sample_is_handed_out_or_skipped_once_whatever_sizes_and_failures(data: st.DataObject) -> None:
+    values = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=40).filter(any))
+    align = data.draw(st.integers(1, 3))
+    schedule = Schedule(counted(values), align=align)
+    done: list[tuple[int, int]] = []
+    size = data.draw(st.integers(1, 40))
+    while (piece := schedule.next(size)) is not None:
+        if len(piece) > align and data.draw(st.booleans()):
+            schedule.push(Range(piece.start, piece.stop))  # failed: comes again in halves
+            assert schedule
+            size = max(1, len(piece) // 2)
+            continue
+        assert piece.weights == {None: sum(values[piece.start : piece.stop]) / sum(values)}
+        done.append((piece.start, piece.stop))
+        size = data.draw(st.sampled_from([size, size, 2 * size, max(1, size // 2)]))
+    assert not schedule
+    assert schedule.missing() == []
+    samples = [sample for start, stop in [*done, *schedule.skipped] for sample in range(start, stop)]
+    assert sorted(samples) == list(range(len(values)))
+    assert all(not any(values[start:stop]) for start, stop in schedule.skipped)
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 4), st.integers(1, 4))
+def test_a_batch_that_nothing_happens_to_is_cut_as_partition_says(samples: int, size: int, minimum: int, align: int) -> None:
+    schedule = Schedule(Counts.samples(samples), minimum=minimum, align=align)
+    pieces = []
+    while (piece := schedule.next(size)) is not None:
+        pieces.append((piece.start, piece.stop))
+    assert tuple(pieces) == partition(0, samples, size, minimum=minimum, align=align)
+
+
+def test_a_piece_that_failed_comes_before_the_others_and_keeps_its_marks() -> None:
+    schedule = Schedule(Counts.samples(12))
+    first = schedule.next(4)
+    assert first is not None
+    schedule.push(Range(first.start, first.stop, frozenset({7})))
+    assert sorted((rest.start, rest.stop) for rest in schedule.missing()) == [(0, 4), (4, 12)]
+    again = [schedule.next(2) for _ in range(3)]
+    assert [(p.start, p.stop, p.committed) for p in again if p is not None] == [(0, 2, {7}), (2, 4, {7}), (4, 6, frozenset())]
+
+
+def test_a_restart_forgets_what_was_handed_out_and_skipped() -> None:
+    schedule = Schedule(counted([0, 1, 1]))
+    assert schedule.next(1) == Range(1, 2, frozenset(), {None: 0.5})
+    assert schedule.skipped == [(0, 1)]
+    schedule.restart()
+    assert schedule.skipped == []
+    assert [(r.start, r.stop) for r in schedule.missing()] == [(0, 3)]
+
+
+def kinds(batch: Any, *, training: bool = True, counted: bool = False, **others: Any) -> list[str]:
+    return [kind for kind, _ in first_look(BatchView(batch), training=training, counted=counted, **others)]
+
+
+IGNORED = {"x": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [1, 1]])}
+
+
+def test_labels_to_ignore_without_a_count_are_told_of_where_there_is_a_loss() -> None:
+    assert kinds(IGNORED) == ["count"]
+    assert kinds(IGNORED, counted=True) == kinds(IGNORED, training=False) == []
+    assert kinds(torch.zeros(1, 2), arguments=(torch.zeros(1),)) == [], "of one sample nothing can be told"
+
+
+@pytest.mark.parametrize(("reduction", "told"), [("mean", ["count"]), ("sum", [])])
+def test_sums_need_no_count(reduction: Literal["mean", "sum"], told: list[str]) -> None:
+    model, events = nn.Linear(3, 4), list[Any]()
+
+    def loss_fn(batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["x"]), batch["labels"][:, 1], reduction=reduction)
+
+    ElasticMBS(model, reduction=reduction, on_event=events.append, memory=MemoryOptions(monitor_interval=0)).backward(loss_fn, IGNORED)
+    assert [event.topic for event in events if isinstance(event, Warned)] == told
+
+
+@pytest.mark.parametrize(
+    ("beside", "named", "told"),
+    [
+        ((torch.zeros(4),), {}, "argument 1 after the batch"),
+        (("epoch", torch.zeros(4, 2)), {}, "argument 2 after the batch"),
+        ((), {"y": torch.zeros(4)}, "y="),
+        ((torch.zeros(4), torch.zeros(4)), {"z": torch.zeros(4)}, "argument 1 after the batch"),
+        ((torch.zeros(3), torch.tensor(4.0), 4, None), {"lengths": [1, 2, 3, 4]}, None),
+    ],
+)
+def test_what_has_as_many_rows_as_the_batch_but_is_not_cut_is_told_of(beside: tuple[Any, ...], named: dict[str, Any], told: str | None) -> None:
+    found = list(first_look(BatchView(torch.zeros(4, 2)), training=True, counted=False, arguments=beside, named=named))
+    assert [kind for kind, _ in found] == ([] if told is None else ["beside"])
+    assert told is None or found[0][1].startswith(told)
+
+
+def test_it_is_said_once_a_function_and_before_anything_fails() -> None:
+    model, events = nn.Linear(2, 3), list[Any]()
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(model(x), y)
+
+    with ElasticMBS(model, micro_batch_size=2, on_event=events.append) as mbs:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="batch_size"):
+                mbs.backward(loss_fn, torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    assert [(event.topic, "backward(loss_fn, (x, y))" in event.message) for event in events if isinstance(event, Warned)] == [("beside", True)]

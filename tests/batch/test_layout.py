@@ -4,7 +4,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +16,7 @@ from torch.utils.data import default_collate
 from elastic_mbs.batch.splitters import fields, items, whole
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
-
-
-def rows(n: int, *shape: int) -> Tensor:
-    return torch.arange(n * torch.Size(shape).numel()).reshape(n, *shape)
-
-
-class Named(NamedTuple):
-    a: Any
-    b: Any
+from tests.helpers.batches import Named, rows
 
 
 @pytest.mark.parametrize(
@@ -42,10 +34,8 @@ class Named(NamedTuple):
         ({"x": rows(4), "p": np.zeros((2, 4))}, {"p": 1}),
         (rows(2, 4), {"": 1}),
         ({"x": rows(4), "v": {"p": rows(2, 4), "n": 1, "w": rows(3)}}, {"v": 1} | whole("w")),
-        (
-            {"x": rows(4), "v": [rows(4, 3), rows(4, 4)]},
-            {"1": 1, "positions": 1} | whole("mask"),
-        ),  # what is not there; indexes count from the root only
+        # what is not there; indexes count from the root only
+        ({"x": rows(4), "v": [rows(4, 3), rows(4, 4)]}, {"1": 1, "positions": 1} | whole("mask")),
     ],
 )
 def test_dims_say_by_name_path_or_index_where_the_samples_are(batch: Any, dims: dict[Any, Any]) -> None:
@@ -261,11 +251,6 @@ def test_lengths_that_disagree_are_named_with_the_line_to_add(batch: Any, expect
         assert BatchView(batch, eval(dims)).length == int(length), "each is right when it is pasted"
 
 
-def test_a_typing_error_in_dims_is_named_when_the_lengths_disagree() -> None:
-    with pytest.raises(BatchError, match="dims names 'postion_ids', which the batch does not have"):
-        BatchView({"input_ids": rows(8, 5), "position_ids": rows(3, 8)}, {"postion_ids": 1})
-
-
 @pytest.mark.parametrize(
     ("batch", "dims", "message"),
     [
@@ -279,6 +264,7 @@ def test_a_typing_error_in_dims_is_named_when_the_lengths_disagree() -> None:
         ({"x": rows(2)}, {True: 0}, "dims has the key True"),
         ({"x": rows(2)}, ["x"], r"dims must be a mapping .* not \['x'\]"),
         ({"x": rows(2)}, items(), r"the batch is of type dict, and items\(\) is for lists and tuples"),
+        ({"x": rows(8), "position_ids": rows(3, 8)}, {"postion_ids": 1}, "dims names 'postion_ids', which the batch does not have"),
         (Named(rows(2), rows(2)), items(), r"Named, and items\(\) is for lists and tuples"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from elastic_mbs import ElasticMBS, MemoryOptions, Policy
 from elastic_mbs.batch.loss_terms import Terms, read_losses, weighted_sum
 from elastic_mbs.errors import LossError
-from tests.helpers.steps import elastic, mlp, pairs, through
+from tests.helpers.steps import elastic, mlp, pairs, there, through
 
 pytestmark = pytest.mark.injectable
 
@@ -77,10 +77,7 @@ def test_losses_with_names_are_found_beside_outputs(value: Any, outputs: Any) ->
     assert list(terms) == ["b", "a"]
     assert all(terms[name] is TERMS[str(name)] or terms[name]._base is TERMS[str(name)] for name in terms)
     assert rest == outputs
-
-
-def test_a_count_may_be_named_loss() -> None:
-    assert read_losses({"loss": LOSS}, ("loss",)) == ({"loss": LOSS}, None)
+    assert read_losses({"loss": LOSS}, ("loss",)) == ({"loss": LOSS}, None), "a count may be named loss"
 
 
 @pytest.mark.parametrize(
@@ -139,8 +136,7 @@ def test_half_precision_losses_are_weighed_in_single_precision(dtype: torch.dtyp
     assert total.dtype is torch.float32
     assert total.item() == torch.tensor(1 / 3).item()
     total.backward()
-    assert loss.grad is not None
-    assert loss.grad.dtype is dtype
+    assert there(loss.grad).dtype is dtype
 
 
 def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradient() -> None:
@@ -159,8 +155,7 @@ def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradi
     ) as mbs:
         result = mbs.backward(loss_fn, {"x": x, "labelled": labelled})
     assert float(result) == pytest.approx(model(x[2:]).mean().item() + 2, rel=1e-14)
-    assert model.weight.grad is not None
-    assert torch.allclose(model.weight.grad, x[2:].mean(0, keepdim=True), rtol=1e-14)
+    assert torch.allclose(there(model.weight.grad), x[2:].mean(0, keepdim=True), rtol=1e-14)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

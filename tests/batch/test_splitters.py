@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,15 +63,9 @@ def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged
     piece = view.piece(1, 3)
     assert type(piece["r"]) is cls
     assert piece["r"].values.tolist() == [1, 2, 3, 4, 5, 6]
-    calls = 0
-
-    def double(tensor: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return tensor * 2
-
+    double = Mock(side_effect=lambda tensor: tensor * 2)
     assert map_tensors(batch, double)["r"].values.tolist() == [0, 2, 4, 6, 8, 10, 12]
-    assert calls == 2  # each tensor is moved once
+    assert double.call_count == 2  # each tensor is moved once
     with pytest.raises(BatchError, match="dim 1 cannot"):
         BatchView(batch, {"r": 1})
 

@@ -16,19 +16,9 @@ from elastic_mbs.cli.report.page import page
 from elastic_mbs.cli.report.scale import Point, decimate
 from elastic_mbs.events import CallDone, CallFailed, Event, Resized, SensorLost, Warned
 from elastic_mbs.sinks.run_log import Entry, Run, read_runs
-from tests.helpers.events import ANY_EVENT, GROWN, KEY, MIB, ONE_OF_EACH, done, failure, log_of
+from tests.helpers.events import ANY_EVENT, GROWN, KEY, MIB, ONE_OF_EACH, RUN, done, failure, log_of
 
 Events = list[tuple[float, Event]]
-
-RUN: Events = [
-    (1.0, done(seconds=1.0, loss=4.0)),
-    (1.5, failure()),
-    (2.0, done(2.0, seconds=1.0, loss=3.0, micro_batch_size=8, ooms=1, replayed_samples=16, seconds_lost=0.25)),
-    (2.9, GROWN),
-    (3.0, done(3.0, seconds=1.0, loss=2.5, micro_batch_size=8)),
-    (3.5, done(3.5, mode="eval", key="eval", loss=None, micro_batch_size=32)),
-    *((4.0 + i, event) for i, event in enumerate(ONE_OF_EACH[3:])),
-]
 
 
 def run_of(events: Events, **header: Any) -> RunData:

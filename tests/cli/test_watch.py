@@ -16,7 +16,7 @@ from elastic_mbs.cli.watch.follow import EVENTS, Follower, State
 from elastic_mbs.cli.watch.panel import panel
 from elastic_mbs.events import Event, Warned
 from elastic_mbs.sinks.run_log import Entry, event_line, read_runs
-from tests.helpers.events import ANY_EVENT, GROWN, KEY, done, failure, log_of
+from tests.helpers.events import ANY_EVENT, KEY, RUN, done, failure, log_of
 
 
 def frame(state: State, now: float = 0.0, width: int = 120) -> str:
@@ -33,19 +33,10 @@ def state_of(told: list[tuple[float, Event]]) -> State:
     return state
 
 
-RUN: list[tuple[float, Event]] = [
-    (1.0, done(loss=4.0)),
-    (1.5, failure()),
-    (2.0, done(2.0, loss=3.0, micro_batch_size=8, ooms=1, replayed_samples=16, seconds_lost=0.125)),
-    (3.0, GROWN),
-    (3.1, done(3.1, loss=2.5, micro_batch_size=8)),
-]
-
-
 def test_a_frame_shows_size_memory_throughput_loss_and_the_last_events(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_bytes(log_of(RUN, name="my run"))
-    monkeypatch.setattr(time, "time", lambda: 1.7e9 + 7.1)
+    path.write_bytes(log_of(RUN[:5], name="my run"))
+    monkeypatch.setattr(time, "time", lambda: 1.7e9 + 7.0)
     monkeypatch.setenv("COLUMNS", "120")
     assert command.main(["watch", str(path), "--once"]) == 0
     out, err = capsys.readouterr()
@@ -55,12 +46,12 @@ def test_a_frame_shows_size_memory_throughput_loss_and_the_last_events(tmp_path:
         "my run · cpu",
         f"micro-batch  8      {KEY}",
         "ours 12.0 MiB, peak 40.0 MiB, free 52.0 MiB, others 36.0 MiB",
-        "128 samples/s",
+        "64 samples/s",
         "█▃▁  2.5",
-        "1 OOMs, 16 samples replayed (8.3%), 125 ms lost (8.3%)",
-        "3 calls, 192 samples in 3.1 s; last line 4 s ago",
+        "1 OOMs, 16 samples replayed (8.3%), 250 ms lost (8.3%)",
+        "3 calls, 192 samples in 3 s; last line 4 s ago",
         "1.5 s  out of memory in backward of samples 16:32: micro-batch 16 → 8",
-        "3 s  micro-batch 8 → 16 (grow)",
+        "2.9 s  micro-batch 8 → 16 (grow)",
     ):
         assert told in out, told
 
@@ -142,7 +133,7 @@ def test_the_panel_follows_the_file_until_ctrl_c(path: Path, monkeypatch: pytest
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    moves = [grow, lambda: path.write_bytes(b""), begin, interrupt, path.unlink]
+    moves = [grow, lambda: path.write_bytes(b""), begin, interrupt]
     monkeypatch.setattr(time, "sleep", lambda seconds: moves.pop(0)())
     assert command.main(["watch", str(path), "--interval", "0.1"]) == 130
     shown = terminal.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
@@ -150,8 +141,6 @@ def test_the_panel_follows_the_file_until_ctrl_c(path: Path, monkeypatch: pytest
         assert told in shown
     assert "\x1b[?25h" in shown  # the cursor is back
     assert "Traceback" not in capsys.readouterr().err
-    assert command.main(["watch", str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"elastic-mbs: {path}: No such file")
 
 
 def test_without_rich_it_says_which_extra_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

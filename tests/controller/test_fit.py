@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.controller.fit import KNOTS, MemoryFit, TimeFit
+from tests.helpers.steps import there
 
 affine = st.tuples(st.integers(0, 10_000), st.integers(1, 500))
 
@@ -28,9 +29,7 @@ def fitted(pieces: list[tuple[int, int]], sizes: list[int]) -> MemoryFit:
 def test_predictions_between_measurements_never_fall_below_a_convex_peak(pieces: list[tuple[int, int]], sizes: list[int]) -> None:
     fit = fitted(pieces, sizes)
     for x in range(1, max(sizes) + 1):
-        predicted = fit.predict(x)
-        assert predicted is not None
-        assert predicted >= convex(pieces, x) - 1e-6 * convex(pieces, x)
+        assert there(fit.predict(x)) >= convex(pieces, x) - 1e-6 * convex(pieces, x)
     for x in sizes:
         assert fit.predict(x) == convex(pieces, x)
 
@@ -70,17 +69,13 @@ def test_one_size_gives_an_upper_bound_below_it_and_no_slope_above_it() -> None:
     assert fit.predict(9) is None
 
 
-def test_two_sizes_next_to_each_other_give_no_slope() -> None:
-    fit = fitted([(100, 10)], [63, 64])
-    assert fit.slope is None
-    assert fitted([(100, 10)], [60, 64]).slope == pytest.approx(10)
-
-
-def test_the_steepest_slope_counts_where_the_peak_bends() -> None:
+def test_the_steepest_slope_counts_where_the_peak_bends_and_two_sizes_next_to_each_other_give_none() -> None:
     bent = [(1000, 1), (0, 30)]
     fit = fitted(bent, [2, 8, 64, 128])
     assert fit.slope == pytest.approx(30)
     assert fit.predict(256) == pytest.approx(convex(bent, 256))
+    assert fitted([(100, 10)], [63, 64]).slope is None
+    assert fitted([(100, 10)], [60, 64]).slope == pytest.approx(10)
 
 
 def test_the_highest_of_the_latest_readings_counts() -> None:
@@ -92,17 +87,14 @@ def test_the_highest_of_the_latest_readings_counts() -> None:
     assert fit.predict(4) == 95
 
 
-def test_optimizer_state_that_appears_after_the_first_step_moves_all_older_peaks() -> None:
+def test_optimizer_state_that_appears_after_the_first_step_moves_all_older_peaks_and_none_measured_since() -> None:
     line = [(1000, 50)]
     fit = fitted(line, [8, 16, 32])
     fit.add(32, convex(line, 32) + 5000)
     assert fit.slope == pytest.approx(50)
     assert fit.predict(8) == convex(line, 8) + 5000
     assert fit.predict(64) == convex(line, 64) + 5000
-
-
-def test_a_point_measured_since_does_not_move() -> None:
-    fit = fitted([(1000, 50)], [8, 32])
+    fit = fitted(line, [8, 32])
     fit.add(8, 1400)
     fit.add(32, 2700)
     assert fit.predict(8) == 1400
@@ -118,13 +110,15 @@ def test_a_newer_reading_replaces_what_it_contradicts() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32))
-def test_memory_of_the_fit_is_bounded_and_keeps_the_ends(seed: int) -> None:
+def test_memory_of_the_fits_is_bounded_and_keeps_the_ends(seed: int) -> None:
     rng = random.Random(seed)
-    fit, line = MemoryFit(), [(500, 7)]
+    fit, time, line = MemoryFit(), TimeFit(), [(500, 7)]
     sizes = [rng.randint(1, 5000) for _ in range(200)]
     for x in sizes:
         fit.add(x, convex(line, x))
-    assert len(fit.state()) <= KNOTS
+        time.add(x, 0.5 + 0.25 * x)
+    assert max(len(fit.state()), len(time.state())) <= KNOTS
+    assert time.coefficients() == pytest.approx((0.25, 0.5))
     assert fit.largest_observed == max(sizes)
     assert fit.predict(max(sizes) * 2) == pytest.approx(convex(line, max(sizes) * 2))
 
@@ -168,15 +162,8 @@ def test_time_coefficients_are_never_negative() -> None:
     assert falling.gain(10, 20) == pytest.approx(0.5)
 
 
-def test_memory_of_the_time_fit_is_bounded() -> None:
-    fit = TimeFit()
-    for m in range(1, 200):
-        fit.add(m, 0.5 + 0.25 * m)
-    assert len(fit.state()) <= KNOTS
-    assert fit.coefficients() == pytest.approx((0.25, 0.5))
-
-
-def test_peaks_move_with_what_the_process_holds_besides() -> None:
+def test_peaks_move_with_what_the_process_holds_besides_from_the_first_figure_on() -> None:
+    """A fit that was saved and loaded does not know what was held when it was measured."""
     fit = MemoryFit()
     fit.hold(1000)
     fit.add(8, 1800)
@@ -186,11 +173,6 @@ def test_peaks_move_with_what_the_process_holds_besides() -> None:
     assert fit.slope == 100
     fit.hold(500)
     assert fit.predict(16) == 2100
-
-
-def test_what_is_held_at_first_moves_nothing() -> None:
-    """A fit that was saved and loaded does not know what was held when it was measured."""
-    fit = MemoryFit()
-    fit.add(8, 1800)
-    fit.hold(10_000)
-    assert fit.predict(8) == 1800
+    loaded = fitted([(1000, 100)], [8])
+    loaded.hold(10_000)
+    assert loaded.predict(8) == 1800

@@ -1,7 +1,10 @@
-"""When a size grows and how far: not without evidence, not beyond what is predicted to fit, and not where no piece is saved."""
+"""When a size grows and how far: not without evidence, not beyond what is predicted to fit, not where no piece is saved, nor where it failed."""
+
+import pytest
 
 from elastic_mbs.controller.controller import CallOutcome, Capacity, Key, Move
 from tests.helpers.controller_driver import KEY, Driver
+from tests.helpers.steps import there
 
 
 def test_growth_waits_for_patience_and_the_cooldown() -> None:
@@ -65,50 +68,36 @@ def test_a_size_that_saves_no_piece_is_no_growth() -> None:
     assert driver.until_move() == (40, None)
 
 
-def test_growth_is_not_worth_it_below_the_smallest_gain() -> None:
-    for delta, grows in ((0.0001, False), (1.0, True)):
-        driver = Driver(4)
-        driver.seconds = lambda m, delta=delta: delta + 0.01 * m
-        moves = []
-        while (move := driver.until_move()[1]) is not None:
-            moves.append(move)
-        assert (driver.size() == 64) is grows
-        assert moves, "the second size is exploration: without it nothing is known"
-
-
-def test_times_that_become_known_later_count_as_well() -> None:
-    for delta, grows in ((0.0001, False), (1.0, True)):
-        driver = Driver(4)
-        while True:
-            outcome = CallOutcome(64, 1, 16, None, 1.0, None, 0)
-            move = driver.until_move()[1]
-            if move is None:
-                break
+@pytest.mark.parametrize("later", [False, True], ids=["known at once", "known later"])
+@pytest.mark.parametrize(("delta", "grows"), [(0.0001, False), (1.0, True)])
+def test_growth_is_not_worth_it_below_the_smallest_gain(delta: float, grows: bool, later: bool) -> None:
+    driver, moves, outcome = Driver(4), list[Move](), CallOutcome(64, 1, 16, None, 1.0, None, 0)
+    driver.seconds = None if later else lambda m: delta + 0.01 * m
+    while (move := driver.until_move()[1]) is not None:
+        moves.append(move)
+        if later:
             pieces = -(-64 // move.before)
             driver.controller.timed(KEY, outcome._replace(pieces=pieces, seconds=pieces * (delta + 0.01 * 64 / pieces)))
             driver.controller.timed(KEY, outcome._replace(seconds=1e-9, ooms=1))
             driver.controller.timed(KEY, outcome._replace(seconds=float("nan")))
-        assert (driver.size() == 64) is grows
-    driver.controller.timed(Key("unknown", "train", 0), outcome)
+            driver.controller.timed(Key("unknown", "train", 0), outcome)
+    assert (driver.size() == 64) is grows
+    assert moves, "the second size is exploration: without it nothing is known"
 
 
-def test_with_one_size_measured_growth_takes_the_smallest_step_that_says_something() -> None:
+@pytest.mark.parametrize(
+    ("base", "capacity", "sizes"),
+    [
+        (9000, 10_000, [18, 32]),  # most of it does not depend on the size: in proportion nothing more would fit
+        (100, 500, [29]),  # in proportion, which needs no exploration
+        (100, 200, []),  # the measured peak itself does not fit
+    ],
+)
+def test_with_one_size_measured_growth_takes_the_smallest_step_that_says_something(base: int, capacity: int, sizes: list[int]) -> None:
     driver = Driver(16)
-    driver.need = lambda x: 9000 + 10 * x  # most of it does not depend on the size: in proportion nothing more would fit
-    assert driver.until_move(samples=256)[1] == Move(16, 18, "grow")
-    assert driver.until_move(samples=256)[1] == Move(18, 32, "grow")
-
-
-def test_with_one_size_measured_growth_in_proportion_needs_no_exploration() -> None:
-    driver = Driver(16)
-    driver.capacity = 500
-    assert driver.until_move(samples=256)[1] == Move(16, 29, "grow")
-
-
-def test_nothing_grows_while_the_measured_peak_itself_does_not_fit() -> None:
-    driver = Driver(16)
-    driver.capacity = 200
-    assert driver.until_move() == (40, None)
+    driver.need, driver.capacity = lambda x: base + 10 * x, capacity
+    assert [there(driver.until_move(samples=256)[1]).after for _ in sizes] == sizes
+    assert sizes or driver.until_move(samples=256) == (40, None)
 
 
 def test_without_any_peak_growth_goes_on_only_while_no_ceiling_stands() -> None:
@@ -126,3 +115,120 @@ def test_between_the_last_good_and_the_last_bad_size_growth_bisects() -> None:
     while (move := driver.until_move(samples=320)[1]) is not None:
         moves.append(move.after)
     assert moves == [23, 27, 30], "the smallest sizes for 14, 12 and 11 pieces: 24, 28 and 30 halve the way to 32"
+
+
+def test_a_failed_growth_goes_back_and_is_not_tried_again_on_the_same_evidence() -> None:
+    driver = Driver(8)
+    driver.until_move()
+    sizes, move = driver.failing(16)
+    assert (sizes, move) == ([8], None), "the half is where it came from"
+    driver = Driver(12)
+    driver.until_move()
+    sizes, move = driver.failing(22)
+    assert sizes == [11]
+    assert move == Move(11, 12, "limit")
+    assert driver.until_move(300) == (300, None)
+    assert driver.ceilings() == [[22, 11, 10_000]]
+
+
+def test_batches_too_small_to_use_the_new_size_prove_nothing() -> None:
+    driver = Driver(12, max_micro_batch_size=22)
+    driver.until_move()
+    for _ in range(10):
+        driver.clean(11)
+    assert driver.failing(22)[1] == Move(11, 12, "limit")
+
+
+def test_a_failed_growth_goes_back_even_if_the_call_is_abandoned_but_stays_down_after_a_second_failure() -> None:
+    driver = Driver(12)
+    driver.until_move()
+    assert driver.failing(22, 11) == ([11, 5], None)
+    assert driver.size() == 5
+    driver = Driver(12)
+    driver.until_move()
+    driver.controller.begin(KEY, 64, 1)
+    driver.controller.out_of_memory(KEY, 22, driver.reading())
+    driver.controller.abandon(KEY)
+    assert driver.size() == 12
+
+
+def test_changed_evidence_lifts_a_ceiling_after_the_cooldown() -> None:
+    driver = Driver(8)
+    driver.until_move()
+    driver.failing(16)
+    driver.capacity = 10_400
+    assert driver.until_move(100) == (100, None), "a rise of 4 % is no change"
+    driver.capacity = 10_600
+    assert driver.clean() == Move(8, 16, "grow")
+
+
+def test_each_failed_growth_doubles_the_cooldown_and_a_long_clean_run_resets_it() -> None:
+    driver = Driver(8, max_micro_batch_size=16)
+    waits = []
+    driver.until_move()
+    for _ in range(4):
+        driver.failing(16)
+        driver.capacity = int((driver.capacity or 0) * 1.1)
+        waits.append(driver.until_move(400)[0])
+    assert waits == [9, 19, 39, 79], "10, 20, 40 and 80 seconds, at a second a call, the failing one included"
+    for _ in range(80):
+        driver.clean()
+    driver.failing(16)
+    driver.capacity = int((driver.capacity or 0) * 1.1)
+    assert driver.until_move(400)[0] == 4
+
+
+def test_the_cooldown_is_capped() -> None:
+    driver = Driver(8, max_cooldown=20.0)
+    for _ in range(8):
+        driver.until_move(100)
+        driver.failing(16)
+        driver.capacity = int((driver.capacity or 0) * 1.1)
+    calls, move = driver.until_move(100)
+    assert move
+    assert calls <= 21
+
+
+def test_a_reading_from_before_the_co_tenant_does_not_hide_that_memory_comes_back() -> None:
+    driver = Driver(16)
+    driver.clean(16)
+    plan = driver.controller.begin(KEY, 16, 1)
+    driver.controller.out_of_memory(KEY, 16, Capacity(10_000, driver.now - 0.5))
+    driver.capacity = 200
+    driver.finish(plan, 16, 1, KEY, size=8, ooms=1)
+    assert driver.ceilings() == [[16, 15, 200]]
+    driver.until_move(20, samples=16)
+    driver.capacity = 10_000
+    assert driver.until_move(20, samples=16)[1] == Move(8, 16, "grow")
+
+
+def test_a_failure_that_no_reading_explains_is_tried_again_once() -> None:
+    driver = Driver(16)
+    for _ in range(3):
+        driver.clean(16)
+    driver.failing(16, samples=16)
+    assert driver.ceilings() == [[16, 15, None]]
+    assert driver.until_move(20, samples=16)[1] == Move(8, 16, "grow")
+    driver.failing(16, samples=16)
+    assert driver.until_move(300, samples=16) == (300, None), "the second time it is believed"
+
+
+def test_ceilings_of_full_memory_count_again_when_the_co_tenant_has_left() -> None:
+    driver = Driver(8)
+    driver.until_move()
+    driver.failing(16)
+    driver.clean()
+    driver.capacity = 5000
+    driver.failing(8)
+    assert driver.ceilings() == [[8, 7, 5000], [16, 8, 10_000]]
+    driver.capacity = 10_000
+    assert driver.until_move()[1] == Move(4, 8, "grow")
+    assert driver.until_move(200) == (200, None)
+
+
+def test_a_clean_call_above_a_ceiling_disproves_it() -> None:
+    driver = Driver(16, min_micro_batch_size=8)
+    driver.failing(8, samples=8)
+    assert driver.ceilings() == [[8, 7, 10_000]]
+    driver.clean(8)
+    assert driver.ceilings() == []

@@ -7,7 +7,7 @@ from torch import nn
 
 from elastic_mbs import ElasticMBS
 from elastic_mbs.engine.misuse import leave_call, running_call
-from tests.helpers.steps import elastic, mlp, still_works
+from tests.helpers.steps import Pair, elastic, mlp, pairs, still_works
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +20,20 @@ def nothing_left_open() -> Iterator[None]:
         leave_call(call)
 
 
+@pytest.fixture(params=[1, 3])
+def door(request: pytest.FixtureRequest) -> int:
+    """Backward, and the loop; the decorator is door 2."""
+    return int(request.param)
+
+
 @pytest.fixture
 def model() -> nn.Sequential:
     return mlp()
+
+
+@pytest.fixture
+def batch() -> Pair:
+    return pairs()
 
 
 @pytest.fixture

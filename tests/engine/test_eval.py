@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastic_mbs import Event, MemoryBudget, MicroBatchFloorError, OutOfMemory, UsageError
 from elastic_mbs.testing import InjectOOM
@@ -15,8 +15,7 @@ pytestmark = pytest.mark.injectable
 
 
 @pytest.mark.parametrize("fault", [0, 1, 2, 4, 5])
-def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(fault: int) -> None:
-    model, batch = mlp(), pairs()
+def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(model: nn.Sequential, batch: Pair, fault: int) -> None:
     with torch.no_grad():
         wanted = model(batch[0])
     modes: list[bool] = []

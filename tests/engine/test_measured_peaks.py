@@ -14,8 +14,6 @@ from elastic_mbs.testing import InjectOOM
 from tests.helpers.room import batch_on, loss_of, wide
 from tests.helpers.steps import cross_entropy, quiet
 
-pytestmark = pytest.mark.no_oom_injection
-
 CPU = torch.device("cpu")
 AT_ONCE: dict[str, Any] = {"grow": True, "patience": 1, "jitter": 0.0, "cooldown": 0.0, "min_gain": 0.0}
 

@@ -12,8 +12,6 @@ from tests.helpers.steps import Pair, cross_entropy, elastic, pairs, still_works
 
 pytestmark = pytest.mark.injectable
 
-DOORS = [1, 3]
-
 
 WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {  # what is wrong, with what, and what is said; more of each kind in tests/batch
     "no loss": ("loss", lambda m, b: None, LossError, "None"),
@@ -30,7 +28,7 @@ WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {  # what is wrong, wi
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize(("where", "wrong", "error", "says"), WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize("door", [*DOORS, "eval"])
+@pytest.mark.parametrize("door", [1, 3, "eval"])
 def test_a_loss_a_batch_or_a_count_that_makes_no_sense(
     model: nn.Module, door: Any, where: str, wrong: Any, error: type[Exception], says: str
 ) -> None:
@@ -78,7 +76,6 @@ def test_a_state_that_is_none_changes_nothing(model: nn.Module, mbs: ElasticMBS,
     assert mbs.state_dict() == before
 
 
-@pytest.mark.parametrize("door", DOORS)
 def test_a_batch_that_carries_a_graph(model: nn.Module, door: int) -> None:
     x, y = pairs(4)
     encoder = nn.Linear(x.shape[1], x.shape[1], dtype=x.dtype)

@@ -88,11 +88,12 @@ NO_MODEL: list[tuple[Any, str]] = [
     ("model", "str"),
     (lambda self: self, "function"),
     *((value, "is a list; give a torch.nn.Module") for value in ([], [net(), 3], [nn.Linear], [torch.zeros(1)])),
+    ([nn.Sequential(nn.LazyLinear(3))], "LazyLinear has parameters without a shape yet"),
 ]
 
 
 @pytest.mark.parametrize(("value", "says"), NO_MODEL)
-def test_what_is_no_model_is_refused_by_type(value: Any, says: str) -> None:
+def test_what_is_no_model_or_has_no_shape_yet_is_refused_by_type(value: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         TrainedModel(value)
 
@@ -117,8 +118,3 @@ def test_the_names_of_wrappers_are_those_of_torch() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     for name in _WRAPPERS:
         assert hasattr(fsdp, name) or hasattr(nn.parallel, name)
-
-
-def test_a_model_whose_parameters_have_no_shape_yet_is_refused() -> None:
-    with pytest.raises(UsageError, match="LazyLinear has parameters without a shape yet"):
-        TrainedModel([nn.Sequential(nn.LazyLinear(3))])

@@ -20,10 +20,8 @@ from elastic_mbs.events import Event
 from elastic_mbs.memory.oom import Kind, Verdict
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.isolation import Isolation
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, whole_gradient
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, there, whole_gradient
 from tests.helpers.strikes import every_operation
-
-pytestmark = pytest.mark.no_oom_injection
 
 
 @pytest.fixture
@@ -33,8 +31,7 @@ def state() -> Iterator[CallState]:
     mbs = elastic(model, micro_batch_size=4, backward=Tensor.backward)
     micro_batches = mbs.micro_batches(pairs())
     next(micro_batches)
-    assert mbs._call is not None
-    state = mbs._call.state
+    state = there(mbs._call).state
     state.committed.append(Attempt(Range(0, 4)))
     state.profile.normalises_batch = True
     torch.rand(())
@@ -72,8 +69,7 @@ def rows(state: CallState) -> Iterator[Row]:
 
 
 def cases(state: CallState) -> Iterator[tuple[Failure, Mode, str]]:
-    assert state.streams is not None
-    early = state.streams._replace(hosts=None)
+    early = there(state.streams)._replace(hosts=None)
     verdict = Verdict(Kind.RUNTIME, "")
     failure = Failure(Range(4, 8), Phase.FORWARD, verdict, frozenset(), ("(3,)",), True, True, True, True, early)
     for changes, mode, words in rows(state):

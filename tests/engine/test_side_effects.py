@@ -1,4 +1,4 @@
-"""What a step does besides its gradient: it edits gradients, the batch or its outputs, switches modes, or ends older graphs."""
+"""What a step does besides its gradient: it edits gradients, the batch or its outputs, switches modes, freezes parameters, or ends older graphs."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import whole
+from elastic_mbs import IncompleteBatchError, whole
 from elastic_mbs.errors import BatchError, GradientsChangedError, UsageError
-from tests.helpers.steps import FailOn, cross_entropy, elastic, grads, mlp, off_by, pairs, whole_gradient
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.steps import FailOn, cross_entropy, elastic, grads, mlp, off_by, pairs, there, through, whole_gradient
+from tests.helpers.strikes import every_operation
 
-pytestmark = pytest.mark.no_oom_injection
 
-
+@pytest.mark.parametrize("then", ["goes on", "runs out of memory"])
 @pytest.mark.parametrize("edit", ["clip", "zero_grad", "backward"])
-def test_gradients_edited_inside_the_block_after_backward_are_refused(edit: str) -> None:
+def test_gradients_edited_inside_the_block_after_backward_are_refused(model: nn.Module, edit: str, then: str) -> None:
     """The versions that the edit moved passed for a number of commits that is new."""
-    model = mlp()
     edits: dict[str, Callable[[], object]] = {
         "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
         "zero_grad": model.zero_grad,
@@ -37,17 +37,8 @@ def test_gradients_edited_inside_the_block_after_backward_are_refused(edit: str)
                         micro.backward(cross_entropy(model)(micro.data))
                         if micro.stop == last:
                             edits[edit]()
+                            FailOn(*[1] * (then == "runs out of memory"))()
             assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_gradients_edited_inside_a_block_that_then_runs_out_of_memory_are_refused() -> None:
-    model = mlp()
-    with pytest.raises(GradientsChangedError):
-        for micro in elastic(model, micro_batch_size=4).micro_batches(pairs(8)):
-            with micro:
-                micro.backward(cross_entropy(model)(micro.data))
-                model.zero_grad()
-                raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_a_loss_term_made_before_the_loop_keeps_its_graph_after_a_failure() -> None:
@@ -71,25 +62,35 @@ def test_a_loss_term_made_before_the_loop_keeps_its_graph_after_a_failure() -> N
     assert off_by(model, wanted) <= 1e-12
 
 
-def test_training_mode_comes_back_after_an_attempt_that_had_switched_it() -> None:
+ERRORS: list[Any] = [torch.OutOfMemoryError("CUDA out of memory."), ValueError("of the user's own")]
+SWITCHES: dict[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module, bool], object]]] = {
+    "training": (lambda model: model.training, nn.Module.train),
+    "gradients": (lambda model: torch.is_grad_enabled(), lambda model, on: torch.set_grad_enabled(on)),
+}
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize(("read", "switch"), SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("error", ERRORS, ids=["replayed", "passed on"])
+def test_what_a_step_switches_off_for_a_while_is_on_after_an_attempt_that_failed_meanwhile(
+    error: Exception, read: Any, switch: Any, first: int
+) -> None:
     """`was = model.training; model.eval(); …; model.train(was)`: the replay read the mode that the failed attempt had left."""
-    model = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.1)).double()
-    fail = FailOn(2)
+    model, fail = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.1)).double(), FailOn(first, error=lambda: error)
 
     def loss_fn(batch: Any) -> Tensor:
-        was = model.training
-        model.eval()
-        with torch.no_grad():
-            fail()
-            target = model(batch[0])
-        model.train(was)
-        return functional.mse_loss(model(batch[0]), target + 1)
+        was = read(model)
+        switch(model, False)
+        fail()
+        switch(model, was)
+        return cross_entropy(model)(batch)
 
-    elastic(model, micro_batch_size=4).backward(loss_fn, pairs(8))
-    assert model.training
+    with suppress(ValueError):
+        elastic(model, micro_batch_size=4).backward(loss_fn, pairs(8))
+    assert read(model)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), ValueError("of the user's own")], ids=["replayed", "passed on"])
+@pytest.mark.parametrize("error", ERRORS, ids=["replayed", "passed on"])
 def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_by_an_error(error: Exception) -> None:
     """They were those of the failed attempt's start, so a batch that started over ran its first piece in the mode that it had left."""
     torch.manual_seed(0)
@@ -109,23 +110,6 @@ def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_
     replayed = mbs.last_result is not None
     assert seen == [True, False, *([True, False, False, False] if replayed else [])]
     assert model[1].training is not replayed
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), ValueError("of the user's own")], ids=["replayed", "passed on"])
-def test_gradients_are_enabled_again_after_an_attempt_that_had_disabled_them(error: Exception) -> None:
-    model, fail = mlp(), FailOn(1, error=lambda: error)
-
-    def loss_fn(batch: Any) -> Tensor:
-        was = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-        fail()
-        torch.set_grad_enabled(was)
-        loss: Tensor = functional.cross_entropy(model(batch[0]), batch[1])
-        return loss
-
-    with suppress(ValueError):
-        elastic(model, micro_batch_size=4).backward(loss_fn, pairs(8))
-    assert torch.is_grad_enabled()
 
 
 def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> None:
@@ -166,46 +150,19 @@ def test_an_evaluation_that_returns_its_own_buffer_again_and_again_is_refused_or
     assert torch.equal(mbs.eval(fn, x, to="cpu"), model(x))
 
 
-def test_outputs_are_given_once() -> None:
+def test_outputs_are_given_once(model: nn.Sequential) -> None:
     """Those of `backward` took the place of those that `keep` was given, and a second `keep` that of the first."""
-    model = mlp()
     mbs = elastic(model, micro_batch_size=4)
     for micro in mbs.micro_batches(pairs(8)):
         with micro:
             micro.keep(micro.data[0])
             micro.backward({"loss": cross_entropy(model)(micro.data)})
-    assert mbs.last_result is not None
-    assert torch.equal(mbs.last_result.outputs, pairs(8)[0])
+    assert torch.equal(there(mbs.last_result).outputs, pairs(8)[0])
     with pytest.raises(UsageError, match="has outputs already"):
         for micro in mbs.micro_batches(pairs(8)):
             with micro:
                 micro.keep(micro.data[0])
                 micro.keep(micro.data[1])
-
-
-def test_gradients_cleared_after_the_call_began_are_this_calls_own() -> None:
-    """They were held for the user's still, so two gradients that autograd makes in one memory were not given memory of their own."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(2, 3, dtype=torch.float64)), nn.Parameter(torch.randn(3, 2, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            """Both meet in one addition, each through a view."""
-            return ((self.a.view(6) + self.b.view(6)) * x).sum(1).square().mean()
-
-    torch.manual_seed(0)
-    model, x = Two(), torch.randn(8, 6, dtype=torch.float64)
-    wanted = whole_gradient(model, lambda twin: twin(x))
-    mbs = elastic(model, micro_batch_size=3)
-    for _ in range(3):
-        pieces = mbs.micro_batches(x)
-        model.zero_grad()
-        for micro in pieces:
-            with micro:
-                micro.backward(model(micro.data))
-        assert off_by(model, wanted) <= 1e-12
 
 
 def test_statistics_that_a_flag_of_the_users_own_begins_to_move_go_back_with_a_failed_piece() -> None:
@@ -235,9 +192,85 @@ def test_statistics_that_a_flag_of_the_users_own_begins_to_move_go_back_with_a_f
     for norm.trains in (False, False, False, True):
         model.zero_grad()
         mbs.backward(loss_fn, pairs(8))
-    assert mbs.last_result is not None
     twin = Norm()
     twin.trains = True
-    for start, stop in mbs.last_result.partition:
+    for start, stop in there(mbs.last_result).partition:
         twin(model[0](pairs(8)[0][start:stop]))
     torch.testing.assert_close(norm.running_mean, twin.running_mean, rtol=1e-12, atol=0)
+
+
+# ---------------------------------------------------------------------- parameters that are frozen for a while, as steps of two networks do
+
+
+ZEROS = torch.zeros(8, 3, dtype=torch.float64)
+
+
+def two_networks(*, thawed: bool) -> tuple[nn.ModuleList, Callable[[Tensor], Tensor]]:
+    """A generator and a judge, and the generator's loss, in which the judge is frozen; `thawed` says whether it is trainable again afterwards."""
+    torch.manual_seed(0)
+    generator = nn.Linear(3, 6).double()
+    judge = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def loss_fn(noise: Tensor) -> Tensor:
+        judge.requires_grad_(False)
+        loss = functional.softplus(-judge(generator(noise))).mean()
+        if thawed:
+            judge.requires_grad_(True)
+        return loss
+
+    return nn.ModuleList([generator, judge]), loss_fn
+
+
+@pytest.mark.parametrize("known", [0, 3], ids=["first call", "known"])
+@pytest.mark.parametrize("thawed", [True, False])
+def test_wherever_memory_runs_out_the_gradient_is_exact_and_what_was_frozen_for_a_while_is_no_longer(door: int, known: int, thawed: bool) -> None:
+    noise = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def run(inject: InjectOOM) -> tuple[nn.ModuleList, tuple[tuple[int, int], ...]]:
+        networks, loss_fn = two_networks(thawed=thawed)
+        mbs = elastic(networks, micro_batch_size=4, min_micro_batch_size=4)
+        for _ in range(known):
+            through(door, mbs, loss_fn, noise)
+            networks.zero_grad()
+            networks[1].requires_grad_(True)
+        with inject:
+            result = through(door, mbs, loss_fn, noise)
+        assert all(parameter.requires_grad is thawed for parameter in networks[1].parameters())
+        assert all(parameter.grad is None for parameter in networks[1].parameters())
+        return networks, result.partition
+
+    clean, pieces = run(InjectOOM())
+    for inject in every_operation():
+        networks, partition = run(inject)
+        assert partition == pieces
+        assert off_by(networks, grads(clean)) <= 1e-12
+        for ours, wanted in zip(networks.buffers(), clean.buffers(), strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_an_error_of_the_users_own_passes_and_leaves_nothing_frozen_that_can_be_trained(door: int, quantised: bool) -> None:
+    """It came out as torch's refusal of gradients for integers where a parameter had become one."""
+    networks, _ = two_networks(thawed=True)
+
+    def loss_fn(noise: Tensor) -> Tensor:
+        networks.requires_grad_(False)
+        networks[0].weight.data = networks[0].weight.data.to(torch.int8 if quantised else torch.float64)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        through(door, elastic(networks, micro_batch_size=4), loss_fn, ZEROS)
+    assert [parameter.requires_grad for parameter in networks.parameters()] == [not quantised, *[True] * 7]
+
+
+def test_what_is_frozen_after_a_loop_was_left_early_stays_so() -> None:
+    networks, loss_fn = two_networks(thawed=True)
+    mbs = elastic(networks, micro_batch_size=4)
+    for micro in mbs.micro_batches(ZEROS):
+        with micro:
+            micro.backward(loss_fn(micro.data))
+        break
+    networks[0].requires_grad_(False)
+    with pytest.raises(IncompleteBatchError):
+        mbs.backward(loss_fn, ZEROS)
+    assert not networks[0].weight.requires_grad

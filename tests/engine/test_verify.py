@@ -99,8 +99,7 @@ def _contrastive(model: nn.Module, b: Pair) -> Tensor:
     ],
     ids=["sum", "mean", "regulariser", "contrastive"],
 )
-def test_verify_names_what_is_wrong(reduction: str, loss: Any, words: tuple[str, ...]) -> None:
-    model = mlp()
+def test_verify_names_what_is_wrong(model: nn.Sequential, reduction: str, loss: Any, words: tuple[str, ...]) -> None:
     report = elastic(model, reduction=reduction).verify(partial(loss, model), pairs())
     assert not report.ok
     size = 0.1 * sum(p.square().sum().item() for p in model.parameters())
@@ -193,8 +192,7 @@ def test_verify_passes_an_error_on_that_is_only_often_a_hidden_out_of_memory() -
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_verify_does_not_take_a_loss_that_is_no_number_for_randomness(value: float) -> None:
-    model = mlp()
+def test_verify_does_not_take_a_loss_that_is_no_number_for_randomness(model: nn.Sequential, value: float) -> None:
     report = elastic(model).verify(lambda batch: cross_entropy(model)(batch) * value, pairs())
     assert not report.ok
     assert f"is {value}, which no split can be compared with" in report.findings[0]

@@ -62,6 +62,16 @@ ONE_OF_EACH: list[Event] = [
     events.OptimizerOutOfMemory("run", "AdamW", "one parameter at a time", "allocator", "CUDA out of memory."),
 ]
 
+RUN: list[tuple[float, Event]] = [
+    (1.0, done(seconds=1.0, loss=4.0)),
+    (1.5, failure()),
+    (2.0, done(2.0, seconds=1.0, loss=3.0, micro_batch_size=8, ooms=1, replayed_samples=16, seconds_lost=0.25)),
+    (2.9, GROWN),
+    (3.0, done(3.0, seconds=1.0, loss=2.5, micro_batch_size=8)),
+    (3.5, done(3.5, mode="eval", key="eval", loss=None, micro_batch_size=32)),
+    *((4.0 + i, event) for i, event in enumerate(ONE_OF_EACH[3:])),
+]
+
 
 def log_of(*runs: list[tuple[float, Event]], name: str = "run", **header: Any) -> bytes:
     """A run log: each run a list of events with their times."""

@@ -11,6 +11,8 @@ import pynvml
 import pytest
 import torch
 
+from elastic_mbs.memory import CudaSensor, Headroom
+
 GIB = 1024**3
 NOT_AVAILABLE = 2**64 - 1  # what the driver writes for bytes that it does not know
 
@@ -125,6 +127,13 @@ def raiser(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+def read_cuda(device: str = "cuda:0") -> Headroom:
+    """A reading of the CUDA sensor, five seconds after the start."""
+    reading = CudaSensor(device, clock=lambda: 5.0).read()
+    assert isinstance(reading, Headroom), reading
+    return reading
 
 
 class FakeCuda:

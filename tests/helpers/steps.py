@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,13 @@ from stress.reference.state import error_of
 
 Pair = tuple[Tensor, Tensor]
 LossFn = Callable[..., Any]
+T = TypeVar("T")
+
+
+def there(value: T | None) -> T:
+    """What is there, for mypy as well."""
+    assert value is not None
+    return value
 
 
 def quiet(**options: Any) -> dict[str, Any]:
@@ -70,8 +77,7 @@ def loop(mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
         with micro:
             loss = loss_fn(micro.data)
             micro.backward(loss)
-    assert mbs.last_result is not None
-    return mbs.last_result
+    return there(mbs.last_result)
 
 
 def through(door: int, mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:

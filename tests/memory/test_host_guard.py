@@ -17,8 +17,8 @@ from torch import nn
 
 from elastic_mbs import ElasticMBS, Event, MemoryOptions, UsageError, Warned
 from elastic_mbs.memory import host_guard
-from tests.helpers.cgroups import ROOT_OF, write_group, write_membership
-from tests.helpers.rlimit import MEBI, Limit, fake_limit, guard_of
+from tests.helpers.rlimit import MEBI, ROOT_OF, Limit, fake_limit, guard_of, write_group, write_membership
+from tests.helpers.room import ROOT
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, pairs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only")
@@ -144,7 +144,7 @@ def test_a_model_with_convolutions_is_warned_of_onednn(
     events: list[Event] = []
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
     elastic(model, host_guard=True, on_event=events.append)
-    said = [event.message for event in events if isinstance(event, Warned)]
+    said = [event.message for event in events if isinstance(event, Warned) and event.topic == "host_guard"]
     assert len(said) == warns
     assert all("torch.backends.mkldnn.enabled = False" in text for text in said)
 
@@ -168,6 +168,10 @@ def test_a_refused_limit_turns_the_guard_off_with_one_warning(tmp_path: Path, li
     assert type(error).__name__ in said[0]
     assert guard.trouble == said[0]
     assert not guard.explains("could not create a primitive")
+    limit.refuse = error
+    at_once = guard_of(tmp_path, warn=said.append)
+    at_once.renew()
+    assert said == [at_once.trouble] * 2, "one that is refused when it is made is off as well, with a warning of its own"
 
 
 @pytest.mark.parametrize("error", [OSError("no /proc"), psutil.AccessDenied()])
@@ -231,8 +235,6 @@ def test_a_model_that_moves_away_is_refused_at_the_next_call(limit: Limit) -> No
     with pytest.raises(UsageError, match="train on the CPU"):
         mbs.backward(cross_entropy(model), pairs())
 
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PREPARE = """
     import collections, ctypes, os, random, resource, sys, threading

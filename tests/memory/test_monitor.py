@@ -74,7 +74,7 @@ def test_a_reading_is_stamped_before_the_sensor_is_asked_and_becomes_the_latest(
     assert monitor.read_now() == monitor.latest() == Unavailable("lost", at=50.0)
 
 
-def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread() -> None:
+def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread_and_what_is_no_time_is_refused() -> None:
     sensor = Script(room(1), room(2))
     monitor = Monitor(sensor, interval=0, clock=lambda: 1.0)
     monitor.start()
@@ -82,12 +82,9 @@ def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread() -> None:
     assert [monitor.latest(), monitor.latest(), monitor.cached()] == [room(1), room(2), room(2)]
     assert sensor.reads == 2
     monitor.stop()
-
-
-@pytest.mark.parametrize("interval", [-1, float("nan"), float("inf")])
-def test_an_interval_that_is_no_time_is_refused(interval: float) -> None:
-    with pytest.raises(UsageError, match=f"monitor_interval={interval!r}"):
-        Monitor(Script(room()), interval=interval)
+    for wrong in (-1, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match=f"monitor_interval={wrong!r}"):
+            Monitor(sensor, interval=wrong)
 
 
 def test_the_thread_reads_at_once_and_then_every_interval_until_it_is_stopped() -> None:
@@ -123,11 +120,8 @@ def test_a_requested_reading_comes_before_the_interval_is_over() -> None:
     ("answer", "reason"),
     [(ValueError("bad"), "ValueError: bad"), (None, "Script.read returned NoneType, not Headroom or Unavailable")],
 )
-def test_a_sensor_that_misbehaves_is_unavailable(answer: Any, reason: str) -> None:
+def test_a_sensor_that_misbehaves_is_unavailable_and_an_interrupt_passes_through(answer: Any, reason: str) -> None:
     assert Monitor(Script(answer), clock=lambda: 1.0).read_now() == Unavailable(reason, 1.0)
-
-
-def test_an_interrupt_passes_through() -> None:
     with pytest.raises(KeyboardInterrupt):
         Monitor(Script(KeyboardInterrupt())).read_now()
 

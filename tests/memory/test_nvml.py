@@ -19,7 +19,8 @@ from elastic_mbs.memory import processes as holders
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from elastic_mbs.memory.processes import holders_on, name_of, pids_are_ours
 from tests.helpers.device_sim import Clock
-from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver
+from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver, read_cuda
+from tests.helpers.steps import there
 
 FREE = 6 * GIB
 OPEN = ["InitWithFlags", "HandleByUUID", "MemoryInfo"]
@@ -215,16 +216,10 @@ def test_a_container_is_told_by_its_pid_namespace(monkeypatch: pytest.MonkeyPatc
 def test_a_process_has_a_name_while_it_is_there() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with process:
-        found = name_of(process.pid)
-    assert found is not None
-    assert "python" in found.lower()
+        assert "python" in there(name_of(process.pid)).lower()
     assert name_of(process.pid) is None
     assert name_of(-1) is None
     assert name_of(2**80) is None
-
-
-def read() -> Reading:
-    return CudaSensor("cuda:0", clock=Clock(5.0)).read()
 
 
 def test_nvml_that_is_lost_leaves_the_runtimes_figures_in_doubt_until_it_is_back(cuda: FakeCuda, driver: FakeDriver) -> None:
@@ -246,7 +241,7 @@ def test_nvml_that_is_lost_leaves_the_runtimes_figures_in_doubt_until_it_is_back
 def test_a_device_that_neither_answers_for_is_unavailable(cuda: FakeCuda, driver: FakeDriver) -> None:
     driver.fail = {"MemoryInfo": LOST}
     cuda.info = torch.AcceleratorError("CUDA error: unspecified launch failure")
-    assert read() == Unavailable("cuda:0: AcceleratorError: CUDA error: unspecified launch failure", 5.0)
+    assert CudaSensor("cuda:0", clock=Clock(5.0)).read() == Unavailable("cuda:0: AcceleratorError: CUDA error: unspecified launch failure", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -268,8 +263,7 @@ def test_growth_is_stopped_where_nvml_fails_and_not_where_it_was_never_there(
     cuda: FakeCuda, driver: FakeDriver, where: str, code: int, lost: bool
 ) -> None:
     driver.fail = {where: code}
-    reading = read()
-    assert isinstance(reading, Headroom)
+    reading = read_cuda()
     assert (reading.source, reading.free, reading.capacity) == ("cuda", 5 * GIB, 7 * GIB)
     assert reading.doubt == (no_answer(code, lost=True).reason if lost else None)
 
@@ -284,20 +278,17 @@ def test_only_a_board_that_shares_the_hosts_memory_is_read_from_the_host(
     driver.cards[0].total = 0
     driver.fail = {"MemoryInfo": NOT_SUPPORTED} if how == "not supported" else {}
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=30 * GIB, total=100 * GIB))
-    reading = read()
-    assert isinstance(reading, Headroom)
+    reading = read_cuda()
     assert (reading.source, reading.total) == (("host", 100 * GIB) if integrated else ("cuda", 9 * GIB))
 
 
 def test_a_torch_that_tells_no_uuid_is_read_through_the_runtime(cuda: FakeCuda, driver: FakeDriver) -> None:
     del cuda.properties.uuid
-    assert read() == Headroom(5 * GIB, 9 * GIB, 2 * GIB, "cuda", 5.0)
+    assert read_cuda() == Headroom(5 * GIB, 9 * GIB, 2 * GIB, "cuda", 5.0)
     assert driver.calls == []
 
 
 @pytest.mark.usefixtures("named")
 def test_a_reading_names_who_holds_the_rest(cuda: FakeCuda, driver: FakeDriver) -> None:
     driver.cards[0].compute = [(10, 3 * GIB)]
-    reading = read()
-    assert isinstance(reading, Headroom)
-    assert reading.holders == (Holder(10, "python", 3 * GIB),)
+    assert read_cuda().holders == (Holder(10, "python", 3 * GIB),)

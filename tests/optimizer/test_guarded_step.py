@@ -12,7 +12,7 @@ import torch
 
 from elastic_mbs import ElasticMBS, MemoryBudget, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
 from elastic_mbs.optimizer.guarded_step import LONGEST_PAUSE, AttemptOrder
-from elastic_mbs.optimizer.known import only_in_place
+from elastic_mbs.optimizer.known import one_by_one, only_in_place
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.guarded import IMPLEMENTATIONS, OPTIMIZERS, World, copied, layers, same
 from tests.helpers.steps import elastic
@@ -36,7 +36,6 @@ def stepped(world: World) -> Any:
     return world.values()
 
 
-@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])
 @pytest.mark.parametrize(("name", "implementation", "scaled"), CASES)
 def test_wherever_it_runs_out_of_memory_a_step_is_made_whole_or_not_at_all(name: str, implementation: str, scaled: bool, steps: int) -> None:
@@ -77,7 +76,6 @@ def at_two(gap: int, errors: list[type[BaseException]], at: int) -> Everywhere:
     return Everywhere(at=[at, at + gap], errors=errors)
 
 
-@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("second", SECOND, ids=lambda kind: kind.__name__ if kind else "alone")
 @pytest.mark.parametrize("first", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, ValueError])
 def test_an_error_at_any_operation_ours_included_leaves_a_whole_step_or_none(first: type[BaseException], second: type[BaseException] | None) -> None:
@@ -100,7 +98,6 @@ def test_an_error_at_any_operation_ours_included_leaves_a_whole_step_or_none(fir
     assert bool(passed) == (not {first, second} <= {torch.OutOfMemoryError, MemoryError, None})
 
 
-@pytest.mark.no_oom_injection
 @pytest.mark.parametrize(("implementation", "scaled"), [("foreach", False), ("loop", True), ("fused", False), ("fused", True)])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(error: type[BaseException], implementation: str, scaled: bool) -> None:
@@ -243,7 +240,6 @@ def test_what_cannot_be_stepped_is_refused_by_name() -> None:
         break
 
 
-@pytest.mark.no_oom_injection
 def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time_and_finds_back() -> None:
     reference, plain = layers("AdamW", foreach=True)
     for _ in range(45):
@@ -277,3 +273,39 @@ def test_the_fastest_way_is_tried_again_at_intervals_that_grow_up_to_a_bound_for
     assert order.first("sgd") == 0
     order.worked("adam", 0, 0)
     assert [order.first("adam") for _ in range(3)] == [0] * 3
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_a_fused_step_whose_state_is_there_needs_nothing(name: str) -> None:
+    model, optimizer = layers(name, fused=True, **({"momentum": 0.9} if name == "SGD" else {}))
+    if name != "Adagrad":  # its state comes with the optimizer
+        assert not only_in_place(optimizer)
+        optimizer.step()
+    assert only_in_place(optimizer)
+    with MemoryBudget("1GiB", track=(model, optimizer)) as budget:
+        before = budget.live
+        optimizer.step()
+        assert (budget.peak, budget.live) == (before, before)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor", "Muon"])
+def test_torchs_optimizers_give_the_same_result_one_parameter_at_a_time(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    (model, together), (twin, apart) = layers(name), layers(name)
+    assert one_by_one(apart)
+    for _ in range(2):
+        together.step()
+        groups = apart.param_groups
+        for parameter in twin.parameters():
+            apart.param_groups = [{**groups[0], "params": [parameter]}]
+            apart.step()
+        apart.param_groups = groups
+    assert same(model.state_dict(), twin.state_dict())
+
+
+def test_a_subclass_of_torchs_may_couple_its_parameters() -> None:
+    model, optimizer = layers("Adam", foreach=True)
+    assert one_by_one(optimizer)
+    assert not one_by_one(type("Mine", (torch.optim.Adam,), {})(model.parameters()))
+    assert not one_by_one(torch.optim.LBFGS(model.parameters()))

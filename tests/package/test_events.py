@@ -55,14 +55,6 @@ def test_an_event_goes_to_the_log_once_and_to_every_sink_in_order(caplog: pytest
     ]
 
 
-def test_an_error_in_a_sink_passes_through() -> None:
-    def broken(event: Event) -> None:
-        raise ZeroDivisionError(event.name)
-
-    with pytest.raises(ZeroDivisionError, match="run"):
-        EventLog([broken]).emit(failure())
-
-
 def test_a_warning_is_said_once_per_log_and_topic() -> None:
     seen: list[Event] = []
     for log in (EventLog([seen.append]), EventLog([seen.append])):

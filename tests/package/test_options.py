@@ -1,7 +1,5 @@
 """Options that make no sense are refused when they are given, by name and with a way out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,3 +1,5 @@
+"""What has happened to gradients is known, and a failed backward leaves those that were set aside as they were."""
+
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +12,9 @@ from torch import Tensor, nn
 
 from elastic_mbs.errors import GradientsChangedError
 from elastic_mbs.rollback.gradients import Ledger
+from elastic_mbs.rollback.isolation import Isolation
+from tests.helpers.steps import there
+from tests.helpers.strikes import Everywhere
 
 
 def leaves(count: int, *, filled: bool = True) -> list[Tensor]:
@@ -95,3 +100,167 @@ def test_extra_leaves_are_known_until_the_notes_are_dropped_and_not_kept_alive()
     assert [id(leaf) for leaf in ledger.leaves()] == [id(model[0])]
     ledger.forget()
     assert ledger.leaves() == model
+
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+SHAPE = (3, 2)
+
+
+def leaf(dtype: torch.dtype = F64, grad: Tensor | None = None) -> Tensor:
+    w = torch.zeros(SHAPE, dtype=dtype, requires_grad=True)
+    w.grad = grad
+    return w
+
+
+def gradient(seed: int, kind: str, dtype: torch.dtype = F64) -> Tensor | None:
+    """What a backward leaves in `.grad`: nothing, a dense tensor, or an uncoalesced sparse one over rows."""
+    if kind == "none":
+        return None
+    source = torch.Generator().manual_seed(seed)
+    if kind == "dense":
+        return torch.randn(SHAPE, generator=source, dtype=F64).to(dtype)
+    rows, values = torch.tensor([[2, 0, 2]]), torch.randn(3, 2, generator=source, dtype=F64).to(dtype)
+    return torch.sparse_coo_tensor(rows, values, SHAPE, check_invariants=True)
+
+
+def value(tensor: Tensor | None) -> Tensor:
+    return torch.zeros(SHAPE, dtype=F64) if tensor is None else tensor.detach().double().to_dense()
+
+
+KINDS = st.sampled_from(["none", "dense", "sparse"])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 says so although they are asked for
+@pytest.mark.parametrize("dtype", [F64, BF16], ids=["own type", "wide"])
+@given(
+    starts=st.lists(KINDS, min_size=1, max_size=3), pieces=st.lists(st.tuples(st.lists(KINDS, min_size=3, max_size=3), st.booleans()), max_size=12)
+)
+def test_the_sum_is_that_of_the_pieces_that_succeeded_and_a_wide_one_is_rounded_once(
+    dtype: torch.dtype, starts: list[str], pieces: list[tuple[list[str], bool]]
+) -> None:
+    leaves = [leaf(dtype, gradient(i, kind, dtype)) for i, kind in enumerate(starts)]
+    expected = [value(w.grad) for w in leaves]
+    empty, users = [w.grad is None for w in leaves], [w.grad for w in leaves]
+    isolation = Isolation(F64)  # widens the half-precision ones only
+    for number, (kinds, succeeds) in enumerate(pieces):
+        isolation.set_aside(leaves)
+        for i, w in enumerate(leaves):
+            assert w.grad is None
+            w.grad = gradient(100 * number + i, kinds[i], dtype)
+            if succeeds:
+                expected[i] = expected[i] + value(w.grad)
+                empty[i] = empty[i] and w.grad is None
+        (isolation.fold if succeeds else isolation.discard)()
+    isolation.finish()
+    for w, sum_, none, own, start in zip(leaves, expected, empty, users, starts, strict=True):
+        assert (w.grad is None) is none
+        assert start != "dense" or w.grad is own
+        assert w.grad is None or w.grad.dtype is dtype
+        assert torch.allclose(value(w.grad).to(dtype), sum_.to(dtype), rtol=1e-14, atol=1e-14)
+
+
+def test_a_leaf_may_join_in_a_later_piece_and_the_first_contribution_is_taken_without_a_copy() -> None:
+    first, late = leaf(), leaf(grad=torch.ones(SHAPE, dtype=F64))
+    isolation, new = Isolation(), torch.ones(SHAPE, dtype=F64)
+    for leaves in ([first], [first, late]):
+        isolation.set_aside(leaves)
+        for w in leaves:
+            w.grad = new if len(leaves) == 1 else torch.ones(SHAPE, dtype=F64)
+        isolation.fold()
+    isolation.finish()
+    assert first.grad is new
+    assert [value(w.grad)[0, 0].item() for w in (first, late)] == [2.0, 2.0]
+
+
+def test_rewind_puts_the_original_objects_back_and_those_of_wide_sums_with_their_value() -> None:
+    narrow, wide, empty, stranger = leaf(grad=torch.ones(SHAPE, dtype=F64)), leaf(BF16, torch.ones(SHAPE, dtype=BF16)), leaf(BF16), leaf()
+    originals = [narrow.grad, wide.grad]
+    isolation = Isolation(F32)
+    isolation.set_aside([narrow, wide, empty])
+    assert [isolation.intact(w) for w in (narrow, wide, stranger)] == [False, True, False]
+    narrow.grad, wide.grad, empty.grad = torch.ones(SHAPE, dtype=F64), torch.ones(SHAPE, dtype=BF16), torch.ones(SHAPE, dtype=BF16)
+    isolation.fold()
+    assert isolation.intact(wide)
+    assert wide.grad is None
+    isolation.rewind()
+    isolation.fold()  # nothing is held any more
+    assert narrow.grad is originals[0]
+    assert wide.grad is originals[1]
+    assert empty.grad is None
+    assert torch.equal(there(wide.grad), torch.ones(SHAPE, dtype=BF16))
+    isolation.set_aside([wide])
+    isolation.finish()
+    assert not isolation.intact(wide)
+
+
+def every_kind() -> tuple[list[Tensor], list[list[Tensor | None]]]:
+    """Leaves of every kind, and what two pieces give them."""
+    plans: list[tuple[torch.dtype, str, str, str]] = [
+        (F64, "none", "dense", "dense"),
+        (F64, "dense", "dense", "sparse"),
+        (F64, "none", "sparse", "sparse"),
+        (F64, "none", "sparse", "dense"),
+        (F64, "sparse", "dense", "none"),
+        (BF16, "none", "dense", "dense"),
+        (BF16, "dense", "dense", "dense"),
+        (BF16, "dense", "none", "none"),
+        (BF16, "none", "none", "dense"),
+    ]
+    leaves = [leaf(dtype, gradient(i, start, dtype)) for i, (dtype, start, _, _) in enumerate(plans)]
+    pieces = [[gradient(100 * p + i, (plan[2], plan[3])[p], plan[0]) for i, plan in enumerate(plans)] for p in (0, 1)]
+    return leaves, pieces
+
+
+def fold(isolation: Isolation, leaves: list[Tensor], piece: list[Tensor | None], again: Callable[[Callable[[], None]], None]) -> None:
+    isolation.set_aside(leaves)
+    for w, new in zip(leaves, piece, strict=True):
+        w.grad = new
+    again(isolation.fold)
+
+
+def accumulated(at: set[int]) -> tuple[list[Tensor], list[str], int]:
+    """Two pieces through one isolation, with failures at the given operations; what failed is called again."""
+    (leaves, pieces), isolation = every_kind(), Isolation(F32)
+    failures: list[str] = []
+
+    def until_done(operation: Callable[[], None]) -> None:
+        try:
+            operation()
+        except torch.OutOfMemoryError as error:
+            failures.append(str(error))
+            until_done(operation)
+
+    with Everywhere(at=at) as oom:
+        for piece in pieces:
+            fold(isolation, leaves, piece, until_done)
+        until_done(isolation.finish)
+    return leaves, failures, oom.count
+
+
+def test_fold_and_finish_go_on_after_failures_at_any_operations() -> None:
+    reference, _, operations = accumulated(set())
+    assert operations >= 12
+    for at in range(1, operations + 1):
+        for faults in ({at}, {at, at + 3}, set(range(at, at + 8))):
+            leaves, failures, _ = accumulated(faults)
+            assert len(failures) == 1 or len(faults) > 1
+            for w, expected in zip(leaves, reference, strict=True):
+                assert torch.equal(value(w.grad), value(expected.grad)), failures
+                assert (w.grad is None) is (expected.grad is None)
+
+
+def test_a_failed_fold_or_finish_can_be_rewound() -> None:
+    _, _, operations = accumulated(set())
+    for at in range(1, operations + 1):
+        (leaves, pieces), isolation = every_kind(), Isolation(F32)
+        originals = [w.grad for w in leaves]
+        values = [value(w.grad) for w in leaves]
+        with Everywhere(at=[at]), pytest.raises(torch.OutOfMemoryError):
+            for piece in pieces:
+                fold(isolation, leaves, piece, lambda operation: operation())
+            isolation.finish()
+        intact = [isolation.intact(w) for w in leaves]
+        isolation.rewind()
+        for w, original, before, untouched in zip(leaves, originals, values, intact, strict=True):
+            assert w.grad is original
+            assert not untouched or torch.equal(value(w.grad), before)

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from elastic_mbs.rollback.gradients import Ledger
 from elastic_mbs.rollback.graph import Census, drain, has_hook, has_hook_after, inner_backwards, walk
 from elastic_mbs.testing import InjectOOM
+from tests.helpers.steps import there
 
 F64 = torch.float64
 
 
 def census_of(loss: Tensor) -> Census:
-    assert loss.grad_fn is not None
-    return walk(loss.grad_fn)
+    return walk(there(loss.grad_fn))
 
 
 def ids(leaves: Iterable[Tensor]) -> list[int]:
@@ -165,12 +165,10 @@ def test_leaves_of_an_inner_backward_are_reported_before_they_commit(run: Callab
     def report(leaves: tuple[Tensor, ...]) -> None:
         found.extend((id(reached), reached.grad is None) for reached in leaves)
 
-    assert loss.grad_fn is not None
-    with inner_backwards(loss.grad_fn, report):
+    with inner_backwards(there(loss.grad_fn), report):
         loss.backward()
     assert found == [(id(w), True)]
-    assert w.grad is not None
-    assert torch.equal(w.grad, x.detach())
+    assert torch.equal(there(w.grad), x.detach())
 
 
 def test_a_backward_of_another_thread_or_outside_of_ours_is_no_inner_one() -> None:
@@ -183,8 +181,7 @@ def test_a_backward_of_another_thread_or_outside_of_ours_is_no_inner_one() -> No
         thread.join()
 
     loss = inside(elsewhere, x, w).sum()
-    assert loss.grad_fn is not None
-    with inner_backwards(loss.grad_fn, found.append):
+    with inner_backwards(there(loss.grad_fn), found.append):
         loss.backward()
         inside(lambda y, grad: torch.autograd.backward(y, grad), x, w).sum().backward()
     assert found == []
@@ -194,14 +191,13 @@ def test_the_look_into_inner_backwards_ends_with_its_block() -> None:
     original = torch.autograd.backward
     x, w = leaf(3), leaf(3)
     loss = x.exp().sum()
-    assert loss.grad_fn is not None
-    with pytest.raises(KeyError), inner_backwards(loss.grad_fn, lambda leaves: None):
+    with pytest.raises(KeyError), inner_backwards(there(loss.grad_fn), lambda leaves: None):
         assert torch.autograd.backward is not original
         raise KeyError
     assert torch.autograd.backward is original
     found: list[tuple[Tensor, ...]] = []
     x.register_hook(lambda _: 1 / 0)  # an error inside is the point
-    with pytest.raises(ZeroDivisionError), inner_backwards(loss.grad_fn, found.append):
+    with pytest.raises(ZeroDivisionError), inner_backwards(there(loss.grad_fn), found.append):
         loss.backward()
     w.exp().sum().backward()
     assert found == []
@@ -209,10 +205,7 @@ def test_the_look_into_inner_backwards_ends_with_its_block() -> None:
 
 def test_two_looks_at_once_do_not_leave_the_wrapper_behind() -> None:
     original = torch.autograd.backward
-    first, second = leaf(3).exp().sum(), leaf(3).exp().sum()
-    assert first.grad_fn is not None
-    assert second.grad_fn is not None
-    outer, inner = inner_backwards(first.grad_fn, lambda leaves: None), inner_backwards(second.grad_fn, lambda leaves: None)
+    outer, inner = (inner_backwards(there(leaf(3).exp().sum().grad_fn), lambda leaves: None) for _ in range(2))
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)  # not in the order of a stack: two threads

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs.memory import MemoryBudget
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
-from tests.helpers.steps import elastic, off_by, whole_gradient
+from tests.helpers.steps import elastic, off_by, there, whole_gradient
 
 pytestmark = pytest.mark.injectable
 
 F64 = torch.float64
-MIB = 1024**2
 
 
 def held(table: SavedTensorTable) -> int:
@@ -86,8 +84,7 @@ def test_a_retained_graph_can_be_used_twice() -> None:
     loss.backward(retain_graph=True)
     assert held(table) > 0
     loss.backward()
-    assert w.grad is not None
-    assert torch.allclose(w.grad, 4 * (2 * w.detach()).exp(), rtol=1e-14)
+    assert torch.allclose(there(w.grad), 4 * (2 * w.detach()).exp(), rtol=1e-14)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
@@ -105,27 +102,13 @@ def test_graphs_hold_no_cycle_and_the_table_nothing_of_one_that_died() -> None:
         gc.enable()
 
 
-def test_emptying_frees_the_memory_although_the_loss_is_held() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
-    x = torch.randn(2048, 64)  # half a MiB for each activation
-    table = SavedTensorTable()
-    with MemoryBudget("1GiB", track=(model, x)) as budget:
-        rest = budget.live
-        with table:
-            loss = model(x).square().sum()
-        assert budget.live - rest >= 4 * MIB // 2
-        table.empty()
-        assert held(table) == 0
-        assert budget.live - rest <= 64  # the loss itself
-    assert loss.grad_fn is not None
-
-
 def test_the_use_of_an_emptied_graph_is_explained() -> None:
     w = torch.ones(3, requires_grad=True)
     table = SavedTensorTable()
     with table:
         loss = w.exp().sum()
     table.empty()
+    assert held(table) == 0  # although the loss is held
     with pytest.raises(RuntimeError, match=r"attempt that ran out of memory.*micro\.backward\(loss\)"):
         loss.backward()
     assert w.grad is None
@@ -133,8 +116,7 @@ def test_the_use_of_an_emptied_graph_is_explained() -> None:
         loss = w.exp().sum()
     assert held(table) == 1
     loss.backward()
-    assert w.grad is not None
-    assert torch.equal(w.grad, w.detach().exp())
+    assert torch.equal(there(w.grad), w.detach().exp())
 
 
 @pytest.mark.parametrize("own_graph", [True, False])

@@ -1,7 +1,5 @@
 """Jobs in processes of their own: messages arrive, and each way of ending has its own error."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

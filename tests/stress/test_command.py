@@ -1,15 +1,17 @@
-"""`python -m stress`: what it prints, what it refuses, and how it ends."""
-
-from __future__ import annotations
+"""`python -m stress`: where it is found, what it prints, what it refuses, and how it ends."""
 
 import io
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from elastic_mbs.cli import command
 from elastic_mbs.cli.command import main
 from stress.limits import KINDS, available
 from stress.options import writable
@@ -19,6 +21,7 @@ from stress.scenarios.catalogue import LINES, SCENARIOS, Order
 from stress.scenarios.command import summary
 from stress.scenarios.processes import failed
 from tests.helpers.records import record, step
+from tests.helpers.room import ROOT
 
 STEADY = ["stress", "--kind", "budget", "--scenario", "steady"]
 
@@ -58,8 +61,6 @@ def test_the_list_has_every_scenario_with_kinds_that_there_are(capsys: pytest.Ca
         ("montecarlo --case x", "--case x: this is no case"),
         ("montecarlo --json {folder}", "--json: {folder} cannot be written"),
         ("exhaustive nonsense", "unknown case 'nonsense'; one of mlp"),
-        ("exhaustive --model wide mlp", "it is one or the other"),
-        ("exhaustive mlp --samples 4", "--samples 4 is for --model; the built-in cases have their own"),
         ("exhaustive --json {folder}/none/x", "--json: {folder}/none/x cannot be written"),
         ("soak --samples 3", "--samples: 3 is below 16: give a whole number of at least 16"),
         ("soak --model nonsense", "--model nonsense: no such model"),
@@ -91,30 +92,11 @@ def test_a_place_is_checked_by_opening_it_and_its_content_stays(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [kept]
 
 
-def test_a_run_in_float32_prints_its_tolerances_and_writes_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "small_model_of_a_user.py"
-    body = "m = torch.nn.Linear(8, 4096)\n    return m, lambda x: m(x).tanh().square().mean(), [torch.randn(8, 8) for _ in range(3)]"
-    model.write_text(f"import torch\ndef make():\n    {body}\n")
-    out = tmp_path / "found.json"
-    arguments = ["--kind", "budget", "--scenario", "sawtooth", "--steps", "12", "--model", f"{model}:make", "--json", str(out)]
-    assert main(["stress", *arguments]) == 0
-    told = capsys.readouterr().out
-    assert "1e-05 of a loss, 1e-03 of a weight in float32" in told
-    assert "1 of 1 passed" in told
-    (run,) = json.loads(out.read_text())["runs"]
-    assert (run["scenario"], run["dtype"], len(run["steps"])) == ("sawtooth", "float32", 12)
-
-
 def test_the_last_lines_count_verdicts_and_tell_complaints_in_words() -> None:
     good, bad = record(passed=True), record(kind="shim", complaints=["3 out-of-memory errors, where 2 are explained"])
     said = summary([good, bad, record(passed=True, unshown="memory never ran out, so nothing was shown")])
     assert "made_up on shim: 3 out-of-memory errors, where 2 are explained" in said
     assert said.splitlines()[-1] == "1 of 3 passed, 1 showed nothing, 1 FAILED; 0 out-of-memory errors survived"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_line_is_rewritten_on_a_terminal_and_written_once_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +105,9 @@ def test_a_line_is_rewritten_on_a_terminal_and_written_once_elsewhere(monkeypatc
         return [record(scenario="steady", steps=[step(0, ooms=1)]), failed(order, "no")]
 
     monkeypatch.setattr(scenarios, "perform", play)
-    for out, live in ((Terminal(), True), (io.StringIO(), False)):
+    for live in (True, False):
+        out = io.StringIO()
+        monkeypatch.setattr(out, "isatty", lambda live=live: live)
         monkeypatch.setattr(sys, "stdout", out)
         list(scenarios.run_all([Order("steady", "budget", "wide", 0, 6)]))
         assert ("\r" in out.getvalue()) is live
@@ -174,3 +158,54 @@ def test_a_slow_model_gets_a_later_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("stress.scenarios.command.time.monotonic", lambda: next(clock))
     order = Order("steady", "shim", "mine.py:make", 0, 30)
     assert scenarios.check_models([order])[0].deadline == order.deadline + 20 * 30 * 2
+
+
+# ---------------------------------------------------------------------- the tool is its own, and never somebody else's
+
+
+@pytest.mark.parametrize("place", ["a checkout", "inside the package"])
+def test_the_tool_is_its_own_although_another_of_its_name_comes_first_on_the_path(place: str, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    (foreign / "stress").mkdir(parents=True)
+    (foreign / "stress" / "__init__.py").write_text("raise AssertionError('this is another distribution')\n")
+    path, tool, command = ROOT, ROOT / "stress", ["elastic_mbs", "stress"]
+    if place == "inside the package":  # as the wheel has it
+        path, tool, command = tmp_path / "site", tmp_path / "site" / "elastic_mbs" / "stress", ["elastic_mbs.stress"]
+        skip = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / "elastic_mbs", path / "elastic_mbs", ignore=skip)
+        shutil.copytree(ROOT / "stress", tool, ignore=skip)
+    code = (
+        "import runpy, sys\n"
+        f"sys.path[:0] = [{str(foreign)!r}, {str(path)!r}]\n"
+        f"sys.argv[1:] = {[*command[1:], '--help']!r}\n"
+        "try:\n"
+        f"    runpy.run_module({command[0]!r}, run_name='__main__')\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code, ended\n"
+        "print('from', *sorted({str(m.__file__) for n, m in sys.modules.items() if n.endswith('stress.command')}))\n"
+    )
+    environment = {"PYTHONPATH": "", "PATH": "", "SYSTEMROOT": ""}
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: elastic-mbs stress" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"from {tool / 'command.py'}"
+
+
+def test_another_package_that_was_imported_in_its_place_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = ModuleType("stress")
+    foreign.__file__, foreign.__path__ = "/elsewhere/stress/__init__.py", ["/elsewhere/stress"]
+    monkeypatch.setitem(sys.modules, "stress", foreign)
+    assert command.main(["stress", "--help"]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert "/elsewhere/stress/__init__.py" in error
+
+
+def test_a_package_that_was_copied_alone_runs_its_other_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "elastic_mbs" / "cli" / "command.py"))
+    assert command.main(["report", "no.jsonl"]) == 2
+    assert "no.jsonl" in capsys.readouterr().err
+    assert command.main(["stress", "--scenario", "steady"]) == 2
+    assert "no stress tool" in capsys.readouterr().err

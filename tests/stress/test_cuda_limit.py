@@ -1,7 +1,5 @@
 """The limit of a GPU: in numbers on a card that is made up, and in the real thing where there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""The preloaded library and the file that its processes share: counts, refusals, deaths. Processes here load no torch; they are small and many."""
+"""The preloaded library and the file that its processes share: counts, refusals, deaths, a co-tenant. Processes here load no torch but that one."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ import pytest
 from elastic_mbs import UsageError
 from stress.limits import Fence
 from stress.limits import fence as fences
+from stress.limits.neighbour import GRAIN, Neighbour
 from tests.helpers.fenced import LONG, run, script, start, wait_for_end
 
 pytestmark = pytest.mark.skipif(fences.trouble() is not None, reason=str(fences.trouble()))
@@ -65,6 +66,12 @@ COUNTS = {
         assert own()["live"] == 1 << 20
         libc.free(inherited)
         assert own()["live"] == 0
+    """,
+    "slots are used again": """
+        for _ in range(75):  # more children than there are slots, one after the other
+            if (child := os.fork()) == 0:
+                os._exit(0 if take(8192) and own()["live"] == 8192 else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     """,
 }
 
@@ -147,18 +154,6 @@ def test_a_process_killed_at_any_instruction_leaves_a_device_that_works(fence: F
     assert fence.live() == 0
 
 
-def test_slots_are_used_again(fence: Fence) -> None:
-    run(
-        fence,
-        """
-        for _ in range(75):  # more children than there are slots, one after the other
-            if (child := os.fork()) == 0:
-                os._exit(0 if take(8192) else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        """,
-    )
-
-
 def test_without_a_file_the_library_does_nothing(tmp_path: Path) -> None:
     for content in (None, b"", b"x" * 10):
         path = tmp_path / "fence"
@@ -182,3 +177,30 @@ def test_a_machine_without_the_library_says_why(system: str, libc: str, monkeypa
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr("platform.libc_ver", lambda: (libc, ""))
     assert f"this is {system} {libc}".rstrip() in str(fences.trouble())
+
+
+def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Fence.create(5 * GRAIN) as fence:
+        for name, value in fences.environment(fence).items():
+            monkeypatch.setenv(name, value)
+        with Neighbour("cpu") as neighbour:
+            assert neighbour.hold(2 * GRAIN) == 2 * GRAIN == fence.live()
+            assert neighbour.hold(15 * GRAIN) == fence.live() == 5 * GRAIN, "to the last block"
+            fence.budget = 10 * GRAIN
+            while fence.live() < 10 * GRAIN:
+                time.sleep(0.002)
+            assert neighbour.hold(GRAIN) == GRAIN == fence.live()
+            assert neighbour.hold(0) == 0 == fence.live()
+            os.kill(neighbour.pid, signal.SIGKILL)
+            with pytest.raises(RuntimeError, match=r"has ended \(exit code -9\)"):
+                neighbour.hold(GRAIN)
+
+
+def test_a_neighbour_ends_with_its_parent() -> None:
+    code = "from stress.limits.neighbour import Neighbour\nprint(Neighbour('cpu').__enter__().pid, flush=True)\nimport time; time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(fences.__file__).parents[2], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    wait_for_end(pid)

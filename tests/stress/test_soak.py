@@ -12,7 +12,7 @@ from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
 from elastic_mbs.controller.controller import Controller
-from stress.endurance.soak import LIMITS, Sample, Soak, complaints, slope, soak, trends
+from stress.endurance.soak import LIMITS, Sample, Soak, complaints, soak, trends
 from stress.flat_options import grouped
 from stress.limits import BudgetLimit
 from stress.reference.state import WrongOutcomeError
@@ -35,11 +35,6 @@ def noisy(name: str, per_sample: float, noise: float, seed: int = 0) -> list[Sam
         value = getattr(FLAT, name) + per_sample * i + rng.uniform(-noise, noise) + (20 * noise if i % 13 == 5 else 0)
         samples.append(replace(FLAT, at=30.0 * i, **{name: value if name == "ratio" else round(value)}))
     return samples
-
-
-@pytest.mark.parametrize(("xs", "ys", "median"), [([0, 1, 2, 3], [1, 3, 5, 7], 2), ([0, 1, 2, 3, 4], [0, 1, 2, 900, 4], 1), ([1, 1], [0, 5], 0)])
-def test_a_slope_is_the_median_of_the_slopes_of_all_pairs(xs: list[float], ys: list[float], median: float) -> None:
-    assert slope(xs, ys) == median
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What users bring to the stress tool: files with neighbours, loaders, losses that draw, batches of one; each is run, or refused in one line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -187,7 +185,8 @@ def test_samples_that_depend_on_each_other_are_told_the_option_that_makes_them_e
 def test_a_curve_that_rounding_drives_apart_is_no_failure_and_a_lost_sample_is(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     # in float32 a loss that falls to nothing was called wrong by its own roundings
     model = write(returning(NET.removesuffix(".double()"), SQUARE, "[torch.randn(16, 8) for _ in range(3)]"))
-    assert perform_one("eval_between", model, 18).complaints == []
+    found = perform_one("eval_between", model, 18)
+    assert (found.complaints, found.dtype, found.differences.tolerance_loss, found.differences.tolerance_weight) == ([], "float32", 1e-5, 1e-3)
     push = Schedule.push
 
     def lose(self: Schedule, failed: Any) -> None:
@@ -229,7 +228,7 @@ def test_an_error_in_one_scenario_leaves_the_records_of_the_others(what: str, sa
     assert [(each["scenario"], each["passed"]) for each in found] == [("steady", False), ("too_big", False)]
     complaints = [complaint for each in found for complaint in each["complaints"]]
     assert not any("\n" in complaint for complaint in complaints)
-    assert any(said in complaint for complaint in complaints)
+    assert any(said in complaint for complaint in complaints if "OutOfMemory" in said or complaint.startswith("unexpected error: "))
     assert page.read_text().count("FAILED") >= 2
 
 
