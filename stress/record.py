@@ -208,22 +208,14 @@ def count(runs: Sequence[Run]) -> str:
     return words + (f", {verdicts['FAILED']} FAILED" if verdicts["FAILED"] else "")
 
 
-def to_plain(value: Any) -> Any:
-    """A value as dicts, lists, numbers and strings: numbers that JSON does not have are "NaN", "Infinity" and "-Infinity"."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return json.dumps(value)
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
     """Writes all runs of one command. OSError where the file cannot be written."""
+    found = json.dumps([asdict(run) | {"totals": run.totals()} for run in runs])
     document = {
         "schema": SCHEMA,
         "versions": {"elastic_mbs": elastic_mbs.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "seed": seed,
         "passed": all(run.passed for run in runs),
-        "runs": [to_plain(asdict(run) | {"totals": run.totals()}) for run in runs],
+        "runs": json.loads(found, parse_constant=str),  # numbers that JSON does not have as "NaN", "Infinity" and "-Infinity"
     }
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")

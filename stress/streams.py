@@ -6,7 +6,7 @@ import random
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Streams:
-    """Where the random streams stand."""
+    """Where the random streams stand. A context manager: they stand there again at its end."""
 
     torch: Tensor
     cuda: tuple[Tensor, ...]  # of each device
@@ -27,10 +27,15 @@ class Streams:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
         return cls(torch.get_rng_state(), tuple(cuda), random.getstate(), None if numpy is None else numpy.get_state())
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
-        for device, state in enumerate(self.cuda):
-            torch.cuda.set_rng_state(state, device)
+        torch.cuda.set_rng_state_all(self.cuda)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)

@@ -218,8 +218,7 @@ class Training:
 
     def check_refused(self, start: State, where: str) -> None:
         """Everything is as before a call that was refused."""
-        trouble = start.trouble(self.state())
-        demand(not trouble, f"{where}{', '.join(trouble)}")
+        start.demand_kept(self.state(), where=where)
 
     def check(self, number: int, result: StepResult, start: State, where: str) -> None:
         """Everything is as the twin has it after the same pieces by hand."""

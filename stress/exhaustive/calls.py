@@ -59,8 +59,7 @@ class Call:
 
     def judge_failed(self, start: State, end: State, notes: str) -> None:
         """WrongOutcomeError where a call that has failed has changed more than its error's notes say."""
-        trouble = start.trouble(end, notes if self.gradients else "")
-        demand(not trouble, ", ".join(trouble))
+        start.demand_kept(end, notes if self.gradients else "")
 
     def is_whole(self, start: State, end: State) -> bool:
         """Whether all was done when an interrupt came, where that is as good as nothing."""

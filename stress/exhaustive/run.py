@@ -41,6 +41,7 @@ class Outcome:
 def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", warm: bool, case: Subject | None = None) -> Outcome:
     """Runs one call under injection, `warm` after a clean one, on the `case` given where building it costs too much, and judges its outcome."""
     case = case or target.build()
+    fault = strikes.fault if isinstance(strikes, Lines) else strikes
     modes: list[str] = []
     options = {
         "micro_batch_size": target.size,
@@ -52,13 +53,13 @@ def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", 
         "on_event": lambda event: modes.append(event.mode) if isinstance(event, OutOfMemory) else None,
     }
     mbs = ElasticMBS(case.model, **grouped(options))
-    used = CALLS[call](target, case, mbs, strikes.user_code)
+    used = CALLS[call](target, case, mbs, fault.user_code)
     used.prepare()
     if warm:
         used.warm_up()
     start, put_back = State.of(case.leaves(), case.model), used.keeper()
-    product, error = _performed(used, strikes)
-    outcome = Outcome(f"{target.name}, {'warm' if warm else 'cold'} {call}", modes, strikes.hits, strikes.count)
+    product, error = _performed(used, strikes, fault)
+    outcome = Outcome(f"{target.name}, {'warm' if warm else 'cold'} {call}", modes, fault.hits, fault.count)
     end, left = State.of(case.leaves(), case.model), _left_in_process()
     if left:
         outcome.found[DAMAGED] = left
@@ -79,11 +80,11 @@ def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", 
     return outcome
 
 
-def _performed(used: Call, strikes: Operations | Lines) -> tuple[Any, BaseException | None]:
+def _performed(used: Call, strikes: Operations | Lines, fault: Operations) -> tuple[Any, BaseException | None]:
     """What a call gives, or the error that it ends in; an interrupt from outside passes through."""
     backend = used.case.backend
     if backend is not None:
-        backend.inject = strikes.fault if isinstance(strikes, Lines) else strikes
+        backend.inject = fault
     try:
         with nullcontext() if backend is not None else strikes:
             return used.perform(), None

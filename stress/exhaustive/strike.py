@@ -53,9 +53,7 @@ class Operations(InjectOOM):
             self.hits[-1] = f"{name} in {where()}"
             raise
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         makes = any(returned.alias_info is None for returned in func._schema.returns)  # anything that is no view of an argument, a number included
         if makes or any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args):
             self.step(func._schema.name)
@@ -77,11 +75,6 @@ class Lines:
         self.fault = fault
         self.seen: Counter[tuple[str, int]] = Counter()  # how often each line has been run since the first fault
         self._line, self._exception = line, exception
-        self.hits, self.user_code = fault.hits, fault.user_code
-
-    @property
-    def count(self) -> int:
-        return self.fault.count
 
     def __enter__(self) -> Self:
         self._before = sys.gettrace()
@@ -101,7 +94,7 @@ class Lines:
             place = frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_lineno
             self.seen[place] += 1
             if self._line == (*place, self.seen[place]):
-                self.hits.append(f"{self._exception.__name__} at {place[0]}:{place[1]} {frame.f_code.co_name}")
+                self.fault.hits.append(f"{self._exception.__name__} at {place[0]}:{place[1]} {frame.f_code.co_name}")
                 raise self._exception(INJECTED)
         return self._at
 

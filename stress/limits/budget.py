@@ -67,7 +67,7 @@ class _BlockLimit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         largest = self.largest
-        if largest is None or self._is_uncounted():
+        if largest is None or ((mode := self._budget._mode()) is not None and mode.paused > 0):  # this thread is inside `on_host` now
             return out
         known = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(out):
@@ -78,11 +78,6 @@ class _BlockLimit(TorchDispatchMode):
                     f"virtual device out of memory. Tried to allocate {wanted}, in blocks of {format_bytes(largest)} at most."
                 )
         return out
-
-    def _is_uncounted(self) -> bool:
-        """Whether this thread is inside `on_host` now."""
-        mode = self._budget._mode()
-        return mode is not None and mode.paused > 0
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:

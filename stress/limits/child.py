@@ -16,6 +16,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 from elastic_mbs.errors import UsageError
 
@@ -169,25 +170,19 @@ def _messages(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
             except (EOFError, OSError):  # the latter where it was killed in the middle of a message
                 del running[connection]
                 children[index].check()
-                continue
-            for message in messages:
-                yield index, message
+            else:
+                yield from ((index, message) for message in messages)
 
 
 @contextlib.contextmanager
 def _surroundings(environment: Mapping[str, str]) -> Iterator[None]:
     """What a new process inherits: its environment, and this copy of the tool first on the path, where another package may have its name."""
-    before, path = dict(os.environ), list(sys.path)
     top = sys.modules[__package__.partition(".")[0]]
-    os.environ.pop(fences.VARIABLE, None)
-    os.environ.update(environment)
-    sys.path.insert(0, os.fspath(Path(top.__path__[0]).resolve().parent))
-    try:
+    path = [os.fspath(Path(top.__path__[0]).resolve().parent), *sys.path]
+    with patch.dict(os.environ), patch.object(sys, "path", path):
+        os.environ.pop(fences.VARIABLE, None)
+        os.environ.update(environment)
         yield
-    finally:
-        sys.path[:] = path
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _serve(connection: Connection, job: Callable[..., object], arguments: dict[str, Any], output: Path, path: list[str]) -> None:

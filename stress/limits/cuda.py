@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Self
 
 import torch
@@ -56,7 +57,7 @@ class CudaLimit(MemoryLimit):
                 f"{format_bytes(total - free)} of {self.device} are in use, and the stress tool's co-tenant fills a device to the brim: run it on an "
                 "idle one, or leave it out: --kind budget"
             )
-        self._failed_before = self._ooms()
+        self._failed_before = refusals(self.device)
         return self
 
     def lift(self) -> None:
@@ -128,10 +129,12 @@ class CudaLimit(MemoryLimit):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def failures(self) -> int:
-        return self._ooms() - self._failed_before
+        return refusals(self.device) - self._failed_before
 
-    def _ooms(self) -> int:
-        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
+def refusals(device: torch.device | None = None) -> int:
+    """Requests that torch's allocator of a GPU has refused so far; 0 where CUDA was not used yet."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
 class Checkerboard:
@@ -142,23 +145,20 @@ class Checkerboard:
 
     def __init__(self, device: torch.device, size: int, largest: int) -> None:
         hole = max(LEAST, largest) // PIN * PIN
+        block = partial(torch.empty, dtype=torch.uint8, device=device)
         torch.cuda.empty_cache()  # or the blocks would lie in what is cached already
-        segment = _block(device, size // PIN * PIN)
+        segment = block(size // PIN * PIN)
         del segment  # its memory stays, and the allocator cuts the blocks from it one after the other
         holes: list[torch.Tensor] = []
         self.pins: list[torch.Tensor] = []
         for _ in range(size // (hole + PIN)):
-            holes.append(_block(device, hole))
+            holes.append(block(hole))
             for _ in range(GAPS):  # gaps between tensors that were there before fit a pin better, so they are filled before the place behind the hole
-                self.pins.append(_block(device, PIN))
+                self.pins.append(block(PIN))
                 if self.pins[-1].data_ptr() == holes[-1].data_ptr() + hole:
                     break
         holes.clear()
         torch.cuda.empty_cache()  # gives back what the device can have: pages of the holes, where segments are expandable
-
-
-def _block(device: torch.device, size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 class Confined(Neighbour):

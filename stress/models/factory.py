@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -55,25 +55,16 @@ def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: tor
     with naming(name, "the factory does not run"):
         subject = factory()
     if callable(subject.batches):
-        subject = replace(subject, batches=_Drawn(subject.batches, seed))
+        subject = replace(subject, batches=partial(_drawn, subject.batches, seed))
     subject.model.to(device if there is None else there)
     return subject
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """Batches that a function makes: each from streams of its own, so that a batch is the same whenever it is asked for."""
-
-    batches: Callable[[int], Any]  # of the step's number
-    seed: int
-
-    def __call__(self, step: int) -> Any:
-        before = Streams.now()
-        start_streams((self.seed + 7919 * (step + 1)) % 2**32)
-        try:
-            return self.batches(step)
-        finally:
-            before.restore()
+def _drawn(batches: Callable[[int], Any], seed: int, step: int) -> Any:
+    """The batch that a function makes for a step: from streams of its own, so that it is the same whenever it is asked for."""
+    with Streams.now():
+        start_streams(seed + 7919 * (step + 1))
+        return batches(step)
 
 
 def _module(path: Path, name: str) -> ModuleType:

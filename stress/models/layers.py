@@ -34,12 +34,11 @@ class Recompute(torch.autograd.Function):
     """Recomputes its module in backward and calls backward by itself, as offloaded checkpointing and reversible blocks do."""
 
     @staticmethod
-    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
+    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Any:
         ctx.module = module
         ctx.save_for_backward(x)
         with torch.no_grad():
-            out: Tensor = module(x)
-        return out
+            return module(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
@@ -60,9 +59,8 @@ class Made(nn.Module):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self._run(self, x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self._run(self, x)
 
 
 def _norm(norm: nn.Module) -> Made:
@@ -74,10 +72,9 @@ def _convolution(m: Any, x: Tensor) -> Tensor:
     return F.relu(m.inner(x.transpose(1, 2))).transpose(1, 2)
 
 
-def _attention(m: Any, x: Tensor) -> Tensor:
+def _attention(m: Any, x: Tensor) -> Any:
     q, k, v = m.mix(x).chunk(3, -1)
-    out: Tensor = x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    return out
+    return x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def _masked(m: Any, x: Tensor) -> Any:

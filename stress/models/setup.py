@@ -181,9 +181,8 @@ class Setup:
         made = {"loss": loss, "pair": (loss, scores), "dict": {"loss": loss, "scores": scores}, "object": Output(loss, scores)}
         return made[self.plan.returns]
 
-    def scores(self, piece: Any) -> Tensor:
-        out: Tensor = self.model(CONTAINERS[self.plan.container].unpack(piece)[0])
-        return out
+    def scores(self, piece: Any) -> Any:
+        return self.model(CONTAINERS[self.plan.container].unpack(piece)[0])
 
     def twin(self) -> Setup:
         """A copy by value, gradients and the optimizer's state included."""

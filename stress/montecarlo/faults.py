@@ -69,17 +69,13 @@ class _Sensor:
         return answer
 
 
-def _free(free: int) -> Headroom:
-    return Headroom(free, 1 << 40, (1 << 40) - free, "constant", 0.0)
-
-
 _SILENT = "the driver does not answer"
 
 SENSORS: dict[str, Callable[[], MemorySensor | None]] = {
     "budget": lambda: None,  # its own
     "none": lambda: NoSensor("none in this case"),
     "fails": lambda: _Sensor(_SILENT, _SILENT, Headroom(1 << 20, 1 << 22, 0, "failing", 0.0)),
-    "high": lambda: _Sensor(_free(1 << 39)),
-    "low": lambda: _Sensor(_free(0)),
+    "high": lambda: _Sensor(Headroom(1 << 39, 1 << 40, 1 << 39, "constant", 0.0)),
+    "low": lambda: _Sensor(Headroom(0, 1 << 40, 1 << 40, "constant", 0.0)),
     "nonsense": lambda: _Sensor(Headroom(-5, -1, 1 << 60, "nonsense", float("nan"))),
 }

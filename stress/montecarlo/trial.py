@@ -21,6 +21,7 @@ from elastic_mbs.testing import InjectOOM
 
 from ..console import Tally
 from ..flat_options import grouped
+from ..limits.cuda import refusals
 from ..models.plan import Plan
 from ..models.setup import CONTAINERS, count_of, make_batch, set_up
 from ..reference.by_hand import by_loop
@@ -49,21 +50,12 @@ class Outcome(Tally):
 
 def run_trial(plan: Plan) -> Outcome:
     """Runs a case. WrongOutcomeError where an outcome is not allowed; any error that may not come of what went wrong passes through."""
-    streams = Streams.now()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's about what a case is made of
-            before = _ooms()
-            outcome = _Trial(plan).run()
-            outcome.refused = _ooms() - before
-            return outcome
-    finally:
-        streams.restore()
-
-
-def _ooms() -> int:
-    """Requests that torch's allocator of a GPU has refused."""
-    return int(torch.cuda.memory_stats().get("num_ooms", 0)) if torch.cuda.is_initialized() else 0
+    with Streams.now(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's about what a case is made of
+        before = refusals()
+        outcome = _Trial(plan).run()
+        outcome.refused = refusals() - before
+        return outcome
 
 
 class _Trial:
@@ -95,13 +87,12 @@ class _Trial:
 
     def _measure(self) -> None:
         """How many operations a batch has and how much memory it takes."""
-        streams, batch, twin = Streams.now(), make_batch(self.plan, 0), self.real.twin()
+        batch, twin = make_batch(self.plan, 0), self.real.twin()
         budget = MemoryBudget(PLENTY, track=(twin.model, twin.guests), device=self.plan.device)
         before = budget.live
-        with budget, InjectOOM() as counting:
+        with Streams.now(), budget, InjectOOM() as counting:
             accumulate(twin, batch, [(0, self.plan.samples)])
         self.operations, self.need = counting.count, budget.peak - before
-        streams.restore()
 
     def _runtime(self) -> tuple[Callable[[Any], StepResult], ElasticMBS]:
         plan, real = self.plan, self.real
@@ -149,11 +140,6 @@ class _Trial:
 
     # ------------------------------------------------------------------ a step
 
-    def _unchanged(self, before: State, where: str, notes: str = "") -> None:
-        """Everything is as before, gradients unless `notes` say otherwise."""
-        trouble = before.trouble(State.of(self.real.leaves(), self.real.model), notes)
-        demand(not trouble, f"{where}{', '.join(trouble)}")
-
     def _guarded(self, place: str, number: int, operations: int, where: str, call: Callable[[], Any]) -> tuple[Any, Exception | None, int]:
         """A call under the faults of its place; returns its result, or the error it ended in, and how many failures were made."""
         faults = Faults([fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)], operations, self.plan.device)
@@ -189,7 +175,7 @@ class _Trial:
         self.outcome.calls += 1
         if error is not None:
             notes = "\n".join(getattr(error, "__notes__", []))
-            self._unchanged(start, f"{where}{type(error).__name__}: ", notes)
+            start.demand_kept(State.of(real.leaves(), real.model), notes, f"{where}{type(error).__name__}: ")
             if "zero_grad()" in notes:
                 real.optimizer.zero_grad()
             return
@@ -214,7 +200,7 @@ class _Trial:
             view = BatchView(batch, CONTAINERS[self.plan.container].dims)
             wanted = real.scores(view.piece(0, view.length))
         found, error, _ = self._guarded("eval", number, max(1, self.operations // 3), where, lambda: mbs.eval(real.scores, batch))
-        self._unchanged(before, where)
+        before.demand_kept(State.of(real.leaves(), real.model), where=where)
         real.model.train()
         if error is None:
             rounding = 2e-2 if self.plan.half else 1e-11

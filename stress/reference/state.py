@@ -64,15 +64,15 @@ class State:
         }
         return [f"{name} are not as before" for name, same in pairs.items() if not same]
 
-    def trouble(self, now: State, notes: str = "") -> list[str]:
-        """What an error has left behind that it may not: gradients may be left where `notes` say that they have to be zeroed."""
+    def demand_kept(self, now: State, notes: str = "", where: str = "") -> None:
+        """WrongOutcomeError where an error has left more behind than it may: gradients, where its `notes` say that they have to be zeroed."""
         found = self.changes(now)
         for before, after in zip(self.grads, now.grads, strict=True):
             if before is None and after is not None:
                 found.append("a gradient that was empty is not empty")
             elif before is not None and "zero_grad()" not in notes and (after is None or error_of([after], [before]) > 0):
                 found.append("a gradient changed, and the error does not say so")
-        return list(dict.fromkeys(found))
+        demand(not found, f"{where}{', '.join(dict.fromkeys(found))}")
 
     def demand_rest_of(self, wanted: State, tolerance: float, where: str = "") -> None:
         """WrongOutcomeError unless buffers, modules and random streams are those of a run without failures, but for rounding."""

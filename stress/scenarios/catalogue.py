@@ -94,11 +94,10 @@ LINES = {  # what happens
     "one_sample_too_big": "not even one sample fits: a clear error, soon, and everything as it was",
     "kill": "SIGKILL in the middle of a backward; resumed from its checkpoint, the same curve",
 }
-_BACK = checks.grown_back
 _CATALOGUE = (
     Scenario("steady", always(Supply()), checks=(checks.nothing_happened,)),
     Scenario("too_big", always(Supply(0.3, 0.3)), _ALL, (checks.bounded, checks.cut_up)),
-    Scenario("cliff", scripts.cliff, _ALL, (*_FALLS, _BACK), model="gpt"),
+    Scenario("cliff", scripts.cliff, _ALL, (*_FALLS, checks.grown_back), model="gpt"),
     Scenario("sawtooth", scripts.sawtooth, _ALL, _FALLS),
     Scenario("random_walk", scripts.random_walk, _FRAGMENTING, _FALLS, model="cnn"),
     Scenario("leak", scripts.leak, ("rlimit", *_COUNTED_AND_GPU), _FALLS),
@@ -106,8 +105,8 @@ _CATALOGUE = (
     Scenario("fragmentation", always(Supply(1.2, 1.2)), _FRAGMENTING, (checks.bounded, checks.broken_up), largest=0.1),
     # not where the host is the device: the guard's copies take the room that the scenario is about
     Scenario("optimizer_first_step", always(Supply(optimizer=True)), checks=(checks.optimizer_struck,), steps=10, quick=6, model="adam"),
-    Scenario("eval_between", scripts.comes_and_goes, checks=(checks.evaluated, _BACK), evaluate=2),
-    Scenario("sensor_dies", scripts.blind_spot, checks=(checks.froze_while_blind, _BACK), sensor_dies=True),
+    Scenario("eval_between", scripts.comes_and_goes, checks=(checks.evaluated, checks.grown_back), evaluate=2),
+    Scenario("sensor_dies", scripts.blind_spot, checks=(checks.froze_while_blind, checks.grown_back), sensor_dies=True),
     Scenario("flapping", scripts.flapping, _FRAGMENTING, (checks.calm,), steps=60, quick=36, policy=_PATIENT),
     Scenario("two_elastic", always(Supply(0.6, 0.6)), ("shim", *ON_GPU), steps=40, quick=30, policy=_COOLING, together=True),
     Scenario("one_sample_too_big", scripts.starving, checks=(checks.ended_at_the_floor,), steps=8, quick=6, ends_by_error=True, wait=0.5),

@@ -73,7 +73,8 @@ def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
         memory.warm(pieces.run, range(min(smallest(subject), samples), samples + 1))
         peaks = [pieces.least_room(size, most) for size, most in zip(sizes, peaks, strict=True)]
     later = pieces.peak(optimizer.step)
-    copies = _bytes_of(optimizer) if in_child(memory.kind) else 0  # there the host's memory is the device's
+    guarded = tree_leaves([optimizer.param_groups, list(optimizer.state.values())])  # is copied where the host's memory is the device's
+    copies = sum(leaf.nbytes for leaf in guarded if isinstance(leaf, torch.Tensor)) if in_child(memory.kind) else 0
     optimizer.zero_grad()
     subject.model.zero_grad()
     del pieces
@@ -119,9 +120,3 @@ class _Pieces:
                 low = middle
         self._memory.resize(None)
         return high
-
-
-def _bytes_of(optimizer: torch.optim.Optimizer) -> int:
-    """What the guarded step copies: parameters and state."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return sum(leaf.nbytes for leaf in tree_leaves([parameters, list(optimizer.state.values())]) if isinstance(leaf, torch.Tensor))

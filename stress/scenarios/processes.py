@@ -47,12 +47,11 @@ def carry_out(line: Line, order: Order) -> None:
     """What a child does: emits a `Step` after each step, the `Run` at the end, and in between the moments at which it waits for another process."""
     torch.set_num_threads(1)
 
-    def meet(moment: str, known: Any) -> int | None:
+    def meet(moment: str, known: Any) -> Any:
         if not order.entry.together:
             return None
         line((moment, known))
-        size: int | None = line.receive()
-        return size
+        return line.receive()
 
     def tell(step: Step) -> None:
         line(step)

@@ -91,12 +91,9 @@ def evaluating(subject: Subject) -> Iterator[Callable[[Any], float]]:
 
 def norm_of(model: nn.Module) -> float:
     """The 2-norm of the gradient, parameter by parameter: that takes no memory worth counting."""
-    squares = 0.0
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            grad = parameter.grad.coalesce().values() if parameter.grad.layout is torch.sparse_coo else parameter.grad
-            squares += float(torch.linalg.vector_norm(grad)) ** 2
-    return math.sqrt(squares)
+    grads = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    numbers = (grad.coalesce().values() if grad.layout is torch.sparse_coo else grad for grad in grads)
+    return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in numbers))
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
