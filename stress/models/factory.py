@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,8 +58,20 @@ def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: tor
         subject = factory()
     if callable(subject.batches):
         subject = replace(subject, batches=partial(_drawn, subject.batches, seed))
-    subject.model.to(device if there is None else there)
+    place = torch.device(device if there is None else there)
+    if place.type == "cuda":
+        _take_workspaces(place)
+    subject.model.to(place)
     return subject
+
+
+@functools.cache
+def _take_workspaces(device: torch.device) -> None:
+    """Makes cuBLAS take what it keeps for good, before anything is cached: from the segment of a tensor it would pin all of it, beyond any limit."""
+    square = torch.ones(8, 8, device=device, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything else
+        (square @ square).sum().backward()
 
 
 def _drawn(batches: Callable[[int], Any], seed: int, step: int) -> Any:
