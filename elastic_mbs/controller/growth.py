@@ -17,35 +17,30 @@ def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
     return capacity.bytes * (1 - policy.margin) / track.fragmentation
 
 
-def is_due(track: Track, policy: Policy, capacity: Capacity, now: float) -> bool:
-    """When: after `patience` clean calls at this size, with a reading newer than it and not decided on yet, and while no cooldown runs."""
-    ready = policy.grow and not track.probing and track.clean >= track.patience
-    return ready and now >= track.cooldown_until and capacity.at > track.decided_at
-
-
-def double_fits(track: Track, policy: Policy, present: int, target: int, capacity: Capacity | None) -> bool:
-    """Whether nothing speaks against going from `present` to `target` elements while probing."""
-    predicted = track.memory.predict(target)
-    if predicted is None:  # one measurement gives no slope yet: then only the measured peak itself must fit
-        predicted = track.memory.predict(present)
-    return capacity is None or predicted is None or predicted <= budget(track, policy, capacity)
+def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity, now: float) -> bool:
+    """When: after `patience` clean calls at this size, and while no cooldown runs. One call and the jitter are enough for a proven size."""
+    samples, elements = track.expected()
+    proven = track.proven_with(capacity, policy.changed) > limits.longest(samples, track.size) * elements
+    patience = track.patience - (policy.patience - 1 if proven else 0)
+    return policy.grow and track.clean >= patience and now >= track.cooldown_until
 
 
 def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> int | None:
     """How far: the size to grow to, in samples, or None when the present one is the best that is known to be possible.
 
-    At most the double, below the ceilings, with a peak that is predicted to fit; fewer pieces than now, and a gain of time not known to be too small.
+    At most the double, below the ceilings, with a peak that is predicted to fit; or at once to what has run clean with as much memory. Fewer pieces
+    than now, and a gain of time not known to be too small.
     """
     samples, elements = track.expected()  # a size must fit for all recent calls
     count = limits.pieces(samples, track.size)
     if count == 1:
         return None
     present = limits.longest(samples, track.size)
-    room = limits.clamp(2 * present)
+    room, proven = limits.clamp(2 * present), limits.clamp(track.proven_with(capacity, policy.changed) // elements)
     ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)  # the one that binds most
     if ceiling is not None:
-        room = min(room, ceiling.limit // elements)
-    room = _room_in_memory(track, limits, samples, elements, budget(track, policy, capacity), room)
+        room, proven = (min(size, ceiling.limit // elements) for size in (room, proven))
+    room = max(proven, _room_in_memory(track, limits, samples, elements, budget(track, policy, capacity), room))
     if room <= track.size or limits.pieces(samples, room) >= count:
         return None
     fewest = limits.pieces(samples, room)
@@ -53,7 +48,7 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) 
     if gain is not None and gain < policy.min_gain:
         return None
     if ceiling is not None and ceiling.limit == ceiling.elements - 1:  # sizes between the last good one and this one are still open
-        middle = (present * elements + ceiling.elements) // 2 // elements
+        middle = max(proven, (present * elements + ceiling.elements) // 2 // elements)
         fewest = max(fewest, min(limits.pieces(samples, middle), count - 1))
     target = smallest_size(samples, fewest, align=limits.align)
     return target if track.size < target <= room else None

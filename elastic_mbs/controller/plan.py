@@ -32,7 +32,6 @@ class Plan(NamedTuple):
     """How to run a call."""
 
     size: int  # micro-batch in samples; never above the batch, and aligned unless it is the whole batch
-    probing: bool  # `piece_done` can raise the size after each piece
     learning: bool  # peaks are wanted in this call
 
 
@@ -48,6 +47,7 @@ class CallOutcome(NamedTuple):
     retries: int  # allocator retries during the call
     ooms: int = 0  # failures during the call
     least_fragmentation: float | None = None  # a lower bound of `fragmentation`; None where that is exact
+    lost: float = 0.0  # seconds that the failures have cost
 
 
 class Move(NamedTuple):

@@ -47,15 +47,14 @@ class Policy:
         align: sizes are multiples of it (the last piece takes the rest).
         grow: whether the size can rise after it has settled.
         seed: seed of the jitter; None draws one from the clock, so that two processes differ.
-        patience: clean calls at one size before it can grow.
+        patience: clean calls at one size before it can grow; one is enough for a size that has run clean with as much memory before.
         jitter: patience and cooldown are longer by up to this fraction, drawn at random, so that two processes on one device do not act in step.
         margin: fraction of the capacity that is kept free.
         min_gain: smallest saving of step time worth a change of size, as a fraction.
-        cooldown: seconds without growth after a failure; doubles with each failed growth.
-        max_cooldown: limit of that in seconds, before jitter.
+        cooldown: nothing grows for so many times the seconds that a growth has lost by its failure: such failures cost at most 1/cooldown of the
+            time that is run.
         thrash_calls: calls in a row with allocator retries that count as a failure.
         changed: fraction by which capacity must rise to count as changed evidence.
-        probe: size in samples at which "auto" starts.
 
     Raises:
         UsageError: a value out of range.
@@ -70,14 +69,12 @@ class Policy:
     jitter: float = 0.25
     margin: float = 0.05
     min_gain: float = 0.005
-    cooldown: float = 5.0
-    max_cooldown: float = 600.0
+    cooldown: float = 100.0
     thrash_calls: int = 2
     changed: float = 0.05
-    probe: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "patience", "thrash_calls", "probe"):
+        for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "patience", "thrash_calls"):
             value, optional = getattr(self, name), name.endswith("_micro_batch_size")
             if not (type(value) is int and value >= 1) and not (value is None and optional):
                 raise UsageError(f"{name}={value!r} must be {'None or ' if optional else ''}a whole number of at least 1")
@@ -90,8 +87,6 @@ class Policy:
             raise UsageError(f"max_micro_batch_size={limits.maximum} leaves no size: it must be at least {least}")
         if not self.margin < 1:
             raise UsageError(f"margin={self.margin} leaves no memory: it is a fraction of the capacity, below 1")
-        if not self.max_cooldown >= self.cooldown:
-            raise UsageError(f"max_cooldown={self.max_cooldown} must not be below cooldown={self.cooldown}")
 
     @property
     def limits(self) -> Limits:

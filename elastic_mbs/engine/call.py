@@ -124,8 +124,7 @@ class Call:
         """Takes a snapshot of what the attempt can change and brings the piece to the device; False when that itself ran out of memory."""
         state, context = self.state, self.context
         attempt = Attempt(piece)
-        if context.telemetry is not None:
-            state.watch.attempt()
+        state.watch.attempt()
         try:
             if state.streams is None:
                 streams = context.streams.read(hosts=True)
@@ -249,12 +248,6 @@ class Call:
         if not state.settled:
             state.notice_edits()
         state.attempt, state.phase = None, Phase.WAITING
-        if state.plan.probing:
-            # While the first piece runs, gradients are still being made: its peak lacks some, which would look like a cost of the next, larger one.
-            first = state.training and len(state.committed) == 1 and not state.had_gradient
-            usage = None if first else context.meter.usage()
-            peak = usage.peak_allocated if usage else None
-            state.size = context.controller.piece_done(state.key, len(attempt), peak, context.capacity())
 
     def _finish(self) -> None:
         """Ends the call whose last piece has committed: its result, what the controller learns of it, and the callbacks."""

@@ -150,7 +150,8 @@ def recover(state: CallState) -> None:
     context.monitor.request_reading()  # the memory can be free again before the next reading is due
     if size is not None:
         state.size = size
-    _report(state, failure, replay.mode)
+    lost = state.watch.failed(whole_call=replay.mode is Mode.STEP)
+    _report(state, failure, replay.mode, lost)
     if not smaller:
         _wait_or_give_up(state, failure)
     cap = 16 + 4 * state.view.length.bit_length()
@@ -223,7 +224,7 @@ def _reset_half_made(scaler: torch.amp.GradScaler | None) -> None:
         scaler._scale = None  # type: ignore[union-attr]  # there is one
 
 
-def _report(state: CallState, failure: Failure, mode: Mode) -> None:
+def _report(state: CallState, failure: Failure, mode: Mode, lost: float) -> None:
     context, verdict = state.context, failure.verdict
     reading = context.monitor.cached()
     seen = reading if isinstance(reading, Headroom) else None
@@ -245,7 +246,7 @@ def _report(state: CallState, failure: Failure, mode: Mode) -> None:
             held_by_others=None if seen is None else seen.held_by_others,
             holders="" if seen is None else describe(seen.holders),
             reading_age=None if seen is None else max(0.0, time.monotonic() - seen.at),
-            seconds_lost=None if context.telemetry is None else state.watch.failed(whole_call=mode is Mode.STEP),
+            seconds_lost=lost,
         )
     )
 

@@ -247,14 +247,14 @@ class CallState:
             retries=context.new_retries(usage.retries if usage else 0),
             ooms=self.failures,
             least_fragmentation=usage.least_fragmentation if usage else None,
+            lost=self.watch.lost,
         )
 
     def inform_controller(self) -> None:
         """Gives the controller what the call has shown, and emits the move that follows."""
         context, seen = self.context, self.outcome()
-        if not self.plan.probing:
-            self.watch.stop()
-            context.timed.append((self.watch, (self.key, seen)))
+        self.watch.stop()
+        context.timed.append((self.watch, (self.key, seen)))
         for (key, timed), seconds in known(context.timed):
             if timed is seen:
                 seen = seen._replace(seconds=seconds)
@@ -262,6 +262,8 @@ class CallState:
                 context.controller.timed(key, timed._replace(seconds=seconds))
         capacity = context.capacity()
         move = context.controller.end(self.key, seen, capacity)
+        if context.controller.wants_reading:
+            context.monitor.request_reading()
         if move is not None:
             available = None if capacity is None else capacity.bytes
             context.log.emit(Resized(context.settings.name, move.before, move.after, move.reason, str(self.key), available))

@@ -18,6 +18,7 @@ from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailab
 OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
+REST = 500  # times what a reading takes pass before the next one that is asked for: steps can be shorter than that
 
 
 class Monitor:
@@ -51,6 +52,7 @@ class Monitor:
         self._on_change = weakref.WeakMethod(on_change) if isinstance(on_change, MethodType) else lambda: on_change
         self._reading: Reading = Unavailable("no reading yet")
         self._available = True
+        self._rested_at = -math.inf
         self._thread: threading.Thread | None = None  # the one that reads; another one that finds this changed ends
         self._wake = threading.Event()  # ends the thread's sleep: to read, or to end
         self._pid = 0  # the process that the thread runs in; 0 without one
@@ -84,8 +86,8 @@ class Monitor:
                 thread.join(_JOIN_SECONDS)
 
     def request_reading(self) -> None:
-        """Requests a reading now and not at the end of the interval, without waiting for it."""
-        if self.running:  # what a fork left behind is not touched: another thread may have held its lock
+        """Requests a reading now and not at the end of the interval, without waiting for it; does nothing within `REST` of the last one."""
+        if self.running and self._clock() >= self._rested_at:  # what a fork left behind is not touched: another thread may have held its lock
             self._wake.set()
 
     def latest(self) -> Reading:
@@ -115,6 +117,8 @@ class Monitor:
         at = self._clock()
         try:
             reading = self._sensor.read()
+            done = self._clock()
+            self._rested_at = done + REST * (done - at)
         except Exception as error:  # whatever a sensor does wrong stops growth, never training
             return Unavailable(f"{type(error).__name__}: {error}", at)
         if not isinstance(reading, Headroom | Unavailable):

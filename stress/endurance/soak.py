@@ -73,7 +73,7 @@ class Soak(Training):
 
     def train(self, until: float) -> None:
         """Trains with runtimes of its own until a moment, at least a few steps with each door; then all memory comes back."""
-        policy = Policy(patience=2, min_gain=0.0, cooldown=0.0, max_cooldown=0.0)
+        policy = Policy(patience=2, min_gain=0.0, cooldown=0.0)
         quiet = {"policy": policy, "monitor_interval": 0.0}
         hopeful = {**quiet, "micro_batch_size": self.largest}  # begins with the whole batch, whatever there is
         with self.runtimes({**quiet, "monitor_interval": self.rng.choice((0.0, 0.05))}, quiet, hopeful) as (mbs, doors):

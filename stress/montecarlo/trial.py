@@ -115,7 +115,7 @@ class _Trial:
                 "monitor_interval": 0,
                 "wait_for_memory": 0,
                 "on_event": self.events.append,
-                "policy": Policy(patience=1, cooldown=0.0, max_cooldown=0.0),
+                "policy": Policy(patience=1, cooldown=0.0),
                 "seed": plan.seed,
             }
         )

@@ -13,52 +13,20 @@ from elastic_mbs.errors import UsageError
 from tests.helpers.controller_driver import KEY, Driver
 
 
-def test_auto_doubles_from_piece_to_piece_until_the_batch_is_whole() -> None:
+def test_auto_starts_with_the_whole_batch_however_large_the_next_one_is() -> None:
     driver = Driver()
-    assert driver.probe(40, [1, 2, 4, 8, 13, 12]) == [2, 4, 8, 16, 26, 26]
-    assert driver.controller.begin(KEY, 40, 1) == Plan(size=26, probing=True, learning=True)
-    assert driver.controller.piece_done(KEY, 20, 300, driver.reading()) == 40
+    assert driver.controller.begin(KEY, 40, 1) == Plan(size=40, learning=True)
     driver.controller.abandon(KEY)
-    driver.probe(40, [40])
-    assert not driver.controller.begin(KEY, 40, 1).probing
-    assert driver.size() == 40
+    assert driver.clean(40) is None
+    assert driver.controller.begin(KEY, 400, 1).size == 400
+    assert driver.controller.out_of_memory(KEY, 400, driver.reading()) == 200
+    driver.controller.abandon(KEY)
+    assert driver.controller.begin(KEY, 800, 1).size == 200
+    assert Driver(max_micro_batch_size=30, align=4).controller.begin(KEY, 64, 1).size == 28
 
 
-def test_probing_starts_at_the_policys_size_aligned() -> None:
-    assert Driver(probe=8, align=3).controller.begin(KEY, 64, 1).size == 6
-    assert Driver(min_micro_batch_size=5, align=4).controller.begin(KEY, 64, 1).size == 8
-
-
-@pytest.mark.parametrize(
-    ("capacity", "lengths", "then"), [(430, [1, 2, 4, 8, 16, 11], [2, 4, 8, 16, 16, 16]), (100, [1], [1])], ids=["double predicted", "peak measured"]
-)
-def test_probing_stops_where_the_next_size_does_not_fit(capacity: int, lengths: list[int], then: list[int]) -> None:
-    driver = Driver()
-    driver.capacity = capacity  # 95 % of 430 hold 30 samples
-    assert driver.probe(64, lengths) == then
-    assert not driver.controller.begin(KEY, 64, 1).probing
-
-
-def test_probing_goes_on_without_sensor_or_peaks_until_the_first_failure() -> None:
-    blind, unmeasured = Driver(), Driver()
-    blind.capacity, unmeasured.need = None, None
-    assert blind.probe(64, [1, 2, 4]) == [2, 4, 8]
-    assert unmeasured.probe(64, [1, 2, 4]) == [2, 4, 8]
-    assert blind.failing(8)[0] == [4]
-    assert not blind.controller.begin(KEY, 64, 1).probing
-
-
-def test_a_small_batch_after_a_large_one_does_not_end_probing() -> None:
-    driver = Driver()
-    driver.probe(64, [1, 2])
-    assert driver.probe(3, [3]) == [3]
-    assert driver.controller.begin(KEY, 64, 1).probing
-
-
-def test_an_int_starts_there_and_does_not_probe() -> None:
-    driver = Driver(9, align=2)
-    assert driver.controller.begin(KEY, 64, 1) == Plan(size=8, probing=False, learning=True)
-    assert driver.controller.piece_done(KEY, 8, 100, driver.reading()) == 8
+def test_an_int_starts_there() -> None:
+    assert Driver(9, align=2).controller.begin(KEY, 64, 1) == Plan(size=8, learning=True)
 
 
 def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
@@ -67,8 +35,8 @@ def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
     assert fixed.until_move() == (40, None)
     fixed.failing(4)
     assert fixed.until_move() == (40, None)
-    assert settling.probe(64, [1, 2]) == [2, 4]
-    settling.failing(4)
+    settling.failing(64)
+    assert settling.size() == 32
     assert settling.until_move() == (40, None)
 
 
@@ -111,7 +79,7 @@ def test_two_thrashing_calls_halve_and_leave_a_ceiling() -> None:
     assert driver.clean() is None
     assert driver.clean(retries=3) is None
     assert driver.clean(retries=1) == Move(16, 8, "thrash")
-    assert driver.ceilings() == [[16, 15, 10_000]]
+    assert driver.ceilings() == [[16, 15, 10_000, 200.0]]
     floor = Driver(1)
     assert [floor.clean(retries=1) for _ in range(4)] == [None] * 4
 
@@ -121,15 +89,6 @@ def test_thrashing_after_a_growth_is_a_failed_growth() -> None:
     driver.until_move()
     assert [driver.clean(retries=1) for _ in range(2)] == [None, Move(22, 12, "thrash")]
     assert driver.until_move(200) == (200, None)
-
-
-def test_thrashing_ends_probing() -> None:
-    driver = Driver()
-    driver.probe(64, [1, 2, 4, 8])
-    for _ in range(2):
-        driver.clean(retries=2)
-    assert not driver.controller.begin(KEY, 64, 1).probing
-    assert driver.size() == 8
 
 
 def test_peaks_are_wanted_only_while_a_size_is_learned() -> None:
@@ -151,13 +110,14 @@ def test_peaks_are_wanted_only_while_a_size_is_learned() -> None:
 def test_a_new_shape_class_starts_from_the_nearest_one_by_elements() -> None:
     driver = Driver()
     driver.capacity = 10**6
-    for n in ([1, 2, 4, 8, 16, 32], [64]):
-        driver.probe(64, n, elements=100, key=Key("loss", "train", shape_class(100)))
+    known = Key("loss", "train", shape_class(100))
+    driver.controller.begin(known, 128, 100)
+    driver.controller.out_of_memory(known, 128, driver.reading())
     new = Key("loss", "train", shape_class(300))
-    assert driver.controller.begin(new, 64, 300) == Plan(size=21, probing=False, learning=True)
+    assert driver.controller.begin(new, 64, 300) == Plan(size=21, learning=True)
     assert driver.controller.begin(Key("loss", "train", 1), 9999, 3).size == 64 * 100 // 3
-    assert driver.controller.begin(Key("loss", "eval", 8), 64, 300).probing
-    assert driver.controller.begin(Key("other", "train", 8), 64, 300).probing
+    assert driver.controller.begin(Key("loss", "eval", 8), 64, 300).size == 64
+    assert driver.controller.begin(Key("other", "train", 8), 64, 300).size == 64
 
 
 def test_of_two_neighbours_the_one_of_longer_samples_decides() -> None:
@@ -167,7 +127,7 @@ def test_of_two_neighbours_the_one_of_longer_samples_decides() -> None:
         driver.controller = driver.make()
         driver.controller.begin(Key("loss", "train", shape), 64, 2**shape)
         saved: Any = driver.controller.state_dict()["tracks"]
-        saved[0] |= {"size": size, "probing": False}
+        saved[0] |= {"size": size}
         tracks: Any = state["tracks"]
         tracks.extend(saved)
     driver.controller = driver.make()
@@ -215,12 +175,11 @@ def test_the_same_clock_and_seed_give_the_same_decisions() -> None:
     [
         (lambda: Policy(max_micro_batch_size=3, align=4), "align=4, which is 4"),
         (lambda: Policy(patience=0), "patience=0"),
-        (lambda: Policy(probe=2.0), "probe=2.0"),  # type: ignore[arg-type]  # the mistake
+        (lambda: Policy(patience=2.0), "patience=2.0"),  # type: ignore[arg-type]  # the mistake
         (lambda: Policy(jitter=-0.1), "jitter=-0.1"),
         (lambda: Policy(cooldown=float("nan")), "cooldown=nan"),
         (lambda: Policy(margin=1.0), "margin=1.0"),
-        (lambda: Policy(cooldown=10, max_cooldown=5), "max_cooldown=5"),
-        (lambda: Driver().controller.piece_done(KEY, 1, None, None), r"begin\(\) comes first"),
+        (lambda: Driver().controller.out_of_memory(KEY, 1, None), r"begin\(\) comes first"),
     ],
 )
 def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
@@ -231,33 +190,26 @@ def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
 # ---------------------------------------------------------------------- what is saved: JSON that comes back the same
 
 
-VERSION_1 = (
-    '{"version": 1, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, "probing": false, "patience": 5, "epoch": 5, '
-    '"clean": 1, "calls": 1, "strikes": 0, "young": true, "cooldown_left": 0.0, "fragmentation": 1.0, "passed_with": [16, 5000], "trial": '
-    '[16, 16, 3], "ceilings": [], "recent": [[48, 1], [48, 1], [48, 1], [48, 1], [48, 1], [48, 1], [48, 1]], "memory": [[1, [150], 1], [2, '
-    '[160], 2], [4, [180], 3], [8, [220], 4], [12, [220, 260], 6], [16, [260, 260, 260], 9], [24, [340], 10]], "time": [[16, 0.26], [24, '
-    '0.33999999999999997]]}, {"name": "loss", "mode": "eval", "shape": 3, "size": 2, "probing": false, "patience": 4, "epoch": 3, "clean": '
-    '0, "calls": 0, "strikes": 0, "young": false, "cooldown_left": 3.7292275493187894, "fragmentation": 1.0, "passed_with": null, "trial": '
-    'null, "ceilings": [[32, 31, 5000]], "recent": [[48, 8]], "memory": [[8, [180], 1], [16, [260], 2]], "time": []}, {"name": "other", '
-    '"mode": "train", "shape": 0, "size": 4, "probing": true, "patience": 4, "epoch": 2, "clean": 0, "calls": 1, "strikes": 0, "young": '
-    'false, "cooldown_left": 0.0, "fragmentation": 1.0, "passed_with": [2, 5000], "trial": null, "ceilings": [], "recent": [[48, 1], [48, '
-    '1]], "memory": [[1, [130], 1], [2, [120, 140], 3]], "time": []}]}'
+SAVED = (
+    '{"version": 2, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, "patience": 5, "epoch": 5, "clean": 1, "calls": 1, '
+    '"cooldown_left": 3.5, "fragmentation": 1.0, "passed_with": [16, 5000], "trial": [16, 16, 3, 1.5], "ceilings": [[32, 31, null, 7.5], '
+    '[64, 63, 5000, 0.0]], "recent": [[48, 1], [48, 1]], "memory": [[16, [260, 260], 2], [24, [340], 3]], "time": [[16, 0.26], [24, 0.34]]}]}'
 )
-FIELDS = json.loads(VERSION_1)["tracks"][0].keys()
+FIELDS = json.loads(SAVED)["tracks"][0].keys()
 MALFORMED = [
     ("name", None),
     ("shape", "x"),
     ("size", 0),
     ("size", True),
-    ("probing", 1),
     ("cooldown_left", -1),
     ("cooldown_left", "x"),
     ("cooldown_left", float("nan")),
     ("fragmentation", 10**400),
-    ("trial", [1, 2]),
+    ("trial", [1, 2, 3]),
     ("passed_with", [1, "x"]),
     ("ceilings", [[1, 2]]),
-    ("ceilings", [[1, 2, 3]]),
+    ("ceilings", [[1, 2, 3, 0.0]]),
+    ("ceilings", [[2, 1, 3, -1.0]]),
     ("recent", [[0, 2]]),
     ("recent", []),
     ("memory", [[1, 2, 3]]),
@@ -272,6 +224,7 @@ def learned() -> Driver:
     driver.seconds = lambda m: 0.1 + 0.01 * m
     driver.until_move()
     driver.until_move()
+    driver.lost = 0.1
     driver.failing(32)
     driver.capacity = 5000
     driver.clean()
@@ -315,7 +268,7 @@ def test_present_limits_win_over_saved_sizes() -> None:
 
 def changed(name: str, *value: object) -> dict[str, object]:
     """A saved state whose first track has another value there, or none."""
-    state: dict[str, Any] = json.loads(VERSION_1)
+    state: dict[str, Any] = json.loads(SAVED)
     track = state["tracks"][0]
     del track[name]
     track.update(zip([name], value, strict=False))
@@ -328,9 +281,9 @@ def changed(name: str, *value: object) -> dict[str, object]:
         ({}, "version None"),
         ({"version": 99, "tracks": []}, "version 99"),
         ([], r"version \[\]"),
-        ({"version": 1}, "'tracks'"),
-        ({"version": 1, "tracks": [3]}, "malformed"),
-        ({"version": 1, "tracks": [{}]}, "'name'"),
+        ({"version": 2}, "'tracks'"),
+        ({"version": 2, "tracks": [3]}, "malformed"),
+        ({"version": 2, "tracks": [{}]}, "'name'"),
         *((changed(name), f"'{name}'") for name in FIELDS),
         *((changed(name, value), "malformed") for name, value in MALFORMED),
     ],
@@ -344,22 +297,9 @@ def test_a_state_that_is_unknown_or_malformed_is_refused_and_changes_nothing(sta
     assert driver.controller.state_dict() == before
 
 
-def test_a_state_of_the_first_release_loads_and_is_written_as_it_was() -> None:
-    # three tracks as that code saved them: a growth on trial, a ceiling with a cooldown, and one that still probes
+def test_a_saved_state_loads_and_is_written_as_it_was() -> None:
+    # as the code saved it: a growth on trial, a cooldown, and two ceilings, one of them with a cooldown of its own
     driver = Driver()
-    driver.controller.load_state_dict(json.loads(VERSION_1))
-    assert json.dumps(driver.controller.state_dict()) == VERSION_1
+    driver.controller.load_state_dict(json.loads(SAVED))
+    assert json.dumps(driver.controller.state_dict()) == SAVED
     assert driver.failing(24, samples=48)[1] == Move(12, 16, "limit")
-    assert driver.controller.begin(Key("loss", "eval", 3), 48, 8).size == 2
-    assert driver.controller.begin(Key("other", "train", 0), 48, 1).probing
-
-
-def test_a_loaded_probe_goes_on_unless_a_size_was_given() -> None:
-    driver = Driver()
-    driver.probe(64, [1, 2])
-    state = driver.controller.state_dict()
-    auto, fixed = Driver().controller, Driver(4).controller
-    auto.load_state_dict(state)
-    fixed.load_state_dict(state)
-    assert auto.begin(KEY, 64, 1).probing
-    assert not fixed.begin(KEY, 64, 1).probing

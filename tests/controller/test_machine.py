@@ -104,7 +104,7 @@ class ControllerMachine(RuleBasedStateMachine):
             if self.settled:
                 self.moves_after_failure += bool(self.failures_since and ran.move)
                 self.failures_since += ran.ooms
-            elif not ran.ooms and not ran.probing:
+            elif not ran.ooms:
                 self.settled = True
 
     @rule(held=st.integers(0, 8000))

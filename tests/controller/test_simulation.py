@@ -14,7 +14,6 @@ from tests.helpers.device_sim import Device, Job, Ran
 Need = Callable[[int], int]
 BATCH = 64
 PATIENCE = Policy().patience * (1 + Policy().jitter)
-COOLDOWN = Policy().cooldown * (1 + Policy().jitter)
 
 
 def bert(x: int) -> int:  # BERT-Large of `reference/papers.md`, in MB
@@ -64,7 +63,7 @@ def test_steady_memory_costs_one_failure_at_most_once_settled_and_then_no_move(
     job = Job(Device(total), need, start=start, seed=seed, measured=measured, sensed=sensed, policy=Policy(align=align))
     for _ in range(160):
         job.call(batch)
-    settled = next(i for i, ran in enumerate(job.history) if not ran.ooms and not ran.probing)
+    settled = next(i for i, ran in enumerate(job.history) if not ran.ooms)
     after = job.history[settled:]
     failed = [i for i, ran in enumerate(after) if ran.ooms]
     assert sum(ran.ooms for ran in after) <= 1
@@ -124,18 +123,16 @@ def test_full_size_returns_in_bounded_time_after_the_co_tenant_leaves(held: int,
     low = run_until(job, 30 + stay)[-1].size
     back = run_until(job, 30 + stay + 120)
     calls = next(i for i, ran in enumerate(back) if pieces(ran.size) <= pieces(full) and not ran.ooms)
-    # Each doubling waits for its patience; the first also for what is left of a cooldown that has seen at most two failed growths, and a reading.
-    step = back[0].at and max(b.at - a.at for a, b in itertools.pairwise(back))
-    waiting = 4 * COOLDOWN + 1
-    doublings = math.ceil(math.log2(full / low)) if low < full else 0
-    assert back[calls].at - (30 + stay) <= (waiting + step if doublings else step) + doublings * (PATIENCE + 1) * step
+    # What ran before comes back with the first reading that shows the memory, which is at most a second old, and the jitter of a call.
+    step = max(b.at - a.at for a, b in itertools.pairwise(back))
+    assert back[calls].at - (30 + stay) <= 1 + 3 * step
     assert sum(ran.ooms for ran in back[1:]) == 0
 
 
 def test_a_spike_between_two_readings_does_not_lower_the_size_for_good() -> None:
     spikes = [math.inf]
     device = Device(12_800, others=lambda t: 5000 if 0 <= t - spikes[-1] < 0.6 else 0)
-    job = Job(device, bert)
+    job = Job(device, bert, rest=1.0)
     full = run_until(job, 40)[-1].size
     job.forget_reading()
     assert job.reading() is not None, "the last one before the spike; the next comes when it is over"
@@ -143,8 +140,8 @@ def test_a_spike_between_two_readings_does_not_lower_the_size_for_good() -> None
     failures = job.call(BATCH).ooms
     assert failures > 0
     assert job.call(BATCH).size < full
-    later = run_until(job, 41 + 2 * COOLDOWN)
-    assert later[-1].size == full
+    later = run_until(job, device.clock.now + 2 * Policy().cooldown * job.lost)
+    assert later[-1].size >= full
     assert sum(ran.ooms for ran in run_until(job, 300)) == 0
 
 
@@ -160,7 +157,7 @@ def falls(held: list[int], least: int) -> int:
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2**16), st.integers(50, 800))
-def test_random_walk_fails_no_oftener_than_the_cooldown_allows(seed: int, stride: int) -> None:
+def test_random_walk_fails_no_oftener_than_memory_falls(seed: int, stride: int) -> None:
     rng = random.Random(seed)
     walk = [0]
     for _ in range(800):
@@ -172,8 +169,6 @@ def test_random_walk_fails_no_oftener_than_the_cooldown_allows(seed: int, stride
     failed = [ran for ran in job.history if ran.ooms]
     # Between two failing calls the size must have grown, or memory fallen below what the halved size needs: six times from 36 at the most.
     assert len(failed) <= len(growths) + 6
-    # After a failure nothing grows for a cooldown, and then only by `patience` clean calls: growths come in bursts of log2 steps.
-    assert len(growths) <= math.ceil(math.log2(BATCH)) * (800 / Policy().cooldown)
     # What grows fits with the margin, so a failure needs memory to have fallen by as much since (or is an exploration); 5,800 is the least there is.
     assert len(failed) <= falls(walk, int(5800 * Policy().margin)) + 2
 

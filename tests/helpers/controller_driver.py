@@ -18,6 +18,7 @@ class Driver:
         self.need: Callable[[int], int] | None = lambda x: 100 + 10 * x
         self.fragmentation = 1.0
         self.seconds: Callable[[int], float] | None = None
+        self.lost = 0.0  # seconds that a call with failures loses
         self.start, self.policy = start, Policy(**{"jitter": 0.0, **options})
         self.seed = seed
         self.controller = self.make()
@@ -30,13 +31,6 @@ class Driver:
 
     def peak(self, x: int) -> int | None:
         return None if self.need is None else self.need(x)
-
-    def probe(self, samples: int, lengths: list[int], elements: int = 1, key: Key = KEY) -> list[int]:
-        """A probing call whose pieces have these lengths; the size after each."""
-        plan = self.controller.begin(key, samples, elements)
-        after = [self.controller.piece_done(key, n, self.peak(n * elements), self.reading()) for n in lengths]
-        self.finish(plan, samples, elements, key, size=after[-1] if after else plan.size, pieces=len(lengths))
-        return after
 
     def finish(
         self, plan: Plan, samples: int, elements: int, key: Key, *, size: int, pieces: int = 1, retries: int = 0, ooms: int = 0
@@ -52,6 +46,7 @@ class Driver:
             seconds=None if self.seconds is None else pieces * self.seconds(longest),
             retries=retries,
             ooms=ooms,
+            lost=self.lost if ooms else 0.0,
         )
         return self.controller.end(key, outcome, self.reading())
 

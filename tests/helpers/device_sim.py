@@ -36,7 +36,6 @@ class Ran:
     pieces: tuple[tuple[int, int], ...]
     ooms: int
     move: Move | None
-    probing: bool
     floor: bool
 
 
@@ -53,10 +52,13 @@ class Job:
     sensed: bool = True
     per_piece: float = 0.1
     per_sample: float = 0.004
+    rest: float = 0.0  # seconds before a reading that is asked for
+    lost: float = 0.0  # seconds in failed attempts
     controller: Controller = field(init=False)
     history: list[Ran] = field(default_factory=list)
     reserved: int = 0
     oom_times: list[float] = field(default_factory=list)
+    readings: list[float] = field(default_factory=list)  # when they were taken
     _reading: Capacity | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +75,12 @@ class Job:
             return None
         if self._reading is None or now >= self._reading.at + 1:
             self._reading = Capacity(self.device.capacity(self), now)
+            self.readings.append(now)
         return self._reading
+
+    def ask_for_reading(self) -> None:
+        if self._reading is not None and self.device.clock.now >= self._reading.at + self.rest:
+            self.forget_reading()
 
     def forget_reading(self) -> None:
         self._reading = None
@@ -82,7 +89,7 @@ class Job:
         """Runs a batch as the engine does: pieces, and halves of what failed. `stop_after` pieces it ends by an exception."""
         key, limits = Key(name, "train", shape_class(elements)), self.policy.limits
         plan = self.controller.begin(key, samples, elements)
-        size, at, peak, failures, began = plan.size, 0, 0, 0, self.device.clock.now
+        size, at, peak, failures, began, lost_before = plan.size, 0, 0, 0, self.device.clock.now, self.lost
         waiting = list(self._cut(0, samples, size))
         done: list[tuple[int, int]] = []
         while waiting:
@@ -95,12 +102,15 @@ class Job:
             self.device.clock.now += self.per_piece + self.per_sample * length
             if self.need(length * elements) > self.device.capacity(self):
                 failures += 1
+                self.lost += self.per_piece + self.per_sample * length
                 self.oom_times.append(self.device.clock.now)
                 self.reserved = min(self.reserved, self.need(0))
-                smaller = self.controller.out_of_memory(key, length, self.reading())
+                reading = self.reading()
+                self.ask_for_reading()
+                smaller = self.controller.out_of_memory(key, length, reading)
                 if smaller is None:
                     self.controller.abandon(key)
-                    return self._ran(began, size, done, failures, None, plan.probing, floor=True)
+                    return self._ran(began, size, done, failures, None, floor=True)
                 assert smaller < length
                 size = smaller
                 waiting = list(self._cut(first, samples, size))
@@ -110,12 +120,7 @@ class Job:
             done.append((first, last))
             if stop_after == len(done):
                 self.controller.abandon(key)
-                return self._ran(began, size, done, failures, None, plan.probing, floor=True)
-            following = self.controller.piece_done(key, length, peak if plan.learning and self.measured else None, self.reading())
-            if following != size:
-                assert plan.probing
-                assert following > size
-                size, waiting = following, list(self._cut(last, samples, following))
+                return self._ran(began, size, done, failures, None, floor=True)
             at += length
         assert at == samples
         outcome = CallOutcome(
@@ -127,15 +132,18 @@ class Job:
             seconds=self.device.clock.now - began,
             retries=retries,
             ooms=failures,
+            lost=self.lost - lost_before,
         )
         move = self.controller.end(key, outcome, self.reading())
-        return self._ran(began, plan.size, done, failures, move, plan.probing, floor=False)
+        if failures or self.controller.wants_reading:
+            self.ask_for_reading()
+        return self._ran(began, plan.size, done, failures, move, floor=False)
 
     def _cut(self, begin: int, end: int, size: int) -> tuple[tuple[int, int], ...]:
         return partition(begin, end, size, minimum=self.policy.limits.minimum, align=self.policy.align)
 
-    def _ran(self, at: float, size: int, done: list[tuple[int, int]], ooms: int, move: Move | None, probing: bool, *, floor: bool) -> Ran:
-        self.history.append(Ran(at, size, tuple(done), ooms, move, probing, floor))
+    def _ran(self, at: float, size: int, done: list[tuple[int, int]], ooms: int, move: Move | None, *, floor: bool) -> Ran:
+        self.history.append(Ran(at, size, tuple(done), ooms, move, floor))
         return self.history[-1]
 
     @property
