@@ -43,7 +43,7 @@ class ElasticMBS:
 
     Args:
         model: the module that the step trains, or a sequence of modules.
-        micro_batch_size: size to start with, in samples; "auto" finds it by doubling in the first call.
+        micro_batch_size: size to start with, in samples; "auto" starts with the whole batch.
         count: loss terms per sample: a function batch → vector of length N, `count_tokens(...)`, or a dict of those for a `loss_fn` that returns
             a dict of losses; None counts samples.
         reduction: what `loss_fn` returns: the "mean" over the piece's counts, or the "sum".

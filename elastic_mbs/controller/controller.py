@@ -96,7 +96,7 @@ class Controller:
         self._measure(track, call, outcome, length)
         if outcome.retries:
             return self._end_thrashing(track, call, length, capacity)
-        return self._end_clean(track, length * call.elements, call.epoch, capacity)
+        return self._end_clean(track, call, length * call.elements, capacity)
 
     def timed(self, key: Key, outcome: CallOutcome) -> None:
         """The time of an earlier call has become known: device events are read when they are done, never waited for."""
@@ -187,10 +187,7 @@ class Controller:
     def _time(self, track: Track, outcome: CallOutcome) -> None:
         pieces, seconds = outcome.pieces, outcome.seconds
         if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
-            elements = max(1, round(outcome.samples * outcome.elements / pieces))
-            track.time.add(elements, seconds / pieces)
-            if track.trial is not None and elements > track.trial.elements:
-                track.trial.seconds += seconds
+            track.time.add(max(1, round(outcome.samples * outcome.elements / pieces)), seconds / pieces)
 
     def _failed(self, track: Track, elements: int, capacity: Capacity | None) -> Trial | None:
         """Remembers a failure at so many elements; returns the growth that has failed by it."""
@@ -207,7 +204,7 @@ class Controller:
         for ceiling in track.ceilings:
             if ceiling.at >= since:
                 ceiling.until = until
-        if trial is not None and (net := lost - trial.saved(track.time, elements)) > 0:
+        if trial is not None and (net := lost - track.time.saved(trial.run, trial.elements, elements)) > 0:
             track.cooldown_until = max(track.cooldown_until, self._cooldown(net))
 
     def _end_failed(self, track: Track, call: RunningCall, lost: float) -> Move | None:
@@ -234,10 +231,10 @@ class Controller:
         self._lost(track, self._policy.thrash_calls * (self._clock() - call.began), call.began, trial, length * call.elements)
         return self._move(track, after if trial is None or not trial.calls else trial.before, "thrash")
 
-    def _end_clean(self, track: Track, elements: int, epoch: int, capacity: Capacity | None) -> Move | None:
-        track.passed(elements, capacity)
+    def _end_clean(self, track: Track, call: RunningCall, elements: int, capacity: Capacity | None) -> Move | None:
+        track.passed(elements, call.samples * call.elements, capacity)
         track.calls_with_retries = 0
-        if epoch != track.epoch:
+        if call.epoch != track.epoch:
             return None
         track.clean += 1
         now = self._clock()

@@ -25,12 +25,7 @@ class Trial:
     before: int  # size that it grew from, in samples
     elements: int  # longest piece at that size, in elements
     calls: int  # clean calls with longer pieces that are still to come before it has proven itself
-    seconds: float = 0.0  # that calls with longer pieces have taken since
-
-    def saved(self, time: TimeFit, elements: int) -> float:
-        """The seconds that pieces of so many elements have saved since, where times are known."""
-        gain = time.gain(self.elements, elements) or 0.0
-        return self.seconds * gain / (1 - gain) if 0 < gain < 1 else 0.0
+    run: int = 0  # elements that calls with longer pieces have run since
 
 
 @dataclass
@@ -115,12 +110,13 @@ class Track:
         """The most elements that have run clean with as much memory; 0 if none."""
         return self.proven[0] if self.proven is not None and capacity.bytes * (1 + changed) >= self.proven[1] else 0
 
-    def passed(self, elements: int, capacity: Capacity | None) -> None:
-        """A clean call had this many elements on the device at once: ceilings at or below it are disproved, and a trial goes on."""
+    def passed(self, elements: int, batch: int, capacity: Capacity | None) -> None:
+        """A clean call had this many of its elements on the device at once: ceilings at or below it are disproved, and a trial goes on."""
         if self.ceilings:
             self.ceilings = [c for c in self.ceilings if c.elements > elements]
         if self.trial is not None and elements > self.trial.elements:
             self.trial.calls = max(0, self.trial.calls - 1)
+            self.trial.run += batch
         if (self.trial is None or not self.trial.calls) and capacity is not None and (self.proven is None or elements >= self.proven[0]):
             self.proven = (elements, capacity.bytes)
 
@@ -135,7 +131,7 @@ class Track:
             "cooldown_left": max(0.0, self.cooldown_until - now),
             "fragmentation": self.fragmentation,
             "passed_with": None if self.proven is None else list(self.proven),
-            "trial": None if self.trial is None else [self.trial.before, self.trial.elements, self.trial.calls, self.trial.seconds],
+            "trial": None if self.trial is None else [self.trial.before, self.trial.elements, self.trial.calls, self.trial.run],
             "ceilings": [[c.elements, c.limit, c.capacity, max(0.0, c.until - now)] for c in self.ceilings],
             "recent": [list(batch) for batch in self.recent],
             "memory": self.memory.state(),
@@ -147,8 +143,8 @@ class Track:
         """The track that `saved()` was taken from; KeyError, TypeError or ValueError if it is malformed. Older readings are stale for it."""
         track = cls(checked(row["size"], int, 1), checked(row["patience"], int, 1), decided_at=now)
         if row["trial"] is not None:
-            before, elements, calls, seconds = row["trial"]
-            track.trial = Trial(checked(before, int, 1), checked(elements, int, 1), checked(calls, int), checked(seconds, float))
+            before, elements, calls, run = row["trial"]
+            track.trial = Trial(checked(before, int, 1), checked(elements, int, 1), checked(calls, int), checked(run, int))
         track.epoch, track.clean, track.calls = (checked(row[name], int) for name in ("epoch", "clean", "calls"))
         track.cooldown_until = now + checked(row["cooldown_left"], float)
         track.fragmentation = checked(row["fragmentation"], float, 1.0)

@@ -15,10 +15,10 @@ from .scripts import Script, Supply, always
 
 DEADLINE = 900.0  # seconds for what is quick: the built-in models
 
-# Less patient than the default (4 calls, 5 s): a scenario has a few dozen steps of a few milliseconds. Does not depend on the machine's speed.
+# Less patient than the default (4 calls, 100 times what was lost): a scenario has a few dozen steps of a few milliseconds.
 EAGER = Policy(patience=2, min_gain=0.0, cooldown=0.0)
-_COOLING = Policy(patience=2, min_gain=0.0, cooldown=0.5)
-_PATIENT = Policy(patience=4, min_gain=0.0, cooldown=checks.COOLDOWN)
+_COOLING = Policy(patience=2, min_gain=0.0, cooldown=10.0)
+_PATIENT = Policy(min_gain=0.0)
 
 _COUNTED_AND_GPU = ("budget", *ON_GPU)
 _FRAGMENTING = ("shim", *_COUNTED_AND_GPU)

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from elastic_mbs.events import format_bytes
 
 from ..record import Run, Step
-from .scripts import dead, margin_of
+from .scripts import FLAP, dead, margin_of
 
 Check = Callable[[Run], Iterator[str]]
 
 COUNTED = frozenset({"budget", "shim"})  # kinds that fail at an exact count of bytes, and whose sensor reads that count
 SLACK = {"rlimit": 2**20}  # bytes that may be held more at the end than at rest: a process limit counts the interpreter's own memory, too
 FLOOR_SECONDS = 10.0  # within which it is known that not even one sample fits
-COOLDOWN = 1.0  # seconds, of the policy under `calm`
 
 
 def went_on_to(run: Run, steps: int) -> Iterator[str]:
@@ -170,14 +169,11 @@ def froze_while_blind(run: Run) -> Iterator[str]:
 
 
 def calm(run: Run) -> Iterator[str]:
-    """Failures stay rare where memory comes back again and again: each failed growth doubles the policy's cooldown."""
-    if not run.steps:
-        return
-    seconds, found = run.steps[-1].at + run.steps[-1].seconds, run.count("oom")
-    allowed = 2 + math.ceil(1 + math.log2(1 + seconds / COOLDOWN))
-    if found > (allowed if run.kind in COUNTED else 2 * allowed):
-        explained = f"where a cooldown of {COOLDOWN:g} s that doubles allows {allowed}"
-        yield f"{found} out-of-memory errors in {seconds:.1f} s of flapping memory, {explained}"
+    """Failures stay rare where memory comes back again and again: not each return of it costs one."""
+    returns = len(run.steps) // FLAP
+    allowed = 2 + returns // 2
+    if (found := run.count("oom")) > (allowed if run.kind in COUNTED else 2 * allowed):
+        yield f"{found} out-of-memory errors where memory came back {returns} times, which allows {allowed}"
 
 
 def optimizer_struck(run: Run) -> Iterator[str]:

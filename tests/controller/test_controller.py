@@ -192,7 +192,7 @@ def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
 
 SAVED = (
     '{"version": 2, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, "patience": 5, "epoch": 5, "clean": 1, "calls": 1, '
-    '"cooldown_left": 3.5, "fragmentation": 1.0, "passed_with": [16, 5000], "trial": [16, 16, 3, 1.5], "ceilings": [[32, 31, null, 7.5], '
+    '"cooldown_left": 3.5, "fragmentation": 1.0, "passed_with": [16, 5000], "trial": [16, 16, 3, 96], "ceilings": [[32, 31, null, 7.5], '
     '[64, 63, 5000, 0.0]], "recent": [[48, 1], [48, 1]], "memory": [[16, [260, 260], 2], [24, [340], 3]], "time": [[16, 0.26], [24, 0.34]]}]}'
 )
 FIELDS = json.loads(SAVED)["tracks"][0].keys()

@@ -116,6 +116,26 @@ def test_a_requested_reading_comes_before_the_interval_is_over() -> None:
     assert sensor.reads == 4
 
 
+def test_requested_readings_leave_the_step_its_time() -> None:
+    now = [0.0]
+
+    def slow() -> Reading:
+        now[0] += 0.01
+        return room()
+
+    sensor = Script(slow)
+    monitor = Monitor(sensor, interval=3600, clock=lambda: now[0])
+    monitor.start()
+    wait_until(lambda: sensor.reads == 1)
+    wait_until(lambda: monitor.latest() != LOST and now[0] > 0)
+    for rested, reads in ((4.9, 1), (5.1, 2)):
+        now[0] = 0.01 + rested
+        monitor.request_reading()
+        wait_until(lambda reads=reads: sensor.reads == reads)  # type: ignore[misc]  # a default is no type that mypy infers
+    monitor.stop()
+    assert sensor.reads == 2
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [(ValueError("bad"), "ValueError: bad"), (None, "Script.read returned NoneType, not Headroom or Unavailable")],

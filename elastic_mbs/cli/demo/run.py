@@ -12,8 +12,8 @@ from elastic_mbs import ElasticMBS, Event, MemoryOptions, Policy, StepResult, co
 from elastic_mbs.cli.demo.gpt import token_loss
 from elastic_mbs.cli.demo.text import Batch
 
-# less patient than the default (4 calls, 5 s, 0.5 % of time): the whole demo takes a minute, and growth is to be seen in it
-POLICY = Policy(patience=2, cooldown=0.3, min_gain=0.0)
+# less patient than the default (4 calls, 100 times, 0.5 % of time): the whole demo takes a minute, and growth is to be seen in it
+POLICY = Policy(patience=2, cooldown=2.0, min_gain=0.0)
 
 
 def train(
