@@ -263,7 +263,7 @@ class CallState:
         capacity = context.capacity()
         move = context.controller.end(self.key, seen, capacity)
         if context.controller.wants_reading:
-            context.monitor.request_reading()
+            context.monitor.request_reading(rested=True)
         if move is not None:
             available = None if capacity is None else capacity.bytes
             context.log.emit(Resized(context.settings.name, move.before, move.after, move.reason, str(self.key), available))

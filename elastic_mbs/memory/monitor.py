@@ -18,7 +18,7 @@ from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailab
 OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
-REST = 500  # times what a reading takes pass before the next one that is asked for: steps can be shorter than that
+REST = 500  # times what a reading takes: where every step asks for one, they take at most 1/500 of the time
 
 
 class Monitor:
@@ -85,9 +85,11 @@ class Monitor:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
 
-    def request_reading(self) -> None:
-        """Requests a reading now and not at the end of the interval, without waiting for it; does nothing within `REST` of the last one."""
-        if self.running and self._clock() >= self._rested_at:  # what a fork left behind is not touched: another thread may have held its lock
+    def request_reading(self, *, rested: bool = False) -> None:
+        """Requests a reading now and not at the end of the interval, without waiting for it; `rested`: not within `REST` of the last one."""
+        if self.running and (
+            not rested or self._clock() >= self._rested_at
+        ):  # what a fork left behind is not touched: another thread may have held its lock
             self._wake.set()
 
     def latest(self) -> Reading:

@@ -130,7 +130,7 @@ def test_requested_readings_leave_the_step_its_time() -> None:
     wait_until(lambda: monitor.latest() != LOST and now[0] > 0)
     for rested, reads in ((4.9, 1), (5.1, 2)):
         now[0] = 0.01 + rested
-        monitor.request_reading()
+        monitor.request_reading(rested=True)
         wait_until(lambda reads=reads: sensor.reads == reads)  # type: ignore[misc]  # a default is no type that mypy infers
     monitor.stop()
     assert sensor.reads == 2

@@ -220,7 +220,7 @@ def test_an_evaluation_is_compared_whatever_the_model_gives(write: Write, monkey
     ],
 )
 def test_an_error_in_one_scenario_leaves_the_records_of_the_others(what: str, said: str, write: Write, tmp_path: Path) -> None:
-    late = f"calls = []\ndef loss(m, b):\n    calls.append(1)\n    if len(calls) > 30:\n        {what}\n    return F.cross_entropy(m(b[0]), b[1])\n"
+    late = f"calls = []\ndef loss(m, b):\n    calls.append(1)\n    if len(calls) > 20:\n        {what}\n    return F.cross_entropy(m(b[0]), b[1])\n"
     out, page = tmp_path / "found.json", tmp_path / "found.html"
     arguments = ["--scenario", "steady", "--scenario", "too_big", "--json", str(out), "--html", str(page)]
     assert run(*arguments, model=write(late + returning(loss="lambda b: loss(m, b)"))) == 1

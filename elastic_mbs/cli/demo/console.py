@@ -31,8 +31,7 @@ def introduction(setting: Setting) -> str:
         f"A GPT of {sum(parameter.numel() for parameter in setting.model.parameters()):,} parameters on {text}, {dtype} on {where}.\n"
         f"{options.steps} steps of {options.batch} documents. The whole batch at once would need {format_bytes(setting.whole)}; "
         f"there are {format_bytes(setting.budget)} ({limit}, moved by a script).\n"
-        f"Growth is less patient here than by default, to be seen in a minute: patience {POLICY.patience} calls, "
-        f"cooldown {POLICY.cooldown:g} times what a growth has lost.\n"
+        f"Growth is less patient here than by default, to be seen in a minute: patience {POLICY.patience} calls, cooldown {POLICY.cooldown:g}.\n"
     )
 
 
