@@ -73,6 +73,8 @@ class MemoryOptions:
 
     Attributes:
         device: where pieces are moved: "auto" is the model's device, None leaves them where they are.
+        prefetch: on CUDA the next piece of a batch in pinned memory (`DataLoader(pin_memory=True)`) is copied to the device while this one computes,
+            for the memory of one more piece's input. "pin" pins each piece of a batch that is not; False loads each piece when its turn comes.
         sensor: a `MemorySensor` in place of the device's own; one that is also a `UsageMeter` replaces the device's meter, too.
         monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
         wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
@@ -81,12 +83,14 @@ class MemoryOptions:
     """
 
     device: torch.device | str | None = "auto"
+    prefetch: bool | Literal["pin"] = True
     sensor: MemorySensor | None = None
     monitor_interval: float = 1.0
     wait_for_memory: float = 30.0
     host_guard: bool | str = False
 
     def __post_init__(self) -> None:
+        _check_choice(self, "prefetch", True, False, "pin")
         if self.sensor is not None and not isinstance(self.sensor, MemorySensor):
             raise UsageError(f"sensor={self.sensor!r} is no MemorySensor: it has no read()")
         for name in ("monitor_interval", "wait_for_memory"):
@@ -158,7 +162,7 @@ def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> d
     }
 
 
-def _check_choice(options: object, name: str, *choices: str | None) -> None:
+def _check_choice(options: object, name: str, *choices: str | bool | None) -> None:
     if (value := getattr(options, name)) not in choices:
         raise UsageError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
 

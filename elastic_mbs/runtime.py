@@ -58,7 +58,7 @@ class ElasticMBS:
         policy: which sizes are allowed, and how eagerly the size is raised.
         gradients: how gradients are made and summed: `accumulate_dtype`, a trainer's own `backward`.
         recovery: what happens after an out-of-memory error: `replay`, `generators`, `is_oom`, `on_fatal`.
-        memory: `device` of the pieces, `sensor` and `monitor_interval`, `wait_for_memory`, `host_guard`.
+        memory: `device` of the pieces, `prefetch`, `sensor` and `monitor_interval`, `wait_for_memory`, `host_guard`.
 
     Raises:
         UsageError: an argument makes no sense; the message names it and the way out.

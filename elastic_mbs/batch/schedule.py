@@ -57,6 +57,11 @@ class Schedule:
             self.skipped.append((piece.start, piece.stop))  # its loss would be 0/0, and NaN × 0 is NaN
         return None
 
+    @property
+    def upcoming(self) -> Range | None:
+        """The piece that `next` gives, where it is cut already and the size stays; None where that is not known."""
+        return next((piece for piece in reversed(self._pieces) if piece.weights is not None), None)
+
     def push(self, failed: Range) -> None:
         """Puts a piece back that has to run again, before all others."""
         self._join()

@@ -14,7 +14,7 @@ import torch
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import Terms, is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.batch.view import BatchView, map_tensors, to_device
+from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.plan import Key, shape_class
 from elastic_mbs.engine import misuse
 from elastic_mbs.engine.backward import commit, run_backward
@@ -134,10 +134,7 @@ class Call:
                 if context.buffers.busy:
                     context.buffers.begin_piece()  # before all else that can fail
                 attempt.streams = context.streams.read()
-            data = state.view.piece(piece.start, piece.stop)
-            if state.profile.edits_batch:
-                data = map_tensors(data, torch.Tensor.clone)
-            attempt.data = data if context.piece_device is None else to_device(data, context.piece_device)
+            attempt.data = state.loader.load(piece, state.schedule, cloned=state.profile.edits_batch)
         except Exception as error:
             if not note_failure(state, attempt, error):
                 raise

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from elastic_mbs.batch.view import choose_device, to_device
+from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.plan import CallOutcome, Capacity, Key
 from elastic_mbs.engine.model import TrainedModel

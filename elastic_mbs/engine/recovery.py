@@ -139,6 +139,7 @@ def recover(state: CallState) -> None:
     state.failures += 1
     state.failures_in_row += 1
     _check_device(state, failure)
+    state.loader.stop()
     size = context.controller.out_of_memory(state.key, len(failure.piece), context.capacity())
     replay = choose_replay(state, failure)
     if replay.mode is Mode.REFUSED:
@@ -153,6 +154,7 @@ def recover(state: CallState) -> None:
     lost = state.watch.failed(whole_call=replay.mode is Mode.STEP)
     _report(state, failure, replay.mode, lost)
     if not smaller:
+        state.profile.too_full = max(state.profile.too_full, len(failure.piece))
         _wait_or_give_up(state, failure)
     cap = 16 + 4 * state.view.length.bit_length()
     if state.failures_in_row > cap or state.restarts > cap:
@@ -308,8 +310,10 @@ def unwind(state: CallState, error: BaseException) -> None:
 
     What cannot be put back is said in a note on the error. Can be repeated, after an error in the middle too.
     """
+    with suppress(RuntimeError):  # the device can be lost
+        state.loader.stop()
     if state.training:
-        with suppress(RuntimeError):  # the device can be lost
+        with suppress(RuntimeError):
             drain(state.context.ledger.leaves())
         drop_unrun()
         _reset_half_made(state.context.settings.scaler)

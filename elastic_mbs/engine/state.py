@@ -24,6 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Range, Schedule
+from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.plan import CallOutcome, Key, Plan
 from elastic_mbs.engine.context import Context
@@ -130,6 +131,7 @@ class CallState:
     table: SavedTensorTable | None  # of autograd's saved tensors (`micro_batches`)
     batch_versions: Any  # of the batch's tensors at the start
 
+    loader: Loader = field(init=False)
     watch: Stopwatch = field(init=False)
     resets: int = 0  # of the memory statistics, before the call
     phase: Phase = Phase.WAITING
@@ -157,6 +159,9 @@ class CallState:
     tried_masked: bool = False  # an error that is perhaps a hidden out-of-memory was tried with half the size
     wait_left: float = 0.0  # seconds
     marked: dict[int, TensorWeakRef] = field(default_factory=dict)  # leaves that failed attempts have committed to
+
+    def __post_init__(self) -> None:
+        self.loader = Loader(self.view, self.context.piece_device, self.context.settings.memory.prefetch, longer_than=self.profile.too_full)
 
     # ------------------------------------------------------------------ what has committed
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from elastic_mbs.batch.counts import Counts, looks_like_token_labels
 from elastic_mbs.batch.loss_terms import Terms, read_losses
-from elastic_mbs.batch.view import BatchView, map_tensors, to_device
+from elastic_mbs.batch.transfer import to_device
+from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.context import Context
 from elastic_mbs.errors import UsageError
 from elastic_mbs.rollback.random_streams import StreamState

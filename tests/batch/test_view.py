@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from elastic_mbs.batch.join import PerPiece, join
 from elastic_mbs.batch.splitters import items, whole
-from elastic_mbs.batch.view import BatchView, check_graphs, choose_device, to_device
-from elastic_mbs.errors import BatchError, UsageError
+from elastic_mbs.batch.view import BatchView, check_graphs
+from elastic_mbs.errors import BatchError
 from tests.helpers.batches import Encoding, Named, rows, splits
 
 
@@ -204,42 +204,6 @@ def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(monkeypatch:
         BatchView({"a": array})
     assert "numpy" not in sys.modules
     cached_kind.cache_clear()
-
-
-CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for another device
-
-
-def test_tensors_that_are_on_the_device_already_are_not_copied() -> None:
-    piece = [torch.zeros(2), torch.zeros(2, device=META)]
-    loaded = to_device(piece, META)
-    assert loaded[1] is piece[1]
-    assert loaded[0].device == META
-    assert to_device(piece, None) is piece, "without a device it stays where it is"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "model", "expected"),
-    [
-        ("auto", [META], META),
-        ("auto", [CPU], None),
-        ("auto", [META, CPU], None),
-        ("auto", [torch.device("cuda", 0), torch.device("cuda", 1)], None),
-        ("auto", [torch.device("cuda", 1)], torch.device("cuda", 1)),
-        (None, [META], None),
-        ("cpu", [META], CPU),
-        (META, [CPU], META),
-        ("cuda:3", [CPU], torch.device("cuda", 3)),
-    ],
-)
-def test_the_device_is_the_models_one_or_the_users_choice(wanted: Any, model: list[torch.device], expected: torch.device | None) -> None:
-    assert choose_device(wanted, model) == expected
-
-
-@pytest.mark.parametrize("wanted", ["gpu", "cuda:x", "Auto", "", 1.5, ["cpu"]])
-def test_what_is_no_device_is_refused_by_value(wanted: Any) -> None:
-    with pytest.raises(UsageError, match="is not a device: use 'auto'") as caught:
-        choose_device(wanted, [CPU])
-    assert f"device={wanted!r}" in str(caught.value)
 
 
 # ---------------------------------------------------------------------- outputs of the pieces become the batch's output

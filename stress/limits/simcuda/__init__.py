@@ -6,7 +6,7 @@ tensors.
 
 What is simulated: device memory is host memory. Who holds how much of which device stands in a file that all processes share (`SIMCUDA_FILE`), and
 the driver and NVML answer from it. An operation is done at once; what the device would take for it (`SIMCUDA_LAG_US`) moves only the time at which
-streams and events are ready.
+streams and events are ready. Copies to and from pinned memory arrive when the order of streams and events demands it, and not before.
 
 What is not there: speed, the device's own kernels (an operation that has none for the CPU is an error, which names the kernel; `SIMCUDA_LENIENT=1`
 lets it pass without computing anything), cuDNN and the fused attentions, CUDA graphs, memory shared between processes, NCCL.

@@ -1,5 +1,6 @@
 // Allocations and copies. Device memory is the host's: a copy is a memcpy. One from the device to pinned memory arrives only when somebody has
-// waited for it, so that a program which reads too early reads what was there before.
+// waited for it, and one from pinned memory to the device only when an operation comes after it in the order of streams and events, so that a program
+// which reads too early reads what was there before.
 #include "simcuda.h"
 
 #include <cstring>
@@ -34,6 +35,10 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t handle) 
     work(stream, lag());
     if (is_type(from, cudaMemoryTypeDevice) && is_type(to, cudaMemoryTypeHost)) {
         deliver_later(stream, to, from, bytes);
+        return cudaSuccess;
+    }
+    if (is_type(from, cudaMemoryTypeHost) && is_type(to, cudaMemoryTypeDevice)) {
+        arrive_later(stream, to, from, bytes);
         return cudaSuccess;
     }
     memcpy(to, from, bytes);

@@ -103,6 +103,7 @@ double lag();                                // seconds that an operation takes 
 void work(Stream* stream, double seconds);   // another operation in it
 void wait(Stream* stream);                   // for all that is in it
 void wait_all();
+void arrive_later(Stream* stream, void* to, const void* from, size_t bytes);   // with the stream's next operation, or one that waits for it
 void deliver_later(Stream* stream, void* to, const void* from, size_t bytes);  // once somebody has waited for it
 
 }  // namespace sim

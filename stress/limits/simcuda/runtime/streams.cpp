@@ -17,11 +17,19 @@ struct Delivery {
     std::vector<char> bytes;
 };
 
+struct Arrival {
+    long number;
+    void* to;
+    const void* from;  // read when it arrives: what is written there too early is seen
+    size_t bytes;
+};
+
 struct Stream {
     int priority = 0;
     double busy_until = 0;
     long operations = 0;
     std::deque<Delivery> pending;  // copies to pinned memory that nobody has waited for yet
+    std::deque<Arrival> arriving;  // copies from pinned memory that no later operation has come after yet
 };
 
 struct Event {
@@ -38,8 +46,18 @@ std::set<Stream*>& streams() {
     return *all;
 }
 
+void arrive(Stream* stream, long number) {
+    const Guard guard(process_lock());
+    while (!stream->arriving.empty() && stream->arriving.front().number <= number) {
+        const Arrival& next = stream->arriving.front();
+        memcpy(next.to, next.from, next.bytes);
+        stream->arriving.pop_front();
+    }
+}
+
 void deliver(Stream* stream, long number) {
     const Guard guard(process_lock());
+    arrive(stream, number);
     while (!stream->pending.empty() && stream->pending.front().number <= number) {
         const Delivery& next = stream->pending.front();
         memcpy(next.to, next.bytes.data(), next.bytes.size());
@@ -75,9 +93,15 @@ double lag() {
 
 void work(Stream* stream, double seconds) {
     const Guard guard(process_lock());
+    arrive(stream, stream->operations);
     const double present = now();
     stream->busy_until = (stream->busy_until > present ? stream->busy_until : present) + seconds;
     stream->operations++;
+}
+
+void arrive_later(Stream* stream, void* to, const void* from, size_t bytes) {
+    const Guard guard(process_lock());
+    stream->arriving.push_back({stream->operations, to, from, bytes});
 }
 
 void deliver_later(Stream* stream, void* to, const void* from, size_t bytes) {
@@ -141,7 +165,9 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsi
     const auto* awaited = (Event*)event;
     Stream* stream = stream_of(handle);
     const Guard guard(process_lock());
-    if (awaited->recorded && stream->busy_until < awaited->at) stream->busy_until = awaited->at;
+    if (!awaited->recorded) return cudaSuccess;
+    arrive(awaited->stream, awaited->operations);
+    if (stream->busy_until < awaited->at) stream->busy_until = awaited->at;
     return cudaSuccess;
 }
 API cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t call, void* data, unsigned) {

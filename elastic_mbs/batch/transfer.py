@@ -1,0 +1,139 @@
+"""Pieces on their way to the device: each when its turn comes, or, from pinned memory, while the piece before it computes (Micro-Batch Streaming).
+
+The copies run in a stream of their own, into memory of the stream that computes: they wait for what that stream had to do when the memory was taken,
+and that stream waits for them before it reads the memory or gives it back. So the memory can be used again in the order of that one stream.
+`record_stream` would keep it until an event has passed: a host that runs ahead of the device would hold several pieces, and not one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_mbs.batch.containers import map_tensors, tensors_in
+from elastic_mbs.batch.schedule import Range, Schedule
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.errors import UsageError
+from elastic_mbs.memory import oom
+
+_LOOKED_AT = 8  # tensors of a batch: a loader pins all of them or none
+
+
+@dataclass(slots=True, eq=False)
+class _Ahead:
+    """A piece on the host, and copies of its tensors, by their ids."""
+
+    piece: Range
+    data: Any
+    stream: torch.cuda.Stream  # that computes, and that the copies' memory belongs to
+    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the tensor on the host, so that no other one gets its id
+
+
+class Loader:
+    """Brings the pieces of one batch to the device.
+
+    After a piece of more than `longer_than` samples the copies of the next one are queued at once, where the batch is in pinned memory
+    (`prefetch=True`), or where each piece is to be pinned for it (`"pin"`).
+    """
+
+    __slots__ = ("_ahead", "_copying", "_device", "_longer_than", "_pin", "_view")
+
+    def __init__(self, view: BatchView, device: torch.device | None, prefetch: bool | str, *, longer_than: int = 0) -> None:
+        self._view, self._device, self._longer_than = view, device, longer_than
+        self._pin = prefetch == "pin"
+        self._ahead: _Ahead | None = None
+        self._copying: torch.cuda.Stream | None = None  # None where nothing is copied ahead
+        if prefetch and device is not None and device.type == "cuda":
+            some = islice(filter(_is_plain, view.tensors), _LOOKED_AT)
+            if any(self._pin or tensor.is_pinned() for tensor in some):
+                self._copying = torch.cuda.Stream(device)
+
+    def load(self, piece: Range, schedule: Schedule, *, cloned: bool) -> Any:
+        """The piece, `cloned` where `loss_fn` edits its batch, with its tensors on the device. The host does not wait."""
+        ahead = self._take()
+        if ahead is not None and (ahead.piece is not piece or ahead.stream != torch.cuda.current_stream(self._device)):
+            ahead = None
+        data = self._view.piece(piece.start, piece.stop) if ahead is None else ahead.data
+        if cloned:
+            data = map_tensors(data, torch.Tensor.clone)
+        data = to_device(data, self._device, None if ahead is None else ahead.copies)
+        if self._copying is not None and not cloned and len(piece) > self._longer_than and not self._copied_ahead(schedule.upcoming):
+            self.stop()
+        return data
+
+    def stop(self) -> None:
+        """Drops what was copied ahead, and copies nothing ahead any more: memory is short."""
+        self._take()
+        self._copying = None
+
+    def _take(self) -> _Ahead | None:
+        """What was copied ahead. From now on the stream that computes can read it, or use its memory for something else."""
+        ahead = self._ahead
+        if ahead is not None and self._copying is not None:
+            ahead.stream.wait_stream(self._copying)
+            self._ahead = None
+        return ahead
+
+    def _copied_ahead(self, piece: Range | None) -> bool:
+        """Queues the copies of a piece; False where there is no room for them."""
+        try:
+            if piece is not None:
+                self._queue(piece)
+        except Exception as error:
+            verdict = oom.classify(error)
+            if verdict is None or not verdict.synchronous:  # it can belong to an earlier operation
+                raise
+            return False
+        return True
+
+    def _queue(self, piece: Range) -> None:
+        assert self._copying is not None
+        # Kept here from the beginning: whatever strikes in the middle, the memory is not used again before the copies are done.
+        ahead = self._ahead = _Ahead(piece, self._view.piece(piece.start, piece.stop), torch.cuda.current_stream(self._device))
+        for tensor in filter(_is_plain, tensors_in(ahead.data)):
+            if self._pin or tensor.is_pinned():
+                copy = torch.empty_like(tensor, device=self._device)
+                if copy.stride() == tensor.stride():  # else torch would copy it on the host first, and wait
+                    ahead.copies[id(tensor)] = tensor, copy
+        self._copying.wait_stream(ahead.stream)
+        with torch.cuda.stream(self._copying):
+            for tensor, copy in ahead.copies.values():
+                copy.copy_(tensor.pin_memory() if self._pin else tensor, non_blocking=True)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a copy by hand is what `tensor.to(device)` gives."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.requires_grad
+
+
+def to_device(piece: Any, device: torch.device | None, copies: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
+    """The piece with its tensors on the device (None: where they are), in the current stream's order: the host does not wait.
+
+    `copies` are there already, each for one use, by the ids of what they are copies of.
+    """
+    if device is None:
+        return piece
+
+    def move(tensor: Tensor) -> Tensor:
+        if copies and id(tensor) in copies:
+            return copies.pop(id(tensor))[1]
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+    return map_tensors(piece, move)
+
+
+def choose_device(wanted: torch.device | str | None, model: list[torch.device]) -> torch.device | None:
+    """Where pieces go: "auto" is the model's device when it has exactly one and that is no CPU."""
+    if wanted == "auto":
+        return model[0] if len(model) == 1 and model[0].type != "cpu" else None
+    if wanted is None:
+        return None
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={wanted!r} is not a device: use 'auto', None (pieces stay where they are), or a torch.device") from error
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
