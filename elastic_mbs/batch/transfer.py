@@ -29,7 +29,7 @@ class _Ahead:
 
     piece: Range
     data: Any
-    stream: torch.cuda.Stream  # that computes, and that the copies' memory belongs to
+    stream: torch.Stream  # that computes, and that the copies' memory belongs to
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the tensor on the host, so that no other one gets its id
 
 
@@ -46,16 +46,16 @@ class Loader:
         self._view, self._device, self._longer_than = view, device, longer_than
         self._pin = prefetch == "pin"
         self._ahead: _Ahead | None = None
-        self._copying: torch.cuda.Stream | None = None  # None where nothing is copied ahead
+        self._copying: torch.Stream | None = None  # None where nothing is copied ahead
         if prefetch and device is not None and device.type == "cuda":
             some = islice(filter(_is_plain, view.tensors), _LOOKED_AT)
             if any(self._pin or tensor.is_pinned() for tensor in some):
-                self._copying = torch.cuda.Stream(device)
+                self._copying = torch.Stream(device)
 
     def load(self, piece: Range, schedule: Schedule, *, cloned: bool) -> Any:
         """The piece, `cloned` where `loss_fn` edits its batch, with its tensors on the device. The host does not wait."""
         ahead = self._take()
-        if ahead is not None and (ahead.piece is not piece or ahead.stream != torch.cuda.current_stream(self._device)):
+        if ahead is not None and (ahead.piece is not piece or ahead.stream != torch.accelerator.current_stream(self._device)):
             ahead = None
         data = self._view.piece(piece.start, piece.stop) if ahead is None else ahead.data
         if cloned:
@@ -93,14 +93,14 @@ class Loader:
     def _queue(self, piece: Range) -> None:
         assert self._copying is not None
         # Kept here from the beginning: whatever strikes in the middle, the memory is not used again before the copies are done.
-        ahead = self._ahead = _Ahead(piece, self._view.piece(piece.start, piece.stop), torch.cuda.current_stream(self._device))
+        ahead = self._ahead = _Ahead(piece, self._view.piece(piece.start, piece.stop), torch.accelerator.current_stream(self._device))
         for tensor in filter(_is_plain, tensors_in(ahead.data)):
             if self._pin or tensor.is_pinned():
                 copy = torch.empty_like(tensor, device=self._device)
                 if copy.stride() == tensor.stride():  # else torch would copy it on the host first, and wait
                     ahead.copies[id(tensor)] = tensor, copy
         self._copying.wait_stream(ahead.stream)
-        with torch.cuda.stream(self._copying):
+        with self._copying:
             for tensor, copy in ahead.copies.values():
                 copy.copy_(tensor.pin_memory() if self._pin else tensor, non_blocking=True)
 
