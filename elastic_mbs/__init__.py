@@ -48,6 +48,7 @@ from elastic_mbs.events import (
 )
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.options import GradientOptions, MemoryOptions, RecoveryOptions
+from elastic_mbs.planning.report import PlannedSize, PlanReport
 from elastic_mbs.runtime import ElasticMBS
 from elastic_mbs.version import __version__
 
@@ -78,6 +79,8 @@ __all__ = [
     "OptimizerStepError",
     "OutOfMemory",
     "PerPiece",
+    "PlanReport",
+    "PlannedSize",
     "PoisonedDeviceError",
     "Policy",
     "RecoveryError",

@@ -25,9 +25,12 @@ from elastic_mbs.engine.verify import VerifyReport, verify
 from elastic_mbs.errors import IncompleteBatchError, NestedCallError, UsageError
 from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import Reading, oom
+from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
+from elastic_mbs.planning.plan import plan
+from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.sinks.run_log import RunLog
 
 
@@ -279,16 +282,54 @@ class ElasticMBS:
             UsageError: there are fewer than two samples, or batch, counts or loss make no sense.
             MicroBatchFloorError: they do not fit.
         """
-        check_function(loss_fn, "verify(loss_fn, batch)")
-        self._check_complete()
-        if running_call() is not None:
-            raise NestedCallError("verify() was called inside a step function; call it beside the training loop")
+        self._beside("verify", loss_fn)
         few, counts = self._context.retry("take the first samples", lambda: self._batches.first(batch, samples))
         self._totals = counts.total
         try:
             return verify(self._context, few, counts, lambda piece: loss_fn(piece, *args, **kwargs))
         finally:
             self._totals = None
+
+    def plan(
+        self,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        /,
+        *args: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        budget: int | str | None = None,
+        **kwargs: Any,
+    ) -> PlanReport:
+        """Predicts the peak memory of a step for any micro-batch size, without running one; the next call starts at the largest size that fits.
+
+        Runs `loss_fn`, its backward and the optimizer's step on fake tensors, which have shapes and no memory: no device memory, no random number is
+        used, and model, gradients and optimizer stay as they are. Where that is impossible (control flow that depends on values, an operation that
+        says nothing of its shapes), the report's `reason` says so, and sizes are found while training.
+
+        Args:
+            loss_fn: as for `backward`.
+            batch: a batch as training has them; its shapes count.
+            *args: passed on.
+            optimizer: the optimizer whose state and step count, too; state that it does not have yet is foreseen.
+            budget: bytes, or a string such as "8GiB", to plan for; None takes what this process could hold now.
+            **kwargs: passed on.
+
+        Returns:
+            The peak by its parts for sizes from the batch down, the largest size that fits, and the reason where there is no plan. `print` it.
+
+        Raises:
+            UsageError: batch, counts or loss make no sense, or `loss_fn` keeps tensors.
+        """
+        name, _ = self._beside("plan", loss_fn)
+        view = self._context.retry("look at the batch", lambda: self._batches.view(batch, name, training=True, args=args, kwargs=kwargs))
+        counts = self._context.retry("count the loss terms", lambda: self._batches.counts(view, training=True))
+        self._totals = counts.total
+        try:
+            limit = None if budget is None else parse_bytes(budget)
+            report = plan(self._context, view, counts, lambda piece: loss_fn(piece, *args, **kwargs), optimizer, limit)
+        finally:
+            self._totals = None
+        return report
 
     # ------------------------------------------------------------------ what is seen from outside
 
@@ -374,6 +415,14 @@ class ElasticMBS:
         if self._context.telemetry is not None:
             self._context.telemetry.done(call.state.done_event(result), call.state.watch, result if call.state.training else None)
         return result
+
+    def _beside(self, door: str, loss_fn: Callable[..., Any]) -> tuple[str, object]:
+        """Checks that there is no call running, for what runs `loss_fn` beside the training loop; returns its name and identity."""
+        check_function(loss_fn, f"{door}(loss_fn, batch)")
+        self._check_complete()
+        if running_call() is not None:
+            raise NestedCallError(f"{door}() was called inside a step function; call it beside the training loop")
+        return names_of(loss_fn)
 
     def _check_complete(self) -> None:
         call = self._call

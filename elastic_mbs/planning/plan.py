@@ -1,0 +1,150 @@
+"""A plan: the model of the peak, the largest size that fits, and a table."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses import fake_tensor
+from torch.optim import Optimizer
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.controller.peak import PeakModel
+from elastic_mbs.engine.context import Context
+from elastic_mbs.errors import ElasticMBSError, UsageError
+from elastic_mbs.memory import Headroom
+from elastic_mbs.planning.fakes import Fakes, storage_bytes, tensors_of
+from elastic_mbs.planning.lines import Lines, lines_of
+from elastic_mbs.planning.report import PlannedSize, PlanReport
+from elastic_mbs.planning.trace import Tracer, UntraceableStepError
+
+_REASONS: dict[type[Exception], str] = {
+    fake_tensor.DataDependentOutputException: "loss_fn reads the value of a tensor (.item(), `if tensor`), and fake tensors have none",
+    fake_tensor.DynamicOutputShapeException: "loss_fn has an operation whose output has a shape that depends on values (a mask as an index, nonzero)",
+    fake_tensor.UnsupportedOperatorException: "loss_fn has an operation that cannot say what shapes it makes: see torch.library.register_fake",
+    UntraceableStepError: "the optimizer's step cannot be traced, plan without optimizer=",
+}
+
+
+def plan(
+    context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], optimizer: Optimizer | None, capacity: int | None
+) -> PlanReport:
+    """Traces a step on fake tensors, and leaves no trace itself; `capacity` in bytes, None for what there is now. See `ElasticMBS.plan`."""
+    if len(context.devices) > 1:
+        return PlanReport(view.length, reason=f"the model is on {len(context.devices)} devices, and a plan is for one")
+    streams = context.streams.read(hosts=True)
+    try:
+        traced = _trace(context, view, counts, loss_fn, optimizer)
+    except ElasticMBSError:
+        raise  # a mistake that training would find as well
+    except Exception as error:
+        return PlanReport(view.length, reason=_why(error))
+    finally:
+        context.streams.restore(streams)
+        torch.clear_autocast_cache()  # it can hold casts of fakes
+    return traced.report(capacity)
+
+
+def _trace(context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], optimizer: Optimizer | None) -> _Traced:
+    tracer = Tracer(context, view, counts, loss_fn, Fakes())
+    with tracer.fakes.inside(context.model.modules):
+        lines = lines_of(tracer.piece, context.settings.policy.limits.floor, view.length, view.elements)
+        state, step = (0, 0) if optimizer is None else tracer.step(optimizer)
+    timelines = tracer.timelines
+    del tracer
+    if any(timeline.live for timeline in timelines) and gc.collect() and (left := sum(timeline.live for timeline in timelines)):
+        raise UsageError(
+            f"loss_fn, or something that it calls, has kept {left} bytes of tensors: while planning they are fakes, which training cannot use. Clear "
+            "what keeps them (a list, a cache), return what is wanted as outputs, and plan with a loss_fn that keeps nothing"
+        )
+    return _Traced(context, view, optimizer, lines, state, step)
+
+
+def _why(error: Exception) -> str:
+    known = next((words for kind, words in _REASONS.items() if isinstance(error, kind)), "loss_fn cannot be traced on fake tensors")
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{known} ({type(error).__name__}: {text[:200]})"
+
+
+class _Held(NamedTuple):
+    """Bytes."""
+
+    parameters: int
+    state: int
+    other: int
+
+
+@dataclass
+class _Traced:
+    """What was found, and what the process holds besides."""
+
+    context: Context
+    view: BatchView
+    optimizer: Optimizer | None
+    lines: Lines
+    state: int  # bytes of the optimizer's state, once it is there
+    step: int  # bytes at the peak of its step beyond that and the gradients
+
+    def report(self, capacity: int | None) -> PlanReport:
+        context, samples = self.context, self.view.length
+        reading = context.monitor.read_now()
+        seen = reading if isinstance(reading, Headroom) else None
+        capacity = seen.capacity if capacity is None and seen is not None else capacity
+        usable = None if capacity is None else int(capacity * (1 - context.settings.policy.margin))
+        fixed = self._held(seen)
+        step = fixed.parameters + fixed.other + self.state + self.lines.gradients + self.step if self.optimizer is not None else 0
+        model = self._model(sum(fixed), max(0, step - sum(fixed)))
+        largest = None if usable is None else self._largest(model, usable)
+        sizes = {size for k in range(samples.bit_length()) if (size := self._clamp(-(-samples >> k)))} | ({largest} if largest else set())
+        rows = tuple(self._row(model, size, fixed, usable) for size in sorted(sizes, reverse=True))
+        return PlanReport(samples, rows, largest, capacity, usable, step, None, model)
+
+    def _held(self, seen: Headroom | None) -> _Held:
+        """Bytes that stay for the length of a call, gradients left out."""
+        context, now = self.context, self.context.meter.usage()
+        device = context.devices[0]
+        owned = [tensor for root in context.model.roots for tensor in (*root.parameters(), *root.buffers())]
+        parameters, gradients = storage_bytes(owned, device), storage_bytes([leaf.grad for leaf in context.model.leaves], device)
+        state = 0 if self.optimizer is None else storage_bytes(tensors_of(list(self.optimizer.state.values())), device)
+        ours = now.allocated if now is not None else seen.capacity - seen.free if seen is not None else 0
+        return _Held(parameters, self.state, max(0, ours - parameters - gradients - state))
+
+    def _model(self, held: int, step: int) -> PeakModel:
+        """Pieces that find gradients there, and a call's only piece, which makes them. What is isolated makes them once more beside the ones kept."""
+        settings, lines = self.context.settings, self.lines.lines
+        wide = settings.gradients.accumulate_dtype
+        kept = self.lines.gradients
+        if settings.recovery.replay != "isolate" and wide is None:
+            return PeakModel([line._replace(fixed=kept) for line in lines], lines, held=held, step=step, reach=self.lines.reach)
+        if wide is not None:
+            kept = sum(leaf.numel() * max(wide.itemsize, leaf.itemsize) for leaf in self.context.model.leaves)
+        lines = [line._replace(fixed=kept + line.fixed) for line in lines]
+        return PeakModel(lines, lines, held=held, step=step, reach=self.lines.reach)
+
+    def _clamp(self, size: int) -> int:
+        """The size as the policy allows it; 0 where it allows none so small."""
+        limits = self.context.settings.policy.limits
+        whole = size == self.view.length and (limits.maximum is None or size <= limits.maximum)
+        return size if whole else limits.clamp(size) if size >= limits.floor else 0
+
+    def _is_first(self, size: int) -> bool:
+        """Whether pieces of that size are a whole call each, which begins without gradients."""
+        return size >= self.view.length and all(leaf.grad is None for leaf in self.context.model.leaves)
+
+    def _largest(self, model: PeakModel, usable: int) -> int:
+        samples, elements = self.view.length, self.view.elements
+        if self._clamp(samples) == samples and model.fits(samples * elements, usable, first=self._is_first(samples)):
+            return samples
+        return self._clamp(model.largest(usable, samples * elements) // elements)
+
+    def _row(self, model: PeakModel, size: int, held: _Held, usable: int | None) -> PlannedSize:
+        x, first = size * self.view.elements, self._is_first(size)
+        line, peak = model.line(x, first=first), model.predict(x, first=first)
+        pieces = self.context.settings.policy.limits.pieces(self.view.length, size)
+        fits = None if usable is None else model.fits(x, usable, first=first)
+        at_peak = (held.parameters, round(line.fixed), held.state, held.other, round(line.at(x) - line.fixed))
+        return PlannedSize(size, pieces, *at_peak, peak=None if peak is None else round(peak), fits=fits)

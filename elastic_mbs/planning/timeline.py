@@ -1,0 +1,93 @@
+"""Live bytes after each operation on fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_DEVICE = torch.ops.prim.device.default
+MOST_OPERATIONS = 100_000  # of one trace: 5 s or so
+
+
+class TooLong(Exception):
+    """A trace has more operations than anyone would wait for."""
+
+
+class Point(NamedTuple):
+    """What is there after one operation, in bytes."""
+
+    live: int  # all that the trace has made
+    gradients: int  # of leaves that have their gradient by now
+
+
+class _Storage(weakref.ref[torch.UntypedStorage]):
+    __slots__ = ("nbytes",)
+    nbytes: int
+
+
+class Timeline(TorchDispatchMode):
+    """Counts the storages that operations make on one device, and notes the sum after each. What was there before is not counted."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.points: list[Point] = []
+        self.operations: list[Any] = []
+        self._device = device
+        self._live = 0
+        self.gradients = 0  # bytes of the gradients made so far
+        self._leaves: set[int] = set()  # that have one
+        self._storages: dict[int, _Storage] = {}
+        self._gone: deque[_Storage] = deque()  # a storage can die in any thread
+        self._on_death = cast(Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append)
+
+    @property
+    def live(self) -> int:
+        """Bytes in live storages that the trace has made."""
+        while self._gone:
+            self._live -= self._gone.popleft().nbytes
+        return self._live
+
+    def committed(self, leaf: Tensor) -> None:
+        """Takes note that a leaf has its gradient; for its hook."""
+        if leaf.grad is not None and leaf.device == self._device and id(leaf) not in self._leaves:
+            self._leaves.add(id(leaf))
+            self.gradients += leaf.grad.untyped_storage().nbytes()
+
+    def note(self) -> None:
+        """Notes what is there now."""
+        self.points.append(Point(self.live, self.gradients))
+
+    def _admit(self, value: Any, *, made: bool) -> None:
+        if isinstance(value, Tensor):
+            if value.device != self._device:
+                return
+            storage = value.untyped_storage()
+            known = self._storages.get(storage._cdata)
+            if known is None or known() is not storage:
+                known = self._storages[storage._cdata] = _Storage(storage, self._on_death)
+                known.nbytes = storage.nbytes() if made else 0
+                self._live += known.nbytes
+        elif isinstance(value, list | tuple):
+            for each in value:
+                self._admit(each, made=made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is _DEVICE:  # asked for more often than all else together
+            return args[0].device
+        self._admit(args, made=False)
+        out = func(*args, **(kwargs or {}))
+        self._admit(out, made=True)
+        if isinstance(out, Tensor | tuple | list):  # a question makes nothing, and is not asked every time
+            self.operations.append(func)
+            self.note()
+        if len(self.points) > MOST_OPERATIONS:
+            raise TooLong(f"it has more than {MOST_OPERATIONS} operations")
+        return out

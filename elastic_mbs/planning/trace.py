@@ -1,0 +1,102 @@
+"""One piece's forward and backward, and the optimizer's step, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import Optimizer
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.view import BatchView, map_tensors, to_device
+from elastic_mbs.engine.context import Context
+from elastic_mbs.planning.fakes import Fakes, step_of, storage_bytes
+from elastic_mbs.planning.lines import Trace
+from elastic_mbs.planning.timeline import Timeline
+from elastic_mbs.rollback.graph import drop_unrun, walk
+
+
+class UntraceableStepError(Exception):
+    """The optimizer's step does not run on fake tensors."""
+
+
+@dataclass
+class Tracer:
+    """Traces pieces of a batch. The model is made of fakes while it does."""
+
+    context: Context
+    view: BatchView
+    counts: Counts
+    loss_fn: Callable[[Any], Any]
+    fakes: Fakes
+    timelines: list[Timeline] = field(default_factory=list)
+
+    def piece(self, size: int) -> Trace:
+        """The first so many samples, with gradients empty before; those that it makes stay."""
+        settings = self.context.settings
+        timeline = Timeline(self.context.devices[0])
+        self.timelines.append(timeline)
+        data = map_tensors(self.view.piece(0, size), self.fakes)
+        weights = self.counts.weights(0, size, reduction=settings.reduction) or dict.fromkeys(self.counts.names or (None,), 1.0)
+        hooks = [leaf.register_post_accumulate_grad_hook(timeline.committed) for leaf in self.leaves()]
+        for leaf in self.leaves():
+            leaf.grad = None
+        try:
+            with _rnn_in_operations(self.context.model.modules), self.fakes.mode, timeline, torch.inference_mode(False), torch.enable_grad():
+                data = to_device(data, self.context.piece_device)
+                value = self.loss_fn(data)
+                self._backward(weighted_sum(read_losses(value, self.counts.names)[0], weights))
+        finally:
+            drop_unrun()
+            for hook in hooks:
+                hook.remove()
+        timeline.note()  # the last leaf has its gradient only now
+        return Trace(size, timeline.operations, timeline.points)
+
+    def leaves(self) -> list[Tensor]:
+        return [self.fakes(leaf) for leaf in self.context.model.leaves]
+
+    def _backward(self, loss: Tensor) -> None:
+        """With the gradients of leaves outside the model set aside: those are real."""
+        assert loss.grad_fn is not None
+        outside = [(leaf, leaf.grad) for leaf in walk(loss.grad_fn).leaves if not isinstance(leaf, FakeTensor)]
+        try:
+            for leaf, _ in outside:
+                leaf.grad = None
+            torch.autograd.backward(loss)
+        finally:
+            for leaf, grad in outside:
+                leaf.grad = grad
+
+    def step(self, optimizer: Optimizer) -> tuple[int, int]:
+        """Bytes of the optimizer's state once it is there, and of its step's peak beyond state and gradients, which are those of the last piece."""
+        device = self.context.devices[0]
+        try:
+            run, state = step_of(optimizer, self.fakes)
+            before = storage_bytes(state(), device)
+            with self.fakes.mode, Timeline(device) as timeline, torch.no_grad():
+                run()
+        except Exception as error:
+            raise UntraceableStepError(f"{type(error).__name__}: {error}") from None
+        after = storage_bytes(state(), device)
+        return after, max((point.live for point in timeline.points), default=0) - (after - before)
+
+
+@contextmanager
+def _rnn_in_operations(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Has torch run an RNN as plain operations: of its kernels a fake one does not tell what they keep for the backward, which is most of it."""
+    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn) if any(isinstance(module, nn.RNNBase) for module in modules) else ()
+    before = [library.enabled for library in libraries]
+    try:
+        for library in libraries:
+            library.enabled = False
+        yield
+    finally:
+        for library, enabled in zip(libraries, before, strict=True):
+            library.enabled = enabled

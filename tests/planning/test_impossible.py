@@ -1,0 +1,82 @@
+"""Where a step cannot be traced the report says why, and training goes on without a plan."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs import ElasticMBS, LossError, MisuseError, UsageError
+from tests.helpers.steps import cross_entropy, elastic, mlp, pairs, there
+
+
+@torch.library.custom_op("elastic_mbs_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_autograd(lambda ctx, grad: 2 * grad)
+
+LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "item": (lambda out: out.mean() * out.max().item(), "reads the value"),
+    "branch": (lambda out: out.mean() if out.mean() > 0 else -out.mean(), "reads the value"),
+    "mask": (lambda out: out[out > 0].mean(), "depends on values"),
+    "operation": (lambda out: doubled(out).mean(), "register_fake"),
+    "numpy": (lambda out: out.mean() * float(out.detach().numpy().max()), "cannot be traced"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_that_needs_values_has_no_plan_and_trains_all_the_same(case: str) -> None:
+    model = mlp()
+    of, why = LOSSES[case]
+    mbs = elastic(model, micro_batch_size=8)
+    report = mbs.plan(lambda b: of(model(b[0])), pairs())
+    assert why in there(report.reason)
+    assert "no plan: " in str(report)
+    assert (report.sizes, report.largest, report.model) == ((), None, None)
+    assert mbs.backward(lambda b: of(model(b[0])), pairs()).partition == ((0, 8),)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
+def test_an_optimizer_whose_step_cannot_be_traced_is_named(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    model = mlp()
+    mbs = elastic(model)
+    report = mbs.plan(cross_entropy(model), pairs(), optimizer=kind(model.parameters()))
+    assert "without optimizer=" in there(report.reason)
+    assert mbs.plan(cross_entropy(model), pairs()).reason is None
+
+
+def test_a_loop_too_long_to_trace_is_traced_as_far_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(6, 2)
+    monkeypatch.setattr("elastic_mbs.planning.timeline.MOST_OPERATIONS", 400)
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        return torch.stack([model(row).square().mean() for row in batch]).mean()
+
+    report = elastic(model).plan(loss_fn, torch.randn(512, 6))
+    assert report.reason is None
+    assert there(report.model).predict(16 * 6) is not None
+    assert report.sizes[0].peak is None  # of the whole batch nothing is known
+    assert "?" in str(report)
+    monkeypatch.setattr("elastic_mbs.planning.timeline.MOST_OPERATIONS", 10)
+    assert "10 operations" in there(elastic(model).plan(loss_fn, torch.randn(512, 6)).reason)
+
+
+def test_a_model_on_several_devices_has_no_plan() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    assert "2 devices" in there(elastic(model).plan(lambda b: model[0](b).mean(), torch.randn(4, 2)).reason)
+
+
+def test_mistakes_are_raised_as_in_training() -> None:
+    model = mlp()
+    mbs = elastic(model)
+    with pytest.raises(LossError):
+        mbs.plan(lambda b: None, pairs())
+    with pytest.raises(UsageError, match="1 XB"):
+        mbs.plan(cross_entropy(model), pairs(), budget="1 XB")
+    with pytest.raises(MisuseError, match="plan"):
+        mbs.backward(lambda b: mbs.plan(cross_entropy(model), b), pairs())
+    with pytest.raises(UsageError, match="plan"):
+        mbs.plan(pairs(), pairs())  # type: ignore[arg-type]
+    assert isinstance(mbs, ElasticMBS)
