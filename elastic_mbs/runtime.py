@@ -10,27 +10,27 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from elastic_mbs.batch.reader import BatchReader, Count
 from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.controller.policy import Policy
 from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context
-from elastic_mbs.engine.micro_batch import DisabledPass, MicroBatch, loop
+from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.misuse import check_capture, check_function, running_call
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import names_of
 from elastic_mbs.engine.result import Stats, StepResult
-from elastic_mbs.engine.verify import VerifyReport, verify
-from elastic_mbs.errors import IncompleteBatchError, NestedCallError, UsageError
+from elastic_mbs.engine.verify import VerifyReport
+from elastic_mbs.errors import IncompleteBatchError, UsageError
 from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import Reading, oom
-from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
-from elastic_mbs.planning.plan import plan
 from elastic_mbs.planning.report import PlanReport
+from elastic_mbs.rehearsal import Arguments, LossFn, Rehearsal
 from elastic_mbs.sinks.run_log import RunLog
 
 
@@ -94,7 +94,6 @@ class ElasticMBS:
         self.enabled = enabled
         self.last_result: StepResult | None = None
         self._call: Call | None = None
-        self._totals: Any = None  # where there is no call: in verify, and when not enabled
         self._stats = Stats()
         self._steps = StepWatch()
         run_log = () if log is None else (RunLog(log, partial(describe, self.settings, trained.devices)),)
@@ -104,6 +103,7 @@ class ElasticMBS:
         events = EventLog((*run_log, *sinks))  # the run log first: a user's sink can raise
         self._context = Context(self.settings, trained, events, enabled=enabled)
         self._batches = BatchReader(dims, count, counted=reduction == "sum", warn_once=self._context.warn_once)
+        self._rehearsal = Rehearsal(self._context, self._batches)
         self._guarded_step = GuardedStep(self._context)
 
     # ------------------------------------------------------------------ lifetime
@@ -150,7 +150,7 @@ class ElasticMBS:
 
     # ------------------------------------------------------------------ the doors
 
-    def backward(self, loss_fn: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> StepResult:
+    def backward(self, loss_fn: LossFn, batch: Any, /, *args: Any, **kwargs: Any) -> StepResult:
         """Accumulates the gradient of the whole batch's loss; stands for `loss_fn(batch, *args, **kwargs).backward()`.
 
         Args:
@@ -175,7 +175,7 @@ class ElasticMBS:
                     micro.backward(loss_fn(micro.data, *args, **kwargs))
             assert self.last_result is not None
             return self.last_result
-        with self._start(batch, *names_of(loss_fn), arguments=(args, kwargs)) as call:
+        with self._start(batch, *names_of(loss_fn), (args, kwargs)) as call:
             call.run(loss_fn, args, kwargs)
         return self._finish(call)
 
@@ -229,11 +229,11 @@ class ElasticMBS:
         if not self.enabled:
             with torch.no_grad():
                 return fn(self._context.load(batch), *args, **kwargs)
-        with self._start(batch, *names_of(fn), training=False, outputs=to, arguments=(args, kwargs)) as call, torch.no_grad():
+        with self._start(batch, *names_of(fn), (args, kwargs), training=False, to=to) as call, torch.no_grad():
             call.run(fn, args, kwargs)
         return self._finish(call).outputs
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+    def optimizer_step(self, optimizer: Optimizer, closure: object = None) -> None:
         """Steps, exactly or not at all; stands for `optimizer.step()`, or for `scaler.step(optimizer)` with the scaler that was given.
 
         Takes copies of what the step will change: a step that runs out of memory half-way is taken back and tried again, at last one parameter at a
@@ -266,7 +266,7 @@ class ElasticMBS:
         else:
             optimizer.step()
 
-    def verify(self, loss_fn: Callable[..., Any], batch: Any, /, *args: Any, samples: int = 6, **kwargs: Any) -> VerifyReport:
+    def verify(self, loss_fn: LossFn, batch: Any, /, *args: Any, samples: int = 6, **kwargs: Any) -> VerifyReport:
         """Compares the loss of a few samples taken whole with the loss put together from pieces, and names what is wrong if they differ.
 
         Runs with the model in eval mode and on copies of the samples; buffers, random streams and modes are put back.
@@ -282,54 +282,30 @@ class ElasticMBS:
             UsageError: there are fewer than two samples, or batch, counts or loss make no sense.
             MicroBatchFloorError: they do not fit.
         """
-        self._beside("verify", loss_fn)
-        few, counts = self._context.retry("take the first samples", lambda: self._batches.first(batch, samples))
-        self._totals = counts.total
-        try:
-            return verify(self._context, few, counts, lambda piece: loss_fn(piece, *args, **kwargs))
-        finally:
-            self._totals = None
+        self._check_complete()
+        return self._rehearsal.verify(loss_fn, batch, (args, kwargs), samples)
 
     def plan(
-        self,
-        loss_fn: Callable[..., Any],
-        batch: Any,
-        /,
-        *args: Any,
-        optimizer: torch.optim.Optimizer | None = None,
-        budget: int | str | None = None,
-        **kwargs: Any,
+        self, loss_fn: LossFn, batch: Any, /, *args: Any, optimizer: Optimizer | None = None, budget: int | str | None = None, **kwargs: Any
     ) -> PlanReport:
-        """Predicts the peak memory of a step for any micro-batch size, without running one; the next call starts at the largest size that fits.
+        """Predicts the peak memory of a step for every size, as a table, and has the next call start at the largest micro-batch that fits.
 
-        Runs `loss_fn`, its backward and the optimizer's step on fake tensors, which have shapes and no memory: no device memory, no random number is
-        used, and model, gradients and optimizer stay as they are. Where that is impossible (control flow that depends on values, an operation that
-        says nothing of its shapes), the report's `reason` says so, and sizes are found while training.
+        Forward, backward and the optimizer's step run on fake tensors, which have shapes and no memory: nothing is changed, no random number drawn.
+        Where that is impossible (control flow that depends on values), the report's `reason` says why, and sizes are found while training.
 
         Args:
             loss_fn: as for `backward`.
-            batch: a batch as training has them; its shapes count.
+            batch: a batch as training has them.
             *args: passed on.
-            optimizer: the optimizer whose state and step count, too; state that it does not have yet is foreseen.
-            budget: bytes, or a string such as "8GiB", to plan for; None takes what this process could hold now.
+            optimizer: counts its step and its state, also what it does not have yet.
+            budget: bytes (or "8GiB") that must be enough; None: what this process could hold now.
             **kwargs: passed on.
-
-        Returns:
-            The peak by its parts for sizes from the batch down, the largest size that fits, and the reason where there is no plan. `print` it.
 
         Raises:
             UsageError: batch, counts or loss make no sense, or `loss_fn` keeps tensors.
         """
-        name, _ = self._beside("plan", loss_fn)
-        view = self._context.retry("look at the batch", lambda: self._batches.view(batch, name, training=True, args=args, kwargs=kwargs))
-        counts = self._context.retry("count the loss terms", lambda: self._batches.counts(view, training=True))
-        self._totals = counts.total
-        try:
-            limit = None if budget is None else parse_bytes(budget)
-            report = plan(self._context, view, counts, lambda piece: loss_fn(piece, *args, **kwargs), optimizer, limit)
-        finally:
-            self._totals = None
-        return report
+        self._check_complete()
+        return self._rehearsal.plan(loss_fn, batch, (args, kwargs), optimizer, budget)
 
     # ------------------------------------------------------------------ what is seen from outside
 
@@ -353,9 +329,9 @@ class ElasticMBS:
         """The counts of the batch that is running, for a `loss_fn` that normalises by itself: a number, or a dict where losses have names."""
         if self._call is not None and not self._call.finished:
             return self._call.totals
-        if self._totals is None:
+        if self._rehearsal.totals is None:
             raise UsageError("mbs.total is known only while a batch runs: read it inside loss_fn")
-        return self._totals
+        return self._rehearsal.totals
 
     @property
     def headroom(self) -> Reading:
@@ -368,12 +344,12 @@ class ElasticMBS:
         self,
         batch: Any,
         name: str,
-        identity: object,
+        key: object,
+        given: Arguments = ((), {}),
         *,
         training: bool = True,
         own_graph: bool = False,
-        outputs: OutputPlace = None,
-        arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
+        to: OutputPlace = None,
     ) -> Call:
         if self._call is not None:
             self._check_complete()
@@ -387,21 +363,14 @@ class ElasticMBS:
             context.monitor.start()
         if context.telemetry is not None:
             context.log.begin()
-        view = context.retry("look at the batch", lambda: self._batches.view(batch, name, training=training, args=arguments[0], kwargs=arguments[1]))
+        view = context.retry("look at the batch", lambda: self._batches.view(batch, name, training=training, args=given[0], kwargs=given[1]))
         counts = context.retry("count the loss terms", lambda: self._batches.counts(view, training=training))
-        place = self.settings.outputs if training else outputs
-        self._call = Call(context, view, counts, name=name, identity=identity, training=training, outputs=place, own_graph=own_graph)
+        place = self.settings.outputs if training else to
+        self._call = Call(context, view, counts, name=name, identity=key, training=training, outputs=place, own_graph=own_graph)
         return self._call
 
     def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
-        batch = self._context.load(batch)
-        self._totals, length = self._batches.totals(batch)
-        whole = DisabledPass(self.settings, batch, self._batches.count_names, self._totals, length)
-        try:
-            yield whole.micro
-        finally:
-            self._totals = None
-        self.last_result = whole.result()
+        self.last_result = yield from self._rehearsal.whole(batch)
 
     def _finish(self, call: Call) -> StepResult:
         result = call.state.result
@@ -415,14 +384,6 @@ class ElasticMBS:
         if self._context.telemetry is not None:
             self._context.telemetry.done(call.state.done_event(result), call.state.watch, result if call.state.training else None)
         return result
-
-    def _beside(self, door: str, loss_fn: Callable[..., Any]) -> tuple[str, object]:
-        """Checks that there is no call running, for what runs `loss_fn` beside the training loop; returns its name and identity."""
-        check_function(loss_fn, f"{door}(loss_fn, batch)")
-        self._check_complete()
-        if running_call() is not None:
-            raise NestedCallError(f"{door}() was called inside a step function; call it beside the training loop")
-        return names_of(loss_fn)
 
     def _check_complete(self) -> None:
         call = self._call

@@ -25,6 +25,7 @@ from random import Random
 
 from elastic_mbs.controller.fit import checked
 from elastic_mbs.controller.growth import is_due, next_size
+from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.controller.plan import CallOutcome, Capacity, Key, Move, Plan, shape_class
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.track import WHOLE, Ceiling, RunningCall, Track, Trial
@@ -45,6 +46,15 @@ class Controller:
         self._random = random  # draws the jitter
         self._tracks: dict[Key, Track] = {}
         self.wants_reading = False  # with a newer one the call that ended last could have been followed by a growth
+
+    def planned(self, key: Key, samples: int, elements: int, memory: PeakModel, size: int) -> None:
+        """Takes over what a plan for such a batch says: the peak by size, and the largest size that fits, or 0 where only trying can show one."""
+        track = self._tracks.get(key) or self._new(key, elements)
+        self._tracks[key] = track
+        track.recent.append((samples, elements))
+        track.memory = memory
+        start = size if size < samples else samples + self._limits.align - 1  # the whole batch is never cut to be aligned
+        self._resize(track, self._limits.clamp(start if self._start is None else min(start, self._start)))
 
     def begin(self, key: Key, samples: int, elements: int) -> Plan:
         """Opens a call on a batch of so many samples, of so many elements each. A call still open on this track counts as abandoned."""
@@ -174,7 +184,7 @@ class Controller:
         """Feeds the fits with a call that did not fail; after a failure peak and time are those of the failed attempt too."""
         track.calls += 1
         if outcome.peak is not None:
-            track.memory.add(length * call.elements, outcome.peak)
+            track.memory.add(length * call.elements, outcome.peak, first=outcome.fresh)
             track.calls_without_peak = 0
         elif call.learning:
             track.calls_without_peak += 1

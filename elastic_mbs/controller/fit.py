@@ -46,6 +46,7 @@ class MemoryFit:
     """Peak bytes as a convex, piecewise linear function of the micro-batch: chords between measurements, which lie above any convex function."""
 
     RECENT = 3  # measurements kept per size; the highest counts
+    STRIDE = 2  # times the present size that it may grow to at once
     REACH = 2  # times the largest size measured: as far as a peak is predicted, by the steepest chord that ends there
     SPREAD = 0.95  # of the largest size: noise would decide the slope of a chord that begins above it
 
@@ -73,8 +74,8 @@ class MemoryFit:
         slopes = [(self._knots[last].peak - knot.peak) / (last - x) for x, knot in self._knots.items() if x <= self.SPREAD * last]
         return max(slopes, default=None)
 
-    def add(self, x: int, peak: int) -> None:
-        """Takes one measurement: at most `peak` bytes were allocated while pieces of `x` elements ran."""
+    def add(self, x: int, peak: int, *, first: bool = False) -> None:
+        """Takes one measurement: at most `peak` bytes were allocated while pieces of `x` elements ran. Who made the gradients is one to this fit."""
         self._seen += 1
         older = self._knots.get(x)
         knot = self._knots[x] = _Knot([*(older.peaks if older else []), peak][-self.RECENT :], self._seen)

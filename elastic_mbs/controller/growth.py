@@ -28,15 +28,15 @@ def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity, now
 def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> int | None:
     """How far: the size to grow to, in samples, or None when the present one is the best that is known to be possible.
 
-    At most the double, below the ceilings, with a peak that is predicted to fit; or at once to what has run clean with as much memory. Fewer pieces
-    than now, and a gain of time not known to be too small.
+    At most the double (any, where the peak is planned), below the ceilings, with a peak that is predicted to fit; or at once to what has run clean
+    with as much memory. Fewer pieces than now, and a gain of time not known to be too small.
     """
     samples, elements = track.expected()  # a size must fit for all recent calls
     count = limits.pieces(samples, track.size)
     if count == 1:
         return None
     present = limits.longest(samples, track.size)
-    room, proven = limits.clamp(2 * present), limits.clamp(track.proven_with(capacity, policy.changed) // elements)
+    room, proven = limits.clamp(track.memory.STRIDE * present), limits.clamp(track.proven_with(capacity, policy.changed) // elements)
     ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)  # the one that binds most
     if ceiling is not None:
         room, proven = (min(size, ceiling.limit // elements) for size in (room, proven))
@@ -57,10 +57,10 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) 
 def _room_in_memory(track: Track, limits: Limits, samples: int, elements: int, available: float, room: int) -> int:
     """The largest size up to `room` whose peak is predicted to fit in `available` bytes; 0 if none."""
     memory, measured = track.memory, track.memory.largest_observed
+    if memory.slope is not None or 0 < room * elements <= measured:
+        return memory.largest(available, room * elements) // elements
     if not measured:
         return 0 if track.ceilings else room
-    if memory.slope is not None or room * elements <= measured:
-        return memory.largest(available, room * elements) // elements
     # One size measured: a peak proportional to the size is an upper bound while the curve is a line. Where that allows no growth, but the measured
     # peak fits, the smallest step that gives a slope is tried: at worst it costs one failure.
     peak = memory.predict(measured) or 0.0

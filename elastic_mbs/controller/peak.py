@@ -51,6 +51,8 @@ class PeakModel:
         reach: the largest x for which the lines are right; None where there is no limit.
     """
 
+    STRIDE = 2**20  # times the present size that it may grow to at once: any
+
     def __init__(self, later: Iterable[Line], first: Iterable[Line], *, held: int, step: int = 0, reach: int | None = None) -> None:
         self._later, self._first = envelope(later), envelope(first)
         if not (self._later and self._first):
@@ -64,6 +66,11 @@ class PeakModel:
     def largest_observed(self) -> int:
         """The largest size measured, in elements; 0 while none is."""
         return max(self._seen, default=0)
+
+    @property
+    def slope(self) -> float:
+        """Bytes per element beyond all sizes."""
+        return self.kappa * self._later[-1].slope
 
     def hold(self, held: int) -> None:
         """Takes the bytes in use when a call begins, without gradients. Where they are less than planned, the optimizer's state is still to come."""

@@ -48,6 +48,7 @@ class CallOutcome(NamedTuple):
     ooms: int = 0  # failures during the call
     least_fragmentation: float | None = None  # a lower bound of `fragmentation`; None where that is exact
     lost: float = 0.0  # seconds that the failures have cost
+    fresh: bool = False  # its only piece has made the gradients
 
 
 class Move(NamedTuple):

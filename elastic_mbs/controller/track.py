@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_mbs.controller.fit import MemoryFit, TimeFit, checked
+from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.controller.plan import Capacity
 
 RECENT_CALLS = 16  # calls whose batches decide how large a batch and how long a sample must be expected
@@ -75,7 +76,7 @@ class Track:
     call: RunningCall | None = None
     ceilings: list[Ceiling] = field(default_factory=list)  # fewest elements first
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))  # samples and elements per sample
-    memory: MemoryFit = field(default_factory=MemoryFit)
+    memory: MemoryFit | PeakModel = field(default_factory=MemoryFit)  # fitted, or planned
     time: TimeFit = field(default_factory=TimeFit)
 
     def resize(self, size: int, now: float, patience: int) -> None:
@@ -156,5 +157,7 @@ class Track:
             track.add_ceiling(Ceiling(checked(elements, int, checked(limit, int) + 1), limit, seen, now, now + checked(left, float), confirmed=True))
         track.recent.extend((checked(samples, int, 1), checked(elements, int, 1)) for samples, elements in row["recent"])
         track.expected()  # of at least one batch
-        track.memory, track.time = MemoryFit.restored(row["memory"]), TimeFit.restored(row["time"])
+        planned = isinstance(row["memory"], dict)
+        track.memory = PeakModel.restored(row["memory"]) if planned else MemoryFit.restored(row["memory"])
+        track.time = TimeFit.restored(row["time"])
         return track

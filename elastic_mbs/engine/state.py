@@ -253,6 +253,7 @@ class CallState:
             ooms=self.failures,
             least_fragmentation=usage.least_fragmentation if usage else None,
             lost=self.watch.lost,
+            fresh=len(self.committed) == 1 and not self.had_gradient,
         )
 
     def inform_controller(self) -> None:

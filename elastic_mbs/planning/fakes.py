@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -33,8 +34,7 @@ class Fakes:
             raise TypeError(f"a {type(real).__name__} is no plain tensor")
         if id(real) not in self._made:
             if real.numel() == 1 and real.device.type == "cpu" and not real.requires_grad:
-                copy = real.detach().clone()
-                fake: Tensor = self.mode.fake_tensor_converter.from_real_tensor(self.mode, copy, make_constant=True)
+                fake: Tensor = self.mode.fake_tensor_converter.from_real_tensor(self.mode, real.detach().clone(), make_constant=True)
             else:
                 fake = self.mode.from_tensor(real)
                 fake.grad = None
@@ -52,12 +52,7 @@ class Fakes:
         What the modules bind, keep or switch meanwhile is put back as well.
         """
         attributes: list[tuple[Any, Any]] = [(module.__dict__, dict(module.__dict__)) for module in modules]
-        boxes = [
-            (box, list(box) if isinstance(box, list) else dict(box))
-            for _, values in attributes
-            for box in values.values()
-            if isinstance(box, list | dict)
-        ]
+        boxes = [(box, copy(box)) for _, values in attributes for box in values.values() if isinstance(box, list | dict)]
 
         def put_back() -> None:
             for box, content in (*boxes, *attributes):
@@ -107,9 +102,5 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def storage_bytes(tensors: Sequence[Tensor | None], device: torch.device) -> int:
     """Bytes of the storages behind these tensors on the device, each counted once."""
-    found = {}
-    for tensor in tensors:
-        if tensor is not None and tensor.device == device:
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None and tensor.device == device]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

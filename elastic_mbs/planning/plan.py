@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
@@ -70,14 +70,6 @@ def _why(error: Exception) -> str:
     return f"{known} ({type(error).__name__}: {text[:200]})"
 
 
-class _Held(NamedTuple):
-    """Bytes."""
-
-    parameters: int
-    state: int
-    other: int
-
-
 @dataclass
 class _Traced:
     """What was found, and what the process holds besides."""
@@ -90,28 +82,27 @@ class _Traced:
     step: int  # bytes at the peak of its step beyond that and the gradients
 
     def report(self, capacity: int | None) -> PlanReport:
-        context, samples = self.context, self.view.length
-        reading = context.monitor.read_now()
-        seen = reading if isinstance(reading, Headroom) else None
+        context, samples, reading = self.context, self.view.length, self.context.monitor.read_now()
+        seen = reading if isinstance(reading, Headroom) and reading.doubt is None else None
         capacity = seen.capacity if capacity is None and seen is not None else capacity
         usable = None if capacity is None else int(capacity * (1 - context.settings.policy.margin))
-        fixed = self._held(seen)
-        step = fixed.parameters + fixed.other + self.state + self.lines.gradients + self.step if self.optimizer is not None else 0
-        model = self._model(sum(fixed), max(0, step - sum(fixed)))
+        parameters, other = self._held(seen)
+        step = 0 if self.optimizer is None else self.lines.gradients + self.step
+        model = self._model(parameters + other + self.state, step)
         largest = None if usable is None else self._largest(model, usable)
-        sizes = {size for k in range(samples.bit_length()) if (size := self._clamp(-(-samples >> k)))} | ({largest} if largest else set())
-        rows = tuple(self._row(model, size, fixed, usable) for size in sorted(sizes, reverse=True))
-        return PlanReport(samples, rows, largest, capacity, usable, step, None, model)
+        sizes = {self._clamp(-(-samples >> k)) for k in range(samples.bit_length())} | {largest or 0}
+        rows = tuple(self._row(model, size, parameters, other, usable) for size in sorted(sizes - {0}, reverse=True))
+        return PlanReport(samples, rows, largest, capacity, usable, step and parameters + other + self.state + step, None, model)
 
-    def _held(self, seen: Headroom | None) -> _Held:
-        """Bytes that stay for the length of a call, gradients left out."""
+    def _held(self, seen: Headroom | None) -> tuple[int, int]:
+        """Bytes of parameters and buffers, and of all else that the process holds but gradients and optimizer state."""
         context, now = self.context, self.context.meter.usage()
         device = context.devices[0]
         owned = [tensor for root in context.model.roots for tensor in (*root.parameters(), *root.buffers())]
         parameters, gradients = storage_bytes(owned, device), storage_bytes([leaf.grad for leaf in context.model.leaves], device)
         state = 0 if self.optimizer is None else storage_bytes(tensors_of(list(self.optimizer.state.values())), device)
         ours = now.allocated if now is not None else seen.capacity - seen.free if seen is not None else 0
-        return _Held(parameters, self.state, max(0, ours - parameters - gradients - state))
+        return parameters, max(0, ours - parameters - gradients - state)
 
     def _model(self, held: int, step: int) -> PeakModel:
         """Pieces that find gradients there, and a call's only piece, which makes them. What is isolated makes them once more beside the ones kept."""
@@ -141,10 +132,10 @@ class _Traced:
             return samples
         return self._clamp(model.largest(usable, samples * elements) // elements)
 
-    def _row(self, model: PeakModel, size: int, held: _Held, usable: int | None) -> PlannedSize:
+    def _row(self, model: PeakModel, size: int, parameters: int, other: int, usable: int | None) -> PlannedSize:
         x, first = size * self.view.elements, self._is_first(size)
         line, peak = model.line(x, first=first), model.predict(x, first=first)
         pieces = self.context.settings.policy.limits.pieces(self.view.length, size)
         fits = None if usable is None else model.fits(x, usable, first=first)
-        at_peak = (held.parameters, round(line.fixed), held.state, held.other, round(line.at(x) - line.fixed))
+        at_peak = (parameters, round(line.fixed), self.state, other, round(line.at(x) - line.fixed))
         return PlannedSize(size, pieces, *at_peak, peak=None if peak is None else round(peak), fits=fits)

@@ -67,17 +67,14 @@ class PlanReport:
         rows = [[each.name for each in fields(PlannedSize)]]
         for planned in self.sizes:
             values = [getattr(planned, name) for name in rows[0]]
-            fits = {True: "yes", False: "no", None: "?"}[planned.fits]
-            rows.append([*map(str, values[:2]), *("?" if value is None else format_bytes(value) for value in values[2:-1]), fits])
+            sizes = ["?" if value is None else format_bytes(value) for value in values[2:-1]]
+            rows.append([*map(str, values[:2]), *sizes, {True: "yes", False: "no", None: "?"}[planned.fits]])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        step = [f"optimizer step: {format_bytes(self.step)}"] if self.step else []
-        return "\n".join([self._verdict(), *table, *step])
+        return "\n".join([self._verdict(), *table, *([f"optimizer step: {format_bytes(self.step)}"] if self.step else [])])
 
     def _verdict(self) -> str:
         if self.capacity is None or self.usable is None:
             return f"batch of {self.samples}; how much memory there is is not known: give budget="
-        room = f"{format_bytes(self.usable)} of {format_bytes(self.capacity)} may be used"
-        if self.largest == 0:
-            return f"batch of {self.samples}; {room}: not even the smallest size fits"
-        return f"batch of {self.samples}; {room}: pieces of {self.largest} fit"
+        fit = f"pieces of {self.largest} fit" if self.largest else "not even the smallest size fits"
+        return f"batch of {self.samples}; {format_bytes(self.usable)} of {format_bytes(self.capacity)} may be used: {fit}"

@@ -27,7 +27,6 @@ class Point(NamedTuple):
 
 
 class _Storage(weakref.ref[torch.UntypedStorage]):
-    __slots__ = ("nbytes",)
     nbytes: int
 
 

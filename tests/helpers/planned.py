@@ -18,7 +18,8 @@ Subject = tuple[nn.Module, Callable[[Any], Tensor], tuple[Tensor, Tensor]]
 def mlp(samples: int) -> Subject:
     hidden = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.Tanh())]
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), *hidden, nn.Linear(128, 10))
-    return model, lambda b: F.cross_entropy(model(b[0]), b[1]), (torch.randn(samples, 64), torch.randint(0, 10, (samples,)))
+    rows = torch.randn(samples, 32, 64), torch.randint(0, 10, (samples, 32))
+    return model, lambda b: F.cross_entropy(model(b[0]).flatten(0, 1), b[1].flatten()), rows
 
 
 def cnn(samples: int) -> Subject:

@@ -10,13 +10,13 @@ import torch
 from tests.helpers.room import ROOT
 
 # Lower a number as soon as the code allows it; raise one only for what is new. Where all is done: lines 9,200 / 2,500 / 7,000 / 20,000, else 0.
-LINES = {"core": 10_080, "cli": 2_457, "stress": 6_986, "simcuda": 2_287, "tests": 20_500}
+LINES = {"core": 10_080, "cli": 2_457, "planning": 600, "stress": 6_986, "simcuda": 2_287, "tests": 20_500}
 CROWDED_FOLDERS = 0  # more than 13 modules
 LONG_FILES = 0  # more than 400 lines
 LONG_FUNCTIONS = 0  # more than 40 lines without the docstring
 FOREIGN_PRIVATES = 0  # a `_private` attribute of ours that another module reads or writes
 
-NOT_CORE = ("cli", "integrations", "distributed", "recipes")
+NOT_CORE = ("cli", "planning", "integrations", "distributed", "recipes")
 SOURCES = {".py", ".c", ".cpp", ".h", ".js", ".css", ".html"}
 
 
@@ -62,10 +62,10 @@ def foreign_privates() -> Iterator[str]:
 
 @pytest.mark.parametrize("part", LINES)
 def test_no_part_has_more_lines_than_its_budget(part: str) -> None:
-    paths = files_of({"core": "elastic_mbs", "cli": "elastic_mbs", "simcuda": "stress"}.get(part, part))
-    if part in {"core", "cli"}:
+    paths = files_of({"core": "elastic_mbs", "cli": "elastic_mbs", "planning": "elastic_mbs", "simcuda": "stress"}.get(part, part))
+    if part in {"core", "cli", "planning"}:
         room = [path.relative_to(ROOT / "elastic_mbs").parts[0] for path in paths]
-        paths = [path for path, name in zip(paths, room, strict=True) if (name == "cli" if part == "cli" else name not in NOT_CORE)]
+        paths = [path for path, name in zip(paths, room, strict=True) if (name not in NOT_CORE if part == "core" else name == part)]
     if part in {"stress", "simcuda"}:  # of the tool itself its Python, as the design counts it
         paths = [path for path in paths if ("simcuda" in path.parts) == (part == "simcuda") and (part == "simcuda" or path.suffix == ".py")]
     assert sum(map(lines_of, paths)) <= LINES[part]

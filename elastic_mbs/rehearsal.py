@@ -1,0 +1,80 @@
+"""What runs without a call of the engine: `verify` and `plan` beside the training loop, and the plain pass of a runtime that is not enabled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.reader import BatchReader
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.controller.plan import Key, shape_class
+from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.micro_batch import DisabledPass, MicroBatch
+from elastic_mbs.engine.misuse import check_function, running_call
+from elastic_mbs.engine.profile import names_of
+from elastic_mbs.engine.result import StepResult
+from elastic_mbs.engine.verify import VerifyReport, verify
+from elastic_mbs.errors import NestedCallError
+from elastic_mbs.memory.sensor import parse_bytes
+from elastic_mbs.planning.plan import plan
+from elastic_mbs.planning.report import PlanReport
+
+LossFn = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # that are passed on to it
+
+
+class Rehearsal:
+    """Runs of one runtime without a call."""
+
+    def __init__(self, context: Context, batches: BatchReader) -> None:
+        self.totals: Any = None  # counts of the batch that runs
+        self._context, self._batches = context, batches
+
+    def verify(self, loss_fn: LossFn, batch: Any, given: Arguments, samples: int) -> VerifyReport:
+        """See `ElasticMBS.verify`."""
+        with self._of("verify", loss_fn, lambda: self._batches.first(batch, samples)) as (few, counts):
+            return verify(self._context, few, counts, lambda piece: loss_fn(piece, *given[0], **given[1]))
+
+    def plan(self, loss_fn: LossFn, batch: Any, given: Arguments, optimizer: Optimizer | None, budget: int | str | None) -> PlanReport:
+        """See `ElasticMBS.plan`."""
+        capacity, name = None if budget is None else parse_bytes(budget), names_of(loss_fn)[0]
+
+        def read() -> tuple[BatchView, Counts]:
+            view = self._batches.view(batch, name, training=True, args=given[0], kwargs=given[1])
+            return view, self._batches.counts(view, training=True)
+
+        with self._of("plan", loss_fn, read) as (view, counts):
+            report = plan(self._context, view, counts, lambda piece: loss_fn(piece, *given[0], **given[1]), optimizer, capacity)
+        if report.model is not None and report.largest is not None:
+            key = Key(name, "train", shape_class(view.elements))
+            self._context.controller.planned(key, view.length, view.elements, report.model, report.largest)
+        return report
+
+    def whole(self, batch: Any) -> Generator[MicroBatch, None, StepResult]:
+        """The batch in one piece; returns what came of it."""
+        batch = self._context.load(batch)
+        totals, length = self._batches.totals(batch)
+        whole = DisabledPass(self._context.settings, batch, self._batches.count_names, totals, length)
+        self.totals = totals
+        try:
+            yield whole.micro
+        finally:
+            self.totals = None
+        return whole.result()
+
+    @contextmanager
+    def _of(self, door: str, loss_fn: LossFn, read: Callable[[], tuple[BatchView, Counts]]) -> Iterator[tuple[BatchView, Counts]]:
+        check_function(loss_fn, f"{door}(loss_fn, batch)")
+        if running_call() is not None:
+            raise NestedCallError(f"{door}() was called inside a step function; call it beside the training loop")
+        self._context.follow_model()
+        found = self._context.retry("look at the batch", read)
+        self.totals = found[1].total
+        try:
+            yield found
+        finally:
+            self.totals = None

@@ -1,0 +1,127 @@
+"""After a plan the first step runs at the largest size that fits, without an out-of-memory error and without a search."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_mbs import ElasticMBS, MemoryBudget
+from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Policy
+from elastic_mbs.controller.peak import Line, PeakModel
+from stress.flat_options import grouped
+from tests.helpers.planned import SUBJECTS, Subject, cnn, gpt, lstm
+from tests.helpers.steps import grads, quiet, there
+
+AT_ONCE: dict[str, Any] = {"monitor_interval": 0, "seed": 0}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.8, 1.1])
+@pytest.mark.parametrize("make", [make for make in SUBJECTS if make is not lstm])
+def test_the_first_steps_run_at_the_largest_size_that_fits_and_nothing_fails(make: Callable[[int], Subject], share: float) -> None:
+    torch.manual_seed(0)
+    model, loss_fn, batch = make(48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with MemoryBudget(2**40, track=[model, *batch]) as budget:
+        mbs = ElasticMBS(model, **grouped(AT_ONCE))
+        ends = mbs.plan(loss_fn, batch, optimizer=optimizer).sizes
+        budget.limit = int((there(ends[-1].peak) + share * (there(ends[0].peak) - there(ends[-1].peak))) / 0.95) + 1024
+        report = mbs.plan(loss_fn, batch, optimizer=optimizer)
+        largest = there(report.largest)
+        assert largest == 48 if share > 1 else 1 <= largest < 48
+        for _ in range(3):
+            result = mbs.backward(loss_fn, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (result.ooms, result.replayed_samples) == (0, 0)
+            assert len(result.partition) == -(-48 // largest)
+        assert budget.ooms == 0
+    assert there(report.model).kappa == pytest.approx(1, abs=0.02)
+    assert there(report.model).spread < 0.01
+    if largest < 48:  # one sample more would not have left the margin free
+        size = max(largest + 1, 2)
+        assert not there(report.model).fits(size * (batch[0][0].numel() + batch[1][0].numel()), there(report.usable), first=size == 48)
+
+
+def test_a_step_after_a_plan_is_the_step_of_that_partition() -> None:
+    torch.manual_seed(0)
+    (model, loss_fn, batch), (other, other_loss, _) = gpt(12), gpt(12)
+    other.load_state_dict(model.state_dict())
+    with MemoryBudget(2**40, track=[model, *batch]):
+        mbs = ElasticMBS(model, **grouped(AT_ONCE))
+        half = there(mbs.plan(loss_fn, batch).sizes[1].peak)
+        assert mbs.plan(loss_fn, batch, budget=int(half / 0.95) + 1).largest == 6
+        result = mbs.backward(loss_fn, batch)
+    assert result.partition == ((0, 6), (6, 12))
+    for start, stop in result.partition:
+        (other_loss((batch[0][start:stop], batch[1][start:stop])) / 2).backward()
+    for one, two in zip(grads(model), grads(other), strict=True):
+        assert torch.equal(there(one), there(two))
+
+
+def test_a_plan_that_knows_too_little_of_a_kernel_is_corrected_by_the_first_steps() -> None:
+    torch.manual_seed(0)
+    model, loss_fn, batch = lstm(64)
+    with MemoryBudget(2**40, track=[model, *batch]) as budget:
+        mbs = ElasticMBS(model, **grouped({**AT_ONCE, "patience": 1, "jitter": 0.0}))
+        report = mbs.plan(loss_fn, batch)
+        budget.limit = int(1.2 * there(report.sizes[1].peak))
+        failures = [mbs.backward(loss_fn, batch).ooms for _ in range(8)]
+    assert there(report.model).kappa > 1.1
+    assert failures[0] > 0
+    assert sum(failures[1:]) == 0
+
+
+def test_the_size_and_the_model_of_the_peak_survive_being_saved() -> None:
+    model, loss_fn, batch = cnn(16)
+    with MemoryBudget(2**40, track=[model, *batch]) as budget:
+        mbs = ElasticMBS(model, **grouped(AT_ONCE))
+        budget.limit = int(there(mbs.plan(loss_fn, batch).sizes[1].peak) / 0.95) + 1
+        assert mbs.plan(loss_fn, batch).largest == 8
+        other = ElasticMBS(model, **grouped(AT_ONCE))
+        other.load_state_dict(json.loads(json.dumps(mbs.state_dict())))
+        assert other.backward(loss_fn, batch).partition == ((0, 8), (8, 16))
+
+
+def test_without_a_reading_there_is_a_table_and_the_size_stays() -> None:
+    model, loss_fn, batch = cnn(16)
+    mbs = ElasticMBS(model, **quiet())
+    report = mbs.plan(loss_fn, batch)
+    assert (report.largest, report.capacity, report.sizes[0].fits) == (None, None, None)
+    assert "give budget=" in str(report)
+    assert mbs.backward(loss_fn, batch).partition == ((0, 16),)
+
+
+KEY = Key("loss", "train", 3)
+
+
+def controller(**options: Any) -> Controller:
+    return Controller(start=None, policy=Policy(patience=1, jitter=0, seed=0, **options), clock=iter(range(10**6)).__next__, random=random.Random(0))
+
+
+def planned_peak(slope: int = 10) -> PeakModel:
+    line = Line(100, 0, slope)
+    return PeakModel([line], [line], held=1000)
+
+
+def test_full_speed_is_back_in_one_move_where_the_peak_is_planned() -> None:
+    control = controller()
+    control.planned(KEY, 64, 8, planned_peak(), 4)
+    sizes = []
+    for at in range(1, 4):
+        plan = control.begin(KEY, 64, 8)
+        outcome = CallOutcome(64, 8, 64 // plan.size, 1100 + 80 * plan.size, 1.0, None, 0)
+        move = control.end(KEY, outcome, Capacity(10**6, 10.0 * at + 100))
+        sizes.append(move.after if move else None)
+    assert sizes == [64, None, None]
+
+
+@pytest.mark.parametrize(("align", "samples", "size", "pieces"), [(1, 7, 7, 1), (4, 7, 7, 1), (4, 23, 10, 3), (4, 23, 0, 6)])
+def test_a_planned_size_is_aligned_and_a_batch_that_fits_is_not_split(align: int, samples: int, size: int, pieces: int) -> None:
+    control = controller(align=align)
+    control.planned(KEY, samples, 8, planned_peak(), size)
+    assert -(-samples // control.begin(KEY, samples, 8).size) == pieces
+    other = control.begin(KEY._replace(shape=4), samples, 16)  # of another shape, before any call: no more elements at once
+    assert other.size <= max(size, align)
