@@ -14,7 +14,8 @@ from torch.optim.optimizer import Optimizer
 
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
-from elastic_mbs.batch.view import BatchView, map_tensors, to_device
+from elastic_mbs.batch.transfer import to_device
+from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.context import Context
 from elastic_mbs.planning.fakes import Fakes, step_of, storage_bytes
 from elastic_mbs.planning.lines import Trace
@@ -39,11 +40,10 @@ class Tracer:
 
     def piece(self, size: int) -> Trace:
         """The first so many samples, with gradients empty before; those that it makes stay."""
-        settings = self.context.settings
         timeline = Timeline(self.context.devices[0])
         self.timelines.append(timeline)
         data = map_tensors(self.view.piece(0, size), self.fakes)
-        weights = self.counts.weights(0, size, reduction=settings.reduction) or dict.fromkeys(self.counts.names or (None,), 1.0)
+        weights = self.counts.weights(0, size, reduction=self.context.settings.reduction) or dict.fromkeys(self.counts.names or (None,), 1.0)
         hooks = [leaf.register_post_accumulate_grad_hook(timeline.committed) for leaf in self.leaves()]
         for leaf in self.leaves():
             leaf.grad = None
