@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_mbs import __version__
-from elastic_mbs.cli import demo, doctor, report, watch
+from elastic_mbs.cli import demo, doctor, plan, report, watch
 from elastic_mbs.errors import RecoveryError, UsageError
 
 BAD_INPUT = 2
@@ -22,6 +22,7 @@ NO_READER = 141  # 128 + SIGPIPE
 _COMMANDS = {
     "demo": (demo, "train a small GPT in less memory than its batch needs, and compare"),
     "doctor": (doctor, "look at this machine: what will hurt training, and what to do"),
+    "plan": (plan, "predict the peak memory of your model's step, size by size, without running one"),
     "report": (report, "make a page of a run log: memory, micro-batch, throughput and loss over time"),
     "watch": (watch, "follow a run log in a live panel"),
 }

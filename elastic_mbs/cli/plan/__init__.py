@@ -1,0 +1,48 @@
+"""The plan: what a step of your own model needs, size by size, and which size fits, without running one.
+
+FILE.py:FUNCTION is a function without arguments that returns (model, loss_fn, batches), as for the stress tool; behind them may come a function that
+makes the optimizer from the parameters (SGD with momentum by default), and a dict of options for ElasticMBS. Exit code 1 where nothing fits, or where
+there can be no plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport
+from elastic_mbs.cli.plan.chart import draw
+from elastic_mbs.cli.plan.job import load
+
+SCHEMA = "elastic-mbs-plan"
+VERSION = 1  # of the JSON document: rises when a field goes or changes its meaning, not when one is added
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("factory", metavar="FILE.py:FUNCTION", help="the function that makes model, loss function and batches")
+    parser.add_argument("--budget", metavar="SIZE", help='memory to plan for, such as "8GiB"; without it, what this machine has now')
+    parser.add_argument("--device", help="where the model is brought first; without it, it stays where it was made")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table; sizes are in bytes")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the table into a picture, by matplotlib (the extra `plot`)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Makes the plan, prints it, and draws it where that is wanted."""
+    job = load(arguments.factory, arguments.device)
+    with MemoryBudget(arguments.budget, [job.model, job.optimizer], device=job.device) if arguments.budget else nullcontext():
+        report = ElasticMBS(job.model, **job.options).plan(job.loss_fn, job.batch, optimizer=job.optimizer)
+    if arguments.plot is not None and report.reason is None:
+        draw(report, arguments.plot)
+    print(json.dumps(document(report), indent=2) if arguments.json else report)
+    return int(report.reason is not None or report.largest == 0)
+
+
+def document(report: PlanReport) -> dict[str, Any]:
+    """What `--json` prints."""
+    found = asdict(replace(report, model=None))
+    del found["model"]
+    return {"schema": SCHEMA, "version": VERSION, **found}
