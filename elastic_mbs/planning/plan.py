@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch._subclasses import fake_tensor
 from torch.optim import Optimizer
 
@@ -45,7 +44,6 @@ def plan(
         return PlanReport(view.length, reason=_why(error))
     finally:
         context.streams.restore(streams)
-        torch.clear_autocast_cache()  # it can hold casts of fakes
     return traced.report(capacity)
 
 

@@ -54,6 +54,7 @@ class Tracer:
                 self._backward(weighted_sum(read_losses(value, self.counts.names)[0], weights))
         finally:
             drop_unrun()
+            torch.clear_autocast_cache()  # around loss_fn, it holds casts of fakes
             for hook in hooks:
                 hook.remove()
         timeline.note()  # the last leaf has its gradient only now

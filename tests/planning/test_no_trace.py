@@ -131,3 +131,11 @@ def test_tensors_that_the_loss_function_keeps_are_refused_because_training_could
         mbs.plan(loss_fn, torch.randn(8, 8))
     kept.clear()
     assert mbs.backward(loss_fn, torch.randn(8, 8)).ooms == 0
+
+
+def test_casts_that_an_autocast_around_it_keeps_are_fakes_no_longer() -> None:
+    model = nn.Linear(8, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ElasticMBS(model, **quiet()).plan(lambda b: model(b).float().mean(), torch.randn(8, 8)).reason is None
+        model(torch.randn(8, 8)).float().mean().backward()
+    assert there(model.weight.grad).abs().sum() > 0
