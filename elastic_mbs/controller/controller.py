@@ -248,7 +248,7 @@ class Controller:
             return None
         track.clean += 1
         now = self._clock()
-        if track.size >= track.expected()[0] or capacity is None or not is_due(track, self._limits, self._policy, capacity, now):
+        if capacity is None or track.size >= call.samples or not is_due(track, self._limits, self._policy, capacity, now):
             return None
         self.wants_reading = True
         if capacity.at <= track.decided_at:

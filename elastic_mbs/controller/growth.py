@@ -19,10 +19,13 @@ def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
 
 def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity, now: float) -> bool:
     """When: after `patience` clean calls at this size, and while no cooldown runs. One call and the jitter are enough for a proven size."""
+    if not policy.grow or now < track.cooldown_until:
+        return False
+    if track.clean >= track.patience:
+        return True
     samples, elements = track.expected()
     proven = track.proven_with(capacity, policy.changed) > limits.longest(samples, track.size) * elements
-    patience = track.patience - (policy.patience - 1 if proven else 0)
-    return policy.grow and track.clean >= patience and now >= track.cooldown_until
+    return proven and track.clean >= track.patience - policy.patience + 1
 
 
 def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> int | None:

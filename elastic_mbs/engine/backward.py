@@ -125,7 +125,7 @@ def _isolate(state: CallState) -> None:
 def commit(state: CallState, attempt: Attempt) -> None:
     """Adds up the gradients of a clean backward, with a look at each leaf, and learns from one with a number of commits that is new."""
     context, profile, ledger = state.context, state.profile, state.context.ledger
-    ledger.check_unchanged(attempt.seen)
+    ledger.check_kept(attempt.seen)
     changed = ledger.changed()
     _check_cleared(state, attempt, changed)
     committed = [leaf for leaf in changed if leaf.grad is not None]

@@ -174,7 +174,7 @@ class Call:
             with torch.inference_mode(False), torch.enable_grad():
                 self.backward(attempt, value)
             return
-        if not self.context.ledger.unchanged():
+        if not self.context.ledger.unchanged(kept=state.settled and bool(state.committed)):
             state.check_gradients()
         weights = attempt.piece.weights
         assert weights is not None  # or the piece would have been skipped
@@ -191,7 +191,7 @@ class Call:
             attempt.terms = tuple(terms.values())
         attempt.loss, attempt.weighted = weighted.detach(), weighted
         run_backward(state, attempt, weighted)
-        attempt.seen = self.context.ledger.observe()
+        attempt.seen = self.context.ledger.observe(kept=state.settled)
         state.phase = Phase.COMMIT
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:

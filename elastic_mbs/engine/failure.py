@@ -21,8 +21,8 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
     ledger, phase = state.context.ledger, state.phase
     if phase is Phase.FORWARD and state.training:
         state.check_gradients()
-    if attempt.seen is not None:
-        ledger.check_unchanged(attempt.seen)
+    if phase is not Phase.FORWARD:
+        ledger.check_kept(attempt.seen)
     committed, indistinct = list[torch.Tensor](), False
     if phase in (Phase.BACKWARD, Phase.COMMIT):
         drain(ledger.leaves())
