@@ -353,12 +353,12 @@ def _unwind_gradients(state: CallState, error: BaseException) -> None:
 
 def call_on_fatal(state: CallState, error: BaseException) -> None:
     """Gives the user the chance to save, with everything restored."""
-    on_fatal = state.context.settings.recovery.on_fatal
-    if isinstance(error, RecoveryError) and on_fatal is not None:
-        try:
+    try:
+        on_fatal = state.context.settings.recovery.on_fatal
+        if isinstance(error, RecoveryError) and on_fatal is not None:
             on_fatal(error)
-        except Exception as problem:  # the error that is on its way must not be lost behind it
-            error.add_note(f"elastic_mbs: on_fatal raised {type(problem).__name__}: {problem}")
+    except Exception as problem:  # the error that is on its way must not be lost behind it
+        error.add_note(f"elastic_mbs: on_fatal raised {type(problem).__name__}: {problem}")
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -1,6 +1,7 @@
 """Which gradients a backward has reached is known whatever custom functions, hooks, routes and memory they have: each gets every sample once."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import OptimizerInBackwardError, OutOfMemory
 from elastic_mbs.engine.backward import backward
+from elastic_mbs.errors import GradientsChangedError, ReplayUnsafeError
 from elastic_mbs.events import Event
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, settled, through, whole_gradient
@@ -253,6 +255,45 @@ def test_a_step_that_makes_its_own_graphs_may_be_called_where_none_are_made(door
         with mode() if closed else torch.enable_grad():
             through(door, mbs, loss_fn, step.batch)
         assert off_by(step.model, step.wanted) <= 1e-12
+
+
+def _replace(model: nn.Module) -> None:
+    for leaf in model.parameters():
+        leaf.grad = None if leaf.grad is None else 2 * leaf.grad
+
+
+def _replace_one(model: nn.Module) -> None:
+    leaf = next(model.parameters())
+    leaf.grad = None if leaf.grad is None else 2 * leaf.grad
+
+
+def _edit_one(model: nn.Module) -> None:
+    leaf = next(model.parameters())
+    leaf.grad = None if leaf.grad is None else leaf.grad.mul_(2)
+
+
+@pytest.mark.parametrize("meddle", [_replace, _replace_one, _edit_one, nn.Module.zero_grad])
+def test_gradients_that_other_code_changes_in_the_middle_of_a_known_batch_are_refused(door: int, meddle: Callable[[nn.Module], None]) -> None:
+    """Wherever memory runs out besides: what comes out is the exact gradient, or an error that says what was done."""
+    step, calls = plain(), list[int]()
+
+    def loss_fn(piece: Pair) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            meddle(step.model)
+        return step.loss_fn(piece)
+
+    for injected in every_operation():
+        calls.clear()
+        step.model.zero_grad()
+        mbs = settled(door, step.model, step.loss_fn, step.batch, micro_batch_size=2)
+        with injected, suppress(GradientsChangedError, ReplayUnsafeError):
+            through(door, mbs, loss_fn, step.batch)
+            assert off_by(step.model, step.wanted) <= 1e-12
+    step.model.zero_grad()
+    calls.clear()
+    with pytest.raises(GradientsChangedError):
+        through(door, mbs, loss_fn, step.batch)
 
 
 def test_gradients_cleared_after_the_call_began_are_this_calls_own() -> None:
