@@ -108,6 +108,7 @@ class CallDone(Event):
     held_by_others: int | None  # bytes, by the same reading
     total: int | None  # bytes of the device, by the same reading
     ended: float  # when it ended, in seconds of `time.monotonic`
+    graphs: int = 0  # that torch.compile made while it ran
 
     @property
     def rate(self) -> float | None:

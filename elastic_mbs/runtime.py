@@ -20,7 +20,7 @@ from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.misuse import check_capture, check_function, running_call
 from elastic_mbs.engine.model import TrainedModel
-from elastic_mbs.engine.profile import names_of
+from elastic_mbs.engine.profile import graphs_made, names_of
 from elastic_mbs.engine.result import Stats, StepResult
 from elastic_mbs.engine.verify import VerifyReport
 from elastic_mbs.errors import IncompleteBatchError, UsageError
@@ -378,6 +378,7 @@ class ElasticMBS:
         if self._call is call:
             self._call = None  # it holds the batch
         self._stats.add(result, call.state.view.length, training=call.state.training)
+        self._stats.graphs += graphs_made() - call.state.graphs
         if call.state.training:
             self.last_result = result
             result.check_size(call.state.key.name, self.settings.outputs, self._context.warn_once)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,12 @@ class LossProfile:
     def settled(self) -> bool:
         """Whether nothing is left to find out before a backward, and no gradient has to be set aside for it."""
         return bool(self.census_taken and self.commits and not (self.extra_leaves or self.hidden or self.custom))
+
+
+def graphs_made() -> int:
+    """How many graphs torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported here: it is large, and without it nothing is compiled
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def names_of(fn: Callable[..., Any]) -> tuple[str, object]:

@@ -102,6 +102,7 @@ class Stats:
         ooms: out-of-memory errors survived, those of `eval` too.
         replayed_samples: samples that were run again, those of `eval` too.
         sizes: how many calls ended at each micro-batch size.
+        graphs: graphs that `torch.compile` made while a call ran: a piece of a new length can need one.
     """
 
     calls: int = 0
@@ -110,6 +111,7 @@ class Stats:
     ooms: int = 0
     replayed_samples: int = 0
     sizes: dict[int, int] = field(default_factory=dict)
+    graphs: int = 0
 
     def add(self, result: StepResult, samples: int, *, training: bool) -> None:
         """Counts one finished call."""

@@ -29,7 +29,7 @@ from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.plan import CallOutcome, Key, Plan
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.model import Modes
-from elastic_mbs.engine.profile import LossProfile
+from elastic_mbs.engine.profile import LossProfile, graphs_made
 from elastic_mbs.engine.result import StepResult, StoredOutput
 from elastic_mbs.engine.timing import Stopwatch, known, memory_figures
 from elastic_mbs.errors import BatchError
@@ -133,6 +133,7 @@ class CallState:
 
     loader: Loader = field(init=False)
     watch: Stopwatch = field(init=False)
+    graphs: int = field(default_factory=graphs_made)  # before the call
     resets: int = 0  # of the memory statistics, before the call
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None  # the one that runs
@@ -290,6 +291,7 @@ class CallState:
             seconds_lost=0.0,
             loss=None,
             ended=0.0,
+            graphs=graphs_made() - self.graphs,
             **memory_figures(self.context.meter, self.context.monitor),
         )
 
