@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from elastic_mbs.batch.reader import BatchReader, Count
 from elastic_mbs.batch.splitters import Dims
+from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.policy import Policy
 from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context
@@ -318,6 +319,11 @@ class ElasticMBS:
         if not (isinstance(state, Mapping) and state.get("version") == 1 and isinstance(state.get("controller"), dict)):
             raise UsageError(f"this is no state of ElasticMBS version 1: {str(state)[:80]!r}; start without it, sizes are learned again")
         self._context.controller.load_state_dict(state["controller"])
+
+    @property
+    def model(self) -> dict[str, SizeModel]:
+        """Peak memory and time as functions of the micro-batch, as they are known now, for each kind of call: by function, mode and shape class."""
+        return self._context.controller.models()
 
     @property
     def stats(self) -> Stats:

@@ -25,6 +25,7 @@ from random import Random
 
 from elastic_mbs.controller.fit import checked
 from elastic_mbs.controller.growth import is_due, next_size
+from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.controller.plan import CallOutcome, Capacity, Key, Move, Plan, shape_class
 from elastic_mbs.controller.policy import Limits, Policy
@@ -121,6 +122,10 @@ class Controller:
             call, track.call = track.call, None
             if call.ooms:
                 self._end_failed(track, call, self._clock() - call.began)
+
+    def models(self) -> dict[str, SizeModel]:
+        """What is known of each kind of call, by its key."""
+        return {str(key): SizeModel.of(track) for key, track in self._tracks.items()}
 
     def state_dict(self) -> dict[str, object]:
         """What was learned (sizes, ceilings, fits, what is left of cooldowns), as JSON."""
