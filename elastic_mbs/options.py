@@ -21,6 +21,8 @@ from elastic_mbs.version import __version__
 
 Reduction = Literal["mean", "sum"]
 
+Pieces = Literal["in_order", "by_length"]
+
 OutputPlace = Literal["cpu", "device"] | None
 
 
@@ -112,6 +114,7 @@ class Settings:
     gradients: GradientOptions = field(default_factory=GradientOptions)
     recovery: RecoveryOptions = field(default_factory=RecoveryOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    pieces: Pieces = "in_order"
     limits: Limits = field(init=False, repr=False)  # of the policy; read in every call
 
     def __post_init__(self) -> None:
@@ -127,6 +130,7 @@ class Settings:
             raise UsageError(f"micro_batch_size={size} lies outside [min_micro_batch_size={low}, max_micro_batch_size={high}]")
         _check_choice(self, "reduction", "mean", "sum")
         _check_choice(self, "outputs", "cpu", "device", None)
+        _check_choice(self, "pieces", "in_order", "by_length")
         if self.scaler is not None and self.gradients.backward is not None:
             raise UsageError("scaler= and backward= were both given; a trainer's own backward scales the loss by itself, so leave scaler out")
         if self.scaler is not None and not (hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")):

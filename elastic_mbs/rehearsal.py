@@ -51,7 +51,7 @@ class Rehearsal:
             report = plan(self._context, view, counts, lambda piece: loss_fn(piece, *given[0], **given[1]), optimizer, capacity)
         if report.model is not None and report.largest is not None:
             key = Key(name, "train", shape_class(view.elements))
-            self._context.controller.planned(key, view.length, view.elements, report.model, report.largest)
+            self._context.controller.planned(key, view.worth, view.elements, report.model, report.largest)
         return report
 
     def whole(self, batch: Any) -> Generator[MicroBatch, None, StepResult]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic_mbs.batch.lengths import ByLength, Length, Trim
 from elastic_mbs.batch.reader import BatchReader, Count
 from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.controller.model import SizeModel
@@ -29,7 +30,7 @@ from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import Reading, oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
-from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, RecoveryOptions, Reduction, Settings, describe
+from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, Pieces, RecoveryOptions, Reduction, Settings, describe
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal import Arguments, LossFn, Rehearsal
 from elastic_mbs.sinks.run_log import RunLog
@@ -52,6 +53,9 @@ class ElasticMBS:
             a dict of losses; None counts samples.
         reduction: what `loss_fn` returns: the "mean" over the piece's counts, or the "sum".
         dims: how to cut what shapes do not say (see `BatchView`).
+        pieces: "in_order", or "by_length": samples are sorted, the longest first; pieces of short ones hold more of them, without their padding.
+        length: what "by_length" sorts by: the name of an attention mask in the batch (1 and then 0), or a function batch → lengths, of length N.
+        trim: the dimension of the padding of tensors by name, None for those that have none, where "by_length" cannot know.
         scaler: a `torch.amp.GradScaler`; the loss is scaled before backward. `unscale_`, clipping and `scaler.step` stay with the caller.
         outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None to drop them. They are detached, in objects of
             other types too; those that cannot be deep-copied keep their graph.
@@ -77,6 +81,9 @@ class ElasticMBS:
         count: Count = None,
         reduction: Reduction = "mean",
         dims: Dims | None = None,
+        pieces: Pieces = "in_order",
+        length: Length = None,
+        trim: Trim | None = None,
         scaler: torch.amp.GradScaler | None = None,
         outputs: OutputPlace = "cpu",
         log: str | os.PathLike[str] | None = None,
@@ -90,20 +97,20 @@ class ElasticMBS:
     ) -> None:
         trained = TrainedModel(model)
         groups = (policy or Policy(), gradients or GradientOptions(), recovery or RecoveryOptions(), memory or MemoryOptions())
-        settings = Settings(name or "elastic_mbs", micro_batch_size, reduction, scaler, outputs, *groups)
+        settings = Settings(name or "elastic_mbs", micro_batch_size, reduction, scaler, outputs, *groups, pieces)
         self.settings = settings.for_model(normalises_batch=trained.normalises_batch())
         self.enabled = enabled
         self.last_result: StepResult | None = None
         self._call: Call | None = None
-        self._stats = Stats()
-        self._steps = StepWatch()
+        self._stats, self._steps = Stats(), StepWatch()
         run_log = () if log is None else (RunLog(log, partial(describe, self.settings, trained.devices)),)
         sinks = tuple(on_event) if isinstance(on_event, Iterable) and not callable(on_event) else (on_event,)
         if not all(map(callable, sinks)):
             raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
         events = EventLog((*run_log, *sinks))  # the run log first: a user's sink can raise
         self._context = Context(self.settings, trained, events, enabled=enabled)
-        self._batches = BatchReader(dims, count, counted=reduction == "sum", warn_once=self._context.warn_once)
+        by_length = ByLength.of(pieces, length, trim, self._context.warn_once)
+        self._batches = BatchReader(dims, count, by_length, counted=reduction == "sum", warn_once=self._context.warn_once)
         self._rehearsal = Rehearsal(self._context, self._batches)
         self._guarded_step = GuardedStep(self._context)
 

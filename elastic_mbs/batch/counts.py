@@ -32,7 +32,7 @@ class _Column:
 
 
 class Counts:
-    """Loss terms per sample, read once before any split."""
+    """Loss terms per sample, in the order of the pieces, read once before any split."""
 
     def __init__(self, columns: Mapping[str | None, _Column], samples: int) -> None:
         self.n = samples
@@ -105,6 +105,8 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
             f"{where} is zero for all {len(values)} samples, so the loss is a mean over nothing (is every label ignored?)\n"
             "  skip such a batch before the call"
         )
+    if view.sorted is not None:
+        values = [values[i] for i in view.sorted.order]
     if floating:
         ratios = [value.as_integer_ratio() for value in values]
         scale = max([denominator for _, denominator in ratios])  # each is a power of two

@@ -13,18 +13,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from elastic_mbs.batch.containers import Kind, Path, Role, kind_of, roles_in
 from elastic_mbs.errors import BatchError
 
 
-def join(outputs: Sequence[Any], lengths: Sequence[int], per_piece: set[Path] | None = None) -> Any:
+@dataclass(frozen=True)
+class Order:
+    """How the samples of a sorted batch go back into its own order."""
+
+    ranks: list[int]  # of each sample that was run, in the batch's order: its place in the pieces
+    widths: list[int]  # of each piece: the length that its samples were trimmed to
+
+    @classmethod
+    def of(cls, order: Sequence[int], lengths: Sequence[int], pieces: Sequence[tuple[int, int]]) -> Order:
+        run = [sample for start, stop in pieces for sample in order[start:stop]]
+        return cls(sorted(range(len(run)), key=run.__getitem__), [lengths[start] for start, _ in pieces])
+
+    def padded(self, values: list[Any]) -> list[Any]:
+        """Tensors that differ in a dimension in which they are as wide as their pieces, filled up with zeros to the widest piece."""
+        for dim, sizes in enumerate(zip(*[value.shape[1:] for value in values], strict=True), 1):
+            if len(set(sizes)) > 1 and list(sizes) == self.widths:
+                behind = (0, 0) * (values[0].ndim - 1 - dim)
+                values = [functional.pad(value, (*behind, 0, max(sizes) - value.shape[dim])) for value in values]
+        return values
+
+
+def join(outputs: Sequence[Any], lengths: Sequence[int], per_piece: set[Path] | None = None, order: Order | None = None) -> Any:
     """The batch's output from its pieces' outputs, in the same containers however the batch was split.
 
     Tensors and arrays with one row per sample are concatenated, lists of per-sample items chained, equal texts, flags and None kept once; all else
-    becomes a `PerPiece`. `per_piece` remembers the places of tensors known to come once per piece; new ones are added.
+    becomes a `PerPiece`. `per_piece` remembers the places of tensors known to come once per piece; new ones are added. `order` is of sorted batches.
     """
-    return _Join(lengths, set() if per_piece is None else per_piece).of(list(outputs), ())
+    return _Join(lengths, set() if per_piece is None else per_piece, order).of(list(outputs), ())
 
 
 class PerPiece(list[Any]):
@@ -63,6 +85,7 @@ class _Join:
 
     lengths: Sequence[int]
     per_piece: set[Path]
+    order: Order | None
 
     def of(self, values: list[Any], path: Path) -> Any:
         first = values[0]
@@ -87,12 +110,14 @@ class _Join:
         if len(self.per_piece) < _MOST_PLACES:
             self.per_piece.update(place for place, value, length in sized if value.ndim > 0 and value.shape[0] != length)
         by_sample = all(value.ndim > 0 and value.shape[0] == length for _, value, length in sized)
+        if by_sample and self.order is not None and isinstance(values[0], Tensor) and len({value.ndim for value in values}) == 1:
+            values = self.order.padded(values)
         alike = len({(value.shape[1:], value.dtype, getattr(value, "device", None)) for value in values}) == 1  # not where padded per piece
         if not by_sample or not alike or not self.per_piece.isdisjoint(places):
             return PerPiece(values, self.lengths)
-        if isinstance(values[0], Tensor):
-            return values[0] if len(values) == 1 else torch.cat(values)
-        return sys.modules["numpy"].concatenate(values)
+        concatenate = torch.cat if isinstance(values[0], Tensor) else sys.modules["numpy"].concatenate
+        joined = values[0] if len(values) == 1 else concatenate(values)
+        return joined if self.order is None else joined[self.order.ranks]
 
     def _list(self, lists: list[Any], kind: Kind, path: Path) -> Any:
         """Lists as long as their pieces hold items; where tensors directly in them could be fields just as well, they are fields, as in a batch."""
@@ -100,7 +125,8 @@ class _Join:
             fields = [self.of(list(parts), (*path, i)) for i, parts in enumerate(zip(*lists, strict=True))]
             if not any(isinstance(field, PerPiece) for field in fields):
                 return kind.put(lists[0], dict(enumerate(fields)))
-        return kind.put(lists[0], dict(enumerate(chain.from_iterable(lists))))
+        items = list(chain.from_iterable(lists))
+        return kind.put(lists[0], dict(enumerate(items if self.order is None else [items[rank] for rank in self.order.ranks])))
 
     def _fields(self, values: list[Any], kind: Kind, path: Path) -> Any:
         parts = [kind.take(value) for value in values]

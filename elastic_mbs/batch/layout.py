@@ -13,6 +13,7 @@ In this order:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -56,15 +57,24 @@ class Node:
         if cut is Cut.FIELDS:
             return self.kind.put(value, {key: child.piece(start, stop) for key, child in self.children.items()})
         if cut is Cut.ITEMS:
-            items = value[start:stop]
-            if roles_in(items) & {Role.LIST, Role.FIELDS, Role.ARRAY}:
-                items = [fresh(item) for item in items]  # an edit of an item must not reach a replay
-            return self.kind.put(value, dict(enumerate(items)))
+            return self.with_items(value[start:stop])
         if cut is Cut.COPY:
             return value[(*(slice(None),) * self.dim, slice(start, stop))].copy()
         if self.kind.splitter is not None and cut is Cut.CUSTOM:
             return self.kind.splitter.cut(value, start, stop)
         return fresh(value) if self.copied else value
+
+    def with_items(self, items: Sequence[Any]) -> Any:
+        """A new list of some of the items."""
+        if roles_in(items) & {Role.LIST, Role.FIELDS, Role.ARRAY}:
+            items = [fresh(item) for item in items]  # an edit of an item must not reach a replay
+        return self.kind.put(self.value, dict(enumerate(items)))
+
+    def rebuilt(self, fn: Callable[[Node], Any]) -> Any:
+        """New containers, with what `fn` gives for each node that has no parts."""
+        if self.cut is not Cut.FIELDS:
+            return fn(self)
+        return self.kind.put(self.value, {key: child.rebuilt(fn) for key, child in self.children.items()})
 
     def ends(self) -> list[Node]:
         """The nodes below that have no parts, in order; itself where it has none."""

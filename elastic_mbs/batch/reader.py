@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_mbs.batch.counts import CountFn, Counts, looks_like_token_labels
+from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError, UsageError
@@ -18,10 +19,10 @@ Count = CountFn | Mapping[str, CountFn | None] | None
 class BatchReader:
     """Reads batches as samples with their counts, as `dims` and `count` say, and warns about the first one of each loss function."""
 
-    def __init__(self, dims: Dims | None, count: Count, *, counted: bool, warn_once: Callable[[str, str], None]) -> None:
+    def __init__(self, dims: Dims | None, count: Count, by_length: ByLength | None, *, counted: bool, warn_once: Callable[[str, str], None]) -> None:
         if not (count is None or callable(count) or isinstance(count, Mapping)):
             raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
-        self._dims, self._count = dims, count
+        self._dims, self._count, self._by_length = dims, count, by_length
         self._counted = counted or count is not None  # the loss is right without counts
         self._warn_once = warn_once  # takes the kind of a warning and its text
         self._known_lists: dict[str, Any] = {}  # by the name of the loss function, see `BatchView`
@@ -33,7 +34,7 @@ class BatchReader:
 
     def view(self, batch: Any, name: str, *, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchView:
         """The batch as samples; the first one of each loss function is looked at. Can be repeated where memory ran out."""
-        view = BatchView(batch, self._dims, self._known_lists.get(name))
+        view = BatchView(batch, self._dims, self._known_lists.get(name), self._by_length)
         self._known_lists[name] = view.known_lists
         if name not in self._looked_at:
             for kind, sentence in first_look(view, training=training, counted=self._counted, arguments=args, named=kwargs):
@@ -49,7 +50,9 @@ class BatchReader:
     def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
         """The first samples of a batch, with their counts."""
         view = BatchView(batch, self._dims)
-        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.known_lists)
+        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.known_lists, self._by_length)
+        if few.sorted is not None:  # as a batch that lies in this order: the report looks into it
+            few = BatchView(few.piece(0, few.length), self._dims, view.known_lists, self._by_length)
         return few, Counts.read(self._count, few)
 
     def totals(self, batch: Any) -> tuple[Any, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_mbs.batch.counts import Counts
-from elastic_mbs.controller.partition import partition
+from elastic_mbs.controller.partition import Costs, partition
 
 Weights = Mapping[str | None, float]  # of each loss of a piece, by the name of its count; a single loss goes by None
 
@@ -27,10 +27,12 @@ class Range:
 class Schedule:
     """The samples of one batch, handed out in pieces."""
 
-    def __init__(self, counts: Counts, *, reduction: str = "mean", minimum: int = 1, align: int = 1) -> None:
+    def __init__(self, counts: Counts, *, reduction: str = "mean", minimum: int = 1, align: int = 1, costs: Costs | None = None) -> None:
         self._counts = counts
         self._reduction = reduction
         self._minimum, self._align = minimum, align  # of a piece's length, in samples
+        self._costs = costs  # None where all samples cost the same
+        self._most = counts.n  # samples of a piece
         self._size = 0
         self.restart()
 
@@ -48,7 +50,7 @@ class Schedule:
         while self._pieces or self._rests:
             if not self._pieces:
                 rest = self._rests.pop()
-                cut = partition(rest.start, rest.stop, size, minimum=self._minimum, align=self._align)
+                cut = self._cut(rest, size)
                 weights = self._counts.weights
                 self._pieces = [Range(start, stop, rest.committed, weights(start, stop, self._reduction)) for start, stop in reversed(cut)]
             piece = self._pieces.pop()
@@ -61,6 +63,25 @@ class Schedule:
     def upcoming(self) -> Range | None:
         """The piece that `next` gives, where it is cut already and the size stays; None where that is not known."""
         return next((piece for piece in reversed(self._pieces) if piece.weights is not None), None)
+
+    def _cut(self, rest: Range, size: int) -> tuple[tuple[int, int], ...]:
+        if self._costs is None:
+            return partition(rest.start, rest.stop, size, minimum=self._minimum, align=self._align)
+        return self._costs.partition(rest.start, rest.stop, size, minimum=self._minimum, align=self._align, most=self._most)
+
+    def worth(self, piece: Range) -> int:
+        """The size at which a piece is cut, in samples."""
+        return len(piece) if self._costs is None else self._costs.worth(piece.start, piece.stop)
+
+    def can_split(self, piece: Range, size: int) -> bool:
+        return len(self._cut(piece, size)) > 1
+
+    def halve(self, failed: Range) -> bool:
+        """Halves a piece of short samples that is worth no more than the smallest size: its elements do not say what it takes. False for others."""
+        if self._costs is None:
+            return False
+        self._most = max(1, len(failed) // 2)
+        return self.can_split(failed, self._size)
 
     def push(self, failed: Range) -> None:
         """Puts a piece back that has to run again, before all others."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, dotted, map_tensors, tensors_in
 from elastic_mbs.batch.layout import Cut, Layout
+from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.splitters import Dims, ListLayout, checked
 from elastic_mbs.errors import BatchError
 
@@ -22,7 +23,9 @@ _AHEAD = 16  # pieces
 class BatchView:
     """A batch as N samples; a BatchError where it cannot be cut. Construction looks at shapes only: no copy, no device synchronisation."""
 
-    def __init__(self, batch: Any, dims: Dims | None = None, known_lists: Mapping[Path, ListLayout] | None = None) -> None:
+    def __init__(
+        self, batch: Any, dims: Dims | None = None, known_lists: Mapping[Path, ListLayout] | None = None, by_length: ByLength | None = None
+    ) -> None:
         layout = Layout(checked(dims) if dims else {}, dict(known_lists) if known_lists else {})
         self.batch = batch
         self._root = layout.read(batch)
@@ -40,6 +43,11 @@ class BatchView:
             elif end.cut is not Cut.WHOLE:
                 elements += sum([tensor.numel() for tensor in tensors])
         self.elements = max(1, -(-elements // self.length))  # of what is cut, per sample, rounded up. Memory is modelled in them
+        self.worth = self.length  # in samples of so many elements
+        self.sorted = None if by_length is None else by_length.read(batch, self._ends, self.length)  # None: pieces are ranges of the batch
+        self.costs = None if self.sorted is None else self.sorted.costs
+        if self.costs is not None:
+            self.elements, self.worth = self.costs.each[0], self.costs.samples
         # Plain tensors are cut into views; all else can be copied by its cut.
         self._only_views = all(type(end.value) is Tensor if end.cut is Cut.NARROW else end.cut is Cut.WHOLE and not end.copied for end in self._ends)
         self._ahead: dict[tuple[int, int], Any] = {}  # pieces that were cut, and not handed out yet
@@ -47,6 +55,8 @@ class BatchView:
 
     def piece(self, start: int, stop: int) -> Any:
         """Samples `start` to `stop`: `narrow()` views in new containers, so that neither a replay nor the caller sees a `pop`."""
+        if self.sorted is not None:
+            return self.sorted.piece(self._root, start, stop)
         if not self._only_views:
             return self._root.piece(start, stop)
         if (start, stop) not in self._ahead:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 
 def aligned(size: int, align: int) -> int:
@@ -52,3 +54,39 @@ def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int 
         pieces.append((start, min(stop, start + length * align)))
         start = pieces[-1][1]
     return tuple(pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The elements of each sample of a batch whose samples differ, in an order in which they fall: a piece costs its length times its first sample.
+
+    A size m is to be read here as "what m samples of the longest take": a piece holds as many samples as cost no more, which are m of the longest and
+    more of the shorter ones. So the first piece is the worst that a size means, m samples of as many elements as are modelled, and a failure is of as
+    many as its piece was worth. The batch itself is worth `samples`: all its elements, without padding. A size of that many cuts a few pieces.
+    """
+
+    each: Sequence[int]
+
+    @cached_property
+    def samples(self) -> int:
+        """How many of its longest sample the batch is worth, rounded up."""
+        return -(-sum(self.each) // self.each[0])
+
+    def worth(self, start: int, stop: int) -> int:
+        """How many of the longest sample of the batch a piece is worth, rounded up."""
+        return -(-(stop - start) * self.each[start] // self.each[0])
+
+    def partition(self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int) -> tuple[tuple[int, int], ...]:
+        """Cuts `[start, stop)` into pieces worth up to `size` and of up to `most` samples; `align` and `minimum`, in samples, win over both."""
+        # Not more than the controller takes the longest piece to be, and exactly that where it is the first: what is measured then belongs to it.
+        limit = longest(self.samples, size, minimum=minimum, align=align) * self.each[0]
+        least = -(-minimum // align) * align
+        pieces = []
+        while start < stop:
+            length = max(least, aligned(min(limit // self.each[start], most), align))
+            if stop - start < length + minimum:  # what is left would be too short for a piece
+                longer = stop - start >= max(length + 1, least + minimum)
+                length = aligned(stop - start - minimum, align) if longer else stop - start
+            pieces.append((start, start + length))
+            start += length
+        return tuple(pieces)

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from elastic_mbs.batch.schedule import Range
-from elastic_mbs.controller.partition import partition
 from elastic_mbs.engine.state import Attempt, CallState, Failure, Phase
 from elastic_mbs.memory import oom
 from elastic_mbs.rollback.graph import drain, has_hook_after, walk
@@ -55,12 +53,6 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
     return True
 
 
-def can_split(state: CallState, piece: Range, size: int) -> bool:
-    """Whether a piece can be cut at a size."""
-    limits = state.context.settings.limits
-    return len(partition(piece.start, piece.stop, size, minimum=limits.minimum, align=limits.align)) > 1
-
-
 def _classify(state: CallState, attempt: Attempt, error: Exception) -> oom.Verdict | None:
     context = state.context
     verdict = oom.classify(error, context.settings.recovery.is_oom)
@@ -68,7 +60,7 @@ def _classify(state: CallState, attempt: Attempt, error: Exception) -> oom.Verdi
         return verdict
     if context.guard is not None and context.guard.explains(verdict.message):
         return replace(verdict, kind=oom.Kind.HOST)
-    if state.tried_masked or not can_split(state, attempt.piece, max(1, len(attempt) // 2)):
+    if state.tried_masked or not state.schedule.can_split(attempt.piece, max(1, state.schedule.worth(attempt.piece) // 2)):
         return None
     state.tried_masked = True
     context.warn_once(

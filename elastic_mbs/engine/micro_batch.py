@@ -22,7 +22,7 @@ class MicroBatch:
 
     Attributes:
         data: the piece, in the batch's own container type.
-        start: its first sample in the batch.
+        start: its first sample in the batch, or in `StepResult.order` where samples are sorted.
         stop: one past its last.
     """
 

@@ -23,7 +23,6 @@ import torch
 
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.backward import separate_gradients
-from elastic_mbs.engine.failure import can_split
 from elastic_mbs.engine.state import CallState, Failure, Phase
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
 from elastic_mbs.events import OutOfMemory, WaitingForMemory, format_bytes
@@ -140,12 +139,12 @@ def recover(state: CallState) -> None:
     state.failures_in_row += 1
     _check_device(state, failure)
     state.loader.stop()
-    size = context.controller.out_of_memory(state.key, len(failure.piece), context.capacity())
+    size = context.controller.out_of_memory(state.key, state.schedule.worth(failure.piece), context.capacity())
     replay = choose_replay(state, failure)
     if replay.mode is Mode.REFUSED:
         raise ReplayUnsafeError(replay.reason)
     _roll_back(state, failure, replay.mode)
-    smaller = size is not None and can_split(state, failure.piece, size)
+    smaller = state.schedule.halve(failure.piece) if size is None else state.schedule.can_split(failure.piece, size)
     oom.release(devices=context.devices, thorough=state.failures_in_row > 1 or not smaller)
     context.cache_is_stale = True
     context.monitor.request_reading()  # the memory can be free again before the next reading is due
@@ -237,7 +236,7 @@ def _report(state: CallState, failure: Failure, mode: Mode, lost: float) -> None
             start=failure.piece.start,
             stop=failure.piece.stop,
             mode=mode.value,
-            size_before=len(failure.piece),
+            size_before=state.schedule.worth(failure.piece),
             size_after=state.size,
             committed=len(failure.committed),
             kind=verdict.kind.name.lower(),

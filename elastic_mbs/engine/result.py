@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors
-from elastic_mbs.batch.join import join
+from elastic_mbs.batch.join import Order, join
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
@@ -31,11 +31,12 @@ class StepResult:
     """The outcome of one call.
 
     Attributes:
-        partition: the committed pieces as (start, stop) ranges of samples, in the batch's order.
-        micro_batch_size: the size in force when the call ended, in samples.
+        partition: the committed pieces as (start, stop) ranges of samples, in the batch's order, or in `order`.
+        micro_batch_size: the size in force when the call ended, in samples; of a sorted batch in what so many of its longest samples take.
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
         skipped: ranges that were not run because all their counts are zero; they have no outputs.
+        order: with `pieces="by_length"`, the batch's samples in the order in which they were cut; None where they were not sorted.
     """
 
     partition: tuple[tuple[int, int], ...]
@@ -43,6 +44,8 @@ class StepResult:
     ooms: int = 0
     replayed_samples: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
+    order: tuple[int, ...] | None = field(default=None, repr=False)
+    _lengths: Sequence[int] = field(default=(), repr=False)  # of the samples in that order
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighted
     _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)  # of the pieces, until they are read
     _per_piece: set[Path] | None = field(default=None, repr=False)  # see `join`
@@ -76,7 +79,8 @@ class StepResult:
         if self._outputs:
             lengths = [stop - start for start, stop in self.partition]
             with on_host(all(stored is None or stored.on_host for stored in self._outputs)):
-                self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths, self._per_piece)
+                order = None if self.order is None else Order.of(self.order, self._lengths, self.partition)
+                self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths, self._per_piece, order)
             self._outputs = []
         return self._joined
 

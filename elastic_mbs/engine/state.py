@@ -187,12 +187,15 @@ class CallState:
     def make_result(self) -> StepResult:
         attempts = self.in_order()
         stored = [attempt.outputs for attempt in attempts]
+        by_length = self.view.sorted
         return StepResult(
             partition=tuple([(attempt.piece.start, attempt.piece.stop) for attempt in attempts]),
             micro_batch_size=self.size,
             ooms=self.failures,
             replayed_samples=self.replayed_samples,
             skipped=tuple(sorted(self.schedule.skipped)),
+            order=None if by_length is None else tuple(by_length.order),
+            _lengths=() if by_length is None else by_length.lengths,
             _losses=tuple([attempt.loss for attempt in attempts if attempt.loss is not None]),
             _outputs=stored if any(stored) else [],
             _per_piece=self.profile.per_piece,
@@ -244,7 +247,7 @@ class CallState:
         # A peak counts when it belongs to this call alone: other code can have reset the process's statistics meanwhile.
         own_peak = plan.learning and context.meter.resets == self.resets
         return CallOutcome(
-            samples=self.view.length,
+            samples=self.view.worth,
             elements=self.view.elements,
             pieces=len(self.committed),
             peak=usage.peak_allocated if usage and own_peak else None,
@@ -322,7 +325,7 @@ def begin(
         ledger.set_leaves(context.model.leaves)
     if training:
         ledger.note()
-    plan = context.controller.begin(key, view.length, view.elements)
+    plan = context.controller.begin(key, view.worth, view.elements)
     state = CallState(
         context=context,
         view=view,
@@ -333,7 +336,7 @@ def begin(
         training=training,
         outputs=outputs,
         profile=context.profile_of((key.name, identity)),
-        schedule=Schedule(counts, reduction=settings.reduction, minimum=settings.limits.minimum, align=settings.limits.align),
+        schedule=Schedule(counts, reduction=settings.reduction, minimum=settings.limits.minimum, align=settings.limits.align, costs=view.costs),
         plan=plan,
         size=plan.size,
         table=SavedTensorTable() if own_graph else None,

@@ -105,7 +105,8 @@ class _Comparison:
         found = self._missing_count(whole) if self.reduction == "mean" else self._extra_term(name)
         return found or (
             "of a batch is not made up of its samples' losses: it compares samples with each other (contrastive, in-batch negatives), "
-            "normalises by something that count= does not say, or depends on the batch's size. Its split gradient is not the whole batch's"
+            "normalises by something that count= does not say, or depends on the batch's size, or on padding, of which pieces by length have less. "
+            "Its split gradient is not the whole batch's"
         )
 
     def _missing_count(self, whole: float) -> str | None:

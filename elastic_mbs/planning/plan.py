@@ -50,7 +50,7 @@ def plan(
 def _trace(context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], optimizer: Optimizer | None) -> _Traced:
     tracer = Tracer(context, view, counts, loss_fn, Fakes())
     with tracer.fakes.inside(context.model.modules):
-        lines = lines_of(tracer.piece, context.settings.policy.limits.floor, view.length, view.elements)
+        lines = lines_of(tracer.piece, context.settings.policy.limits.floor, view.worth, view.elements)
         state, step = (0, 0) if optimizer is None else tracer.step(optimizer)
     timelines = tracer.timelines
     del tracer
@@ -80,7 +80,7 @@ class _Traced:
     step: int  # bytes at the peak of its step beyond that and the gradients
 
     def report(self, capacity: int | None) -> PlanReport:
-        context, samples, reading = self.context, self.view.length, self.context.monitor.read_now()
+        context, samples, reading = self.context, self.view.worth, self.context.monitor.read_now()
         seen = reading if isinstance(reading, Headroom) and reading.doubt is None else None
         capacity = seen.capacity if capacity is None and seen is not None else capacity
         usable = None if capacity is None else int(capacity * (1 - context.settings.policy.margin))
@@ -90,7 +90,7 @@ class _Traced:
         largest = None if usable is None else self._largest(model, usable)
         sizes = {self._clamp(-(-samples >> k)) for k in range(samples.bit_length())} | {largest or 0}
         rows = tuple(self._row(model, size, parameters, other, usable) for size in sorted(sizes - {0}, reverse=True))
-        return PlanReport(samples, rows, largest, capacity, usable, step and parameters + other + self.state + step, None, model)
+        return PlanReport(self.view.length, rows, largest, capacity, usable, step and parameters + other + self.state + step, None, model)
 
     def _held(self, seen: Headroom | None) -> tuple[int, int]:
         """Bytes of parameters and buffers, and of all else that the process holds but gradients and optimizer state."""
@@ -117,7 +117,7 @@ class _Traced:
     def _clamp(self, size: int) -> int:
         """The size as the policy allows it; 0 where it allows none so small."""
         limits = self.context.settings.policy.limits
-        whole = size == self.view.length and (limits.maximum is None or size <= limits.maximum)
+        whole = size == self.view.worth and (limits.maximum is None or size <= limits.maximum)
         return size if whole else limits.clamp(size) if size >= limits.floor else 0
 
     def _is_first(self, size: int) -> bool:
@@ -125,7 +125,7 @@ class _Traced:
         return size >= self.view.length and all(leaf.grad is None for leaf in self.context.model.leaves)
 
     def _largest(self, model: PeakModel, usable: int) -> int:
-        samples, elements = self.view.length, self.view.elements
+        samples, elements = self.view.worth, self.view.elements
         if self._clamp(samples) == samples and model.fits(samples * elements, usable, first=self._is_first(samples)):
             return samples
         return self._clamp(model.largest(usable, samples * elements) // elements)
@@ -133,7 +133,7 @@ class _Traced:
     def _row(self, model: PeakModel, size: int, parameters: int, other: int, usable: int | None) -> PlannedSize:
         x, first = size * self.view.elements, self._is_first(size)
         line, peak = model.line(x, first=first), model.predict(x, first=first)
-        pieces = self.context.settings.policy.limits.pieces(self.view.length, size)
+        pieces = self.context.settings.policy.limits.pieces(self.view.worth, size)
         fits = None if usable is None else model.fits(x, usable, first=first)
         at_peak = (parameters, round(line.fixed), self.state, other, round(line.at(x) - line.fixed))
         return PlannedSize(size, pieces, *at_peak, peak=None if peak is None else round(peak), fits=fits)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from elastic_mbs import count_tokens
+
 from ..streams import start_streams
 from .layers import VOCABULARY, Made, in_double
 from .plan import Plan
@@ -65,6 +67,18 @@ def compiled() -> Subject:
     return Subject(model, setup.loss_fn, [make_batch(setup.plan, 0)], backend=backend)
 
 
+def by_length() -> Subject:
+    """Sentences of several lengths, sorted and trimmed."""
+    mask = (torch.arange(5) < torch.tensor([2, 5, 4, 1, 5, 3, 2, 1])[:, None]).long()
+    tokens = torch.randint(1, VOCABULARY, mask.shape) * mask
+    net = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+    parts = {"embed": nn.Embedding(VOCABULARY, WIDTH), "net": net, "head": nn.Linear(WIDTH, VOCABULARY)}
+    model = Made(lambda m, batch: m.head(m.net(m.embed(batch[0]), src_key_padding_mask=batch[1] == 0)), **parts)
+    batch = {"tokens": tokens, "mask": mask, "labels": torch.where(mask > 0, tokens.roll(1, 1), -100)}
+    options = {"count": count_tokens("labels"), "pieces": "by_length", "length": "mask"}
+    return Subject(model, lambda b: F.cross_entropy(model((b["tokens"], b["mask"])).flatten(0, 1), b["labels"].flatten()), [batch], options=options)
+
+
 STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "mlp": planned(layers=("linear",)),
     "conv_batchnorm": planned(layers=("conv", "batchnorm", "residual", "conv", "batchnorm")),  # gradients and buffers depend on the split
@@ -89,6 +103,7 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "scaled": scaled,
     "half_in_float32": planned(layers=("linear",), half=True),
     "compiled": compiled,
+    "by_length": by_length,
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from elastic_mbs import ElasticMBS, StepResult
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.loss_terms import read_losses
 from elastic_mbs.batch.view import BatchView, map_tensors
 
@@ -22,7 +23,9 @@ HALF = (torch.float16, torch.bfloat16)
 
 def view_of(subject: Subject, batch: Any) -> BatchView:
     """How the batch is cut, as the subject's options say."""
-    return BatchView(batch, subject.options.get("dims"))
+    options = subject.options
+    by_length = ByLength.of(options.get("pieces", "in_order"), options.get("length"), options.get("trim"), lambda kind, text: None)
+    return BatchView(batch, options.get("dims"), by_length=by_length)
 
 
 def add_up(

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.partition import aligned, longest, partition, piece_count, smallest_size
+from elastic_mbs.controller.partition import Costs, aligned, longest, partition, piece_count, smallest_size
 
 small = st.integers(1, 40)
 
@@ -52,3 +52,20 @@ def test_the_smallest_size_for_a_count_is_the_smallest(samples: int, count: int,
     assert piece_count(samples, size, align=align) <= count
     if size > align:
         assert piece_count(samples, size - align, align=align) > count
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 45), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40))
+def test_samples_that_differ_are_cut_by_what_they_cost(falling: list[int], size: int, minimum: int, align: int, most: int) -> None:
+    costs, n = Costs(sorted(falling, reverse=True)), len(falling)
+    pieces = costs.partition(0, n, size, minimum=minimum, align=align, most=most)
+    assert [start for start, _ in pieces] + [n] == [0] + [stop for _, stop in pieces]
+    lengths = [stop - start for start, stop in pieces]
+    assert all(length % align == 0 for length in lengths[:-1])
+    assert min(lengths) >= min(minimum, n)
+    allowed = longest(costs.samples, size, minimum=minimum, align=align)
+    if minimum == align == 1:
+        assert all(length <= most and costs.worth(*piece) <= allowed for length, piece in zip(lengths, pieces, strict=True))
+        assert lengths[0] == min(allowed, most)  # the first piece is the worst that the size means
+        for start, stop in pieces:
+            halved = costs.partition(start, stop, max(1, costs.worth(start, stop) // 2), most=most)
+            assert len(halved) > 1 or costs.worth(start, stop) == 1

@@ -39,6 +39,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"scaler": 2.0}, "scaler=2.0", "GradScaler"),
     ({"sensor": "nvml"}, "sensor='nvml'", "MemorySensor"),
     ({"policy": {"patience": 3}}, "policy={'patience': 3}", "elastic_mbs.Policy"),
+    ({"pieces": "by_size"}, "pieces='by_size'", "'by_length'"),
+    *(({"pieces": "by_length", "length": value}, f"length={value!r}", "attention mask") for value in (None, 3.0, True, ["mask"])),
+    *(({"pieces": "by_length", "length": "mask", "trim": {"ids": value}}, f"trim says {value!r}", "or None") for value in ("1", True, 1.0)),
+    *(({name: value}, "length= and trim=", "pieces='by_length'") for name, value in (("length", "mask"), ("trim", {"ids": 1}))),
     *(({"outputs": value}, f"outputs={value!r}", "'device'") for value in ("gpu", "CPU", True, 1)),
 ]
 

@@ -1,0 +1,36 @@
+"""The benchmark of pieces by length compares loops that train the same, and its figures are there. Speed is not asserted here."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from elastic_mbs.cli.demo.gpt import GPT, GPTConfig
+from tests.helpers.steps import grads, off_by
+from tools import bench_lengths
+from tools.bench_lengths import PADDED, Loops, make_batches, padding
+
+
+def test_all_loops_give_the_same_gradient() -> None:
+    (batch,) = make_batches(1, 12, longest=96, seed=0)
+    assert 0 < padding([batch]) < 1
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context=96, width=8, heads=2, layers=1)).double()
+    with ExitStack() as stack:
+        loops = Loops(model, 3, torch.device("cpu"), stack)
+        loops.steps[PADDED](batch)
+        by_hand = grads(model)
+        for step in loops.steps.values():
+            model.zero_grad()
+            assert step(batch) >= 3
+            assert off_by(model, by_hand) <= 1e-12
+
+
+def test_the_figures_are_written(tmp_path: Path) -> None:
+    out = tmp_path / "sub" / "lengths.json"
+    small = ["--samples", "6", "--longest", "48", "--size", "2", "--width", "8", "--layers", "1", "--batches", "1", "--rounds", "2"]
+    assert bench_lengths.main([*small, "--json", str(out)]) in {0, 1}
+    rows = json.loads(out.read_text())["loops"]
+    assert {row["loop"] for row in rows} >= {PADDED, "elastic", "by_length"}
+    assert all(row["speed"]["low"] <= row["speed"]["median"] <= row["speed"]["high"] for row in rows)
