@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What pieces by length save on text of varying length, against the padded accumulation loop that one would write by hand.
 
-    python tools/bench_lengths.py [--device cuda] [--samples 64] [--longest 384] [--size 8] [--json FILE]
+    python tools/bench_lengths.py [--device cuda] [--samples 64] [--longest 320] [--size 8] [--json FILE]
 
 The text is Python's own library, cut at its blank lines; a batch is padded to its longest passage. All loops give the same gradient, and hold at most
 as much at once as `--size` of the longest passages. They run on the same batches, in one process, in turns, in an order drawn for each. A figure is
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--samples", type=int, default=64, help="of a batch")
-    parser.add_argument("--longest", type=int, default=384, help="bytes of the longest passage")
+    parser.add_argument("--longest", type=int, default=320, help="bytes of the longest passage")
     parser.add_argument("--size", type=int, default=8, help="of the longest passages that a piece may take")
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--layers", type=int, default=4, help="of the model")

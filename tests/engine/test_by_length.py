@@ -226,3 +226,21 @@ def test_after_a_plan_the_first_step_runs_at_the_largest_size_and_nothing_fails(
         result = mbs.backward(lambda piece: loss_of(model, piece), batch)
         assert (result.ooms, budget.ooms) == (0, 0)
         assert result.micro_batch_size == largest == (27 if share > 1 else pytest.approx(27 * share, abs=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [lambda value: value, lambda value: value.pin_memory(), lambda value: value.cuda()])
+@pytest.mark.parametrize("prefetch", [True, "pin"])
+def test_a_batch_on_the_host_in_pinned_memory_or_on_the_device_gives_the_same(place: Any, prefetch: Any) -> None:
+    model, batch = Reader(), sentences(LENGTHS, 8)
+    exact = [None if grad is None else grad.cuda() for grad in wanted(model, batch)]
+    model.cuda()
+    mbs = elastic(model, micro_batch_size=2, prefetch=prefetch, outputs="device", **OPTIONS)
+    moved = {name: place(value) for name, value in batch.items()}
+    for fails in (0, 0, 7, 20, 33):
+        model.zero_grad()
+        with InjectOOM(at=[fails]):
+            result = mbs.backward(lambda piece: (loss_of(model, piece), piece["index"] * 1), moved)
+        assert off_by(model, exact) <= EXACT
+        run = [there(result.order)[i] for start, stop in result.partition for i in range(start, stop)]
+        assert result.outputs.tolist() == sorted(run)
