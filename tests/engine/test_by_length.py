@@ -54,6 +54,7 @@ def wanted(model: nn.Module, batch: Any, reduction: str = "mean") -> list[Tensor
     return whole_gradient(model, lambda twin: loss_of(twin, batch, reduction))
 
 
+@pytest.mark.injectable
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(2, 9), min_size=1, max_size=14),
