@@ -25,6 +25,7 @@ from elastic_mbs.planning.report import PlanReport
 
 LossFn = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # that are passed on to it
+NONE: Arguments = ((), {})
 
 
 class Rehearsal:

@@ -32,7 +32,7 @@ from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, Pieces, RecoveryOptions, Reduction, Settings, describe
 from elastic_mbs.planning.report import PlanReport
-from elastic_mbs.rehearsal import Arguments, LossFn, Rehearsal
+from elastic_mbs.rehearsal import NONE, Arguments, LossFn, Rehearsal
 from elastic_mbs.sinks.run_log import RunLog
 
 
@@ -354,15 +354,7 @@ class ElasticMBS:
     # ------------------------------------------------------------------ how a call starts and ends
 
     def _start(
-        self,
-        batch: Any,
-        name: str,
-        key: object,
-        given: Arguments = ((), {}),
-        *,
-        training: bool = True,
-        own_graph: bool = False,
-        to: OutputPlace = None,
+        self, batch: Any, name: str, key: object, given: Arguments = NONE, *, training: bool = True, own_graph: bool = False, to: OutputPlace = None
     ) -> Call:
         if self._call is not None:
             self._check_complete()
