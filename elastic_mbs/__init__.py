@@ -38,6 +38,7 @@ from elastic_mbs.errors import (
 from elastic_mbs.events import (
     CallDone,
     CallFailed,
+    Escalated,
     Event,
     OptimizerOutOfMemory,
     OutOfMemory,
@@ -61,6 +62,7 @@ __all__ = [
     "CountError",
     "ElasticMBS",
     "ElasticMBSError",
+    "Escalated",
     "Event",
     "GradientOptions",
     "GradientsChangedError",

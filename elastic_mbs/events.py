@@ -155,6 +155,18 @@ class WaitingForMemory(Event):
 
 
 @dataclass(frozen=True)
+class Escalated(Event):
+    """The smallest micro-batch does not fit: from now on this loss function takes less memory and more time. See `RecoveryOptions.escalate`."""
+
+    level: ClassVar[int] = logging.WARNING
+    text: ClassVar[str] = "samples {start}:{stop} do not fit: from now on with {by} for {key}"
+    start: int  # first sample of the piece that does not fit
+    stop: int  # one past its last sample
+    by: str  # "offload" or "checkpoint"
+    key: str  # track of the controller (loss function, train or eval, shape class)
+
+
+@dataclass(frozen=True)
 class Resized(Event):
     """The micro-batch size changed between two calls."""
 

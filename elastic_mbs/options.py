@@ -9,6 +9,7 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import permutations
 from typing import Any, Literal
 
 import torch
@@ -54,16 +55,24 @@ class RecoveryOptions:
             samples depend on each other in ways torch cannot show, such as MoE capacity.
         generators: random generators of the user's (torch, random, numpy) that a step draws from, to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
+        escalate: what is done, one after the other, when the smallest micro-batch does not fit: "offload" keeps what forward saves for backward on
+            the host (training on a CPU gains nothing); "checkpoint" runs blocks of the model again in backward: by its own
+            `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or `nn.Sequential`.
         on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
     """
 
     replay: Literal["auto", "isolate"] = "auto"
     generators: Sequence[Any] = ()
     is_oom: Callable[[BaseException], bool] | None = None
+    escalate: tuple[Literal["offload", "checkpoint"], ...] = ()
     on_fatal: Callable[[ElasticMBSError], object] | None = None
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
+        if self.escalate not in [way for n in range(3) for way in permutations(("offload", "checkpoint"), n)]:
+            raise UsageError(
+                f'escalate={self.escalate!r} is no tuple of "offload" and "checkpoint", each once at most: use ("offload", "checkpoint")'
+            )
         if (problem := check_generators(self.generators)) is not None:
             raise UsageError(problem)
         _check_callables(self, "is_oom", "on_fatal")

@@ -94,6 +94,12 @@ class Controller:
             call.failed_trial, call.failed = failed_trial, attempted * call.elements
         return after if self._limits.pieces(attempted, after) > 1 else None
 
+    def needs_less(self, key: Key) -> None:
+        """Calls of this name and mode need less memory from now on, and more time: what was measured, what failed and what is proven is void."""
+        for other, track in self._tracks.items():
+            if (other.name, other.mode) == (key.name, key.mode):
+                track.forget()
+
     def end(self, key: Key, outcome: CallOutcome, capacity: Capacity | None) -> Move | None:
         """A whole call has finished: the boundary at which the size can grow."""
         track, call = self._running(key)

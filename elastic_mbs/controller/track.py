@@ -85,6 +85,12 @@ class Track:
         self.epoch += 1
         self.clean = self.calls = self.calls_without_peak = self.calls_with_retries = 0
 
+    def forget(self) -> None:
+        """Discards what was learned of memory and time; the size stays."""
+        self.ceilings, self.proven, self.trial = [], None, None
+        self.memory, self.time, self.fragmentation = MemoryFit(), TimeFit(), 1.0
+        self.clean = self.calls = self.calls_without_peak = self.calls_with_retries = 0
+
     def expected(self) -> tuple[int, int]:
         """The largest batch (samples) and the longest sample (elements) among the recent calls."""
         return max(samples for samples, _ in self.recent), max(elements for _, elements in self.recent)

@@ -150,7 +150,8 @@ class Call:
         try:
             if state.table is not None:
                 attempt.first_node = torch._C._autograd._get_sequence_nr()
-                state.table.__enter__()
+            for hook in state.hooks:
+                hook.__enter__()
             if context.guard is not None:
                 context.guard.renew()
             attempt.grad_enabled, attempt.training = torch.is_grad_enabled(), context.model.training()
@@ -209,8 +210,8 @@ class Call:
                 context.guard.lift()  # first of all: what follows needs memory itself
             if misuse.fault_injector is not None:
                 misuse.fault_injector.end()
-            if state.table is not None:
-                state.table.__exit__(None, None, None)
+            for hook in state.hooks:
+                hook.__exit__(None, None, None)
             if error is None:
                 if state.phase is Phase.DONE:
                     raise IncompleteBatchError("the runtime was closed inside a `with micro:` block, so its batch is incomplete")
@@ -326,8 +327,9 @@ class Call:
         if state.attempt is not None:
             state.attempt.drop()  # a variable of the user's can still hold it
             state.attempt = None
+        for hook in state.hooks:
+            hook.__exit__(None, None, None)  # an interrupt between the lines can have left it in place
         if state.table is not None:
-            state.table.__exit__(None, None, None)  # an interrupt between the lines can have left its hooks
             state.table.empty()
         self.context.controller.abandon(state.key)
 

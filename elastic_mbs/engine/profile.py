@@ -23,6 +23,7 @@ class LossProfile:
     changes_buffers: bool = False
     normalises_batch: bool = False
     edits_batch: bool = False  # `loss_fn` edits its batch in place, so pieces are copies
+    escalated: int = 0  # how many of `escalate` are in use
     too_full: int = 0  # samples in the largest piece that has failed and could not be cut: no other one is copied to the device beside it
     per_piece: set[Path] = field(default_factory=set)  # outputs that come once per piece and not once per sample, by path
 

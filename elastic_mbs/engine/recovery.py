@@ -25,7 +25,7 @@ from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.backward import separate_gradients
 from elastic_mbs.engine.state import CallState, Failure, Phase
 from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
-from elastic_mbs.events import OutOfMemory, WaitingForMemory, format_bytes
+from elastic_mbs.events import Escalated, OutOfMemory, WaitingForMemory, format_bytes
 from elastic_mbs.memory import Headroom, oom
 from elastic_mbs.memory.processes import describe
 from elastic_mbs.rollback.graph import drain, drop_unrun
@@ -274,15 +274,35 @@ def _wait_or_give_up(state: CallState, failure: Failure) -> None:
         enough = max(1, verdict.requested or 0, seen.total // _OTHERS) if seen is not None else 0
         if seen is not None and seen.held_by_others >= enough and _wait(state, seen):
             return
-    limits = state.context.settings.limits
+    if _escalate(state, failure):
+        return
+    limits, escalate = state.context.settings.limits, state.context.settings.recovery.escalate
+    used = f", not even with {' and '.join(escalate)}" if escalate and state.training else ""
     facts = reading.in_words()
     raise MicroBatchFloorError(
-        f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest allowed, does not fit. "
+        f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest allowed, does not fit{used}. "
         f"It asked for {format_bytes(verdict.requested)}; {facts}{'. The request is larger than the whole device' if exceeds_device else ''}. "
         f"Ways out: {'free what others hold; ' if seen is None or seen.held_by_others else ''}"
         f"{f'a lower min_micro_batch_size (now {limits.minimum}, align {limits.align}); ' if max(limits.minimum, limits.align) > 1 else ''}"
-        f"smaller samples; activation checkpointing; a smaller optimizer state. The error was: {verdict.message}"
+        f"smaller samples; {_ESCALATE if state.training and len(escalate) < 2 else ''}a smaller optimizer state. The error was: {verdict.message}"
     )
+
+
+_ESCALATE = 'recovery=RecoveryOptions(escalate=("offload", "checkpoint")), activation checkpointing in the end; '
+
+
+def _escalate(state: CallState, failure: Failure) -> bool:
+    """Goes on with the next of `escalate`, for this loss function from now on; False where none is left."""
+    context, profile = state.context, state.profile
+    left = context.settings.recovery.escalate[profile.escalated :] if state.training else ()
+    if not left:
+        return False
+    profile.escalated += 1
+    state.escalate()
+    context.controller.needs_less(state.key)
+    state.failures_at_floor = state.failures_in_row = 0
+    context.log.emit(Escalated(context.settings.name, failure.piece.start, failure.piece.stop, left[0], str(state.key)))
+    return True
 
 
 def _wait(state: CallState, seen: Headroom) -> bool:
@@ -347,7 +367,7 @@ def _unwind_gradients(state: CallState, error: BaseException) -> None:
             "Gradients that were empty are empty again; buffers and random streams are as they were.",
         )
     if state.table is not None and "saved tensor hooks" in str(error):
-        _add_note(error, "elastic_mbs: torch.func transforms inside the block need micro_batches(batch, own_graph=False).")
+        _add_note(error, 'elastic_mbs: torch.func transforms inside the block need micro_batches(batch, own_graph=False), and no escalate="offload".')
 
 
 def call_on_fatal(state: CallState, error: BaseException) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.weak import TensorWeakRef
 
+from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.transfer import Loader
@@ -33,6 +35,8 @@ from elastic_mbs.engine.profile import LossProfile, graphs_made
 from elastic_mbs.engine.result import StepResult, StoredOutput
 from elastic_mbs.engine.timing import Stopwatch, known, memory_figures
 from elastic_mbs.errors import BatchError
+from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
+from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.events import CallDone, CallFailed, Resized
 from elastic_mbs.memory.oom import Verdict
 from elastic_mbs.options import OutputPlace
@@ -128,9 +132,10 @@ class CallState:
     schedule: Schedule
     plan: Plan
     size: int  # micro-batch in samples
-    table: SavedTensorTable | None  # of autograd's saved tensors (`micro_batches`)
+    table: SavedTensorTable | None  # of autograd's saved tensors (`micro_batches`, and where they are offloaded)
     batch_versions: Any  # of the batch's tensors at the start
 
+    blocks: CheckpointedBlocks | None = None  # that run again in backward
     loader: Loader = field(init=False)
     watch: Stopwatch = field(init=False)
     graphs: int = field(default_factory=graphs_made)  # before the call
@@ -163,6 +168,26 @@ class CallState:
 
     def __post_init__(self) -> None:
         self.loader = Loader(self.view, self.context.piece_device, self.context.settings.memory.prefetch, longer_than=self.profile.too_full)
+        self.escalate()
+
+    def escalate(self) -> None:
+        """Has the attempts from here on made with what this loss function has been escalated to."""
+        used = self.context.settings.recovery.escalate[: self.profile.escalated] if self.training else ()
+        if "offload" in used:
+            self.table = OffloadedTensors(self._resident)
+        if "checkpoint" in used:
+            self.blocks = CheckpointedBlocks(self.context.model.roots, self.context.streams)
+
+    def _resident(self) -> Iterable[torch.Tensor]:
+        """What is in memory for the whole attempt."""
+        yield from chain.from_iterable(chain(root.parameters(), root.buffers()) for root in self.context.model.roots)
+        if self.attempt is not None:
+            yield from tensors_in(self.attempt.data)
+
+    @property
+    def hooks(self) -> list[SavedTensorTable | CheckpointedBlocks]:
+        """What is in place while an attempt is made. Leaving one can be repeated."""
+        return [each for each in (self.table, self.blocks) if each is not None]
 
     # ------------------------------------------------------------------ what has committed
 

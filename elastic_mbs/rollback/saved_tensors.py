@@ -8,44 +8,50 @@ saves its tensors in slots that can be emptied from here.
 from __future__ import annotations
 
 import weakref
+from operator import methodcaller
 from types import TracebackType
 
 import torch
 
 
-class _Slot:
+class Slot:
+    """A saved tensor, until it is taken away."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()  # an operation's own output would point back at its node
         self.version = -1 if tensor.is_inference() else tensor._version
 
-
-def _unpack(slot: _Slot) -> torch.Tensor:
-    tensor = slot.tensor
-    if tensor is None:
-        raise RuntimeError(
-            "elastic_mbs: this graph belongs to an attempt that ran out of memory, and its saved tensors are gone. "
-            "Call micro.backward(loss) with the loss of the running attempt, inside its own `with micro:` block."
-        )
-    if slot.version >= 0 and tensor._version != slot.version:  # autograd's own check is off under hooks
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {slot.version} instead."
-        )
-    return tensor
+    def get(self) -> torch.Tensor:
+        """The tensor, for backward."""
+        tensor = self.tensor
+        if tensor is None:
+            raise RuntimeError(
+                "elastic_mbs: this graph belongs to an attempt that ran out of memory, and its saved tensors are gone. "
+                "Call micro.backward(loss) with the loss of the running attempt, inside its own `with micro:` block."
+            )
+        if self.version >= 0 and tensor._version != self.version:  # autograd's own check is off under hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {self.version} instead."
+            )
+        return tensor
 
 
 class SavedTensorTable:
     """A context manager: tensors that autograd saves inside it can be released by `empty`."""
 
     def __init__(self) -> None:
-        self._slots: list[weakref.ref[_Slot]] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._slots: list[weakref.ref[Slot]] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, methodcaller("get"))
         self._entered = False
 
-    def _pack(self, tensor: torch.Tensor) -> _Slot:
-        slot = _Slot(tensor)
+    def _pack(self, tensor: torch.Tensor) -> Slot:
+        slot = self._slot(tensor)
         self._slots.append(weakref.ref(slot))  # weak: backward frees saved tensors one by one, as it does without hooks
         return slot
+
+    def _slot(self, tensor: torch.Tensor) -> Slot:
+        return Slot(tensor)
 
     def __enter__(self) -> SavedTensorTable:
         self._entered = not self._hooks.__enter__()  # type: ignore[func-returns-value]  # in one line: an interrupt leaves both or none

@@ -55,6 +55,7 @@ ONE_OF_EACH: list[Event] = [
     failure(),
     GROWN,
     events.WaitingForMemory("run", 2.5, 5 * MIB, 36 * MIB),
+    events.Escalated("run", 0, 1, "offload", KEY),
     events.SensorLost("run", "NVML: driver not loaded"),
     events.SensorBack("run", "nvml"),
     events.Warned("run", "count", "labels of -100 and no count="),

@@ -22,6 +22,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"micro_batch_size": 3, "min_micro_batch_size": 4}, "micro_batch_size=3", "outside [min_micro_batch_size=4, max_micro_batch_size=None]"),
     ({"micro_batch_size": 9, "max_micro_batch_size": 8}, "micro_batch_size=9", "outside [min_micro_batch_size=1, max_micro_batch_size=8]"),
     *(({"reduction": value}, f"reduction={value!r}", "'mean'") for value in ("none", "Mean", None, ["sum"])),
+    *(({"escalate": value}, f"escalate={value!r}", '("offload", "checkpoint")') for value in ("offload", None, ("swap",), ("offload",) * 2)),
     *(({"replay": value}, f"replay={value!r}", "'isolate'") for value in ("piece", None, True)),
     *(
         ({"accumulate_dtype": value}, f"accumulate_dtype={value!r}", "torch.float32")

@@ -1,0 +1,60 @@
+"""Saved tensors on the host: what the forward saves for backward waits there, and comes back when backward needs it.
+
+As torch.autograd.graph.save_on_cpu does it; but what the model or the batch holds anyway stays where it is, and so does what is small. The same slots
+can be emptied, so that the graph of a failed attempt holds nothing: autograd asks one pair of hooks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from elastic_mbs.memory.budget import on_host
+from elastic_mbs.rollback.saved_tensors import SavedTensorTable, Slot
+
+SMALL = 4096  # bytes: below that copies cost more than they save
+
+
+class _HostSlot(Slot):
+    """A copy in host memory, pinned on CUDA. It is there when `__init__` returns, so that any stream may bring it back."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        source = tensor.detach()
+        self.device, self.version = source.device, -1
+        with on_host():
+            self.tensor = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source)
+
+    def get(self) -> torch.Tensor:
+        host = super().get()
+        back = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device)
+        with on_host():
+            return back.copy_(host, non_blocking=True)
+
+
+class OffloadedTensors(SavedTensorTable):
+    """A context manager: tensors that autograd saves inside it wait on the host.
+
+    Args:
+        resident: gives the tensors that stay in memory in any case, when the block begins.
+    """
+
+    def __init__(self, resident: Callable[[], Iterable[torch.Tensor]]) -> None:
+        super().__init__()
+        self._resident = resident
+        self._stay: set[int] = set()
+
+    def __enter__(self) -> OffloadedTensors:
+        self._stay = {tensor.untyped_storage().data_ptr() for tensor in self._resident() if _is_plain(tensor)}
+        super().__enter__()
+        return self
+
+    def _slot(self, tensor: torch.Tensor) -> Slot:
+        stays = not _is_plain(tensor) or tensor.nbytes < SMALL or tensor.untyped_storage().data_ptr() in self._stay
+        return Slot(tensor) if stays else _HostSlot(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is dense and no subclass: of others it is not known where their data lies."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided

@@ -1,0 +1,257 @@
+"""When one sample does not fit, training goes on with less memory and the same gradients: `RecoveryOptions.escalate`."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from elastic_mbs import ElasticMBS, Escalated, Event, MicroBatchFloorError, ReplayUnsafeError
+from elastic_mbs.escalation import offload
+from elastic_mbs.escalation.checkpoint import blocks_of
+from elastic_mbs.testing import InjectOOM
+from stress.reference.state import error_of
+from tests.helpers.room import PLENTY, Room
+from tests.helpers.steps import elastic, grads, through
+from tests.helpers.strikes import every_operation
+
+# torch says at the first set_sync_debug_mode that it does not see every synchronisation
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+
+WIDTH, DOORS = 16, [1, 3]
+WAYS = [("offload",), ("checkpoint",), ("checkpoint", "offload")]
+Pair = tuple[Tensor, Tensor]
+
+
+def block(width: int = WIDTH) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.2))
+
+
+def deep(device: torch.device | str = "cpu", *more: nn.Module, blocks: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(block() for _ in range(blocks)), *more), nn.Linear(WIDTH, 4)).double().to(device)
+
+
+def long_samples(device: torch.device | str = "cpu", samples: int = 4, length: int = 8) -> Pair:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, length, 8, dtype=torch.float64, generator=generator)
+    return x.to(device), torch.randn(samples, length, 4, dtype=torch.float64, generator=generator).to(device)
+
+
+def loss_of(model: nn.Module) -> Callable[[Pair], Tensor]:
+    return lambda batch: (model(batch[0]) - batch[1]).square().mean()
+
+
+def by_hand(model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]) -> tuple[list[Tensor | None], Tensor]:
+    """The gradient of a hand-written accumulation from the seed, and the random stream after it."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    for start, stop in partition:
+        (loss_of(model)((batch[0][start:stop], batch[1][start:stop])) * ((stop - start) / len(batch[0]))).backward()
+    found = grads(model)
+    model.zero_grad()
+    return found, stream(batch[0].device)
+
+
+def stream(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def ways_of(events: list[Event]) -> list[str]:
+    return [event.by for event in events if isinstance(event, Escalated)]
+
+
+def escalated(model: nn.Module, escalate: tuple[str, ...], batch: Pair, door: int = 1, **options: Any) -> tuple[ElasticMBS, Callable[[Pair], Tensor]]:
+    """A runtime that has been through a batch whose samples did not fit until all of `escalate` was in use, and its loss function."""
+    events: list[Event] = []
+    run = loss_of(model)
+
+    def loss_fn(piece: Pair) -> Tensor:
+        if len(ways_of(events)) < len(escalate):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return run(piece)
+
+    mbs = elastic(model, escalate=escalate, on_event=events.append, **options)
+    through(door, mbs, loss_fn, batch)
+    assert ways_of(events) == list(escalate)
+    model.zero_grad()
+    return mbs, loss_fn
+
+
+# ---------------------------------------------------------------------- training goes on
+
+
+@pytest.mark.parametrize("escalate", WAYS)
+def test_a_model_whose_single_sample_does_not_fit_trains_with_the_exact_gradient(device: torch.device, escalate: tuple[str, ...]) -> None:
+    model, batch = deep(device), long_samples(device, 2, 2**15 if device.type == "cuda" else 2**10)
+    one = (batch[0][:1], batch[1][:1])
+    events: list[Event] = []
+    with Room(device, model) as room:
+        loss_of(model)(batch).backward()  # what libraries keep is there from now on
+        model.zero_grad()
+        need = room.need(lambda: loss_of(model)(one).backward())
+        model.zero_grad()
+        room.allow(int(0.5 * need if len(escalate) == 1 else 0.25 * need))
+        with pytest.raises(MicroBatchFloorError, match=r'RecoveryOptions\(escalate=\("offload", "checkpoint"\)\)'):
+            elastic(model).backward(loss_of(model), batch)
+        mbs = elastic(model, escalate=escalate, on_event=events.append)
+        torch.manual_seed(5)
+        result = mbs.backward(loss_of(model), batch)
+        found, after = grads(model), stream(device)
+        model.zero_grad()
+        assert ways_of(events) == list(escalate)
+        assert result.partition == ((0, 1), (1, 2))
+        assert mbs.backward(loss_of(model), batch).ooms == 0
+        room.allow(PLENTY)
+        wanted, wanted_after = by_hand(model, batch, result.partition)
+        assert error_of(found, wanted) <= 1e-12
+        assert torch.equal(after, wanted_after)
+
+
+def test_sizes_grow_again_with_what_fits_now(device: torch.device) -> None:
+    """What was measured before says nothing of it: the fit begins anew."""
+    model, batch = deep(device), long_samples(device, 8, 2**14 if device.type == "cuda" else 2**10)
+    one = (batch[0][:1], batch[1][:1])
+    with Room(device, model) as room:
+        loss_of(model)(batch).backward()
+        model.zero_grad()
+        need = room.need(lambda: loss_of(model)(one).backward())
+        model.zero_grad()
+        room.allow(int(0.9 * need))
+        growing = {"grow": True, "patience": 1, "jitter": 0.0, "cooldown": 0.0, "min_gain": 0.0, "margin": 0.0, "sensor": None}
+        with elastic(model, escalate=("offload",), **growing) as mbs:
+            sizes = []
+            for _ in range(8):
+                sizes.append(mbs.backward(loss_of(model), batch).micro_batch_size)
+                model.zero_grad()
+    assert sizes[0] == 1
+    assert max(sizes) > 1
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("escalate", WAYS)
+def test_memory_running_out_at_any_operation_while_escalated_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, door: int, escalate: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(offload, "SMALL", 64)
+    model, batch = deep(blocks=2), long_samples(length=2)
+    mbs, loss_fn = escalated(model, escalate, batch, door, micro_batch_size=2)
+    known: dict[Any, tuple[list[Tensor | None], Tensor]] = {}
+    for strike in every_operation(stride=1 if door == 1 else 5):
+        model.zero_grad()
+        torch.manual_seed(5)
+        with strike:
+            result = through(door, mbs, loss_fn, batch)
+        found, after = grads(model), torch.get_rng_state()
+        if result.partition not in known:
+            known[result.partition] = by_hand(copy.deepcopy(model), batch, result.partition)
+        wanted, wanted_after = known[result.partition]
+        assert error_of(found, wanted) <= 1e-12, strike.hits
+        assert torch.equal(after, wanted_after), strike.hits
+
+
+# ---------------------------------------------------------------------- what it does not do
+
+
+def test_an_evaluation_is_not_escalated_and_what_was_tried_is_named() -> None:
+    model, batch = deep(blocks=2), long_samples()
+    events: list[Event] = []
+    mbs = elastic(model, escalate=("checkpoint", "offload"), on_event=events.append)
+    with InjectOOM(always_from=2), pytest.raises(MicroBatchFloorError, match="does not fit") as caught:
+        mbs.eval(lambda piece: model(piece[0]), batch)
+    assert "escalate" not in str(caught.value)
+    assert not ways_of(events)
+    with InjectOOM(always_from=20), pytest.raises(MicroBatchFloorError, match="not even with checkpoint and offload"):
+        mbs.backward(loss_of(model), batch)
+    assert ways_of(events) == ["checkpoint", "offload"]
+    mbs.backward(loss_of(model), batch)
+
+
+def test_only_what_would_be_gone_otherwise_goes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[Tensor] = []
+    slot = offload._HostSlot
+
+    def seen(tensor: Tensor) -> Any:
+        gone.append(tensor.detach())
+        return slot(tensor)
+
+    monkeypatch.setattr(offload, "_HostSlot", seen)
+    model, batch = deep(blocks=1), long_samples(samples=2, length=256)
+    mbs, loss_fn = escalated(model, ("offload",), batch)
+    gone.clear()
+    mbs.backward(loss_fn, batch)
+    kept = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *batch)}
+    assert gone
+    assert all(tensor.nbytes >= offload.SMALL for tensor in gone)
+    assert not kept & {tensor.untyped_storage().data_ptr() for tensor in gone}
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.BatchNorm1d(8), lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))])
+def test_a_block_that_changes_its_buffers_is_not_checkpointed_but_refused(layer: Callable[[], nn.Module]) -> None:
+    """It would change them twice for each piece: the running statistics would not be those of the batch."""
+    model, batch = deep("cpu", layer()), long_samples()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ReplayUnsafeError, match="changes its buffer"):
+        escalated(model, ("checkpoint",), batch)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    escalated(model, ("offload",), batch)
+
+
+def test_what_a_checkpointed_block_draws_on_the_host_is_drawn_once() -> None:
+    inner = nn.Linear(WIDTH, WIDTH)
+    inner.register_forward_hook(lambda module, given, out: torch.tanh(out) * random.random())
+    model, batch = deep("cpu", nn.Sequential(inner)), long_samples()
+    mbs, loss_fn = escalated(model, ("checkpoint",), batch)
+    torch.manual_seed(5)
+    random.seed(5)
+    result = mbs.backward(loss_fn, batch)
+    found, after = grads(model), random.getstate()
+    random.seed(5)
+    assert error_of(found, by_hand(model, batch, result.partition)[0]) <= 1e-12
+    assert random.getstate() == after
+
+
+def test_forwards_are_the_users_own_again_after_the_call() -> None:
+    model, batch = deep(), long_samples()
+    blocks, calls = blocks_of(model.modules()), list[str]()
+    own = blocks[0].forward
+
+    def patched(x: Tensor) -> Tensor:
+        calls.append("own")
+        found: Tensor = own(x)
+        return found
+
+    blocks[0].forward = patched
+    mbs, loss_fn = escalated(model, ("checkpoint",), batch, micro_batch_size=4)
+    calls.clear()
+    mbs.backward(loss_fn, batch)
+    assert len(calls) == 2 * 4  # forward and again in backward, for each sample
+    with pytest.raises(MicroBatchFloorError), InjectOOM(always_from=20):
+        mbs.backward(loss_fn, batch)
+    assert blocks[0].forward is patched
+    assert all("forward" not in vars(each) for each in blocks[1:])
+
+
+def test_a_model_that_offers_checkpointing_is_asked_for_it_while_it_runs() -> None:
+    """As those of transformers do."""
+    model, batch, calls = deep(blocks=1), long_samples(), list[str]()
+    model.register_forward_hook(lambda *_: calls.append("ran"))
+    vars(model)["gradient_checkpointing_enable"] = lambda gradient_checkpointing_kwargs: calls.append("on")
+    vars(model)["gradient_checkpointing_disable"] = lambda: calls.append("off")
+    mbs, _ = escalated(model, ("checkpoint",), batch)
+    assert calls == ["on", "ran", "off"] * 4
+    mbs.backward(lambda piece: loss_of(model)(piece), batch)
+    assert calls[12:] == ["ran"]
+
+
+def test_the_blocks_are_the_children_of_the_longest_list() -> None:
+    inner = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
+    assert blocks_of(nn.ModuleList([inner, nn.Sequential(*[nn.ReLU() for _ in range(9)])]).modules()) == list(inner)
+    model = nn.Sequential(nn.Embedding(1000, 4), inner, nn.Linear(4, 1000))
+    assert blocks_of(model.modules()) == list(model)  # of two as long the one with more parameters
+    assert blocks_of([nn.Linear(1, 1)]) == []
