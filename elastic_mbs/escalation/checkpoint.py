@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from elastic_mbs.errors import ReplayUnsafeError
 from elastic_mbs.rollback.random_streams import RandomStreams, StreamState
 
-_ABSENT: Any = object()
-
 
 class CheckpointedBlocks:
     """A context manager: inside it the blocks of these models are checkpointed.
@@ -33,25 +31,24 @@ class CheckpointedBlocks:
         self._asked = [] if compiled else list(filter(_offers, modules))
         self._blocks = [] if compiled else self._asked or blocks_of(modules)
         self._how: dict[str, Any] = {"use_reentrant": False, "context_fn": partial(_contexts, streams)}
-        self._forwards: list[tuple[nn.Module, Any]] = []  # of the blocks, as they were
+        self._patched: list[tuple[nn.Module, dict[str, Any]]] = []  # with what was there before
 
     def __enter__(self) -> CheckpointedBlocks:
         for module in self._asked:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._how)  # type: ignore[operator]  # it is a method
         for block in self._blocks:
-            self._forwards.append((block, vars(block).get("forward", _ABSENT)))
+            self._patched.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
             run = block.forward if self._asked else partial(checkpoint, block.forward, **self._how)
             block.forward = partial(_run_unchanged, block, run)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Puts everything back. Can be repeated."""
-        while self._forwards:
-            block, forward = self._forwards[-1]
+        while self._patched:
+            block, own = self._patched[-1]
             vars(block).pop("forward", None)
-            if forward is not _ABSENT:
-                block.forward = forward
-            self._forwards.pop()
+            vars(block).update(own)
+            self._patched.pop()
         for module in self._asked:
             module.gradient_checkpointing_disable()  # type: ignore[operator]  # it is a method
 

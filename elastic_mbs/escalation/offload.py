@@ -34,11 +34,7 @@ class _HostSlot(Slot):
 
 
 class OffloadedTensors(SavedTensorTable):
-    """A context manager: tensors that autograd saves inside it wait on the host.
-
-    Args:
-        resident: gives the tensors that stay in memory in any case, when the block begins.
-    """
+    """A context manager: tensors that autograd saves inside it wait on the host, but for those that are `resident` when it begins."""
 
     def __init__(self, resident: Callable[[], Iterable[torch.Tensor]]) -> None:
         super().__init__()

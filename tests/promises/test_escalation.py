@@ -16,15 +16,13 @@ from elastic_mbs.escalation.checkpoint import blocks_of
 from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
 from tests.helpers.room import PLENTY, Room
-from tests.helpers.steps import elastic, grads, through
+from tests.helpers.steps import Pair, elastic, grads, through
 from tests.helpers.strikes import every_operation
 
-# torch says at the first set_sync_debug_mode that it does not see every synchronisation
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 
-WIDTH, DOORS = 16, [1, 3]
+WIDTH = 16
 WAYS = [("offload",), ("checkpoint",), ("checkpoint", "offload")]
-Pair = tuple[Tensor, Tensor]
 
 
 def block(width: int = WIDTH) -> nn.Module:
@@ -61,6 +59,15 @@ def stream(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
+def need_of_one(room: Room, model: nn.Module, batch: Pair) -> int:
+    """Bytes of a step on one sample, with what libraries keep there already."""
+    loss_of(model)(batch).backward()
+    model.zero_grad()
+    need = room.need(lambda: loss_of(model)((batch[0][:1], batch[1][:1])).backward())
+    model.zero_grad()
+    return need
+
+
 def ways_of(events: list[Event]) -> list[str]:
     return [event.by for event in events if isinstance(event, Escalated)]
 
@@ -88,13 +95,9 @@ def escalated(model: nn.Module, escalate: tuple[str, ...], batch: Pair, door: in
 @pytest.mark.parametrize("escalate", WAYS)
 def test_a_model_whose_single_sample_does_not_fit_trains_with_the_exact_gradient(device: torch.device, escalate: tuple[str, ...]) -> None:
     model, batch = deep(device), long_samples(device, 2, 2**15 if device.type == "cuda" else 2**10)
-    one = (batch[0][:1], batch[1][:1])
     events: list[Event] = []
     with Room(device, model) as room:
-        loss_of(model)(batch).backward()  # what libraries keep is there from now on
-        model.zero_grad()
-        need = room.need(lambda: loss_of(model)(one).backward())
-        model.zero_grad()
+        need = need_of_one(room, model, batch)
         room.allow(int(0.5 * need if len(escalate) == 1 else 0.25 * need))
         with pytest.raises(MicroBatchFloorError, match=r'RecoveryOptions\(escalate=\("offload", "checkpoint"\)\)'):
             elastic(model).backward(loss_of(model), batch)
@@ -113,14 +116,9 @@ def test_a_model_whose_single_sample_does_not_fit_trains_with_the_exact_gradient
 
 
 def test_sizes_grow_again_with_what_fits_now(device: torch.device) -> None:
-    """What was measured before says nothing of it: the fit begins anew."""
     model, batch = deep(device), long_samples(device, 8, 2**14 if device.type == "cuda" else 2**10)
-    one = (batch[0][:1], batch[1][:1])
     with Room(device, model) as room:
-        loss_of(model)(batch).backward()
-        model.zero_grad()
-        need = room.need(lambda: loss_of(model)(one).backward())
-        model.zero_grad()
+        need = need_of_one(room, model, batch)
         room.allow(int(0.9 * need))
         growing = {"grow": True, "patience": 1, "jitter": 0.0, "cooldown": 0.0, "min_gain": 0.0, "margin": 0.0, "sensor": None}
         with elastic(model, escalate=("offload",), **growing) as mbs:
@@ -132,7 +130,7 @@ def test_sizes_grow_again_with_what_fits_now(device: torch.device) -> None:
     assert max(sizes) > 1
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [1, 3])
 @pytest.mark.parametrize("escalate", WAYS)
 def test_memory_running_out_at_any_operation_while_escalated_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, door: int, escalate: tuple[str, ...]
@@ -140,16 +138,12 @@ def test_memory_running_out_at_any_operation_while_escalated_changes_nothing(
     monkeypatch.setattr(offload, "SMALL", 64)
     model, batch = deep(blocks=2), long_samples(length=2)
     mbs, loss_fn = escalated(model, escalate, batch, door, micro_batch_size=2)
-    known: dict[Any, tuple[list[Tensor | None], Tensor]] = {}
     for strike in every_operation(stride=1 if door == 1 else 5):
-        model.zero_grad()
         torch.manual_seed(5)
         with strike:
             result = through(door, mbs, loss_fn, batch)
         found, after = grads(model), torch.get_rng_state()
-        if result.partition not in known:
-            known[result.partition] = by_hand(copy.deepcopy(model), batch, result.partition)
-        wanted, wanted_after = known[result.partition]
+        wanted, wanted_after = by_hand(model, batch, result.partition)
         assert error_of(found, wanted) <= 1e-12, strike.hits
         assert torch.equal(after, wanted_after), strike.hits
 
@@ -161,14 +155,12 @@ def test_an_evaluation_is_not_escalated_and_what_was_tried_is_named() -> None:
     model, batch = deep(blocks=2), long_samples()
     events: list[Event] = []
     mbs = elastic(model, escalate=("checkpoint", "offload"), on_event=events.append)
-    with InjectOOM(always_from=2), pytest.raises(MicroBatchFloorError, match="does not fit") as caught:
+    with InjectOOM(always_from=2), pytest.raises(MicroBatchFloorError, match="does not fit\\. "):
         mbs.eval(lambda piece: model(piece[0]), batch)
-    assert "escalate" not in str(caught.value)
     assert not ways_of(events)
     with InjectOOM(always_from=20), pytest.raises(MicroBatchFloorError, match="not even with checkpoint and offload"):
         mbs.backward(loss_of(model), batch)
     assert ways_of(events) == ["checkpoint", "offload"]
-    mbs.backward(loss_of(model), batch)
 
 
 def test_only_what_would_be_gone_otherwise_goes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +215,7 @@ def test_forwards_are_the_users_own_again_after_the_call() -> None:
 
     def patched(x: Tensor) -> Tensor:
         calls.append("own")
-        found: Tensor = own(x)
-        return found
+        return own(x)  # type: ignore[no-any-return]  # a tensor
 
     blocks[0].forward = patched
     mbs, loss_fn = escalated(model, ("checkpoint",), batch, micro_batch_size=4)
