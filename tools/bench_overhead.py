@@ -154,12 +154,13 @@ def compare(workload: Workload, *, pairs: int, seconds: float, seed: int = 0) ->
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed; does nothing with another C library."""
+    """Tells glibc to keep what is freed, in one arena for all threads; does nothing with another C library."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # malloc.h
+    mallopt(arena_max, 1)
     mallopt(trim_threshold, 2**30)
     mallopt(mmap_threshold, 2**25)  # the most that it takes
 

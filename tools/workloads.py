@@ -101,7 +101,8 @@ def conv_net(channels: int, blocks: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
 
 
-def _classifier(name: str, model: nn.Module, inputs: Tensor, size: int, device: torch.device) -> Workload:
+def classifier(name: str, model: nn.Module, inputs: Tensor, size: int, device: torch.device) -> Workload:
+    """`model` trained to tell ten classes apart by cross-entropy."""
     model = model.to(device)
 
     def loss_fn(piece: Any) -> Tensor:
@@ -118,12 +119,12 @@ def make_mlp(size: int, device: torch.device) -> Workload:
     """Four wide layers."""
     wide = 4096 if device.type == "cuda" else 512
     model = nn.Sequential(nn.Linear(256, wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, 10))
-    return _classifier("mlp", model, torch.randn(PIECES * size, 256), size, device)
+    return classifier("mlp", model, torch.randn(PIECES * size, 256), size, device)
 
 
 def make_cnn(size: int, device: torch.device) -> Workload:
     """Eight convolutions with BatchNorm on 32 × 32 images."""
-    return _classifier("cnn", conv_net(128 if device.type == "cuda" else 32, 7), torch.randn(PIECES * size, 3, 32, 32), size, device)
+    return classifier("cnn", conv_net(128 if device.type == "cuda" else 32, 7), torch.randn(PIECES * size, 3, 32, 32), size, device)
 
 
 def make_gpt(size: int, device: torch.device) -> Workload:
@@ -141,12 +142,12 @@ def make_gpt(size: int, device: torch.device) -> Workload:
 
 def make_deep(size: int, device: torch.device) -> Workload:
     """A thousand modules and a thousand leaves, as in a large model: little work in each."""
-    return _classifier("deep", Residuals(500, 64), torch.randn(PIECES * size, 64), size, device)
+    return classifier("deep", Residuals(500, 64), torch.randn(PIECES * size, 64), size, device)
 
 
 def make_tiny(size: int, device: torch.device) -> Workload:
     """Next to no work at all: what is left is the loop."""
-    return _classifier("tiny", nn.Linear(8, 10), torch.randn(PIECES * size, 8), size, device)
+    return classifier("tiny", nn.Linear(8, 10), torch.randn(PIECES * size, 8), size, device)
 
 
 def make_cold(size: int, device: torch.device) -> Workload:
@@ -164,7 +165,7 @@ def make_cold(size: int, device: torch.device) -> Workload:
 def make_norms(size: int, device: torch.device) -> Workload:
     """Two hundred BatchNorms, six hundred buffers."""
     layers: list[nn.Module] = [layer for _ in range(200) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16))]
-    return _classifier("norms", nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(PIECES * size, 16), size, device)
+    return classifier("norms", nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(PIECES * size, 16), size, device)
 
 
 MAKERS: Mapping[str, Callable[[int, torch.device], Workload]] = {

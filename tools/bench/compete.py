@@ -1,0 +1,32 @@
+"""Contenders on one task, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from tools.bench.contenders import Contender
+from tools.bench.job import Job, Task
+from tools.bench.turns import HandOver, in_turns
+
+Entry = Callable[[], Contender]
+
+
+def compete(task: Task, entries: Sequence[Entry], prepare: Callable[[Job], None] = lambda job: None) -> Mapping[str, Job]:
+    """Each contender's run, by its name.
+
+    Args:
+        task: the same for all, each with a model and a budget of its own.
+        entries: make the contenders.
+        prepare: changes a job before its run.
+    """
+    jobs: dict[str, Job] = {}
+
+    def run(entry: Entry, hand_over: HandOver) -> None:
+        contender, job = entry(), Job(task, hand_over)
+        jobs[contender.name] = job
+        prepare(job)
+        contender.train(job)
+
+    in_turns([partial(run, entry) for entry in entries])
+    return jobs
