@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from elastic_mbs import count_tokens
+from elastic_mbs.engine.misuse import running_call
 
 from ..streams import start_streams
 from .layers import VOCABULARY, Made, in_double
@@ -79,6 +81,18 @@ def by_length() -> Subject:
     return Subject(model, lambda b: F.cross_entropy(model((b["tokens"], b["mask"])).flatten(0, 1), b["labels"].flatten()), [batch], options=options)
 
 
+def escalated(by: str) -> Subject:
+    """Its single samples do not fit, twice, so that all it does from then on is offloaded or checkpointed."""
+    case, refusals = planned_step(text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)), iter(range(4))
+
+    def loss_fn(batch: Any) -> Any:
+        if running_call() is not None and torch.is_grad_enabled() and next(refusals, None) is not None:  # at 4, 2, 1 and 1 samples
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return case.loss_fn(batch)
+
+    return replace(case, loss_fn=loss_fn, options={**case.options, "escalate": (by,)})
+
+
 STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "mlp": planned(layers=("linear",)),
     "conv_batchnorm": planned(layers=("conv", "batchnorm", "residual", "conv", "batchnorm")),  # gradients and buffers depend on the split
@@ -103,6 +117,8 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "scaled": scaled,
     "half_in_float32": planned(layers=("linear",), half=True),
     "compiled": compiled,
+    "offloaded": partial(escalated, "offload"),
+    "checkpointed": partial(escalated, "checkpoint"),
     "by_length": by_length,
 }
 
