@@ -105,7 +105,8 @@ class DisabledPass:
         self.totals = totals
         self._settings = settings
         self._names = count_names
-        self._attempt = Attempt(Range(0, length), data=batch)
+        self._attempt = Attempt(Range(0, length))
+        self._attempt.data = batch
         self.micro = MicroBatch(self, self._attempt)
 
     def begin(self, attempt: Attempt) -> None:

@@ -62,6 +62,7 @@ class Phase(Enum):
 class Attempt:
     """One attempt at one piece of the batch. Made for every piece, so it is cheap: an instance holds only what differs from the defaults."""
 
+    data: Any = None  # the piece, in the batch's own container type
     streams: StreamState | None = None  # random streams at its start; None until they were read
     grad_enabled: bool = True  # at its start
     training: Modes = ()  # of the modules, at its start
@@ -75,9 +76,8 @@ class Attempt:
     outputs: StoredOutput | None = None
     callbacks: tuple[Callable[[], object], ...] = ()
 
-    def __init__(self, piece: Range, data: Any = None) -> None:
+    def __init__(self, piece: Range) -> None:
         self.piece = piece
-        self.data = data  # the piece, in the batch's own container type
 
     def __len__(self) -> int:
         return self.piece.stop - self.piece.start
@@ -89,15 +89,12 @@ class Attempt:
 
     def drop_graph(self) -> None:
         """Drops what keeps the attempt's tensors alive, except its loss and outputs."""
-        self.data = self.weighted = self.seen = None
-        if self.leaves is not None or self.terms:
-            self.leaves, self.terms = None, ()
+        self.data = self.weighted = self.seen = self.leaves = self.streams = None
+        self.terms = ()
 
     def drop(self) -> None:
         """Drops everything: a user's variable can still hold this attempt."""
-        self.drop_graph()
-        self.loss = self.outputs = None
-        self.callbacks = ()
+        self.__dict__ = {"piece": self.piece}
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,12 +85,12 @@ class Ledger:
 
     def observe(self, *, kept: bool = False) -> Observation:
         """All gradients as they are now; with `kept`, where all were there when they were noted, their versions alone (see `unchanged`)."""
-        if kept and self._noted.complete:
-            return self._noted._replace(versions=_versions(self._noted.grads))
-        extra = self._noted.extra
+        grads, _, extra, complete = self._noted
+        if kept and complete:
+            return Observation(grads, _versions(grads), extra, complete)
         if extra:
             extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
-        grads: Grads = list(map(_GRAD, self._leaves))
+        grads = list(map(_GRAD, self._leaves))
         versions = _versions(grads)
         return Observation(grads, versions, extra, not extra and NO_VERSION not in versions)
 
@@ -192,13 +192,11 @@ class Ledger:
 
 
 def _versions(grads: Grads) -> list[int]:
-    """The versions of gradients. Runs twice for every piece, so it runs no line of Python for each of them."""
-    if all(map(is_, grads, repeat(None))):
-        return [NO_VERSION] * len(grads)
+    """The versions of gradients. Runs twice for every piece, so it runs no line of Python for each of them where all are there, or none."""
     try:
         return list(map(_VERSION, grads))
     except (AttributeError, RuntimeError):  # of None, and of inference tensors
-        return [_version(grad) for grad in grads]
+        return [NO_VERSION] * len(grads) if all(map(is_, grads, repeat(None))) else [_version(grad) for grad in grads]
 
 
 def _version(grad: torch.Tensor | None) -> int:
