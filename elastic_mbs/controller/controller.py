@@ -14,7 +14,8 @@
 Shrinking needs no evidence but the failure; growing needs all of it: `growth.is_due` says when, `growth.next_size` how far. A failure is remembered
 as a ceiling with the capacity seen then, and tried again only when that has risen; where no reading explains it, after a cooldown. There can be
 several: one seen while a co-tenant was there is lifted when it leaves, and an older one, seen with all the memory, counts again.
-A growth that has lost more time by its failure than it had saved makes all growth wait for `cooldown` times the difference.
+A growth that has lost more time by its failure than it had saved starts a cooldown of `cooldown` times the difference: until then sizes are chosen
+as if there were no more memory than at the failure.
 """
 
 from __future__ import annotations
@@ -221,10 +222,9 @@ class Controller:
 
     def _lost(self, track: Track, lost: float, since: float, trial: Trial | None, elements: int) -> None:
         """Failures since then have lost so many seconds, that of a growth to so many elements first where there was one."""
-        until = self._cooldown(lost)
         for ceiling in track.ceilings:
             if ceiling.at >= since:
-                ceiling.until = until
+                ceiling.lost = lost
         if trial is not None and (net := lost - track.time.saved(trial.run, trial.elements, elements)) > 0:
             track.cooldown_until = max(track.cooldown_until, self._cooldown(net))
 
@@ -259,16 +259,19 @@ class Controller:
             return None
         track.clean += 1
         now = self._clock()
-        if capacity is None or track.size >= call.samples or not is_due(track, self._limits, self._policy, capacity, now):
+        if capacity is not None and now < track.cooldown_until:
+            capacity = track.without_growth(capacity)
+        if capacity is None or track.size >= call.samples or not is_due(track, self._limits, self._policy, capacity):
             return None
         self.wants_reading = True
         if capacity.at <= track.decided_at:
             return None
         track.decided_at = capacity.at
-        track.lift_ceilings(capacity, self._policy.changed, now)
+        samples, elements = track.expected()
+        present = self._limits.longest(samples, track.size) * elements
+        track.lift_ceilings(capacity, present, self._policy, now)
         after = next_size(track, self._limits, self._policy, capacity)
         if after is None:
             return None
-        samples, elements = track.expected()
-        track.trial = Trial(track.size, self._limits.longest(samples, track.size) * elements, self._policy.patience)
+        track.trial = Trial(track.size, present, self._policy.patience)
         return self._move(track, after, "grow")

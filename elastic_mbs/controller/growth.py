@@ -17,9 +17,9 @@ def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
     return capacity.bytes * (1 - policy.margin) / track.fragmentation
 
 
-def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity, now: float) -> bool:
-    """When: after `patience` clean calls at this size, and while no cooldown runs. One call and the jitter are enough for a proven size."""
-    if not policy.grow or now < track.cooldown_until:
+def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> bool:
+    """When: after `patience` clean calls at this size. One call and the jitter are enough for a proven size."""
+    if not policy.grow:
         return False
     if track.clean >= track.patience:
         return True

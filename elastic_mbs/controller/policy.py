@@ -51,8 +51,8 @@ class Policy:
         jitter: patience and cooldown are longer by up to this fraction, drawn at random, so that two processes on one device do not act in step.
         margin: fraction of the capacity that is kept free.
         min_gain: smallest saving of step time worth a change of size, as a fraction.
-        cooldown: nothing grows for so many times the seconds that a growth has lost by its failure: such failures cost at most 1/cooldown of the
-            time that is run.
+        cooldown: for so many times the seconds that a growth has lost by its failure nothing grows beyond what the memory seen then allows: such
+            failures cost at most 1/cooldown of the time that is run.
         thrash_calls: calls in a row with allocator retries that count as a failure.
         changed: fraction by which capacity must rise to count as changed evidence.
 

@@ -12,6 +12,7 @@ from typing import Any
 from elastic_mbs.controller.fit import MemoryFit, TimeFit, checked
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.controller.plan import Capacity
+from elastic_mbs.controller.policy import Policy
 
 RECENT_CALLS = 16  # calls whose batches decide how large a batch and how long a sample must be expected
 MAX_CEILINGS = 8
@@ -37,7 +38,7 @@ class Ceiling:
     limit: int  # the largest number of elements that can still be tried: one less, or after a failed growth what it grew from
     capacity: int | None  # in bytes; None where no reading explains the failure
     at: float
-    until: float = NEVER  # not tried again before that where no reading explains it
+    lost: float = 0.0  # seconds by the failure
     proven: int | None = None  # capacity with which as much had run clean before
     confirmed: bool = False  # by a reading made after the failure; the one at hand then can be from before the co-tenant came
 
@@ -109,9 +110,24 @@ class Track:
             if ceiling.proven is not None and ceiling.capacity * (1 + changed) >= ceiling.proven:
                 ceiling.capacity = self.proven = None
 
-    def lift_ceilings(self, capacity: Capacity, changed: float, now: float) -> None:
-        """Drops the ceilings whose evidence has changed: capacity has risen by the fraction `changed`, or was never known and a cooldown has run."""
-        self.ceilings = [c for c in self.ceilings if (now < c.until if c.capacity is None else capacity.bytes <= c.capacity * (1 + changed))]
+    def lift_ceilings(self, capacity: Capacity, present: int, policy: Policy, now: float) -> None:
+        """Drops the ceilings whose evidence has changed: capacity has risen by the fraction `changed`, or was never known, and time has passed.
+
+        That is until pieces of the `present` elements have lost as much time as the failure, but no longer than a cooldown.
+        """
+
+        def stands(ceiling: Ceiling) -> bool:
+            if ceiling.capacity is not None:
+                return capacity.bytes <= ceiling.capacity * (1 + policy.changed)
+            slower = self.time.gain(present, ceiling.elements) or 0.0
+            return now - ceiling.at < ceiling.lost * (min(policy.cooldown, 1 / slower) if slower > 0 else policy.cooldown)
+
+        self.ceilings = list(filter(stands, self.ceilings))
+
+    def without_growth(self, capacity: Capacity) -> Capacity | None:
+        """The least capacity that a failure has shown: what is fit for a co-tenant that comes and goes. None where none is known."""
+        least = min((ceiling.capacity for ceiling in self.ceilings if ceiling.capacity is not None), default=None)
+        return None if least is None else capacity._replace(bytes=min(capacity.bytes, least))
 
     def proven_with(self, capacity: Capacity, changed: float) -> int:
         """The most elements that have run clean with as much memory; 0 if none."""
@@ -139,7 +155,7 @@ class Track:
             "fragmentation": self.fragmentation,
             "passed_with": None if self.proven is None else list(self.proven),
             "trial": None if self.trial is None else [self.trial.before, self.trial.elements, self.trial.calls, self.trial.run],
-            "ceilings": [[c.elements, c.limit, c.capacity, max(0.0, c.until - now)] for c in self.ceilings],
+            "ceilings": [[c.elements, c.limit, c.capacity, c.lost] for c in self.ceilings],
             "recent": [list(batch) for batch in self.recent],
             "memory": self.memory.state(),
             "time": self.time.state(),
@@ -158,9 +174,9 @@ class Track:
         if row["passed_with"] is not None:
             elements, capacity = row["passed_with"]
             track.proven = checked(elements, int), checked(capacity, int)
-        for elements, limit, capacity, left in row["ceilings"]:
+        for elements, limit, capacity, lost in row["ceilings"]:
             seen = None if capacity is None else checked(capacity, int)
-            track.add_ceiling(Ceiling(checked(elements, int, checked(limit, int) + 1), limit, seen, now, now + checked(left, float), confirmed=True))
+            track.add_ceiling(Ceiling(checked(elements, int, checked(limit, int) + 1), limit, seen, now, checked(lost, float), confirmed=True))
         track.recent.extend((checked(samples, int, 1), checked(elements, int, 1)) for samples, elements in row["recent"])
         track.expected()  # of at least one batch
         planned = isinstance(row["memory"], dict)

@@ -94,7 +94,7 @@ def test_a_record_that_breaks_a_check_is_one_complaint(check: checks.Check, run:
         (checks.grown_back, record([small(0, peak=3600)])),
         (floor, record(end=End(1000, 1000, 3, FLOOR, True, 1.0))),
         (blind, record(marks=[LOST, BACK, grow(6)])),
-        (calm, record(marks=[oom(i) for i in range(4)])),
+        (calm, record(marks=[oom(i) for i in range(2)])),
         (calm, record([])),
         (checks.optimizer_struck, record(marks=[mark("optimizer", 0)])),
         (checks.evaluated, record(marks=[mark("eval", 1)], differences=replace(SAME, outputs=0.0))),
