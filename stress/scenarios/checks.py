@@ -171,9 +171,9 @@ def froze_while_blind(run: Run) -> Iterator[str]:
 def calm(run: Run) -> Iterator[str]:
     """Failures stay rare where memory comes back again and again: not each return of it costs one."""
     returns = len(run.steps) // FLAP
-    allowed = 2 + returns // 2
-    if (found := run.count("oom")) > (allowed if run.kind in COUNTED else 2 * allowed):
-        yield f"{found} out-of-memory errors where memory came back {returns} times, which allows {allowed}"
+    found, allowed = len({mark.step for mark in run.marks if mark.what == "oom"}), 2 + returns // 2
+    if found > (allowed if run.kind in COUNTED else 2 * allowed):
+        yield f"{found} steps ran out of memory where it came back {returns} times, which allows {allowed}"
 
 
 def optimizer_struck(run: Run) -> Iterator[str]:
