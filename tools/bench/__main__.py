@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +21,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from anywhere, installed or not
 
-from tools.bench import whole_run
+from tools.bench import fault, flapping, idle, recovery, scale, whole_run
 from tools.bench.contenders import installed
 from tools.bench_overhead import environment, keep_freed_memory
 
 Rows = Mapping[str, tuple[Callable[[bool, int], Sequence[Any]], Callable[[Sequence[Any]], str]]]
 
-ROWS: Rows = {"run": (whole_run.rows, whole_run.text)}
+ROWS: Rows = {
+    "run": (whole_run.rows, whole_run.text),
+    "recovery": (recovery.rows, recovery.text),
+    "flapping": (flapping.rows, flapping.text),
+    "fault": (fault.rows, fault.text),
+    "idle": (idle.rows, idle.text),
+    "scale": (scale.rows, scale.text),
+}
 """By the name of a row: what measures (quick, rounds) → figures, and what makes a table of them."""
 
 
@@ -48,9 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures: dict[str, Any] = {"environment": environment(torch.device("cpu")) | {"peers": installed()}}
     for name in options.rows or ROWS:
         measure, text = ROWS[name]
+        began = time.perf_counter()
         found = measure(options.quick, options.rounds)
         figures[name] = [asdict(row) for row in found]
-        print(f"## {name}\n\n{text(found)}\n", flush=True)
+        print(f"## {name} ({time.perf_counter() - began:.0f} s)\n\n{text(found)}\n", flush=True)
     for each in options.include:
         name, _, path = each.partition("=")
         figures[name] = json.loads(Path(path).read_text())

@@ -12,20 +12,20 @@ from tools.bench.turns import HandOver, in_turns
 Entry = Callable[[], Contender]
 
 
-def compete(task: Task, entries: Sequence[Entry], prepare: Callable[[Job], None] = lambda job: None) -> Mapping[str, Job]:
+def compete(task: Task, entries: Sequence[Entry], prepare: Callable[[str, Job], None] = lambda name, job: None) -> Mapping[str, Job]:
     """Each contender's run, by its name.
 
     Args:
         task: the same for all, each with a model and a budget of its own.
         entries: make the contenders.
-        prepare: changes a job before its run.
+        prepare: changes a contender's job before its run.
     """
     jobs: dict[str, Job] = {}
 
     def run(entry: Entry, hand_over: HandOver) -> None:
         contender, job = entry(), Job(task, hand_over)
         jobs[contender.name] = job
-        prepare(job)
+        prepare(contender.name, job)
         contender.train(job)
 
     in_turns([partial(run, entry) for entry in entries])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, Policy
 from tools.bench.job import Job
 from tools.bench.sweep import Sweep
 
@@ -43,14 +43,8 @@ class Oracle(Contender):
         job.train(batch, self.sweep.best(job.budget.limit).size)
 
 
-class Control(Oracle):
-    """The oracle once more: how far it is from the oracle is the method's noise."""
-
-    name = "control"
-
-
 class Fixed(Contender):
-    """The hand-written loop with one size, which fits at all times."""
+    """The hand-written loop with one size."""
 
     name = "best fixed size"
 
@@ -58,7 +52,7 @@ class Fixed(Contender):
         self.size = size
 
     def step(self, job: Job, batch: Any) -> None:
-        """Nothing fails."""
+        """Always the same."""
         job.train(batch, self.size)
 
 
@@ -67,10 +61,13 @@ class Elastic(Contender):
 
     name = "elastic_mbs"
 
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy
+
     def train(self, job: Job) -> None:
         """The runtime's own start is on the clock."""
         with job.running():
-            self.mbs = ElasticMBS(job.model, count=job.workload.count)
+            self.mbs = ElasticMBS(job.model, count=job.workload.count, policy=self.policy)
         with self.mbs:
             super().train(job)
 
@@ -80,6 +77,18 @@ class Elastic(Contender):
         job.optimizer.step()
         job.optimizer.zero_grad()
         job.size = max(stop - start for start, stop in partition)
+
+
+class Planned(Elastic):
+    """The same, with `mbs.plan` before the first step, on the clock."""
+
+    name = "elastic_mbs with plan"
+
+    def step(self, job: Job, batch: Any) -> None:
+        """The first one plans."""
+        if not job.done:
+            self.mbs.plan(job.workload.loss_fn, batch, optimizer=job.optimizer)
+        super().step(job, batch)
 
 
 class Halving(Contender):

@@ -9,7 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-COLOURS = {"oracle": "#000000", "elastic_mbs": "#0072b2", "halving (Composer's rule)": "#d55e00", "accelerate": "#009e73", "Lightning": "#cc79a7"}
+COLOURS = {"oracle": "#000000", "elastic_mbs": "#0072b2", "elastic_mbs with plan": "#56b4e9"}
+COLOURS |= {"halving (Composer's rule)": "#d55e00", "accelerate": "#009e73", "Lightning": "#cc79a7"}
 
 
 def draw(figures: Mapping[str, Any], out: Path) -> None:

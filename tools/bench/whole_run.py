@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tools.bench.compete import compete
-from tools.bench.contenders import Elastic, Oracle, peers
+from tools.bench.contenders import Elastic, Oracle, Planned, peers
 from tools.bench.job import Done, Job, Task
 from tools.bench.models import MODELS
 from tools.bench.report import table
@@ -99,7 +99,7 @@ def measure(name: str, course: Course, *, rounds: int, samples: int) -> list[Run
     workload = partial(MODELS[name][0], samples)
     sweep = Sweep(workload, rounds)
     task = Task(workload, course.limits(sweep.limit_for(ALONE), sweep.limit_for(VISITED)))
-    jobs = compete(task, [partial(Oracle, sweep), Elastic, *peers()])
+    jobs = compete(task, [partial(Oracle, sweep), Elastic, Planned, *peers()])
     return [_run(contender, job, jobs[Oracle.name], sweep, course) for contender, job in jobs.items()]
 
 
