@@ -165,7 +165,7 @@ def installed(packages: Sequence[str] = ("accelerate", "lightning")) -> dict[str
     return {name: importlib.metadata.version(name) if importlib.util.find_spec(name) else None for name in packages}
 
 
-def peers() -> list[Callable[[], Contender]]:
-    """All but elastic_mbs and the oracle."""
+def restarting() -> list[Callable[[], Contender]]:
+    """The peers that start the run again after an error, as far as they are installed."""
     found = installed()
-    return [Halving, *([Accelerate] if found["accelerate"] else []), *([Lightning] if found["lightning"] else [])]
+    return [*([Accelerate] if found["accelerate"] else []), *([Lightning] if found["lightning"] else [])]

@@ -5,6 +5,7 @@ Starting the run again, as accelerate's users do, loses the steps made so far: t
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,10 @@ from tools.bench.models import MODELS
 from tools.bench.report import table
 from tools.bench.sweep import AMPLE
 
-PIECES, PIECE, EVERY = 6, 4, 8
-"""Pieces of a step, the one that fails, and the steps from failure to failure."""
+PIECES, PIECE = 6, 4
+"""Pieces of a step, and the one that fails."""
+BEFORE, AFTER = 4, 16
+"""Steps before the one with the failure, and from it on."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,15 @@ class Fault:
         workload: what was trained.
         step: seconds of the hand-written loop's step, median.
         contender: who trained.
-        faults: how many there were.
-        lost: of each, in steps: how much longer than the hand-written loop's these steps were, until the next failure.
+        lost: of each failure, in steps: how much longer than the hand-written loop's the step was, with the fifteen after it.
+        at_once: of each failure, in steps: how much longer the step itself was.
     """
 
     workload: str
     step: float
     contender: str
-    faults: int
     lost: list[float]
+    at_once: list[float]
 
 
 class Replaying(Halving):
@@ -59,34 +62,35 @@ class Replaying(Halving):
 
 def rows(quick: bool, rounds: int) -> list[Fault]:
     """All workloads."""
-    return [row for name in MODELS for row in measure(name, 1 if quick else 5 * rounds)]
+    return [row for name in MODELS for row in measure(name, 1 if quick else 3 * rounds)]
 
 
 def measure(name: str, faults: int) -> list[Fault]:
-    """One workload."""
+    """One workload, in as many runs as there are failures."""
     make, samples = MODELS[name]
     size = -(-samples // PIECES)
-    task = Task(partial(make, samples), [AMPLE] * (EVERY * (faults + 1)), turn=EVERY)
-    jobs = dict(compete(task, [partial(Fixed, size), partial(Elastic, Policy(max_micro_batch_size=size)), Replaying], fail))
-    clean = jobs.pop(Fixed.name)
-    step = statistics.median(each.seconds for each in clean.done)
-    found = []
-    for who, job in jobs.items():
-        longer = [mine.seconds - other.seconds for mine, other in zip(job.done, clean.done, strict=True)]
-        found.append(Fault(clean.workload.name, step, who, faults, [sum(longer[at : at + EVERY]) / step for at in range(EVERY, len(longer), EVERY)]))
-    return found
+    task = Task(partial(make, samples), [AMPLE] * (BEFORE + AFTER), turn=1)
+    found: dict[str, Fault] = {}
+    for _ in range(faults):
+        jobs = dict(compete(task, [partial(Fixed, size), partial(Elastic, Policy(max_micro_batch_size=size)), Replaying], fail))
+        clean = jobs.pop(Fixed.name)
+        step = statistics.median(each.seconds for each in clean.done)
+        for who, job in jobs.items():
+            longer = [(mine.seconds - other.seconds) / step for mine, other in zip(job.done, clean.done, strict=True)][BEFORE:]
+            row = found.setdefault(who, Fault(clean.workload.name, step, who, [], []))
+            row.lost.append(sum(longer))
+            row.at_once.append(longer[0])
+    return list(found.values())
 
 
 def fail(name: str, job: Job) -> None:
-    """Memory is gone for the moment of one piece's forward, in every `EVERY`th step; not for the loop that all are measured against."""
+    """Memory is gone for the moment of one piece's forward; not for the loop that all are measured against."""
     if name == Fixed.name:
         return
-    inner, calls = job.workload.loss_fn, {0: 0}
+    inner, calls = job.workload.loss_fn, itertools.count(1)
 
     def loss_fn(piece: Any) -> Tensor:
-        made = len(job.done)
-        calls[made] = calls.get(made, 0) + 1
-        if not (made and made % EVERY == 0 and calls[made] == PIECE):
+        if len(job.done) != BEFORE or next(calls) != PIECE:
             return inner(piece)
         limit, job.budget.limit = job.budget.limit, job.budget.live
         try:
@@ -104,7 +108,12 @@ def text(found: Sequence[Fault]) -> str:
         {
             "workload": lambda row: f"{row.workload}, {1e3 * row.step:.0f} ms",
             "": lambda row: row.contender,
-            "failures": lambda row: row.faults,
-            "each lost, in steps: median (least, most)": lambda row: f"{statistics.median(row.lost):.2f} ({min(row.lost):.2f}, {max(row.lost):.2f})",
+            "the step itself, in steps more: median (least, most)": lambda row: middle(row.at_once),
+            "with the fifteen after it": lambda row: middle(row.lost),
         },
     )
+
+
+def middle(values: Sequence[float]) -> str:
+    """The median, and what lies outermost."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}, {max(values):.2f})"

@@ -42,7 +42,7 @@ def rows(quick: bool, rounds: int) -> list[Flapping]:
     found = []
     for phases in [(2, 8), (10, 40)]:
         for seed in range(rounds):
-            task = Task(partial(conv, 48), script(phases, limits, 20 if quick else 200, seed))
+            task = Task(partial(conv, 48), script(phases, limits, 20 if quick else 120, seed))
             jobs = compete(task, [partial(Oracle, sweep), partial(Fixed, sweep.best(limits[1]).size), Elastic, Halving])
             found += [Flapping(phases, name, job.seconds, job.seconds / jobs[Fixed.name].seconds, job.budget.ooms) for name, job in jobs.items()]
     return found

@@ -60,8 +60,8 @@ def mlp(samples: int) -> Workload:
 
 
 def sleeper(samples: int, seconds: float) -> Workload:
-    """A layer whose loss sleeps: a batch in one piece takes `seconds`, and each piece costs 5 % of that besides its samples."""
-    workload = classifier("sleeping", nn.Linear(256, 10), torch.randn(samples, 256), samples, CPU)
+    """A few layers whose loss sleeps: a batch in one piece takes `seconds`, and each piece costs 5 % of that besides its samples."""
+    workload = classifier("sleeping", Residuals(4, 64), torch.randn(samples, 64), samples, CPU)
 
     def loss_fn(piece: Any) -> Tensor:
         time.sleep(seconds * (0.05 + 0.95 * len(piece[0]) / samples))

@@ -21,7 +21,8 @@ def draw(figures: Mapping[str, Any], out: Path) -> None:
     bars, course = figure.subplots(1, 2, width_ratios=[3, 2])
     names = [name for name in COLOURS if any(run["contender"] == name for run in runs)]
     for place, name in enumerate(names):
-        values = [next(run["ratio"] for run in runs if (run["workload"], run["visit"], run["contender"]) == (*group, name)) for group in groups]
+        found = {(run["workload"], run["visit"]): run["ratio"] for run in runs if run["contender"] == name}
+        values = [found.get(group, float("nan")) for group in groups]  # not all take part in all
         at = [group + 0.8 * place / len(names) for group in range(len(groups))]
         drawn = bars.bar(at, values, 0.8 / len(names), color=COLOURS[name], label=name, align="edge")
         bars.bar_label(drawn, fmt="%.2f", fontsize=6)

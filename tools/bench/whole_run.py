@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from tools.bench.compete import compete
-from tools.bench.contenders import Elastic, Oracle, Planned, peers
+from tools.bench.contenders import Contender, Elastic, Halving, Oracle, Planned, restarting
 from tools.bench.job import Done, Job, Task
 from tools.bench.models import MODELS
 from tools.bench.report import table
@@ -77,17 +77,18 @@ class Run:
 
 
 def rows(quick: bool, rounds: int) -> list[Run]:
-    """All workloads; from round to round the two visits change places."""
+    """All workloads; from round to round the two visits change places. Who restarts takes long: in short visits only."""
     found = []
     for turn in range(rounds):
         for at, (name, (_, samples)) in enumerate(MODELS.items()):
-            visit = (20, 60)[(at + turn) % 2]
-            course = Course(steps=24, comes=12, visit=4) if quick else Course(visit=visit)
-            found += measure(name, course, rounds=1 if quick else 3, samples=max(28, samples // 4) if quick else samples)
+            long = (at + turn) % 2
+            course = Course(steps=24, comes=12, visit=4) if quick else Course(visit=(20, 60)[long])
+            size = max(28, samples // 4) if quick else samples
+            found += measure(name, course, rounds=1 if quick else 3, samples=size, more=() if long else restarting())
     return found
 
 
-def measure(name: str, course: Course, *, rounds: int, samples: int) -> list[Run]:
+def measure(name: str, course: Course, *, rounds: int, samples: int, more: Sequence[Callable[[], Contender]]) -> list[Run]:
     """All contenders on one workload.
 
     Args:
@@ -95,11 +96,12 @@ def measure(name: str, course: Course, *, rounds: int, samples: int) -> list[Run
         course: of the run.
         rounds: of the sweep.
         samples: of a batch.
+        more: contenders.
     """
     workload = partial(MODELS[name][0], samples)
     sweep = Sweep(workload, rounds)
     task = Task(workload, course.limits(sweep.limit_for(ALONE), sweep.limit_for(VISITED)))
-    jobs = compete(task, [partial(Oracle, sweep), Elastic, Planned, *peers()])
+    jobs = compete(task, [partial(Oracle, sweep), Elastic, Planned, Halving, *more])
     return [_run(contender, job, jobs[Oracle.name], sweep, course) for contender, job in jobs.items()]
 
 
