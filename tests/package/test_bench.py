@@ -6,20 +6,38 @@ from pathlib import Path
 import pytest
 
 from tools.bench import __main__ as bench
-from tools.bench import whole_run
+from tools.bench import fault, idle, whole_run
 from tools.bench.models import MODELS
 
 
 def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_run, "MODELS", {name: MODELS[name] for name in ("conv", "mlp")})
+    monkeypatch.setattr(whole_run, "MODELS", {"lstm": MODELS["lstm"]})
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     bench.main(["run", "--quick", "--json", str(figures), "--png", str(picture)])
     runs = json.loads(figures.read_text())["run"]
     assert {(run["workload"], run["contender"]) for run in runs} >= {
-        (model, who) for model in ("conv net", "deep MLP") for who in ("oracle", "elastic_mbs")
+        (model, who) for model in ("conv net", "LSTM") for who in ("oracle", "elastic_mbs")
     }
     for run in runs:
-        assert run["distance"] is None if run["workload"] == "conv net" else run["distance"] < 1e-3
+        assert run["distance"] < 1e-3
         assert run["ooms"] == 0 if run["contender"] == "oracle" else run["ooms"] > 0
         assert run["made"] == len(run["sizes"]) >= 24
     assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize("row", ["recovery", "flapping", "fault", "idle", "scale"])
+def test_every_other_row_has_a_table(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (fault, idle):
+        monkeypatch.setattr(module, "MODELS", {"gpt": (MODELS["gpt"][0], 12)})
+    more = tmp_path / "more.json"
+    more.write_text('{"speed": 1}')
+    bench.main([row, "--quick", "--json", str(tmp_path / "figures.json"), "--include", f"more={more}"])
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found["more"] == {"speed": 1}
+    assert found["environment"]["peers"].keys() == {"accelerate", "lightning"}
+    assert len(capsys.readouterr().out.strip().splitlines()) == 4 + len(found[row]), "a heading, an empty line, two lines of the table's head"
+
+
+def test_a_row_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["nonsense"])

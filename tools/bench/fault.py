@@ -24,7 +24,7 @@ from tools.bench.sweep import AMPLE
 
 PIECES, PIECE = 6, 4
 """Pieces of a step, and the one that fails."""
-BEFORE, AFTER = 4, 16
+BEFORE, AFTER = 4, 12
 """Steps before the one with the failure, and from it on."""
 
 
@@ -36,7 +36,7 @@ class Fault:
         workload: what was trained.
         step: seconds of the hand-written loop's step, median.
         contender: who trained.
-        lost: of each failure, in steps: how much longer than the hand-written loop's the step was, with the fifteen after it.
+        lost: of each failure, in steps: how much longer than the hand-written loop's the step was, with the eleven after it.
         at_once: of each failure, in steps: how much longer the step itself was.
     """
 
@@ -109,7 +109,7 @@ def text(found: Sequence[Fault]) -> str:
             "workload": lambda row: f"{row.workload}, {1e3 * row.step:.0f} ms",
             "": lambda row: row.contender,
             "the step itself, in steps more: median (least, most)": lambda row: middle(row.at_once),
-            "with the fifteen after it": lambda row: middle(row.lost),
+            "with the eleven after it": lambda row: middle(row.lost),
         },
     )
 

@@ -61,7 +61,7 @@ def rows(quick: bool, rounds: int) -> list[Recovery]:
     found = [measure(partial(conv, 12), Course(20, 20, 40, 2 if quick else 6 * rounds))]
     if not quick:
         found.append(measure(partial(mlp, 512), Course(8, 10, 16, 3 * rounds)))
-    for seconds, course in [(0.02, Course(4, 4, 6, 1))] if quick else [(0.5, Course(2, 4, 6, 2 * rounds)), (5.0, Course(1, 2, 3, rounds))]:
+    for seconds, course in [(0.02, Course(4, 4, 6, 1))] if quick else [(0.5, Course(2, 4, 6, 2 * rounds)), (5.0, Course(1, 1, 3, rounds))]:
         found.append(measure(partial(sleeper, 64, seconds), course, partial(sleeper, 64, 0.0)))
     return found
 

@@ -99,7 +99,7 @@ def measure(name: str, course: Course, *, rounds: int, samples: int, more: Seque
         more: contenders.
     """
     workload = partial(MODELS[name][0], samples)
-    sweep = Sweep(workload, rounds)
+    sweep = Sweep(workload, rounds, most=12 if rounds > 1 else 8)
     task = Task(workload, course.limits(sweep.limit_for(ALONE), sweep.limit_for(VISITED)))
     jobs = compete(task, [partial(Oracle, sweep), Elastic, Planned, Halving, *more])
     return [_run(contender, job, jobs[Oracle.name], sweep, course) for contender, job in jobs.items()]
