@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tools.bench import __main__ as bench
-from tools.bench import fault, idle, whole_run
 from tools.bench.models import MODELS
+from tools.bench.rows import fault, idle, whole_run
 
 
 def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,9 +15,7 @@ def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(t
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     bench.main(["run", "--quick", "--json", str(figures), "--png", str(picture)])
     runs = json.loads(figures.read_text())["run"]
-    assert {(run["workload"], run["contender"]) for run in runs} >= {
-        (model, who) for model in ("conv net", "LSTM") for who in ("oracle", "elastic_mbs")
-    }
+    assert {run["contender"] for run in runs} >= {"oracle", "elastic_mbs", "elastic_mbs with plan"}
     for run in runs:
         assert run["distance"] < 1e-3
         assert run["ooms"] == 0 if run["contender"] == "oracle" else run["ooms"] > 0

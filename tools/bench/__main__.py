@@ -21,8 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from anywhere, installed or not
 
-from tools.bench import fault, flapping, idle, recovery, scale, whole_run
 from tools.bench.contenders import installed
+from tools.bench.rows import fault, flapping, idle, recovery, scale, whole_run
 from tools.bench_overhead import environment, keep_freed_memory
 
 Rows = Mapping[str, tuple[Callable[[bool, int], Sequence[Any]], Callable[[Sequence[Any]], str]]]

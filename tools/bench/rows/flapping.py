@@ -12,8 +12,8 @@ from tools.bench.contenders import Elastic, Fixed, Halving, Oracle
 from tools.bench.job import Task
 from tools.bench.models import conv
 from tools.bench.report import table
+from tools.bench.rows.whole_run import ALONE, VISITED
 from tools.bench.sweep import Sweep
-from tools.bench.whole_run import ALONE, VISITED
 
 
 @dataclass(frozen=True)
