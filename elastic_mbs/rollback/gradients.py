@@ -27,6 +27,7 @@ Grads = list[torch.Tensor | None]
 NO_VERSION = -1  # of a gradient that is not there, or of an inference tensor, which autograd does not write to
 
 _GRAD, _VERSION, _LAYOUT, _CDATA = attrgetter("grad"), attrgetter("_version"), attrgetter("layout"), attrgetter("_cdata")
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _STORAGE, _is_tensor = torch.Tensor.untyped_storage, partial(is_not, None)
 
 
@@ -48,7 +49,7 @@ class Observation(NamedTuple):
     grads: Grads  # of the model's leaves
     versions: list[int]
     extra: dict[int, _Extra]
-    complete: bool = False  # every leaf has a gradient with a version, and there are no extra ones: looks at versions alone are possible
+    complete: bool = False  # all have a gradient with a version, no hook that could replace it, and none is extra: versions tell all
 
 
 class Ledger:
@@ -92,7 +93,8 @@ class Ledger:
             extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
         grads = list(map(_GRAD, self._leaves))
         versions = _versions(grads)
-        return Observation(grads, versions, extra, not extra and NO_VERSION not in versions)
+        complete = not extra and NO_VERSION not in versions and not any(map(_HOOKS, self._leaves))
+        return Observation(grads, versions, extra, complete)
 
     def note(self) -> None:
         """Notes all gradients as they are now."""

@@ -296,6 +296,18 @@ def test_gradients_that_other_code_changes_in_the_middle_of_a_known_batch_are_re
         through(door, mbs, loss_fn, step.batch)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_that_a_hook_replaces_are_exact_wherever_memory_runs_out(door: int, size: int) -> None:
+    step = plain()
+    for leaf in step.model.parameters():
+        leaf.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", leaf.grad.clone()))
+    for injected in every_operation():
+        mbs = settled(door, step.model, step.loss_fn, step.batch, micro_batch_size=size)
+        with injected:
+            through(door, mbs, step.loss_fn, step.batch)
+        assert off_by(step.model, step.wanted) <= 1e-12
+
+
 def test_gradients_cleared_after_the_call_began_are_this_calls_own() -> None:
     """They were held for the user's still, so two gradients that autograd makes in one memory were not given memory of their own."""
     step = becoming(Meeting)()
