@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic_mbs.planning.kernels import kept
+
 _DEVICE = torch.ops.prim.device.default
 MOST_OPERATIONS = 100_000  # of one trace: 5 s or so
 
@@ -82,7 +84,7 @@ class Timeline(TorchDispatchMode):
         if func is _DEVICE:  # asked for more often than all else together
             return args[0].device
         self._admit(args, made=False)
-        out = func(*args, **(kwargs or {}))
+        out = kept(func, args, func(*args, **(kwargs or {})))
         self._admit(out, made=True)
         if isinstance(out, Tensor | tuple | list):  # a question makes nothing, and is not asked every time
             self.operations.append(func)

@@ -91,13 +91,11 @@ class Tracer:
 
 @contextmanager
 def _rnn_in_operations(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Has torch run an RNN as plain operations: of its kernels a fake one does not tell what they keep for the backward, which is most of it."""
-    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn) if any(isinstance(module, nn.RNNBase) for module in modules) else ()
-    before = [library.enabled for library in libraries]
+    """Has torch run an RNN on CUDA as plain operations: of cuDNN's kernel a fake one does not tell what it keeps for the backward."""
+    before = torch.backends.cudnn.enabled
     try:
-        for library in libraries:
-            library.enabled = False
+        if any(isinstance(module, nn.RNNBase) for module in modules):
+            torch.backends.cudnn.enabled = False
         yield
     finally:
-        for library, enabled in zip(libraries, before, strict=True):
-            library.enabled = enabled
+        torch.backends.cudnn.enabled = before

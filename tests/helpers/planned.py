@@ -1,4 +1,4 @@
-"""Models of six kinds, each with its loss and a batch of any length, for plans and what they are held against."""
+"""Models of eight kinds, each with its loss and a batch of any length, for plans and what they are held against."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,13 +40,26 @@ def checkpointed_gpt(samples: int) -> Subject:
     return gpt(samples, checkpointed=True)
 
 
-def lstm(samples: int) -> Subject:
-    model = nn.ModuleDict({"rnn": nn.LSTM(32, 64, 2, batch_first=True), "out": nn.Linear(64, 4)})
+def recurrent(samples: int, rnn: nn.Module, length: int) -> Subject:
+    model = nn.ModuleDict({"rnn": rnn, "out": nn.Linear(64, 4)})
 
     def loss_fn(b: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(model["out"](model["rnn"](b[0])[0]), b[1])
 
-    return model, loss_fn, (torch.randn(samples, 40, 32), torch.randn(samples, 40, 4))
+    return model, loss_fn, (torch.randn(samples, length, 32), torch.randn(samples, length, 4))
+
+
+def lstm(samples: int) -> Subject:
+    return recurrent(samples, nn.LSTM(32, 64, 2, batch_first=True), 40)
+
+
+def gru(samples: int) -> Subject:
+    return recurrent(samples, nn.GRU(32, 64, 2, batch_first=True), 8)
+
+
+def autoencoder(samples: int) -> Subject:
+    model = nn.Sequential(nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 256))
+    return model, lambda b: F.mse_loss(model(b[0]), b[1]), (torch.randn(samples, 32, 256), torch.randn(samples, 32, 256))
 
 
 class UNet(nn.Module):
@@ -74,4 +87,4 @@ def peak_of(budget: MemoryBudget, run: Callable[[], object]) -> int:
     return budget.peak
 
 
-SUBJECTS = (mlp, cnn, gpt, checkpointed_gpt, lstm, unet)
+SUBJECTS = (mlp, cnn, gpt, checkpointed_gpt, lstm, gru, unet, autoencoder)

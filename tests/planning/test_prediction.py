@@ -53,7 +53,7 @@ def test_one_measured_peak_predicts_those_of_sizes_up_to_16_times_as_large(make:
     errors = {size: predicted[size] / peak - 1 for size, peak in real.items()}
     mean = sum(real.values()) / len(real)
     missed = sum((predicted[size] - peak) ** 2 for size, peak in real.items())
-    assert max(map(abs, errors.values())) <= (0.03 if make is lstm else 0.001), (planned.kappa, errors)
+    assert max(map(abs, errors.values())) <= 0.001, (planned.kappa, errors)
     assert 1 - missed / sum((peak - mean) ** 2 for peak in real.values()) >= 0.99
 
 
