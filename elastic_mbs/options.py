@@ -145,12 +145,17 @@ class Settings:
         if self.scaler is not None and not (hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")):
             raise UsageError(f"scaler={self.scaler!r} is no torch.amp.GradScaler: it has no scale() and unscale_()")
 
-    def for_model(self, *, normalises_batch: bool) -> Settings:
-        """The settings with a smallest micro-batch, where the user gave none: one sample has no statistics to normalise with."""
+    def for_model(self, *, normalises_batch: bool, group: int) -> Settings:
+        """The settings that keep groups of samples together, with a smallest micro-batch where the user gave none: one has no statistics."""
         policy = self.policy
-        if policy.min_micro_batch_size is not None or 1 in (self.micro_batch_size, policy.max_micro_batch_size):
-            return self
-        return replace(self, policy=replace(policy, min_micro_batch_size=2 if normalises_batch else 1))
+        align = math.lcm(policy.align, group)
+        for name, size in (("micro_batch_size", self.micro_batch_size), ("max_micro_batch_size", policy.max_micro_batch_size)):
+            if group > 1 and isinstance(size, int) and size % align:
+                raise UsageError(f"{name}={size} is no multiple of {align}: the model normalises over groups of samples (GhostBatchNorm)")
+        minimum = policy.min_micro_batch_size
+        if minimum is None and 1 not in (self.micro_batch_size, policy.max_micro_batch_size):
+            minimum = 2 if normalises_batch else 1
+        return replace(self, policy=replace(policy, align=align, min_micro_batch_size=minimum))
 
     @property
     def plain(self) -> bool:

@@ -98,7 +98,7 @@ class ElasticMBS:
         trained = TrainedModel(model)
         groups = (policy or Policy(), gradients or GradientOptions(), recovery or RecoveryOptions(), memory or MemoryOptions())
         settings = Settings(name or "elastic_mbs", micro_batch_size, reduction, scaler, outputs, *groups, pieces)
-        self.settings = settings.for_model(normalises_batch=trained.normalises_batch())
+        self.settings = settings.for_model(normalises_batch=trained.normalises_batch(), group=trained.group)
         self.enabled = enabled
         self.last_result: StepResult | None = None
         self._call: Call | None = None

@@ -44,7 +44,7 @@ class Policy:
         min_micro_batch_size: no micro-batch is smaller, in samples (unless the batch is). None: 1, or 2 where the model has BatchNorm: one sample has
             no statistics.
         max_micro_batch_size: none is larger.
-        align: sizes are multiples of it (the last piece takes the rest).
+        align: sizes are multiples of it (the last piece takes the rest), and of the groups of a model with `recipes.GhostBatchNorm2d`.
         grow: whether the size can rise after it has settled.
         seed: seed of the jitter; None draws one from the clock, so that two processes differ.
         patience: clean calls at one size before it can grow; one is enough for a size that has run clean with as much memory before.

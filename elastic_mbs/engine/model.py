@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
@@ -23,6 +24,7 @@ class TrainedModel:
         self.modules: list[nn.Module] = []
         self.leaves: list[torch.Tensor] = []  # trainable parameters
         self.generation = 0  # counts the changes found
+        self.group = 1  # samples that have to stay together: a module with a `batch_group` normalises over so many
         self._children: list[nn.Module | None] | None = None
         self._parameters: list[nn.Parameter | None] = []
         self._trainable: list[bool] | None = None
@@ -38,8 +40,9 @@ class TrainedModel:
         # The children of every module, compared by identity: a module can be added, or put in place of another.
         children = _values(_MODULES, self.modules)
         if children != self._children:
-            self.modules = list(dict.fromkeys(chain.from_iterable(root.modules() for root in self.roots)))
-            self._children = _values(_MODULES, self.modules)
+            modules = list(dict.fromkeys(chain.from_iterable(root.modules() for root in self.roots)))
+            self._set_group(math.lcm(*(getattr(module, "batch_group", 1) for module in modules)))
+            self.modules, self._children = modules, _values(_MODULES, modules)
         parameters = _values(_PARAMETERS, self.modules)
         trainable = list(map(getattr, parameters, repeat("requires_grad"), repeat(False)))
         if trainable == self._trainable and all(map(is_, parameters, self._parameters)):
@@ -48,6 +51,14 @@ class TrainedModel:
         self.leaves = list(dict.fromkeys(compress(parameters, trainable)))
         self.generation += 1
         return True
+
+    def _set_group(self, group: int) -> None:
+        if self._children is not None and self.group % group:
+            raise UsageError(
+                f"a module that normalises over groups of {group} samples came into the model after its ElasticMBS was made, which cuts batches at "
+                f"multiples of {self.group}: convert the model first"
+            )
+        self.group = group
 
     def forget(self) -> None:
         """Makes the next `refresh` find everything new."""
@@ -78,8 +89,12 @@ class TrainedModel:
         return list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)) or [torch.device("cpu")]
 
     def normalises_batch(self) -> bool:
-        """Whether a BatchNorm in the model would use the statistics of the batch now."""
-        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None) for m in self.modules)
+        """Whether a BatchNorm in the model would use the statistics of the whole piece now."""
+        return any(m.training or m.running_mean is None for m in self.batch_norms())
+
+    def batch_norms(self) -> list[nn.modules.batchnorm._BatchNorm]:
+        """Those without a group of their own."""
+        return [m for m in self.modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and not hasattr(m, "batch_group")]
 
 
 _MODULES, _PARAMETERS, _BUFFERS, _TRAINING = map(attrgetter, ("_modules", "_parameters", "_buffers", "training"))

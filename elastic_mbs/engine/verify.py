@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from elastic_mbs.batch.counts import Counts, looks_like_token_labels
 from elastic_mbs.batch.loss_terms import Terms, read_losses
@@ -75,10 +74,10 @@ class _Comparison:
     def report(self) -> VerifyReport:
         wrong = [name for name in self.whole if not self._adds_up(name, self.reduction)]
         findings = [f"{'the loss' if name is None else f'the loss {name!r}'} {self._reason(name)}" for name in wrong]
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.context.model.modules):
+        if self.context.model.batch_norms():
             findings.append(
                 "the model has BatchNorm: in training its statistics are those of each micro-batch, so gradients depend on the split "
-                "(compared here in eval mode)"
+                "(compared here in eval mode); recipes.convert_ghost_batchnorm makes them the whole batch's"
             )
         split = sum(self._joined(self.ones, name, self.reduction) for name in self.whole)
         return VerifyReport(not wrong, sum(self.whole.values()), split, tuple(findings))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeGuard
@@ -130,6 +131,11 @@ class _Layout:
     still: _Places = _NOWHERE
     plain: Sequence[nn.Module] = ()  # whose numbers, flags and strings go back with the buffers
 
+    @cached_property
+    def split_shows(self) -> bool:
+        """Whether a buffer changes in a way that depends on the split; running statistics of groups that are never apart do not."""
+        return not all(hasattr(module, "batch_group") for module, _ in self.changing.pairs)
+
 
 class BufferCopies:
     """Snapshots of the buffers that the forward changes, at the call's start and at the piece's start: a recovery goes back to either.
@@ -208,7 +214,7 @@ class BufferCopies:
         return _Snapshot(layout.changing, tensors, self._memory[memory].take(tensors), _versions(tensors), attributes)
 
     def end_clean_piece(self) -> bool:
-        """Learns which buffers the forward changes; returns whether it changes any.
+        """Learns which buffers the forward changes; returns whether it changes any in a way that depends on the split.
 
         After the first clean piece of a loss function values are compared too, on the host, so that a change that moves no version is seen, and
         buffers that the forward has made are included.
@@ -216,7 +222,7 @@ class BufferCopies:
         layout, still = self._layout, self._still
         moved = set(still.changed()) - self._moved
         if layout.known and not moved:
-            return bool(layout.changing.names)
+            return layout.split_shows
         made = []
         if not layout.known:
             made = self._made()
@@ -231,7 +237,7 @@ class BufferCopies:
         changing = _Places.of([*layout.changing.pairs, *new.pairs])
         layout = replace(layout, key=_ABSENT, known=True, changing=changing)  # the next call looks again
         self._use(layout, self._moved | moved)
-        return bool(changing.names)
+        return layout.split_shows
 
     def _use(self, layout: _Layout, moved: set[int]) -> None:
         watched, busy = bool(layout.still.names) or not layout.known, bool(layout.plain or layout.changing.names)
@@ -244,8 +250,11 @@ class BufferCopies:
         return [(module, name) for module in self._layout.modules for name in module._buffers if (id(module._buffers), name) not in there]
 
     def changed(self) -> bool:
-        """Whether the piece can have changed a buffer. Compares no values: that takes memory. What is known to change counts as changed."""
-        return self._call is not None and bool(self._layout.changing.names or self._still.changed() or self._made())
+        """Whether the piece can have changed a buffer in a way that depends on the split.
+
+        Compares no values: that takes memory. What is known to change counts as changed.
+        """
+        return self._call is not None and bool(self._layout.split_shows or self._still.changed() or self._made())
 
     def restore(self, *, to_call_start: bool) -> str | None:
         """Puts every buffer back, as an object and in value; one that the forward has made is removed. Can be repeated after an error.

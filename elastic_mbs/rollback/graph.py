@@ -20,8 +20,19 @@ class Census:
     """What one walk over a graph found."""
 
     leaves: tuple[torch.Tensor, ...]  # every leaf that a backward from the root reaches
-    normalises_batch: bool  # a node normalises with statistics of the batch, so that its samples depend on each other
+    normalises_batch: bool  # a node normalises with statistics of the piece, so that its samples depend on each other
     custom: frozenset[str] = frozenset()  # functions written in Python; their backward can run another one that this walk does not see
+
+
+_GROUPED = "elastic_mbs: over a group of samples that are never apart"
+
+
+def mark_grouped(normalised: torch.Tensor) -> torch.Tensor:
+    """Has walks know that this was normalised over a group of samples that no split takes apart; returns it."""
+    if not torch.compiler.is_compiling() and normalised.grad_fn is not None:
+        notes: Any = normalised.grad_fn.metadata  # torch's stubs take it for a method
+        notes[_GROUPED] = True
+    return normalised
 
 
 def walk(root: Node) -> Census:
@@ -39,8 +50,9 @@ def walk(root: Node) -> Census:
         elif name == "torch::autograd::AccumulateGrad":
             leaves.append(node.variable)  # type: ignore[attr-defined]  # torch's stubs lack this attribute of the node
         if "BatchNorm" in name:
+            notes: Any = node.metadata
             # Frozen statistics (eval mode) leave the samples independent; where a backend does not say, the batch's are assumed.
-            normalises_batch = normalises_batch or bool(getattr(node, "_saved_training", True))
+            normalises_batch = normalises_batch or (_GROUPED not in notes and bool(getattr(node, "_saved_training", True)))
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

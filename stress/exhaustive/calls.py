@@ -96,7 +96,7 @@ class Loop(Call):
     def judge(self, product: Any, start: State, end: State) -> float:
         whole = whole_batch(self.target)
         check_covered([*product.partition, *product.skipped], whole[-1][1])
-        same = reference(self.target, product.partition)
+        same = reference(self.target, whole if self.case.whole else product.partition)
         worst = error_of(end.grads, same.grads)
         if self.case.separable:
             worst = min(worst, error_of(end.grads, reference(self.target, whole).grads))

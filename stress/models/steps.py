@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from elastic_mbs import count_tokens
 from elastic_mbs.engine.misuse import running_call
+from elastic_mbs.recipes import convert_ghost_batchnorm
 
 from ..streams import start_streams
-from .layers import VOCABULARY, Made, in_double
+from .layers import CLASSES, VOCABULARY, Made, in_double
 from .plan import Plan
 from .setup import FEATURES, count_of, make_batch, set_up
 from .subject import InterpretedBackend, Subject
@@ -81,6 +82,15 @@ def by_length() -> Subject:
     return Subject(model, lambda b: F.cross_entropy(model((b["tokens"], b["mask"])).flatten(0, 1), b["labels"].flatten()), [batch], options=options)
 
 
+def ghost_batchnorm() -> Subject:
+    """BatchNorm over groups of two samples: gradients and running statistics are the whole batch's, however it is split."""
+    convolutions = [(nn.Conv1d(width, WIDTH, 3, padding=1, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh()) for width in (FEATURES, WIDTH)]
+    layers = [layer for each in convolutions for layer in each]
+    model = convert_ghost_batchnorm(nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * WIDTH, CLASSES)), group=2)
+    batch = torch.randn(SAMPLES, FEATURES, 3), torch.randint(0, CLASSES, (SAMPLES,))
+    return Subject(model, lambda b: F.cross_entropy(model(b[0]), b[1]), [batch], whole=True)
+
+
 def escalated(by: str) -> Subject:
     """Its single samples do not fit, twice, so that all it does from then on is offloaded or checkpointed."""
     case, refusals = planned_step(text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)), iter(range(4))
@@ -96,6 +106,7 @@ def escalated(by: str) -> Subject:
 STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "mlp": planned(layers=("linear",)),
     "conv_batchnorm": planned(layers=("conv", "batchnorm", "residual", "conv", "batchnorm")),  # gradients and buffers depend on the split
+    "ghost_batchnorm": ghost_batchnorm,
     "gpt_tied": text(layers=("attention", "residual"), tied=True),
     "gpt_dropout": text(layers=("attention", "dropout"), tied=True),  # masks are part of the result
     "encoder_decoder": encoder_decoder,

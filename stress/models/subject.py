@@ -52,6 +52,7 @@ class Subject:
     name: str = "model"  # in tables
     extra: tuple[Tensor, ...] = ()  # leaves outside the model
     separable: bool = True  # the batch's gradient does not depend on how it is split
+    whole: bool = False  # nor do its buffers, which change: all is compared with the whole batch alone
     tolerance: float = 1e-12  # largest difference from the reference, relative to its largest entry
     backend: InterpretedBackend | None = None  # where operations are counted when they run inside a compiled graph
 

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.room import ROOT
 
 # Lower a number as soon as the code allows it; raise one only for what is new. Where all is done: lines 9,200 / 2,500 / 7,000 / 20,000, else 0.
-LINES = {"core": 11_009, "cli": 2_607, "planning": 644, "stress": 7_016, "simcuda": 2_287, "tests": 22_139}
+LINES = {"core": 11_049, "cli": 2_607, "planning": 644, "recipes": 127, "stress": 7_028, "simcuda": 2_287, "tests": 22_373}
 CROWDED_FOLDERS = 0  # more than 13 modules
 LONG_FILES = 0  # more than 400 lines
 LONG_FUNCTIONS = 0  # more than 40 lines without the docstring
@@ -62,8 +62,9 @@ def foreign_privates() -> Iterator[str]:
 
 @pytest.mark.parametrize("part", LINES)
 def test_no_part_has_more_lines_than_its_budget(part: str) -> None:
-    paths = files_of({"core": "elastic_mbs", "cli": "elastic_mbs", "planning": "elastic_mbs", "simcuda": "stress"}.get(part, part))
-    if part in {"core", "cli", "planning"}:
+    rooms = {"core", "cli", "planning", "recipes"}
+    paths = files_of("elastic_mbs" if part in rooms else "stress" if part == "simcuda" else part)
+    if part in rooms:
         room = [path.relative_to(ROOT / "elastic_mbs").parts[0] for path in paths]
         paths = [path for path, name in zip(paths, room, strict=True) if (name not in NOT_CORE if part == "core" else name == part)]
     if part in {"stress", "simcuda"}:  # of the tool itself its Python, as the design counts it
