@@ -49,6 +49,7 @@ from elastic_mbs.events import (
     Warned,
 )
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
+from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import GradientOptions, MemoryOptions, RecoveryOptions
 from elastic_mbs.planning.report import PlannedSize, PlanReport
 from elastic_mbs.runtime import ElasticMBS
@@ -77,6 +78,7 @@ __all__ = [
     "MicroBatchFloorError",
     "MisuseError",
     "NestedCallError",
+    "NoiseScale",
     "OptimizerInBackwardError",
     "OptimizerOutOfMemory",
     "OptimizerStepError",

@@ -35,14 +35,19 @@ class GradientOptions:
         accumulate_dtype: type in which half-precision gradients are summed over the pieces; `torch.float32` keeps them exact to one rounding, for one
             extra copy of the gradients in that type.
         backward: a trainer's own `backward(loss)`, used in place of `loss.backward()`.
+        noise_scale: calls over which the gradient noise scale is averaged, as `StepResult.noise_scale`; None leaves it out. It takes one extra copy
+            of the gradients, a norm per piece, and a wait for the device per call. A call of one piece, or one that finds gradients, adds nothing.
     """
 
     accumulate_dtype: torch.dtype | None = None
     backward: Callable[[torch.Tensor], object] | None = None
+    noise_scale: int | None = None
 
     def __post_init__(self) -> None:
         if self.accumulate_dtype not in (None, torch.float32, torch.float64):
             raise UsageError(f"accumulate_dtype={self.accumulate_dtype!r} is not wider than half precision: use torch.float32, or None")
+        if self.noise_scale is not None and (type(self.noise_scale) is not int or self.noise_scale < 1):
+            raise UsageError(f"noise_scale={self.noise_scale!r} is no number of calls of at least 1: use 50, or None to leave it out")
         _check_callables(self, "backward")
 
 
@@ -140,6 +145,8 @@ class Settings:
         _check_choice(self, "reduction", "mean", "sum")
         _check_choice(self, "outputs", "cpu", "device", None)
         _check_choice(self, "pieces", "in_order", "by_length")
+        if self.pieces == "by_length" and self.gradients.noise_scale is not None:
+            raise UsageError("noise_scale= needs pieces of samples drawn at random, and pieces='by_length' sorts them: use one of the two")
         if self.scaler is not None and self.gradients.backward is not None:
             raise UsageError("scaler= and backward= were both given; a trainer's own backward scales the loss by itself, so leave scaler out")
         if self.scaler is not None and not (hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")):
@@ -160,8 +167,13 @@ class Settings:
     @property
     def plain(self) -> bool:
         """Whether a piece's backward is `loss.backward()` and adds to `.grad` in place."""
+        return self.scaler is None and self.gradients.backward is None and not self.isolates
+
+    @property
+    def isolates(self) -> bool:
+        """Whether each piece's gradient is kept apart until it has succeeded."""
         gradients = self.gradients
-        return self.scaler is None and gradients.backward is None and gradients.accumulate_dtype is None and self.recovery.replay == "auto"
+        return self.recovery.replay == "isolate" or gradients.accumulate_dtype is not None or gradients.noise_scale is not None
 
 
 def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:

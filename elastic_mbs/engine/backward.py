@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd import graph
 from elastic_mbs.engine.misuse import check_gradients_stayed
 from elastic_mbs.engine.state import Attempt, CallState, Phase
 from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.noise_scale import NoiseScale, estimate, squared_norm
 from elastic_mbs.rollback.gradients import separate
 from elastic_mbs.rollback.graph import Census, has_hook, inner_backwards, walk
 from elastic_mbs.rollback.isolation import Isolation
@@ -111,8 +113,7 @@ def _isolate(state: CallState) -> None:
     """Sets gradients aside where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
     settings, profile, ledger = state.context.settings, state.profile, state.context.ledger
     unsure = state.indistinct or (bool(state.had_gradient) and (profile.mixes or not profile.commits))
-    wanted = settings.recovery.replay == "isolate" or settings.gradients.accumulate_dtype is not None
-    if state.isolation is None and (unsure or profile.hidden or wanted):
+    if state.isolation is None and (unsure or profile.hidden or settings.isolates):
         state.isolation = Isolation(settings.gradients.accumulate_dtype)
     if state.isolation is not None:
         state.isolation.set_aside(ledger.leaves())
@@ -135,8 +136,30 @@ def commit(state: CallState, attempt: Attempt) -> None:
     separate_gradients(state)
     if state.isolation is not None:
         state.modified = True
+        if context.noise is not None:
+            attempt.squared_norm = context.retry("take the norm of a piece's gradient", lambda: squared_norm(context.model.leaves))
         context.retry("add a piece's gradient to the batch's", state.isolation.fold)
     ledger.note()
+
+
+def measure_noise(state: CallState) -> NoiseScale | None:
+    """The noise scale with what this call has shown, once its gradient is whole.
+
+    A single piece says nothing of how samples differ, nor do gradients that were there before.
+    """
+    context, noise = state.context, state.context.noise
+    if noise is None or not state.training:
+        return None
+    scale = 1.0 if context.settings.scaler is None else context.settings.scaler.get_scale()
+
+    def read(norms: Sequence[torch.Tensor]) -> float:
+        return sum(map(float, norms)) / scale**2
+
+    pieces = [(len(attempt.piece), read(attempt.squared_norm)) for attempt in state.committed]
+    pieces += [(stop - start, 0.0) for start, stop in state.schedule.skipped]  # what counts nothing adds nothing
+    if len(pieces) > 1 and not state.had_gradient:
+        noise.add(*estimate(pieces, read(squared_norm(context.model.leaves))))
+    return noise.latest
 
 
 def separate_gradients(state: CallState) -> None:

@@ -17,7 +17,7 @@ from elastic_mbs.batch.schedule import Range
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.plan import Key, shape_class
 from elastic_mbs.engine import misuse
-from elastic_mbs.engine.backward import commit, run_backward
+from elastic_mbs.engine.backward import commit, measure_noise, run_backward
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
@@ -263,6 +263,7 @@ class Call:
         result = state.make_result()
         if not state.training:
             context.retry('join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
+        result.noise_scale = context.retry("read the norms of the gradients", lambda: measure_noise(state))
         state.inform_controller()
         state.phase = Phase.WHOLE  # a callback may step, or evaluate
         misuse.leave_call(self)

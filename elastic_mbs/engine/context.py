@@ -18,6 +18,7 @@ from elastic_mbs.engine.timing import Telemetry, Timed
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
 from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, Monitor, Reading, UsageMeter, margin_of, oom, refuse_devices, sensor_for
 from elastic_mbs.memory.sensor import trouble_with
+from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.gradients import Ledger
@@ -46,6 +47,7 @@ class Context:
         self.ledger.set_leaves(model.leaves)
         self.buffers = BufferCopies()
         self.profiles: dict[object, tuple[int, LossProfile]] = {}
+        self.noise = None if settings.gradients.noise_scale is None else Smoothed(settings.gradients.noise_scale)
         self.cache_is_stale = False  # the allocator's cache holds what a failed attempt had
         self.sleep: Callable[[float], None] = time.sleep
         self.guard: HostGuard | None = None

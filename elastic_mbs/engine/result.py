@@ -21,6 +21,7 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.budget import MemoryBudget, on_host
+from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import OutputPlace
 
 MUCH = 2**30  # bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a decoder's cache
@@ -36,6 +37,7 @@ class StepResult:
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
         skipped: ranges that were not run because all their counts are zero; they have no outputs.
+        noise_scale: the gradient noise scale up to this call, where `GradientOptions(noise_scale=)` wants it; None before the first estimate.
         order: with `pieces="by_length"`, the batch's samples in the order in which they were cut; None where they were not sorted.
     """
 
@@ -44,6 +46,7 @@ class StepResult:
     ooms: int = 0
     replayed_samples: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
+    noise_scale: NoiseScale | None = field(default=None, repr=False)
     order: tuple[int, ...] | None = field(default=None, repr=False)
     _lengths: Sequence[int] = field(default=(), repr=False)  # of the samples in that order
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighted

@@ -12,7 +12,7 @@ An evaluation goes from FORWARD to WAITING.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -73,6 +73,7 @@ class Attempt:
     leaves: tuple[torch.Tensor, ...] | None = None  # that its graph reaches, where a census was taken
     custom: frozenset[str] = frozenset()  # functions written in Python in its graph
     seen: Observation | None = None  # all gradients after its backward: what changes them from then on is not the engine
+    squared_norm: Sequence[torch.Tensor] = ()  # of its gradient, where the noise scale is wanted
     outputs: StoredOutput | None = None
     callbacks: tuple[Callable[[], object], ...] = ()
 

@@ -107,7 +107,7 @@ class _Traced:
         settings, lines = self.context.settings, self.lines.lines
         wide = settings.gradients.accumulate_dtype
         kept = self.lines.gradients
-        if settings.recovery.replay != "isolate" and wide is None:
+        if not settings.isolates:
             return PeakModel([line._replace(fixed=kept) for line in lines], lines, held=held, step=step, reach=self.lines.reach)
         if wide is not None:
             kept = sum(leaf.numel() * max(wide.itemsize, leaf.itemsize) for leaf in self.context.model.leaves)
