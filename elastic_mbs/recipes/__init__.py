@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from elastic_mbs.recipes.batch_sampler import ElasticBatchSampler
+from elastic_mbs.recipes.batch_schedule import BatchSchedule
 from elastic_mbs.recipes.ghost_batchnorm import GhostBatchNorm1d, GhostBatchNorm2d, GhostBatchNorm3d, convert_ghost_batchnorm
+from elastic_mbs.recipes.rate import gradual_warmup, linear_scaling, momentum_correction
 
-__all__ = ["GhostBatchNorm1d", "GhostBatchNorm2d", "GhostBatchNorm3d", "convert_ghost_batchnorm"]
+__all__ = [
+    "BatchSchedule",
+    "ElasticBatchSampler",
+    "GhostBatchNorm1d",
+    "GhostBatchNorm2d",
+    "GhostBatchNorm3d",
+    "convert_ghost_batchnorm",
+    "gradual_warmup",
+    "linear_scaling",
+    "momentum_correction",
+]

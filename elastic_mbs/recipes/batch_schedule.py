@@ -1,0 +1,186 @@
+"""The batch size over a run: grown where a schedule would have decayed the rate, or where the gradient noise scale says that it pays.
+
+Source: Smith et al., "Don't decay the learning rate, increase the batch size" (ICLR 2018, arXiv 1711.00489); McCandlish et al. (arXiv 1812.06162).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, MultiplicativeLR, ReduceLROnPlateau
+
+from elastic_mbs.errors import UsageError
+from elastic_mbs.noise_scale import NoiseScale
+
+
+class BatchSchedule:
+    """The batch size at each step, and the factor by which the rate is still decayed. It never shrinks. A step is an epoch or an update, as you like.
+
+    ```python
+    schedule = BatchSchedule.from_scheduler(partial(MultiStepLR, milestones=[60, 120, 160], gamma=0.2), batch=128, steps=200, samples=50_000)
+    loader = DataLoader(dataset, batch_sampler=ElasticBatchSampler(dataset, schedule))
+    scheduler = schedule.scheduler(optimizer)     # what is left to decay, once the batch cannot grow any more
+    ```
+
+    Args:
+        changes: (step, batch) pairs: from that step on the batch has so many samples. The first is for step 0.
+
+    Raises:
+        UsageError: there are none, steps do not rise from 0, or a batch is smaller than the one before.
+    """
+
+    def __init__(self, changes: Iterable[tuple[int, int]]) -> None:
+        pairs = [(step, batch) for step, batch in changes]
+        if not pairs or pairs[0][0] != 0:
+            raise UsageError(f"changes={pairs!r} have no batch for step 0: begin with (0, batch)")
+        self._steps: list[int] = []
+        self._sizes: list[int] = []
+        self._rates: list[float] = []
+        self._limit: int | None = None  # of a batch that follows the noise scale
+        self._ahead = 1
+        for step, batch in pairs:
+            self._append(step, batch)
+
+    def _append(self, step: int, batch: int, rate: float = 1.0) -> None:
+        if type(step) is not int or (self._steps and step <= self._steps[-1]):
+            raise UsageError(f"step {step!r} comes after step {self._steps[-1] if self._steps else '0'}: steps are whole numbers that rise")
+        if type(batch) is not int or batch < 1:
+            raise UsageError(f"a batch of {batch!r} at step {step} is no whole number of samples of at least 1")
+        if self._sizes and batch < self._sizes[-1]:
+            raise UsageError(f"the batch shrinks from {self._sizes[-1]} to {batch} at step {step}: it can only grow; lower the rate instead")
+        self._steps.append(step)
+        self._sizes.append(batch)
+        self._rates.append(rate)
+
+    @classmethod
+    def from_scheduler(
+        cls, make: Callable[[Optimizer], LRScheduler], batch: int, *, steps: int, samples: int | None = None, limit: int | None = None
+    ) -> Self:
+        """Grows the batch by q where a scheduler of torch's divides the rate by q, up to a limit, and decays the rate from there on.
+
+        The quotient of rate and batch, on which the noise of training depends, is that of the scheduler at every step.
+
+        Args:
+            make: makes the scheduler from an optimizer: `partial(StepLR, step_size=30)`. It is run on an optimizer of its own.
+            batch: samples of the first batch.
+            steps: calls of its `step()` in the whole run.
+            samples: in an epoch; the limit is a tenth of them.
+            limit: samples of the largest batch, in place of that.
+
+        Raises:
+            UsageError: the rate rises (a warm-up goes beside this: `gradual_warmup`), depends on a metric, or there is no limit or no room below it.
+        """
+        schedule = cls([(0, batch)])
+        limit = _limit(batch, samples, limit)
+        optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
+        scheduler = make(optimizer)
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(f"the rate of {type(scheduler).__name__} does not follow from its step: use MultiStepLR or the like, or pairs")
+        rates = []
+        for _ in range(steps):
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            scheduler.step()
+        if not rates or rates[0] <= 0:
+            raise UsageError(f"steps={steps!r} of {type(scheduler).__name__} have no rate to begin with")
+        for step, (before, now) in enumerate(pairwise(rates), 1):
+            if now > before * (1 + 1e-9):
+                raise UsageError(f"the rate rises at step {step}, so the batch would shrink: leave a warm-up out, and use gradual_warmup beside it")
+            wanted = round(batch * rates[0] / now) if now * limit > batch * rates[0] else limit  # the rate may end at 0
+            grown = max(schedule._sizes[-1], min(limit, wanted))
+            rate = now / rates[0] * (grown / batch)
+            if (grown, rate) != (schedule._sizes[-1], schedule._rates[-1]):
+                schedule._append(step, grown, rate)
+        return schedule
+
+    @classmethod
+    def from_noise_scale(cls, batch: int, *, samples: int | None = None, limit: int | None = None, ahead: int = 1) -> Self:
+        """Doubles the batch once the gradient noise scale is known to be as large, up to a limit: see `follow`.
+
+        Args:
+            batch: samples of the first batch.
+            samples: in an epoch; the limit is a tenth of them.
+            limit: samples of the largest batch, in place of that.
+            ahead: steps from an estimate to the growth that follows. Where steps are updates and workers read ahead it must be more than what they
+                have read (`num_workers × prefetch_factor`), or the batch would depend on how fast they are.
+
+        Raises:
+            UsageError: there is no limit, no room below it, or `ahead` is below 1.
+        """
+        schedule = cls([(0, batch)])
+        schedule._limit = _limit(batch, samples, limit)
+        if type(ahead) is not int or ahead < 1:
+            raise UsageError(f"ahead={ahead!r} is no whole number of steps of at least 1")
+        schedule._ahead = ahead
+        return schedule
+
+    def follow(self, noise: NoiseScale | None, step: int) -> None:
+        """Grows the batch, from `ahead` steps after this one on, to the most doublings that lie a standard error below the noise scale.
+
+        Args:
+            noise: `result.noise_scale`; nothing is done where it is None, or not known well enough.
+            step: the present one.
+
+        Raises:
+            UsageError: the schedule is a fixed one.
+        """
+        if self._limit is None:
+            raise UsageError("this schedule is fixed: make one that follows the noise scale by BatchSchedule.from_noise_scale")
+        batch = self._sizes[-1]
+        while noise is not None and 2 * batch <= self._limit and 2 * batch <= noise.value - noise.error:
+            batch *= 2
+        if batch > self._sizes[-1] and step + self._ahead > self._steps[-1]:
+            self._append(step + self._ahead, batch)
+
+    @property
+    def changes(self) -> tuple[tuple[int, int], ...]:
+        """(step, batch) pairs: where the batch grows, or the rate decays."""
+        return tuple(zip(self._steps, self._sizes, strict=True))
+
+    def batch(self, step: int) -> int:
+        """Samples of the batch at a step."""
+        return self._sizes[self._at(step)]
+
+    def rate(self, step: int) -> float:
+        """What the first rate is to be multiplied by at a step: 1.0 as long as the batch grows instead."""
+        return self._rates[self._at(step)]
+
+    def _at(self, step: int) -> int:
+        if step < 0:
+            raise UsageError(f"step={step} is below 0")
+        return bisect_right(self._steps, step) - 1
+
+    def scheduler(self, optimizer: Optimizer) -> MultiplicativeLR:
+        """A scheduler for `rate`. It multiplies the rate that others set, as a warm-up beside it in a `ChainedScheduler`."""
+
+        def factor(step: int) -> float:
+            before = self.rate(step - 1)
+            return self.rate(step) / before if before else 1.0
+
+        return MultiplicativeLR(optimizer, factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it has grown, as JSON."""
+        return {"steps": list(self._steps), "sizes": list(self._sizes)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on as another run has grown; a `UsageError` where a fixed schedule is another one."""
+        loaded = type(self)(zip(state["steps"], state["sizes"], strict=True))
+        if self._limit is not None:
+            self._steps, self._sizes, self._rates = loaded._steps, loaded._sizes, loaded._rates
+        elif self.changes != loaded.changes:
+            raise UsageError(f"the saved run had another schedule, {loaded.changes}: give that, or start the sampler anew")
+
+
+def _limit(batch: int, samples: int | None, limit: int | None) -> int:
+    if (samples is None) == (limit is None):
+        raise UsageError("give samples=, of which the largest batch is a tenth, or limit=: one of the two")
+    found = limit if limit is not None else (samples or 0) // 10
+    if type(found) is not int or found < batch:
+        raise UsageError(f"{'limit' if limit is not None else 'a tenth of samples'} is {found!r}, below the first batch of {batch}")
+    return found
