@@ -51,7 +51,7 @@ from elastic_mbs.events import (
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import GradientOptions, MemoryOptions, RecoveryOptions
-from elastic_mbs.planning.report import PlannedSize, PlanReport
+from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
 from elastic_mbs.runtime import ElasticMBS
 from elastic_mbs.version import __version__
 
@@ -86,6 +86,7 @@ __all__ = [
     "PerPiece",
     "PlanReport",
     "PlannedSize",
+    "PlannedWay",
     "PoisonedDeviceError",
     "Policy",
     "RecoveryError",

@@ -20,7 +20,7 @@ from elastic_mbs.engine.result import StepResult
 from elastic_mbs.engine.verify import VerifyReport, verify
 from elastic_mbs.errors import NestedCallError
 from elastic_mbs.memory.sensor import parse_bytes
-from elastic_mbs.planning.plan import plan
+from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlanReport
 
 LossFn = Callable[..., Any]
@@ -40,7 +40,9 @@ class Rehearsal:
         with self._of("verify", loss_fn, lambda: self._batches.first(batch, samples)) as (few, counts):
             return verify(self._context, few, counts, lambda piece: loss_fn(piece, *given[0], **given[1]))
 
-    def plan(self, loss_fn: LossFn, batch: Any, given: Arguments, optimizer: Optimizer | None, budget: int | str | None) -> PlanReport:
+    def plan(
+        self, loss_fn: LossFn, batch: Any, given: Arguments, optimizer: Optimizer | None, budget: int | str | None, *, compare: bool
+    ) -> PlanReport:
         """See `ElasticMBS.plan`."""
         capacity, name = None if budget is None else parse_bytes(budget), names_of(loss_fn)[0]
 
@@ -49,10 +51,11 @@ class Rehearsal:
             return view, self._batches.counts(view, training=True)
 
         with self._of("plan", loss_fn, read) as (view, counts):
-            report = plan(self._context, view, counts, lambda piece: loss_fn(piece, *given[0], **given[1]), optimizer, capacity)
+            key, controller = Key(name, "train", shape_class(view.elements)), self._context.controller
+            there = Budget(capacity, controller.time(key))
+            report = plan(self._context, view, counts, lambda piece: loss_fn(piece, *given[0], **given[1]), optimizer, there, compare=compare)
         if report.model is not None and report.largest is not None:
-            key = Key(name, "train", shape_class(view.elements))
-            self._context.controller.planned(key, view.worth, view.elements, report.model, report.largest)
+            controller.planned(key, view.worth, view.elements, report.model, report.largest)
         return report
 
     def whole(self, batch: Any) -> Generator[MicroBatch, None, StepResult]:

@@ -294,7 +294,15 @@ class ElasticMBS:
         return self._rehearsal.verify(loss_fn, batch, (args, kwargs), samples)
 
     def plan(
-        self, loss_fn: LossFn, batch: Any, /, *args: Any, optimizer: Optimizer | None = None, budget: int | str | None = None, **kwargs: Any
+        self,
+        loss_fn: LossFn,
+        batch: Any,
+        /,
+        *args: Any,
+        optimizer: Optimizer | None = None,
+        budget: int | str | None = None,
+        compare: bool = False,
+        **kwargs: Any,
     ) -> PlanReport:
         """Predicts the peak memory of a step for every size, as a table, and has the next call start at the largest micro-batch that fits.
 
@@ -307,13 +315,15 @@ class ElasticMBS:
             *args: passed on.
             optimizer: counts its step and its state, also what it does not have yet.
             budget: bytes (or "8GiB") that must be enough; None: what this process could hold now.
+            compare: plans for offloaded saved tensors and activation checkpointing, too, and says in `fastest` which of them makes the batch in the
+                least time, or neither: a call trains as `RecoveryOptions(escalate=)` has it all the same.
             **kwargs: passed on.
 
         Raises:
             UsageError: batch, counts or loss make no sense, or `loss_fn` keeps tensors.
         """
         self._check_complete()
-        return self._rehearsal.plan(loss_fn, batch, (args, kwargs), optimizer, budget)
+        return self._rehearsal.plan(loss_fn, batch, (args, kwargs), optimizer, budget, compare=compare)
 
     # ------------------------------------------------------------------ what is seen from outside
 

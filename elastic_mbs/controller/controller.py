@@ -130,6 +130,11 @@ class Controller:
             if call.ooms:
                 self._end_failed(track, call, self._clock() - call.began)
 
+    def time(self, key: Key) -> tuple[float, float] | None:
+        """γ, in seconds per element, and δ, in seconds per piece, where calls have shown them."""
+        track = self._tracks.get(key)
+        return None if track is None else track.time.coefficients()
+
     def models(self) -> dict[str, SizeModel]:
         """What is known of each kind of call, by its key."""
         return {str(key): SizeModel.of(track) for key, track in self._tracks.items()}

@@ -29,14 +29,14 @@ class CheckpointedBlocks:
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         compiled = any(map(_is_compiled, modules))  # it does not go with torch.compile, which recomputes by rules of its own
         self._asked = [] if compiled else list(filter(_offers, modules))
-        self._blocks = [] if compiled else self._asked or blocks_of(modules)
+        self.blocks = [] if compiled else self._asked or blocks_of(modules)
         self._how: dict[str, Any] = {"use_reentrant": False, "context_fn": partial(_contexts, streams)}
         self._patched: list[tuple[nn.Module, dict[str, Any]]] = []  # with what was there before
 
     def __enter__(self) -> CheckpointedBlocks:
         for module in self._asked:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._how)  # type: ignore[operator]  # it is a method
-        for block in self._blocks:
+        for block in self.blocks:
             self._patched.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
             run = block.forward if self._asked else partial(checkpoint, block.forward, **self._how)
             block.forward = partial(_run_unchanged, block, run)

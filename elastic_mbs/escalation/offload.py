@@ -7,9 +7,11 @@ can be emptied, so that the graph of a failed attempt holds nothing: autograd as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Self
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable, Slot
@@ -17,7 +19,7 @@ from elastic_mbs.rollback.saved_tensors import SavedTensorTable, Slot
 SMALL = 4096  # bytes: below that copies cost more than they save
 
 
-class _HostSlot(Slot):
+class HostSlot(Slot):
     """A copy in host memory, pinned on CUDA. It is there when `__init__` returns, so that any stream may bring it back."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -27,6 +29,7 @@ class _HostSlot(Slot):
             self.tensor = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source)
 
     def get(self) -> torch.Tensor:
+        """A copy on the device."""
         host = super().get()
         back = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device)
         with on_host():
@@ -41,16 +44,16 @@ class OffloadedTensors(SavedTensorTable):
         self._resident = resident
         self._stay: set[int] = set()
 
-    def __enter__(self) -> OffloadedTensors:
-        self._stay = {tensor.untyped_storage().data_ptr() for tensor in self._resident() if _is_plain(tensor)}
+    def __enter__(self) -> Self:
+        self._stay = {tensor.untyped_storage()._cdata for tensor in self._resident() if _is_plain(tensor)}
         super().__enter__()
         return self
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
-        stays = not _is_plain(tensor) or tensor.nbytes < SMALL or tensor.untyped_storage().data_ptr() in self._stay
-        return Slot(tensor) if stays else _HostSlot(tensor)
+        stays = not _is_plain(tensor) or tensor.nbytes < SMALL or tensor.untyped_storage()._cdata in self._stay
+        return Slot(tensor) if stays else HostSlot(tensor)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is dense and no subclass: of others it is not known where their data lies."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    """Whether it is dense and no subclass but a fake: of others it is not known where their data lies."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor) and tensor.layout is torch.strided

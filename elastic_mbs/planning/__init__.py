@@ -3,5 +3,6 @@
 ```
   model, optimizer ──► fakes.py ─────┐                      trace.py                     lines.py                report.py
   pieces of the batch ───────────────┴──► loss_fn, backward, step, by timeline.py ──► lines per operation ──► table, start size
+                                          and what kernels.py knows besides            ways.py: offloaded or checkpointed, and their time
 ```
 """

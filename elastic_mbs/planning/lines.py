@@ -16,6 +16,8 @@ class Trace(NamedTuple):
     size: int  # in samples
     operations: Sequence[object]
     points: Sequence[Point]  # one for each operation
+    flops: int = 0  # in products, where they were counted
+    moved: int = 0  # bytes of saved tensors that wait on the host
 
     @property
     def gradients(self) -> int:
@@ -29,6 +31,7 @@ class Lines(NamedTuple):
     lines: list[Line]  # fixed are the gradients made by then
     gradients: int  # bytes in the end
     reach: int | None  # the largest size they hold for, in elements; None where there is no limit
+    largest: Trace  # the largest piece traced
 
 
 def lines_of(trace: Callable[[int], Trace], floor: int, samples: int, elements: int) -> Lines:
@@ -47,10 +50,13 @@ def lines_of(trace: Callable[[int], Trace], floor: int, samples: int, elements: 
             break
         if size != small and traces[size].operations == traces[small].operations:
             return Lines(
-                by_operation(traces[small], traces[size], elements), traces[small].gradients, None if size == samples else 2 * size * elements
+                by_operation(traces[small], traces[size], elements),
+                traces[small].gradients,
+                None if size == samples else 2 * size * elements,
+                traces[size],
             )
     known = [traces[size] for size in sorted(traces)]
-    return Lines(by_peak(known, elements), known[-1].gradients, known[-1].size * elements * (2 if len(known) > 1 else 1))
+    return Lines(by_peak(known, elements), known[-1].gradients, known[-1].size * elements * (2 if len(known) > 1 else 1), known[-1])
 
 
 def by_operation(small: Trace, large: Trace, elements: int) -> list[Line]:

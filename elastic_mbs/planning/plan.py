@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch._subclasses import fake_tensor
 from torch.optim import Optimizer
@@ -18,8 +19,9 @@ from elastic_mbs.errors import ElasticMBSError, UsageError
 from elastic_mbs.memory import Headroom
 from elastic_mbs.planning.fakes import Fakes, storage_bytes, tensors_of
 from elastic_mbs.planning.lines import Lines, lines_of
-from elastic_mbs.planning.report import PlannedSize, PlanReport
+from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
 from elastic_mbs.planning.trace import Tracer, UntraceableStepError
+from elastic_mbs.planning.ways import Known, NoWayError, Way, seconds_to_move, weighed
 
 _REASONS: dict[type[Exception], str] = {
     fake_tensor.DataDependentOutputException: "loss_fn reads the value of a tensor (.item(), `if tensor`), and fake tensors have none",
@@ -30,27 +32,36 @@ _REASONS: dict[type[Exception], str] = {
 
 
 def plan(
-    context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], optimizer: Optimizer | None, capacity: int | None
+    context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], optimizer: Optimizer | None, budget: Budget, *, compare: bool
 ) -> PlanReport:
-    """Traces a step on fake tensors, and leaves no trace itself; `capacity` in bytes, None for what there is now. See `ElasticMBS.plan`."""
+    """Traces a step on fake tensors, and leaves no trace itself; with `compare` also with less memory and more work. See `ElasticMBS.plan`."""
     if len(context.devices) > 1:
         return PlanReport(view.length, reason=f"the model is on {len(context.devices)} devices, and a plan is for one")
     streams = context.streams.read(hosts=True)
     try:
-        traced = _trace(context, view, counts, loss_fn, optimizer)
+        traced = _trace(Tracer(context, view, counts, loss_fn, Fakes()), optimizer, compare=compare)
     except ElasticMBSError:
         raise  # a mistake that training would find as well
     except Exception as error:
         return PlanReport(view.length, reason=_why(error))
     finally:
         context.streams.restore(streams)
-    return traced.report(capacity)
+    return traced.report(budget)
 
 
-def _trace(context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], optimizer: Optimizer | None) -> _Traced:
-    tracer = Tracer(context, view, counts, loss_fn, Fakes())
+class Budget(NamedTuple):
+    """What there is."""
+
+    memory: int | None  # bytes; None: what this process could hold now
+    time: tuple[float, float] | None  # γ, in seconds per element, and δ, in seconds per piece, as far as calls have shown them
+
+
+def _trace(tracer: Tracer, optimizer: Optimizer | None, *, compare: bool) -> _Traced:
+    context, view = tracer.context, tracer.view
     with tracer.fakes.inside(context.model.modules):
-        lines = lines_of(tracer.piece, context.settings.policy.limits.floor, view.worth, view.elements)
+        floor = context.settings.policy.limits.floor
+        lines = lines_of(partial(tracer.piece, count=compare), floor, view.worth, view.elements)
+        ways = {way: _lines_of(way, tracer, floor) for way in (Way.OFFLOAD, Way.CHECKPOINT) if compare}
         state, step = (0, 0) if optimizer is None else tracer.step(optimizer)
     timelines = tracer.timelines
     del tracer
@@ -59,7 +70,18 @@ def _trace(context: Context, view: BatchView, counts: Counts, loss_fn: Callable[
             f"loss_fn, or something that it calls, has kept {left} bytes of tensors: while planning they are fakes, which training cannot use. Clear "
             "what keeps them (a list, a cache), return what is wanted as outputs, and plan with a loss_fn that keeps nothing"
         )
-    return _Traced(context, view, optimizer, lines, state, step)
+    return _Traced(context, view, optimizer, lines, ways, state, step)
+
+
+def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:
+    """Lines of pieces made in this way, or why there are none."""
+    samples = tracer.view.worth
+    try:  # from half the batch on: of a small piece some tensors are too small to be moved
+        return lines_of(partial(tracer.piece, way=way, count=True), max(floor, samples // 2), samples, tracer.view.elements)
+    except (ElasticMBSError, NoWayError) as error:
+        return str(error)
+    except Exception as error:
+        return _why(error)
 
 
 def _why(error: Exception) -> str:
@@ -76,21 +98,41 @@ class _Traced:
     view: BatchView
     optimizer: Optimizer | None
     lines: Lines
+    ways: Mapping[Way, Lines | str]
     state: int  # bytes of the optimizer's state, once it is there
     step: int  # bytes at the peak of its step beyond that and the gradients
 
-    def report(self, capacity: int | None) -> PlanReport:
+    def report(self, budget: Budget) -> PlanReport:
         context, samples, reading = self.context, self.view.worth, self.context.monitor.read_now()
         seen = reading if isinstance(reading, Headroom) and reading.doubt is None else None
-        capacity = seen.capacity if capacity is None and seen is not None else capacity
+        capacity = seen.capacity if budget.memory is None and seen is not None else budget.memory
         usable = None if capacity is None else int(capacity * (1 - context.settings.policy.margin))
         parameters, other = self._held(seen)
         step = 0 if self.optimizer is None else self.lines.gradients + self.step
-        model = self._model(parameters + other + self.state, step)
+        held = parameters + other + self.state
+        model = self._model(self.lines, held, step)
         largest = None if usable is None else self._largest(model, usable)
+        time = None if budget.time is None else (budget.time[0] * self.view.elements, budget.time[1])
         sizes = {self._clamp(-(-samples >> k)) for k in range(samples.bit_length())} | {largest or 0}
-        rows = tuple(self._row(model, size, parameters, other, usable) for size in sorted(sizes - {0}, reverse=True))
-        return PlanReport(self.view.length, rows, largest, capacity, usable, step and parameters + other + self.state + step, None, model)
+        rows = tuple(self._row(model, size, parameters, other, usable, time) for size in sorted(sizes - {0}, reverse=True))
+        ways = self._weighed(largest, usable, held, step, time) if usable is not None and largest is not None else ()
+        return PlanReport(self.view.length, rows, largest, capacity, usable, step and held + step, None, model, ways)
+
+    def _weighed(self, largest: int, usable: int, held: int, step: int, time: tuple[float, float] | None) -> tuple[PlannedWay, ...]:
+        """The ways beside none, where they were traced."""
+        known = Known(time, seconds_to_move(self.context.devices[0]) if time is not None and Way.OFFLOAD in self.ways else None)
+        of = partial(weighed, none=self.lines.largest, samples=self.view.worth, before=self._pieces(largest), known=known)
+        found = [of(Way.NONE, trace=self.lines.largest, largest=largest, pieces=self._pieces(largest))] if self.ways else []
+        for way, lines in self.ways.items():
+            if isinstance(lines, str):
+                found.append(PlannedWay(way.value, reason=lines))
+            else:
+                size = self._largest(self._model(lines, held, step), usable)
+                found.append(of(way, trace=lines.largest, largest=size, pieces=self._pieces(size)))
+        return tuple(found)
+
+    def _pieces(self, size: int) -> int:
+        return self.context.settings.policy.limits.pieces(self.view.worth, size) if size else 0
 
     def _held(self, seen: Headroom | None) -> tuple[int, int]:
         """Bytes of parameters and buffers, and of all else that the process holds but gradients and optimizer state."""
@@ -102,17 +144,17 @@ class _Traced:
         ours = now.allocated if now is not None else seen.capacity - seen.free if seen is not None else 0
         return parameters, max(0, ours - parameters - gradients - state)
 
-    def _model(self, held: int, step: int) -> PeakModel:
+    def _model(self, found: Lines, held: int, step: int) -> PeakModel:
         """Pieces that find gradients there, and a call's only piece, which makes them. What is isolated makes them once more beside the ones kept."""
-        settings, lines = self.context.settings, self.lines.lines
+        settings, lines = self.context.settings, found.lines
         wide = settings.gradients.accumulate_dtype
-        kept = self.lines.gradients
+        kept = found.gradients
         if not settings.isolates:
-            return PeakModel([line._replace(fixed=kept) for line in lines], lines, held=held, step=step, reach=self.lines.reach)
+            return PeakModel([line._replace(fixed=kept) for line in lines], lines, held=held, step=step, reach=found.reach)
         if wide is not None:
             kept = sum(leaf.numel() * max(wide.itemsize, leaf.itemsize) for leaf in self.context.model.leaves)
         lines = [line._replace(fixed=kept + line.fixed) for line in lines]
-        return PeakModel(lines, lines, held=held, step=step, reach=self.lines.reach)
+        return PeakModel(lines, lines, held=held, step=step, reach=found.reach)
 
     def _clamp(self, size: int) -> int:
         """The size as the policy allows it; 0 where it allows none so small."""
@@ -130,10 +172,11 @@ class _Traced:
             return samples
         return self._clamp(model.largest(usable, samples * elements) // elements)
 
-    def _row(self, model: PeakModel, size: int, parameters: int, other: int, usable: int | None) -> PlannedSize:
+    def _row(self, model: PeakModel, size: int, parameters: int, other: int, usable: int | None, time: tuple[float, float] | None) -> PlannedSize:
         x, first = size * self.view.elements, self._is_first(size)
         line, peak = model.line(x, first=first), model.predict(x, first=first)
-        pieces = self.context.settings.policy.limits.pieces(self.view.worth, size)
+        pieces = self._pieces(size)
+        seconds = None if time is None else time[0] * self.view.worth + time[1] * pieces
         fits = None if usable is None else model.fits(x, usable, first=first)
         at_peak = (parameters, round(line.fixed), self.state, other, round(line.at(x) - line.fixed))
-        return PlannedSize(size, pieces, *at_peak, peak=None if peak is None else round(peak), fits=fits)
+        return PlannedSize(size, pieces, *at_peak, None if peak is None else round(peak), fits, seconds)

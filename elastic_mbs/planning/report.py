@@ -23,6 +23,7 @@ class PlannedSize:
         peak: bytes at the highest point of forward, backward and the optimizer's step, before any margin; None for a size that
             nothing is known of.
         fits: whether that fits, margin included; None where it is not known how much there is.
+        seconds: of a call on the batch in pieces of that size, forward and backward; None while no calls were timed at two sizes.
     """
 
     size: int
@@ -34,6 +35,34 @@ class PlannedSize:
     activations: int
     peak: int | None
     fits: bool | None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PlannedWay:
+    """One way to make pieces: as they are, or with less memory and more time.
+
+    Attributes:
+        name: "none", "offload" (saved tensors wait on the host) or "checkpoint" (blocks run again in backward).
+        largest: the largest size that fits, in samples; 0 if none does.
+        pieces: how many of them the batch is cut into.
+        work: multiplications and additions of a sample, as a multiple of those without any way; None where the model has none in products.
+        moved: bytes of a sample that go to the host and come back.
+        seconds: of a call on the batch in these pieces: the measured γ and δ, γ times `work`, δ times the operations, and with what was moved at the
+            speed of a copy; None while it is not known.
+        pays: where a piece costs as much time besides its samples as this many samples take (δ/γ) or more, "checkpoint" is faster than "none"; None
+            where it never is, and for the others.
+        reason: why this way cannot be gone; None where it can.
+    """
+
+    name: str
+    largest: int = 0
+    pieces: int = 0
+    work: float | None = None
+    moved: int = 0
+    seconds: float | None = None
+    pays: float | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +78,7 @@ class PlanReport:
         step: bytes at the peak of the optimizer's step; 0 where no optimizer was given.
         reason: why there is no plan; None where there is one.
         model: the peak as a function of elements; None where there is no plan.
+        ways: the ways to make pieces; empty unless `compare=True` was asked for and it is known how much memory there is.
     """
 
     samples: int
@@ -59,6 +89,16 @@ class PlanReport:
     step: int = 0
     reason: str | None = None
     model: PeakModel | None = field(default=None, repr=False, compare=False)
+    ways: tuple[PlannedWay, ...] = ()
+
+    @property
+    def fastest(self) -> str | None:
+        """The way with which the batch takes the least time in this memory; None where none fits, or where too little is known of time."""
+        fitting = [way for way in self.ways if way.largest]
+        if len(fitting) == 1 or (fitting and fitting[0].name == "none" and fitting[0].pieces == 1):
+            return fitting[0].name  # the only one; or the batch is never split, and less work is faster
+        known = [(way.seconds, way.name) for way in fitting if way.seconds is not None]
+        return min(known)[1] if known and len(known) == len(fitting) else None
 
     def __str__(self) -> str:
         """The verdict and the table."""
@@ -67,14 +107,36 @@ class PlanReport:
         rows = [[each.name for each in fields(PlannedSize)]]
         for planned in self.sizes:
             values = [getattr(planned, name) for name in rows[0]]
-            sizes = ["?" if value is None else format_bytes(value) for value in values[2:-1]]
-            rows.append([*map(str, values[:2]), *sizes, {True: "yes", False: "no", None: "?"}[planned.fits]])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([self._verdict(), *table, *([f"optimizer step: {format_bytes(self.step)}"] if self.step else [])])
+            sizes = ["?" if value is None else format_bytes(value) for value in values[2:-2]]
+            rows.append([*map(str, values[:2]), *sizes, {True: "yes", False: "no", None: "?"}[planned.fits], _in_words(planned.seconds)])
+        step = [f"optimizer step: {format_bytes(self.step)}"] if self.step else []
+        return "\n".join([self._verdict(), *_table(rows), *step, *(self._comparison() if self.ways else [])])
+
+    def _comparison(self) -> list[str]:
+        """The ways, and the fastest."""
+        rows, notes = [["way", "largest", "pieces", "work", "moved", "seconds"]], []
+        for way in self.ways:
+            work = "?" if way.work is None else f"{way.work:.2f} x"
+            rows.append([way.name, str(way.largest), str(way.pieces), work, format_bytes(way.moved), _in_words(way.seconds)])
+            if way.reason is not None:
+                rows[-1][1:] = 5 * ["-"]
+                notes.append(f"{way.name}: {way.reason}")
+            elif way.pays is not None:
+                notes.append(f"{way.name}: faster than none where a piece costs as much time besides as {way.pays:.3g} samples take")
+        unknown = "not known: no calls were timed at two sizes" if any(way.largest for way in self.ways) else "not even the smallest size fits"
+        return [*_table(rows), *notes, f"fastest: {self.fastest or unknown}"]
 
     def _verdict(self) -> str:
         if self.capacity is None or self.usable is None:
             return f"batch of {self.samples}; how much memory there is is not known: give budget="
         fit = f"pieces of {self.largest} fit" if self.largest else "not even the smallest size fits"
         return f"batch of {self.samples}; {format_bytes(self.usable)} of {format_bytes(self.capacity)} may be used: {fit}"
+
+
+def _in_words(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds:.4g}"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

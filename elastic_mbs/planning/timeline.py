@@ -37,7 +37,7 @@ class Timeline(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, count: Callable[[Any, Any, Any, Any], int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.points: list[Point] = []
         self.operations: list[Any] = []
@@ -47,6 +47,9 @@ class Timeline(TorchDispatchMode):
         self._leaves: set[int] = set()  # that have one
         self._storages: dict[int, _Storage] = {}
         self._gone: deque[_Storage] = deque()  # a storage can die in any thread
+        self.elsewhere = False  # what is made now is made in other memory
+        self.flops = 0  # in products, where they are counted
+        self._count = count
         self._on_death = cast(Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append)
 
     @property
@@ -85,10 +88,12 @@ class Timeline(TorchDispatchMode):
             return args[0].device
         self._admit(args, made=False)
         out = kept(func, args, func(*args, **(kwargs or {})))
-        self._admit(out, made=True)
+        self._admit(out, made=not self.elsewhere)
         if isinstance(out, Tensor | tuple | list):  # a question makes nothing, and is not asked every time
             self.operations.append(func)
             self.note()
+            if self._count is not None:
+                self.flops += self._count(func, args, kwargs, out)
         if len(self.points) > MOST_OPERATIONS:
             raise TooLong(f"it has more than {MOST_OPERATIONS} operations")
         return out

@@ -20,6 +20,8 @@ from elastic_mbs.engine.context import Context
 from elastic_mbs.planning.fakes import Fakes, step_of, storage_bytes
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.timeline import Timeline
+from elastic_mbs.planning.ways import Way, made
+from elastic_mbs.planning.work import flops_of
 from elastic_mbs.rollback.graph import drop_unrun, walk
 
 
@@ -38,9 +40,9 @@ class Tracer:
     fakes: Fakes
     timelines: list[Timeline] = field(default_factory=list)
 
-    def piece(self, size: int) -> Trace:
-        """The first so many samples, with gradients empty before; those that it makes stay."""
-        timeline = Timeline(self.context.devices[0])
+    def piece(self, size: int, way: Way = Way.NONE, *, count: bool = False) -> Trace:
+        """The first so many samples, with gradients empty before; those that it makes stay. With `count` the work is counted."""
+        timeline = Timeline(self.context.devices[0], flops_of if count else None)
         self.timelines.append(timeline)
         data = map_tensors(self.view.piece(0, size), self.fakes)
         weights = self.counts.weights(0, size, reduction=self.context.settings.reduction) or dict.fromkeys(self.counts.names or (None,), 1.0)
@@ -50,15 +52,16 @@ class Tracer:
         try:
             with _rnn_in_operations(self.context.model.modules), self.fakes.mode, timeline, torch.inference_mode(False), torch.enable_grad():
                 data = to_device(data, self.context.piece_device)
-                value = self.loss_fn(data)
-                self._backward(weighted_sum(read_losses(value, self.counts.names)[0], weights))
+                with made(way, self.context, data, timeline) as moved:
+                    value = self.loss_fn(data)
+                    self._backward(weighted_sum(read_losses(value, self.counts.names)[0], weights))
         finally:
             drop_unrun()
             torch.clear_autocast_cache()  # around loss_fn, it holds casts of fakes
             for hook in hooks:
                 hook.remove()
         timeline.note()  # the last leaf has its gradient only now
-        return Trace(size, timeline.operations, timeline.points)
+        return Trace(size, timeline.operations, timeline.points, timeline.flops, 0 if moved is None else moved.bytes)
 
     def leaves(self) -> list[Tensor]:
         return [self.fakes(leaf) for leaf in self.context.model.leaves]

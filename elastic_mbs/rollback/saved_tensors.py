@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from operator import methodcaller
 from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -53,7 +54,7 @@ class SavedTensorTable:
     def _slot(self, tensor: torch.Tensor) -> Slot:
         return Slot(tensor)
 
-    def __enter__(self) -> SavedTensorTable:
+    def __enter__(self) -> Self:
         self._entered = not self._hooks.__enter__()  # type: ignore[func-returns-value]  # in one line: an interrupt leaves both or none
         return self
 

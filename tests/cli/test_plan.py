@@ -59,6 +59,18 @@ def test_the_document_has_the_figures(capsys: pytest.CaptureFixture[str]) -> Non
     assert row["peak"] == sum(row[part] for part in ("parameters", "gradients", "optimizer", "other", "activations"))
 
 
+def test_measured_steps_give_the_time_and_what_is_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train.py:make", "--budget", "2MiB", "--measure", "--compare", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = [row["seconds"] for row in found["sizes"]]
+    assert 0 < seconds[0] <= seconds[-1]  # as many samples in one piece and in many
+    ways = {way["name"]: way for way in found["ways"]}
+    assert ways.keys() == {"none", "offload", "checkpoint"}
+    assert found["fastest"] == min(ways, key=lambda name: ways[name]["seconds"])
+    assert main(["plan", "train.py:make", "--budget", "2MiB", "--compare"]) == 0
+    assert "fastest: not known" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "budget", "code", "told"), [("drawn", "1GiB", 0, "pieces of 8 fit"), ("drawn", "20KB", 1, "not even"), ("reads", "1GiB", 1, "no plan")]
 )

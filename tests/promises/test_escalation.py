@@ -165,13 +165,13 @@ def test_an_evaluation_is_not_escalated_and_what_was_tried_is_named() -> None:
 
 def test_only_what_would_be_gone_otherwise_goes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[Tensor] = []
-    slot = offload._HostSlot
+    slot = offload.HostSlot
 
     def seen(tensor: Tensor) -> Any:
         gone.append(tensor.detach())
         return slot(tensor)
 
-    monkeypatch.setattr(offload, "_HostSlot", seen)
+    monkeypatch.setattr(offload, "HostSlot", seen)
     model, batch = deep(blocks=1), long_samples(samples=2, length=256)
     mbs, loss_fn = escalated(model, ("offload",), batch)
     gone.clear()

@@ -1,0 +1,116 @@
+"""Which way of saving memory, if any, is the fastest: none, saved tensors on the host, or blocks that run again in backward.
+
+PAPAYA (arXiv 2303.14633): where C bytes may be used, and a piece of m samples takes α·m + β bytes and γ·m + δ seconds, a way that has α′ and γ′
+instead is faster exactly if its P-score (α − α′)/(γ′ − γ) is above the P-point (C − β)/δ: if γ′ + δ/m′ is below γ + δ/m for the largest sizes m′
+and m that fit. Here these sizes come from traces, not from a straight line, pieces are whole, and δ grows with the number of operations.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elastic_mbs.engine.context import Context
+from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
+from elastic_mbs.escalation.offload import HostSlot, OffloadedTensors
+from elastic_mbs.memory.budget import on_host
+from elastic_mbs.planning.fakes import tensors_of
+from elastic_mbs.planning.lines import Trace
+from elastic_mbs.planning.report import PlannedWay
+from elastic_mbs.planning.timeline import Timeline
+from elastic_mbs.rollback.saved_tensors import Slot
+
+COPIED = 4 * 2**20  # bytes that are copied to see how long that takes
+COPIES = 5
+
+
+class Way(StrEnum):
+    """How a piece is made."""
+
+    NONE = "none"
+    OFFLOAD = "offload"
+    CHECKPOINT = "checkpoint"
+
+
+class NoWayError(Exception):
+    """The model gives nothing to do it with."""
+
+
+class Known(NamedTuple):
+    """What was measured."""
+
+    time: tuple[float, float] | None = None  # γ, in seconds per sample, and δ, in seconds per piece, without any of the ways
+    move: float | None = None  # seconds for a byte to go to the host and come back
+
+
+class _Moved(OffloadedTensors):
+    """Saved tensors on the host, on fakes: what is there is not on the device."""
+
+    def __init__(self, context: Context, data: Any, timeline: Timeline) -> None:
+        held = (tensor for root in context.model.roots for tensor in (*root.parameters(), *root.buffers()))
+        once = iter([*held, *tensors_of(data)])  # it is entered once, and keeps no fakes
+        super().__init__(lambda: once)
+        self.bytes = 0
+        self._timeline = timeline
+
+    def _slot(self, tensor: Tensor) -> Slot:
+        self._timeline.elsewhere = True
+        try:
+            slot = super()._slot(tensor)
+        finally:
+            self._timeline.elsewhere = False
+        if isinstance(slot, HostSlot):
+            self.bytes += tensor.nbytes
+        return slot
+
+
+@contextmanager
+def made(way: Way, context: Context, data: Any, timeline: Timeline) -> Iterator[_Moved | None]:
+    """A piece inside the block is made in this way."""
+    if way is Way.OFFLOAD:
+        with _Moved(context, data, timeline) as moved:
+            yield moved
+    elif way is Way.CHECKPOINT:
+        blocks = CheckpointedBlocks(context.model.roots, context.streams)
+        if not blocks.blocks:
+            raise NoWayError("the model has no blocks: no gradient_checkpointing_enable(), no nn.ModuleList, no nn.Sequential")
+        with blocks:
+            yield None
+    else:
+        yield None
+
+
+def seconds_to_move(device: torch.device) -> float | None:
+    """Seconds for a byte to go to the host and come back, the best of a few copies; None where there is no room to try."""
+    best = math.inf
+    try:
+        with on_host():
+            tensor = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+            for _ in range(COPIES):
+                began = time.perf_counter()
+                HostSlot(tensor).get()[0].item()  # which waits for the device
+                best = min(best, time.perf_counter() - began)
+    except torch.OutOfMemoryError:
+        return None
+    return best / COPIED
+
+
+def weighed(way: Way, *, trace: Trace, none: Trace, samples: int, largest: int, pieces: int, before: int, known: Known) -> PlannedWay:
+    """What a way brings and costs, whose largest pieces cut the batch into `pieces`, where it were `before` without any; 0 where none fits."""
+    work = trace.flops / trace.size / (none.flops / none.size) if none.flops else None
+    calls = len(trace.operations) / len(none.operations)
+    moved = trace.moved / trace.size
+    seconds = pays = None
+    if pieces and known.time is not None and work is not None and (not moved or known.move is not None):
+        per_sample = known.time[0] * work + moved * (known.move or 0.0)
+        seconds = per_sample * samples + known.time[1] * calls * pieces
+    if pieces and work is not None and not moved and (fewer := before - calls * pieces) > 0:
+        pays = samples * (work - 1) / fewer
+    return PlannedWay(way.value, largest, pieces, work, round(moved), seconds, pays)

@@ -1,0 +1,165 @@
+"""Offloading and checkpointing in a plan: the sizes that they allow are those that fit, and the fastest is PAPAYA's."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport
+from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
+from elastic_mbs.escalation.offload import OffloadedTensors
+from elastic_mbs.planning.lines import Trace
+from elastic_mbs.planning.report import PlannedWay
+from elastic_mbs.planning.ways import Known, Way, weighed
+from elastic_mbs.planning.work import flops_of
+from elastic_mbs.rollback.random_streams import RandomStreams
+from tests.helpers.planned import Subject, cnn, gpt, lstm, peak_of, unet
+from tests.helpers.steps import quiet, there
+
+
+def plan_of(subject: Subject, share: float, budget: MemoryBudget, **options: int) -> tuple[ElasticMBS, PlanReport]:
+    """A plan for a budget between the peaks of the smallest size and of the largest."""
+    model, loss_fn, batch = subject
+    mbs = ElasticMBS(model, **quiet(sensor=budget, **options))
+    sizes = mbs.plan(loss_fn, batch).sizes
+    low, high = there(sizes[-1].peak), there(sizes[0].peak)
+    return mbs, mbs.plan(loss_fn, batch, budget=int(low + share * (high - low)), compare=True)
+
+
+def made(way: str, model: nn.Module, piece: Any) -> AbstractContextManager[Any]:
+    if way == "offload":
+        return OffloadedTensors(lambda: [*model.parameters(), *model.buffers(), *piece])
+    return CheckpointedBlocks([model], RandomStreams((), [])) if way == "checkpoint" else nullcontext()
+
+
+@pytest.mark.parametrize(("make", "ways"), [(gpt, ("none", "offload", "checkpoint")), (unet, ("none", "offload")), (cnn, ("none", "offload"))])
+def test_the_largest_size_of_each_way_fits_and_the_next_does_not(make: Callable[[int], Subject], ways: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model, loss_fn, batch = subject = make(96)
+    with MemoryBudget(2**40, track=[model, *batch]) as budget:
+        report = plan_of(subject, 0.15, budget)[1]
+        usable, found = there(report.usable), {way.name: way for way in report.ways}
+        for name in ways:
+            largest = found[name].largest
+            assert 4 <= largest < 96, name
+            peaks = []
+            for size in (largest, largest + max(1, largest // 30)):
+                piece = tuple(leaf[:size] for leaf in batch)
+                loss_fn(piece).backward()  # there are gradients
+
+                def run(name: str = name, piece: Any = piece) -> None:
+                    with made(name, model, piece):
+                        loss_fn(piece).backward()
+
+                peaks.append(peak_of(budget, run))
+            assert peaks[0] <= 1.01 * usable <= 1.02 * peaks[1], name
+    assert found["none"].largest < min(found[name].largest for name in ways[1:])
+
+
+def test_a_way_that_cannot_be_gone_is_named_with_its_reason() -> None:
+    budget = MemoryBudget(2**40)
+    of = {make: {way.name: way.reason or "" for way in plan_of(make(16), 0.5, budget)[1].ways} for make in (cnn, lstm)}
+    assert "BatchNorm2d changes its buffer" in of[cnn]["checkpoint"]
+    assert "has no blocks" in of[lstm]["checkpoint"]
+    assert {reasons["offload"] for reasons in of.values()} == {""}
+
+
+def test_the_fastest_is_known_where_one_way_alone_fits_or_nothing_is_split_and_else_from_measured_calls() -> None:
+    torch.manual_seed(0)
+    model, loss_fn, batch = subject = gpt(64)
+    budget = MemoryBudget(2**40, track=[model, *batch])
+    with budget:
+        mbs, report = plan_of(subject, 0.3, budget)
+        assert report.fastest is None
+        assert [way.seconds for way in report.ways] == [None] * 3
+        assert "fastest: not known" in str(report)
+        assert plan_of(subject, 1.2, budget)[1].fastest == "none"
+        assert plan_of(unet(16), 0, budget, min_micro_batch_size=8)[1].fastest == "offload"
+        assert "not even" in str(mbs.plan(loss_fn, batch, budget=1, compare=True)).splitlines()[-1]
+        for planned in report.sizes[1:3]:
+            mbs.plan(loss_fn, batch, budget=int(there(planned.peak) / 0.94))
+            mbs.backward(loss_fn, batch)
+        report = mbs.plan(loss_fn, batch, budget=report.capacity, compare=True)
+    seconds = {way.name: there(way.seconds) for way in report.ways}
+    assert report.fastest == min(seconds, key=lambda name: seconds[name])
+    assert 1 < there(report.ways[2].work) < 1.34
+    assert report.sizes[1].seconds == pytest.approx(there(mbs.model[next(iter(mbs.model))].seconds(32)) * 2)
+    assert f"fastest: {report.fastest}" in str(report)
+
+
+def test_nothing_is_said_of_ways_that_were_not_asked_for() -> None:
+    model, loss_fn, batch = gpt(8)
+    report = ElasticMBS(model, **quiet()).plan(loss_fn, batch, budget=2**40)
+    assert (report.ways, report.fastest) == ((), None)
+    assert "fastest" not in str(report)
+
+
+positive = st.floats(0.01, 100)
+
+
+@given(alpha=st.integers(2, 1000), less=st.floats(0.01, 0.99), gamma=positive, more=st.floats(1.01, 5), delta=positive, m=st.integers(1, 50))
+def test_the_fastest_is_the_one_that_the_p_score_against_the_p_point_chooses(
+    alpha: int, less: float, gamma: float, more: float, delta: float, m: int
+) -> None:
+    beta, other = 10**6, max(1, round(m / less))  # the largest size in the same memory, which is all used
+    capacity, samples = beta + alpha * m, m * other  # whole pieces in both ways
+    score = (alpha - alpha * m / other) / (gamma * more - gamma)
+    point = (capacity - beta) / delta
+    assume(other > m and abs(score / point - 1) > 1e-6)
+    none, trace = Trace(1, [0], [], flops=10**12), Trace(1, [0], [], flops=round(10**12 * more))
+    known = Known((gamma, delta))
+    ways = [
+        weighed(Way.NONE, trace=none, none=none, samples=samples, largest=m, pieces=other, before=other, known=known),
+        weighed(Way.CHECKPOINT, trace=trace, none=none, samples=samples, largest=other, pieces=m, before=other, known=known),
+    ]
+    assert PlanReport(samples, ways=tuple(ways)).fastest == ("checkpoint" if score > point else "none")
+    assert (delta / gamma > there(ways[1].pays)) == (score > point)
+
+
+def test_what_is_moved_is_charged_at_the_speed_of_a_copy() -> None:
+    none, trace = Trace(2, [0] * 10, [], flops=100), Trace(2, [0] * 20, [], flops=100, moved=1000)
+    way = weighed(Way.OFFLOAD, trace=trace, none=none, samples=8, largest=4, pieces=2, before=4, known=Known((1.0, 3.0), 0.002))
+    assert way == PlannedWay("offload", 4, 2, 1.0, 500, way.seconds, None)
+    assert way.seconds == pytest.approx((1.0 + 500 * 0.002) * 8 + 2 * 3.0 * 2)
+    for known in (Known(), Known((1.0, 3.0))):
+        assert weighed(Way.OFFLOAD, trace=trace, none=none, samples=8, largest=4, pieces=2, before=4, known=known).seconds is None
+
+
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs, out)
+        return out
+
+
+@pytest.mark.parametrize("kernel", ["oneDNN", "attention"])
+def test_a_kernel_has_as_much_work_as_the_products_that_it_stands_for(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rnn, x = nn.LSTM(8, 16, 2), torch.randn(5, 3, 8)
+    q = torch.randn(2, 4, 8, 16, requires_grad=True)
+
+    def step(*, fused: bool) -> Tensor:
+        if kernel == "oneDNN":
+            monkeypatch.setattr("torch.backends.mkldnn.enabled", fused)
+            out: Tensor = rnn(x)[0].sum()
+        else:
+            out = (F.scaled_dot_product_attention(q, q, q) if fused else (q @ q.mT).softmax(-1) @ q).sum()
+        return out
+
+    flops = []
+    for fused in (False, True):
+        with Counted() as counted:
+            step(fused=fused).backward()
+        flops.append(counted.flops)
+    # the flash kernel computes its scores a second time in backward, and oneDNN's has the gradient of an input that needs none
+    assert flops[0] > 0
+    assert 1 <= flops[1] / flops[0] <= 1.25
