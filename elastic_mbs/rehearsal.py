@@ -26,6 +26,7 @@ from elastic_mbs.planning.report import PlanReport
 LossFn = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # that are passed on to it
 NONE: Arguments = ((), {})
+Cap = int | str | None  # in bytes, or such as "8GiB"
 
 
 class Rehearsal:
@@ -40,9 +41,7 @@ class Rehearsal:
         with self._of("verify", loss_fn, lambda: self._batches.first(batch, samples)) as (few, counts):
             return verify(self._context, few, counts, lambda piece: loss_fn(piece, *given[0], **given[1]))
 
-    def plan(
-        self, loss_fn: LossFn, batch: Any, given: Arguments, optimizer: Optimizer | None, budget: int | str | None, *, compare: bool
-    ) -> PlanReport:
+    def plan(self, loss_fn: LossFn, batch: Any, given: Arguments, optimizer: Optimizer | None, budget: Cap, *, compare: bool) -> PlanReport:
         """See `ElasticMBS.plan`."""
         capacity, name = None if budget is None else parse_bytes(budget), names_of(loss_fn)[0]
 

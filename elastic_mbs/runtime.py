@@ -32,7 +32,7 @@ from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, Pieces, RecoveryOptions, Reduction, Settings, describe
 from elastic_mbs.planning.report import PlanReport
-from elastic_mbs.rehearsal import NONE, Arguments, LossFn, Rehearsal
+from elastic_mbs.rehearsal import NONE, Arguments, Cap, LossFn, Rehearsal
 from elastic_mbs.sinks.run_log import RunLog
 
 
@@ -294,15 +294,7 @@ class ElasticMBS:
         return self._rehearsal.verify(loss_fn, batch, (args, kwargs), samples)
 
     def plan(
-        self,
-        loss_fn: LossFn,
-        batch: Any,
-        /,
-        *args: Any,
-        optimizer: Optimizer | None = None,
-        budget: int | str | None = None,
-        compare: bool = False,
-        **kwargs: Any,
+        self, loss_fn: LossFn, batch: Any, /, *args: Any, optimizer: Optimizer | None = None, budget: Cap = None, compare: bool = False, **kwargs: Any
     ) -> PlanReport:
         """Predicts the peak memory of a step for every size, as a table, and has the next call start at the largest micro-batch that fits.
 
@@ -315,8 +307,7 @@ class ElasticMBS:
             *args: passed on.
             optimizer: counts its step and its state, also what it does not have yet.
             budget: bytes (or "8GiB") that must be enough; None: what this process could hold now.
-            compare: plans for offloaded saved tensors and activation checkpointing, too, and says in `fastest` which of them makes the batch in the
-                least time, or neither: a call trains as `RecoveryOptions(escalate=)` has it all the same.
+            compare: says in `ways` and `fastest`, too, whether offloading saved tensors, checkpointing or neither makes the batch in the least time.
             **kwargs: passed on.
 
         Raises:
