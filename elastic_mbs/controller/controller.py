@@ -8,12 +8,12 @@
            │   ▲ ▲                                                                          │
            OOM,│ └─────────── back to the size before, ceiling, cooldown ◄───────────── OOM ┘
       thrashing│
-           └ halve
+           └ the largest size that fits in what is left, or half
 ```
 
 Shrinking needs no evidence but the failure; growing needs all of it: `growth.is_due` says when, `growth.next_size` how far. A failure is remembered
-as a ceiling with the capacity seen then, and tried again only when that has risen; where no reading explains it, after a cooldown. There can be
-several: one seen while a co-tenant was there is lifted when it leaves, and an older one, seen with all the memory, counts again.
+as a ceiling with the capacity seen then, and tried again only when that has risen; where a reading shows as much memory as before, at once, but only
+once. There can be several: one seen while a co-tenant was there is lifted when it leaves, and an older one, seen with all the memory, counts again.
 A growth that has lost more time by its failure than it had saved starts a cooldown of `cooldown` times the difference: until then sizes are chosen
 as if there were no more memory than at the failure.
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from random import Random
 
 from elastic_mbs.controller.fit import checked
-from elastic_mbs.controller.growth import is_due, next_size
+from elastic_mbs.controller.growth import Margin, is_due, next_size, size_after_failure
 from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.controller.plan import CallOutcome, Capacity, Key, Move, Plan, shape_class
@@ -46,6 +46,7 @@ class Controller:
         self._policy, self._limits = policy, policy.limits
         self._clock = clock  # never goes back; that of `Capacity.at`
         self._random = random  # draws the jitter
+        self._margin = Margin(policy.margin)
         self._tracks: dict[Key, Track] = {}
         self.wants_reading = False  # with a newer one the call that ended last could have been followed by a growth
 
@@ -75,7 +76,7 @@ class Controller:
         # Peak statistics are the process's: someone else who resets them would be disturbed for ever, so a few calls without a peak end the attempt.
         learning = self._policy.grow and not known and track.calls_without_peak < self._policy.patience
         size = min(size, samples)
-        track.call = RunningCall(size, track.epoch, samples, elements, learning, self._clock())
+        track.call = RunningCall(size, track.size, track.epoch, samples, elements, learning, self._clock())
         return Plan(size, learning)
 
     def holds(self, key: Key, held: int | None) -> None:
@@ -84,15 +85,22 @@ class Controller:
             self._running(key)[0].memory.hold(held)
 
     def out_of_memory(self, key: Key, attempted: int, capacity: Capacity | None) -> int | None:
-        """Halves a piece of `attempted` samples and remembers the failure; returns the size to go on with, or None where it cannot be cut further."""
+        """Remembers the failure of a piece of `attempted` samples; returns the smaller size to go on with, or None where it cannot be cut further.
+
+        `capacity` is a reading made after the failure; None where there is none yet.
+        """
         track, call = self._running(key)
-        after = min(track.size, self._limits.clamp(attempted // 2))
-        failed_trial = self._failed(track, attempted * call.elements, capacity)
+        fitting = None
+        if capacity is not None and not call.ooms:
+            fitting = size_after_failure(track, call, attempted, self._limits, self._margin.budget(track, capacity))
+        self._margin.follow(capacity)
+        after = min(track.size, self._limits.clamp(fitting or attempted // 2))
+        failed_trial, failed = self._failed(track, attempted * call.elements, capacity)
         self._resize(track, after)
         call.size = after
         call.ooms += 1
         if call.ooms == 1:
-            call.failed_trial, call.failed = failed_trial, attempted * call.elements
+            call.failed_trial, call.failed = failed_trial, failed
         return after if self._limits.pieces(attempted, after) > 1 else None
 
     def needs_less(self, key: Key) -> None:
@@ -105,8 +113,9 @@ class Controller:
         """A whole call has finished: the boundary at which the size can grow."""
         track, call = self._running(key)
         if capacity is not None and track.ceilings:
-            track.confirm_ceilings(capacity, self._policy.changed)
+            track.explain_ceilings(capacity, self._policy.changed)
         self.wants_reading = False
+        self._margin.follow(capacity)
         if call.ooms:
             return self._end_failed(track, call, outcome.lost)
         track.call = None
@@ -216,14 +225,19 @@ class Controller:
         if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
             track.time.add(max(1, round(outcome.samples * outcome.elements / pieces)), seconds / pieces)
 
-    def _failed(self, track: Track, elements: int, capacity: Capacity | None) -> Trial | None:
-        """Remembers a failure at so many elements; returns the growth that has failed by it."""
+    def _failed(self, track: Track, elements: int, capacity: Capacity | None) -> tuple[Trial | None, Ceiling]:
+        """Remembers a failure at so many elements, with a reading made after it; returns the growth that has failed by it, and the failure."""
         failed = track.trial if track.trial is not None and elements > track.trial.elements else None
         track.trial = None
-        limit = elements - 1 if failed is None or not failed.calls else failed.elements
+        limit = elements - 1
+        if failed is not None and failed.calls:
+            limit, track.proven = failed.elements, None
         proven = track.proven[1] if track.proven is not None and track.proven[0] >= elements else None
-        track.add_ceiling(Ceiling(elements, limit, None if capacity is None else capacity.bytes, self._clock(), proven=proven))
-        return failed
+        ceiling = Ceiling(elements, limit, self._clock(), proven)
+        if capacity is not None:
+            ceiling.explain(capacity, self._policy.changed)
+        track.add_ceiling(ceiling)
+        return failed, ceiling
 
     def _lost(self, track: Track, lost: float, since: float, trial: Trial | None, elements: int) -> None:
         """Failures since then have lost so many seconds, that of a growth to so many elements first where there was one."""
@@ -234,14 +248,24 @@ class Controller:
             track.cooldown_until = max(track.cooldown_until, self._cooldown(net))
 
     def _end_failed(self, track: Track, call: RunningCall, lost: float) -> Move | None:
-        """After a growth that failed once, the size goes back to the one before; after any other failure it stays where halving has left it."""
+        """After one failure of a growth the size goes back to the one before, and after one that memory does not explain to what it was, once.
+
+        After any other failure it stays where that has left it.
+        """
         track.call = None
         track.clean = track.calls_with_retries = 0
-        trial = call.failed_trial
-        self._lost(track, lost, call.began, trial, call.failed)
-        if trial is None or not trial.calls or call.ooms > 1:  # a second failure says that memory has changed
+        trial, first = call.failed_trial, call.failed
+        assert first is not None
+        self._lost(track, lost, call.began, trial, first.elements)
+        if call.ooms > 1:  # memory has changed
             return None
-        return self._move(track, trial.before, "limit") if trial.before > track.size else None
+        if trial is not None and trial.calls:
+            return self._move(track, trial.before, "limit") if trial.before > track.size else None
+        if not first.is_spike or track.size >= call.before:
+            return None
+        track.ceilings.remove(first)
+        track.trial = Trial(track.size, self._limits.longest(call.samples, track.size) * call.elements, self._policy.patience)
+        return self._move(track, call.before, "grow")
 
     def _end_thrashing(self, track: Track, call: RunningCall, length: int, capacity: Capacity | None) -> Move | None:
         """Several calls in a row in which the allocator had to retry count as a failure."""
@@ -253,7 +277,7 @@ class Controller:
         after = min(track.size, self._limits.clamp(length // 2))
         if self._limits.pieces(length, after) == 1:
             return None
-        trial = self._failed(track, length * call.elements, capacity)
+        trial, _ = self._failed(track, length * call.elements, capacity)
         self._lost(track, self._policy.thrash_calls * (self._clock() - call.began), call.began, trial, length * call.elements)
         return self._move(track, after if trial is None or not trial.calls else trial.before, "thrash")
 
@@ -275,7 +299,7 @@ class Controller:
         samples, elements = track.expected()
         present = self._limits.longest(samples, track.size) * elements
         track.lift_ceilings(capacity, present, self._policy, now)
-        after = next_size(track, self._limits, self._policy, capacity)
+        after = next_size(track, self._limits, self._policy, capacity, self._margin.budget(track, capacity))
         if after is None:
             return None
         track.trial = Trial(track.size, present, self._policy.patience)

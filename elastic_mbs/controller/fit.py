@@ -6,9 +6,12 @@ A line through two small sizes is up to 48 % too low for memory at a larger one:
 from __future__ import annotations
 
 import bisect
+import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+UNCHECKED = 0.05  # by so much a peak may be above a prediction, as long as none was compared
 KNOTS = 32  # sizes remembered per fit: sequence lengths vary without end, memory of them must not
 
 Value = TypeVar("Value", int, float, bool, str)
@@ -48,12 +51,14 @@ class MemoryFit:
     RECENT = 3  # measurements kept per size; the highest counts
     STRIDE = 2  # times the present size that it may grow to at once
     REACH = 2  # times the largest size measured: as far as a peak is predicted, by the steepest chord that ends there
-    SPREAD = 0.95  # of the largest size: noise would decide the slope of a chord that begins above it
+    SPREAD = 0.95  # of a larger size: noise would decide the slope of a chord that begins above it
+    CHECKS = 8  # predictions that are remembered as right or wrong
 
     def __init__(self) -> None:
         self._knots: dict[int, _Knot] = {}
         self._seen = 0
         self._held: int | None = None
+        self._errors: deque[float] = deque(maxlen=self.CHECKS)  # by how much a peak was above its prediction, as a fraction
 
     def hold(self, held: int) -> None:
         """Moves all peaks by as much as the process now holds more or less than when they were measured, in bytes outside the call's own needs."""
@@ -77,7 +82,9 @@ class MemoryFit:
     def add(self, x: int, peak: int, *, first: bool = False) -> None:
         """Takes one measurement: at most `peak` bytes were allocated while pieces of `x` elements ran. Who made the gradients is one to this fit."""
         self._seen += 1
-        older = self._knots.get(x)
+        older, expected = self._knots.get(x), self.predict(x)
+        if older is None and expected:
+            self._errors.append(max(0.0, peak / expected - 1))
         knot = self._knots[x] = _Knot([*(older.peaks if older else []), peak][-self.RECENT :], self._seen)
         if older and older.peak != knot.peak:
             # Where what the process holds besides is not known, a second measurement at one size shows it: those made before the first move with it.
@@ -109,20 +116,32 @@ class MemoryFit:
         if x > last:
             slope = self.slope
             return None if slope is None else self._knots[last].peak + slope * (x - last)
+        if x < min(self._knots):
+            return self._below(x)
         right = min(y for y in self._knots if y >= x)
         left = max((y for y in self._knots if y <= x), default=right)
         low, high = self._knots[left].peak, self._knots[right].peak
         return float(high) if left == right else low + (high - low) * (x - left) / (right - left)
 
+    def _below(self, x: int) -> float:
+        """Below the smallest size measured: along the chord that begins there, or the one that ends there from what the process holds."""
+        first = min(self._knots)
+        peak = self._knots[first].peak
+        slopes = [(knot.peak - peak) / (y - first) for y, knot in self._knots.items() if first <= self.SPREAD * y]
+        if not slopes:
+            slopes = [0.0 if self._held is None else max(0, peak - self._held) / first]
+        return max(min(self._held or 0, peak), peak - min(slopes) * (first - x))
+
     def largest(self, budget: float, limit: int) -> int:
         """The largest size up to `limit` whose predicted peak is at most `budget` bytes; 0 if none is known to fit."""
-
-        def exceeds(x: int) -> bool:
-            predicted = self.predict(x)
-            return predicted is None or predicted > budget
-
         sizes = range(1, min(limit, self.REACH * self.largest_observed) + 1)
-        return bisect.bisect_left(sizes, True, key=exceeds)
+        return bisect.bisect_left(sizes, True, key=lambda x: not self.fits(x, budget))
+
+    def fits(self, x: int, budget: float) -> bool:
+        """Whether the predicted peak is at most `budget` bytes; beyond what was measured with as much above it as earlier ones were wrong."""
+        predicted = self.predict(x)
+        spread = max(self._errors, default=UNCHECKED) if x > self.largest_observed else 0.0
+        return predicted is not None and predicted * (1 + spread) <= budget
 
     def state(self) -> list[list[object]]:
         """What is known, as JSON: `[size, peaks, seen]` per size."""
@@ -141,24 +160,39 @@ class MemoryFit:
 
 
 class TimeFit:
-    """Seconds per piece as γ·m + δ (PAPAYA), for pieces of m; γ and δ are never negative."""
+    """Seconds per piece as γ·m + δ (PAPAYA), for pieces of m; γ and δ are never negative.
+
+    From the latest measurements alone: on a device that others use the time of a size changes, and a size that seemed slow must not stay so for good.
+    """
 
     SPREAD = 0.8
+    RECENT = 64  # measurements, at least; at most twice as many
 
     def __init__(self) -> None:
-        self._best: dict[int, float] = {}  # least seconds by size: a shared machine has outliers of seconds in one direction only
+        # Least seconds by size: a shared machine has outliers of seconds in one direction only.
+        self._before: dict[int, float] = {}
+        self._latest: dict[int, float] = {}
+        self._count = 0  # measurements in the latest ones
+
+    @property
+    def _best(self) -> dict[int, float]:
+        return {x: min(self._before.get(x, math.inf), self._latest.get(x, math.inf)) for x in self._before | self._latest}
 
     def add(self, x: int, seconds: float) -> None:
         """Takes one measurement: a positive, finite time for a piece of size `x`."""
-        self._best[x] = min(seconds, self._best.get(x, seconds))
-        _thin_out(self._best, x)
+        if self._count == self.RECENT:
+            self._before, self._latest, self._count = self._latest, {}, 0
+        self._count += 1
+        self._latest[x] = min(seconds, self._latest.get(x, seconds))
+        _thin_out(self._latest, x)
 
     def coefficients(self) -> tuple[float, float] | None:
         """γ (seconds per unit) and δ (seconds per piece), or None while no two sizes far enough apart are known."""
-        if not self._best or min(self._best) > self.SPREAD * max(self._best):
+        best = self._best
+        if not best or min(best) > self.SPREAD * max(best):
             return None
         # Weighted least squares of γ·x + δ = t with weights 1/t²: every size counts by its relative error.
-        points = [(x / t, 1 / t) for x, t in self._best.items()]
+        points = [(x / t, 1 / t) for x, t in best.items()]
         xx, xc, cc = sum(a * a for a, _ in points), sum(a * b for a, b in points), sum(b * b for _, b in points)
         x1, c1 = sum(a for a, _ in points), sum(b for _, b in points)
         determinant = xx * cc - xc * xc

@@ -1,49 +1,77 @@
-"""When a size grows, and how far: a target is always the smallest size for its number of pieces, so that there are few distinct shapes."""
+"""When a size grows, and how far, and what a failure leaves: always the smallest size for its number of pieces, so that there are few shapes."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 from elastic_mbs.controller.partition import smallest_size
 from elastic_mbs.controller.plan import Capacity
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.controller.track import Track
+from elastic_mbs.controller.track import RunningCall, Track
 
 EXPLORE = 1.0625  # while one size only was measured, the next one must be this much larger, or noise would decide the slope between them
 
 
-def budget(track: Track, policy: Policy, capacity: Capacity) -> float:
-    """Bytes that the peak allocation can reach: the margin stays free, and the allocator reserves more than it hands out."""
-    return capacity.bytes * (1 - policy.margin) / track.fragmentation
+class Margin:
+    """The fraction of the capacity that stays free: as much as readings have fallen lately from one to the next, within limits.
+
+    Args:
+        most: of it. A larger fall is a co-tenant's visit, which no margin covers.
+    """
+
+    LEAST = 0.01
+    RECENT = 16  # readings
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._falls: deque[float] = deque(maxlen=self.RECENT)
+        self._last: Capacity | None = None
+
+    def follow(self, capacity: Capacity | None) -> None:
+        """Takes a reading; one that was taken before says nothing new."""
+        last = self._last
+        if capacity is None or (last is not None and capacity.at <= last.at):
+            return
+        if last is not None and last.bytes:
+            fall = 1 - capacity.bytes / last.bytes
+            self._falls.append(fall if fall <= self._most else 0.0)
+        self._last = capacity
+
+    def budget(self, track: Track, capacity: Capacity) -> float:
+        """Bytes that the peak allocation can reach: the margin stays free, and the allocator reserves more than it hands out."""
+        margin = min(self._most, max(self.LEAST, *self._falls, 0.0))
+        return capacity.bytes * (1 - margin) / track.fragmentation
 
 
 def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> bool:
-    """When: after `patience` clean calls at this size. One call and the jitter are enough for a proven size."""
+    """When: after `patience` clean calls at this size. One call and the jitter are enough where a larger size is proven, or was measured."""
     if not policy.grow:
         return False
     if track.clean >= track.patience:
         return True
     samples, elements = track.expected()
-    proven = track.proven_with(capacity, policy.changed) > limits.longest(samples, track.size) * elements
-    return proven and track.clean >= track.patience - policy.patience + 1
+    known = max(track.proven_with(capacity, policy.changed), track.memory.largest_observed)
+    return known > limits.longest(samples, track.size) * elements and track.clean >= track.patience - policy.patience + 1
 
 
-def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> int | None:
+def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity, available: float) -> int | None:
     """How far: the size to grow to, in samples, or None when the present one is the best that is known to be possible.
 
     At most the double (any, where the peak is planned), below the ceilings, with a peak that is predicted to fit; or at once to what has run clean
-    with as much memory. Fewer pieces than now, and a gain of time not known to be too small.
+    with as much memory. Fewer pieces than now, and a gain of time not known to be too small. `available` bytes are what the peak can reach.
     """
     samples, elements = track.expected()  # a size must fit for all recent calls
     count = limits.pieces(samples, track.size)
     if count == 1:
         return None
     present = limits.longest(samples, track.size)
-    room, proven = limits.clamp(track.memory.STRIDE * present), limits.clamp(track.proven_with(capacity, policy.changed) // elements)
+    far = track.memory.STRIDE * present if track.clean >= track.patience else track.memory.largest_observed // elements
+    room, proven = limits.clamp(far), limits.clamp(track.proven_with(capacity, policy.changed) // elements)
     ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)  # the one that binds most
     if ceiling is not None:
         room, proven = (min(size, ceiling.limit // elements) for size in (room, proven))
-    room = max(proven, _room_in_memory(track, limits, samples, elements, budget(track, policy, capacity), room))
+    room = max(proven, _room_in_memory(track, limits, samples, elements, available, room))
     if room <= track.size or limits.pieces(samples, room) >= count:
         return None
     fewest = limits.pieces(samples, room)
@@ -55,6 +83,15 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity) 
         fewest = max(fewest, min(limits.pieces(samples, middle), count - 1))
     target = smallest_size(samples, fewest, align=limits.align)
     return target if track.size < target <= room else None
+
+
+def size_after_failure(track: Track, call: RunningCall, attempted: int, limits: Limits, available: float) -> int | None:
+    """The largest size that is predicted to fit in `available` bytes, where so few explain the failure of `attempted` samples; else None."""
+    most = attempted * call.elements
+    if track.memory.predict(most) is None or track.memory.fits(most, available):
+        return None
+    room = track.memory.largest(available, most - 1) // call.elements
+    return smallest_size(call.samples, limits.pieces(call.samples, room), align=limits.align) if room >= limits.floor else None
 
 
 def _room_in_memory(track: Track, limits: Limits, samples: int, elements: int, available: float, room: int) -> int:

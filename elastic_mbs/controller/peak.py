@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from elastic_mbs.controller.fit import checked
+from elastic_mbs.controller.fit import UNCHECKED, checked
 
 RECENT = 8  # sizes whose measurements count
 
@@ -60,7 +60,7 @@ class PeakModel:
         self._planned, self._step, self._reach = held, step, reach
         self._held: int | None = None  # as reported
         self._seen: dict[int, tuple[float, float, float]] = {}  # by size, the latest last: bytes that scale, as measured and as planned; and the rest
-        self.kappa, self.spread = 1.0, 0.0
+        self.kappa, self.spread = 1.0, 0.0  # a plan keeps the margin of the policy free instead
 
     @property
     def largest_observed(self) -> int:
@@ -100,7 +100,8 @@ class PeakModel:
         """κ, and the largest relative residual of a peak: by as much a prediction may be wrong."""
         if self._seen:
             self.kappa = sum(measured for measured, _, _ in self._seen.values()) / sum(planned for _, planned, _ in self._seen.values())
-            self.spread = max(abs(self.kappa * planned - measured) / (rest + measured) for measured, planned, rest in self._seen.values())
+            off = [abs(self.kappa * planned - measured) / (rest + measured) for measured, planned, rest in self._seen.values()]
+            self.spread = max(off) if len(off) > 1 else UNCHECKED
 
     def predict(self, x: int, *, first: bool = False) -> float | None:
         """Predicted peak in bytes of forward, backward and the optimizer's step, or None beyond the reach."""
@@ -115,9 +116,9 @@ class PeakModel:
         return bisect.bisect_left(sizes, True, key=lambda x: not self.fits(x, budget))
 
     def fits(self, x: int, budget: float, *, first: bool = False) -> bool:
-        """Whether the predicted peak, with its uncertainty, is at most `budget` bytes."""
+        """Whether the predicted peak is at most `budget` bytes; beyond what was measured with its uncertainty."""
         predicted = self.predict(x, first=first)
-        return predicted is not None and predicted * (1 + self.spread) <= budget
+        return predicted is not None and predicted * (1 + (self.spread if x > self.largest_observed else 0.0)) <= budget
 
     def state(self) -> dict[str, object]:
         """What is known, as JSON."""

@@ -36,11 +36,22 @@ class Ceiling:
 
     elements: int  # what was attempted
     limit: int  # the largest number of elements that can still be tried: one less, or after a failed growth what it grew from
-    capacity: int | None  # in bytes; None where no reading explains the failure
     at: float
-    lost: float = 0.0  # seconds by the failure
     proven: int | None = None  # capacity with which as much had run clean before
-    confirmed: bool = False  # by a reading made after the failure; the one at hand then can be from before the co-tenant came
+    capacity: int | None = None  # in bytes; None where no reading explains the failure
+    lost: float = 0.0  # seconds by the failure
+    explained: bool = False  # there was a reading after the failure
+
+    def explain(self, capacity: Capacity, changed: float) -> None:
+        """Takes the first reading after the failure, which explains it unless it shows as much memory as as much had run clean with before."""
+        self.explained = True
+        if self.proven is None or capacity.bytes * (1 + changed) < self.proven:
+            self.capacity = capacity.bytes
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether as much memory was there right after the failure as before."""
+        return self.explained and self.capacity is None
 
 
 @dataclass
@@ -48,6 +59,7 @@ class RunningCall:
     """The call that is running on a track."""
 
     size: int  # in use now, in samples
+    before: int  # of the track when it began
     epoch: int  # of the size that it began with
     samples: int  # length of the batch
     elements: int  # per sample
@@ -55,7 +67,7 @@ class RunningCall:
     began: float
     ooms: int = 0
     failed_trial: Trial | None = None  # the growth that has failed by the first of them
-    failed: int = 0  # the elements attempted there
+    failed: Ceiling | None = None  # the first of them
 
 
 @dataclass
@@ -99,16 +111,11 @@ class Track:
     def add_ceiling(self, ceiling: Ceiling) -> None:
         self.ceilings = sorted([*self.ceilings, ceiling], key=lambda c: c.elements)[:MAX_CEILINGS]
 
-    def confirm_ceilings(self, capacity: Capacity, changed: float) -> None:
-        """Considers the first reading after a failure: the one at hand then can be from before the co-tenant came. The lower one counts."""
-        # Where neither shows less memory than as much had run with before, capacity explains nothing (a spike between readings): only time counts.
+    def explain_ceilings(self, capacity: Capacity, changed: float) -> None:
+        """Takes a reading for the failures after which there was none in time."""
         for ceiling in self.ceilings:
-            if ceiling.confirmed or capacity.at <= ceiling.at:
-                continue
-            ceiling.confirmed = True
-            ceiling.capacity = capacity.bytes if ceiling.capacity is None else min(ceiling.capacity, capacity.bytes)
-            if ceiling.proven is not None and ceiling.capacity * (1 + changed) >= ceiling.proven:
-                ceiling.capacity = self.proven = None
+            if not ceiling.explained and capacity.at > ceiling.at:
+                ceiling.explain(capacity, changed)
 
     def lift_ceilings(self, capacity: Capacity, present: int, policy: Policy, now: float) -> None:
         """Drops the ceilings whose evidence has changed: capacity has risen by the fraction `changed`, or was never known, and time has passed.
@@ -176,7 +183,8 @@ class Track:
             track.proven = checked(elements, int), checked(capacity, int)
         for elements, limit, capacity, lost in row["ceilings"]:
             seen = None if capacity is None else checked(capacity, int)
-            track.add_ceiling(Ceiling(checked(elements, int, checked(limit, int) + 1), limit, seen, now, checked(lost, float), confirmed=True))
+            failed = checked(elements, int, checked(limit, int) + 1)
+            track.add_ceiling(Ceiling(failed, limit, now, capacity=seen, lost=checked(lost, float), explained=True))
         track.recent.extend((checked(samples, int, 1), checked(elements, int, 1)) for samples, elements in row["recent"])
         track.expected()  # of at least one batch
         planned = isinstance(row["memory"], dict)

@@ -139,15 +139,15 @@ def recover(state: CallState) -> None:
     state.failures_in_row += 1
     _check_device(state, failure)
     state.loader.stop()
-    size = context.controller.out_of_memory(state.key, state.schedule.worth(failure.piece), context.capacity())
+    capacity = context.capacity() if context.monitor.renew() else None
+    size = context.controller.out_of_memory(state.key, state.schedule.worth(failure.piece), capacity)
     replay = choose_replay(state, failure)
     if replay.mode is Mode.REFUSED:
         raise ReplayUnsafeError(replay.reason)
     _roll_back(state, failure, replay.mode)
     smaller = state.schedule.halve(failure.piece) if size is None else state.schedule.can_split(failure.piece, size)
-    oom.release(devices=context.devices, thorough=state.failures_in_row > 1 or not smaller)
+    oom.release(devices=context.devices, thorough=state.failures_in_row > 2 or not smaller)
     context.cache_is_stale = True
-    context.monitor.request_reading()  # the memory can be free again before the next reading is due
     if size is not None:
         state.size = size
     lost = state.watch.failed(whole_call=replay.mode is Mode.STEP)

@@ -18,6 +18,7 @@ from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailab
 OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
+_WAIT = 0.1  # seconds
 REST = 500  # times what a reading takes: where every step asks for one, they take at most 1/500 of the time
 
 
@@ -55,6 +56,7 @@ class Monitor:
         self._rested_at = -math.inf
         self._thread: threading.Thread | None = None  # the one that reads; another one that finds this changed ends
         self._wake = threading.Event()  # ends the thread's sleep: to read, or to end
+        self._news = threading.Condition()  # there is a new reading
         self._pid = 0  # the process that the thread runs in; 0 without one
 
     @property
@@ -66,7 +68,7 @@ class Monitor:
         """Starts the thread, unless it runs already or the interval is 0. Where there can be no thread the sensor counts as unavailable."""
         if self.running:
             return
-        self._pid, self._wake = os.getpid(), threading.Event()
+        self._pid, self._wake, self._news = os.getpid(), threading.Event(), threading.Condition()
         weakref.finalize(self, self._wake.set)
         arguments = weakref.ref(self), self._wake, self._interval
         self._thread = threading.Thread(target=_watch, args=arguments, name="elastic-mbs-monitor", daemon=True)
@@ -92,6 +94,18 @@ class Monitor:
         ):  # what a fork left behind is not touched: another thread may have held its lock
             self._wake.set()
 
+    def renew(self) -> bool:
+        """Waits for a reading made from now on, but no longer than `_WAIT`; returns whether it came. For failures, which cost more than that."""
+        if self._interval == 0:
+            self.read_now()
+            return True
+        if not self.running:
+            return False
+        asked = self._clock()
+        self._wake.set()
+        with self._news:
+            return self._news.wait_for(lambda: self._reading.at >= asked, _WAIT)
+
     def latest(self) -> Reading:
         """The latest reading, without waiting; `Unavailable("no reading yet")` before the first."""
         return self.read_now() if self._interval == 0 else self._reading
@@ -111,6 +125,8 @@ class Monitor:
         available = trouble_with(reading) is None
         changed = available != self._available
         self._reading, self._available = reading, available
+        with self._news:
+            self._news.notify_all()
         on_change = self._on_change() if changed else None
         if on_change is not None:
             on_change(reading)

@@ -87,10 +87,12 @@ def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None 
 def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
     """Releases the memory of a failed attempt. To be called outside of any `except` block, after its references were dropped. Never raises.
 
-    The first time (not `thorough`) the memory went with the last reference, and the allocator has emptied its own cache before it raised. From the
-    second one on, or at the floor: reference cycles, an error that an interactive shell has pinned, and the caches.
+    At first (not `thorough`) the memory went with the last reference or is in reference cycles of the attempt, which are young, and the allocator has
+    emptied its own cache before it raised. Later, or at the floor: all cycles (0.1 s and more), an error that an interactive shell has pinned, and
+    the caches.
     """
     if not thorough:
+        gc.collect(1)
         return
     pinned = getattr(sys, "last_value", None)  # by an interactive shell
     if isinstance(pinned, BaseException) and classify(pinned) is not None:  # other errors are there to be looked at

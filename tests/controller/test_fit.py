@@ -28,7 +28,7 @@ def fitted(pieces: list[tuple[int, int]], sizes: list[int]) -> MemoryFit:
 @given(st.lists(affine, min_size=1, max_size=5), st.lists(st.integers(1, 300), min_size=1, max_size=12))
 def test_predictions_between_measurements_never_fall_below_a_convex_peak(pieces: list[tuple[int, int]], sizes: list[int]) -> None:
     fit = fitted(pieces, sizes)
-    for x in range(1, max(sizes) + 1):
+    for x in range(min(sizes), max(sizes) + 1):
         assert there(fit.predict(x)) >= convex(pieces, x) - 1e-6 * convex(pieces, x)
     for x in sizes:
         assert fit.predict(x) == convex(pieces, x)
@@ -58,7 +58,7 @@ def test_largest_is_the_largest_size_predicted_to_fit(readings: list[tuple[int, 
     fit = MemoryFit()
     for x, peak in readings:
         fit.add(x, peak)
-    fitting = [x for x in range(1, limit + 1) if (p := fit.predict(x)) is not None and p <= budget]
+    fitting = [x for x in range(1, limit + 1) if fit.fits(x, budget)]
     assert fit.largest(budget, limit) == max(fitting, default=0)
 
 
@@ -117,10 +117,44 @@ def test_memory_of_the_fits_is_bounded_and_keeps_the_ends(seed: int) -> None:
     for x in sizes:
         fit.add(x, convex(line, x))
         time.add(x, 0.5 + 0.25 * x)
-    assert max(len(fit.state()), len(time.state())) <= KNOTS
+    assert len(fit.state()) <= KNOTS
+    assert len(time.state()) <= 2 * KNOTS
     assert time.coefficients() == pytest.approx((0.25, 0.5))
     assert fit.largest_observed == max(sizes)
     assert fit.predict(max(sizes) * 2) == pytest.approx(convex(line, max(sizes) * 2))
+
+
+@settings(deadline=None, max_examples=100)
+@given(affine, st.integers(2, 500), st.integers(1, 500))
+def test_below_what_was_measured_a_line_goes_on_and_never_below_what_is_held(line: tuple[int, int], size: int, held: int) -> None:
+    one, two = fitted([line], [size]), fitted([line], [size, 2 * size])
+    assert one.predict(1) == convex([line], size), "an upper bound, as long as nothing else is known"
+    assert two.predict(1) == pytest.approx(convex([line], 1))
+    one.hold(line[0])
+    assert one.predict(1) == pytest.approx(convex([line], 1))
+    two.hold(convex([line], 1) + held)
+    assert there(two.predict(1)) >= min(convex([line], 1) + held, convex([line], size))
+
+
+def test_a_prediction_is_trusted_as_far_as_earlier_ones_were_right() -> None:
+    fit = fitted([(0, 100)], [4, 8])
+    assert [fit.fits(x, 1000) for x in (8, 9, 10)] == [True, True, False], "one twentieth stays free as long as nothing was compared"
+    fit.add(12, 1200)
+    assert fit.fits(16, 1600)
+    fit.add(20, 2200)  # 2000 were predicted
+    assert [fit.fits(x, 2640) for x in (20, 21, 22)] == [True, True, False]
+    assert fit.fits(20, 2200), "what was measured is certain"
+
+
+def test_a_size_that_seemed_slow_on_a_busy_device_does_not_stay_so() -> None:
+    fit = TimeFit()
+    for _ in range(10):
+        fit.add(64, 9.0)
+    for _ in range(2 * TimeFit.RECENT):
+        fit.add(32, 1.0)
+    assert fit.gain(32, 64) is None
+    fit.add(64, 1.8)
+    assert there(fit.gain(32, 64)) > 0
 
 
 @settings(deadline=None, max_examples=50)

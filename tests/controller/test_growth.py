@@ -1,8 +1,11 @@
 """When a size grows and how far: not without evidence, not beyond what is predicted to fit, not where no piece is saved, nor where it failed."""
 
+import math
+
 import pytest
 
 from elastic_mbs.controller.controller import CallOutcome, Capacity, Key, Move
+from elastic_mbs.controller.growth import Margin
 from tests.helpers.controller_driver import KEY, Driver
 from tests.helpers.steps import there
 
@@ -31,7 +34,7 @@ def test_growth_counts_margin_and_fragmentation() -> None:
         driver = Driver(8)
         driver.fragmentation = fragmentation
         driver.clean(48)
-        driver.capacity = int(330 / 0.95)  # room for 23 samples; a batch of 48 is cut into 6 × 8, 5 × 10, 4 × 12, 3 × 16 or 2 × 24
+        driver.capacity = math.ceil(330 / (1 - Margin.LEAST))  # room for 23 samples, so for three pieces of 22
         while driver.until_move(20, samples=64)[1]:
             pass
         assert driver.size() == {22: 22, 16: 13}[expected]
@@ -166,8 +169,9 @@ def test_a_growth_that_has_saved_more_than_its_failure_loses_is_followed_by_no_c
     for calls, wait in ((1, 30), (6, 2)):
         for _ in range(calls):
             driver.clean()
+        alone, driver.capacity = there(driver.capacity), 5000
         driver.failing(16)
-        driver.capacity = int((driver.capacity or 0) * 1.1)
+        driver.capacity = int(alone * 1.1)
         assert driver.until_move(400)[0] == pytest.approx(wait, abs=1)
 
 
@@ -199,11 +203,11 @@ def test_a_newer_reading_is_wanted_while_only_that_is_missing() -> None:
         assert not whole.controller.wants_reading, "there is nothing to grow to"
 
 
-def test_a_reading_from_before_the_co_tenant_does_not_hide_that_memory_comes_back() -> None:
+def test_a_failure_without_a_reading_is_explained_by_the_next_one() -> None:
     driver = Driver(16)
     driver.clean(16)
     plan = driver.controller.begin(KEY, 16, 1)
-    driver.controller.out_of_memory(KEY, 16, Capacity(10_000, driver.now - 0.5))
+    driver.controller.out_of_memory(KEY, 16, None)
     driver.capacity = 200
     driver.finish(plan, 16, 1, KEY, size=8, ooms=1)
     assert driver.ceilings() == [[16, 15, 200, 0.0]]
@@ -212,15 +216,31 @@ def test_a_reading_from_before_the_co_tenant_does_not_hide_that_memory_comes_bac
     assert driver.until_move(20, samples=16)[1] == Move(8, 16, "grow")
 
 
-def test_a_failure_that_no_reading_explains_is_tried_again_once() -> None:
+def test_after_a_failure_that_no_reading_explains_the_size_is_back_at_once_but_the_second_one_is_believed() -> None:
     driver = Driver(16)
     for _ in range(3):
         driver.clean(16)
-    driver.failing(16, samples=16)
-    assert driver.ceilings() == [[16, 15, None, 0.0]]
-    assert driver.until_move(20, samples=16)[1] == Move(8, 16, "grow")
-    driver.failing(16, samples=16)
-    assert driver.until_move(300, samples=16) == (300, None), "the second time it is believed"
+    assert driver.failing(16, samples=16) == ([8], Move(8, 16, "grow"))
+    assert driver.ceilings() == []
+    driver.clean(16)
+    assert driver.failing(16, samples=16) == ([8], None)
+    assert driver.ceilings() == [[16, 8, 10_000, 0.0]]
+    assert driver.until_move(300, samples=16) == (300, None)
+
+
+def test_two_failures_in_a_call_that_no_reading_explains_are_tried_again_once_being_small_has_cost_as_much() -> None:
+    driver = Driver(16)
+    driver.seconds = lambda m: 0.1 + 0.01 * m  # 16 samples take 0.26 s in one piece, and 0.56 s in four
+    for _ in range(3):
+        driver.clean(16)
+    driver.lost = 4.0
+    assert driver.failing(16, 8, samples=16) == ([8, 4], None)
+    assert driver.ceilings() == [[8, 7, None, 4.0], [16, 15, None, 4.0]]
+    calls = 0
+    while driver.size() < 16:
+        driver.clean(16)
+        calls += 1
+    assert 4 / 0.54 <= calls <= 30, "at a second a call, of which four pieces take 0.54 of the time more"
 
 
 def test_ceilings_of_full_memory_count_again_when_the_co_tenant_has_left() -> None:
@@ -242,3 +262,35 @@ def test_a_clean_call_above_a_ceiling_disproves_it() -> None:
     assert driver.ceilings() == [[8, 7, 10_000, 0.0]]
     driver.clean(8)
     assert driver.ceilings() == []
+
+
+def test_a_failure_that_memory_explains_goes_to_what_fits_at_once() -> None:
+    driver = Driver()
+    driver.clean()
+    driver.clean(128)
+    driver.capacity = 100 + 10 * 26  # of 64 samples pieces of 22 are the longest that fit
+    sizes, _ = driver.failing(64)
+    assert sizes == [22]
+    assert driver.until_move(20) == (20, None)
+    driver.capacity = 100 + 10 * 10
+    assert driver.failing(22, 4)[0] == [8, 2], "a second failure says that the prediction was wrong: it halves"
+
+
+def test_a_failure_that_memory_does_not_explain_halves() -> None:
+    for measured in (True, False):
+        driver = Driver()
+        driver.need = driver.need if measured else None
+        driver.clean()
+        driver.capacity = 10_000 if measured else 360
+        assert driver.failing(64)[0] == [32]
+
+
+def test_what_stays_free_follows_how_far_readings_fall() -> None:
+    margin, track = Margin(0.05), Driver().controller._new(KEY, 1)
+    seen = []
+    for at, room in enumerate([1000, 1000, 970, 980, 500, 500, *[500] * Margin.RECENT]):
+        margin.follow(Capacity(room, float(at)))
+        margin.follow(Capacity(1, float(at)))  # not a newer reading
+        seen.append(1 - margin.budget(track, Capacity(1000, 0.0)) / 1000)
+    assert seen[:6] == pytest.approx([0.01, 0.01, 0.03, 0.03, 0.03, 0.03]), "a visit is no fall that a margin could cover"
+    assert seen[-1] == pytest.approx(0.01)

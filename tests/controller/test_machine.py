@@ -73,8 +73,10 @@ class ControllerMachine(RuleBasedStateMachine):
         if ran.move:
             assert ran.move.after != ran.move.before
             assert ran.move.reason != "grow" or self.job.policy.grow
-            # The double of what really ran: where the minimum wins, a piece is longer than the size, but shorter than twice the minimum.
-            assert ran.move.reason != "grow" or ran.move.after <= 2 * max(ran.move.before, 2 * self.limits.floor)
+            # The double of what really ran: where the minimum wins, a piece is longer than the size, but shorter than twice the minimum. Or a size
+            # that has run before.
+            before = max(last - first for earlier in self.job.history for first, last in earlier.pieces or [(0, 0)])
+            assert ran.move.reason != "grow" or ran.move.after <= max(2 * ran.move.before, 4 * self.limits.floor, before)
             assert ran.move.after % self.limits.align == 0
             assert ran.move.after <= (self.limits.maximum or math.inf)
             assert ran.move.reason != "grow" or self.job.sensed, "growth without a reading"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_mbs.controller.fit import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel, envelope
 from tests.helpers.steps import there
 
@@ -50,11 +51,12 @@ def test_a_measurement_that_says_nothing_of_the_activations_changes_nothing() ->
 def test_measurements_that_disagree_widen_what_is_kept_free() -> None:
     model = model_of([Line(0, 0, 10)])
     model.add(100, 2000)
-    assert (model.spread, model.largest(3000, 10**6)) == (0.0, 200)
+    assert (model.spread, model.largest(3000 * (1 + UNCHECKED), 10**6)) == (UNCHECKED, 200)
     model.add(200, 3600)
     assert model.kappa == pytest.approx(3600 / 3000)
     assert model.spread == pytest.approx(200 / 2000)  # at 100 elements 2200 are predicted, and 2000 were measured
-    assert model.largest(1.1 * 3400, 10**6) == 200
+    assert model.largest(1.1 * (1000 + 12 * 210), 10**6) == 210
+    assert model.largest(1000 + 12 * 200, 10**6) == 200, "what was measured is certain"
 
 
 def test_gradients_that_are_made_in_the_call_are_counted_as_far_as_they_are() -> None:

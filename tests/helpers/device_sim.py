@@ -105,9 +105,8 @@ class Job:
                 self.lost += self.per_piece + self.per_sample * length
                 self.oom_times.append(self.device.clock.now)
                 self.reserved = min(self.reserved, self.need(0))
-                reading = self.reading()
-                self.ask_for_reading()
-                smaller = self.controller.out_of_memory(key, length, reading)
+                self.forget_reading()
+                smaller = self.controller.out_of_memory(key, length, self.reading())
                 if smaller is None:
                     self.controller.abandon(key)
                     return self._ran(began, size, done, failures, None, floor=True)

@@ -116,6 +116,32 @@ def test_a_requested_reading_comes_before_the_interval_is_over() -> None:
     assert sensor.reads == 4
 
 
+def test_a_reading_after_a_failure_is_waited_for_but_not_for_long() -> None:
+    here, hangs = threading.Event(), threading.Event()
+
+    def read() -> Reading:
+        if hangs.is_set():
+            here.wait(120)
+        return room()
+
+    sensor = Script(read)
+    monitor = Monitor(sensor, interval=3600)
+    assert not monitor.renew(), "there is no thread"
+    monitor.start()
+    for _ in range(5):
+        asked = time.monotonic()
+        while not monitor.renew():  # a busy machine may take longer than a tenth of a second
+            pass
+        assert monitor.cached().at >= asked
+    hangs.set()
+    assert not monitor.renew()
+    here.set()
+    monitor.stop()
+    at_once = Monitor(Script(room(1), room(2)), interval=0)
+    assert at_once.renew()
+    assert getattr(at_once.cached(), "free", None) == 1
+
+
 def test_requested_readings_leave_the_step_its_time() -> None:
     now = [0.0]
 

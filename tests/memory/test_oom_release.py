@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -114,10 +115,21 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 DEVICES = [torch.device(name) for name in ("cuda:0", "cuda:1", "cpu", "xpu", "mtia")]
 
 
-def test_a_first_failure_costs_neither_a_collection_nor_the_cache(monkeypatch: pytest.MonkeyPatch, emptied: list[str]) -> None:
-    monkeypatch.setattr(gc, "collect", lambda: pytest.fail("collected"))
+def test_a_first_failure_costs_neither_the_cache_nor_a_collection_but_of_what_is_young(monkeypatch: pytest.MonkeyPatch, emptied: list[str]) -> None:
+    monkeypatch.setattr(gc, "collect", made := Mock())
     release(devices=DEVICES, thorough=False)
     assert emptied == []
+    made.assert_called_once_with(1)
+
+
+def test_a_cycle_of_the_failed_attempt_is_collected_at_the_first_failure() -> None:
+    gc.collect()
+    cycle: list[Any] = [torch.zeros(10)]
+    gone = weakref.ref(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    release(devices=[], thorough=False)
+    assert gone() is None
 
 
 def test_a_thorough_release_collects_then_empties_each_backend_once_whichever_fails(emptied: list[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, MemoryBudget
 from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Policy
+from elastic_mbs.controller.fit import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel
 from stress.flat_options import grouped
 from tests.helpers.planned import SUBJECTS, Subject, cnn, gpt
@@ -40,7 +41,7 @@ def test_the_first_steps_run_at_the_largest_size_that_fits_and_nothing_fails(mak
             assert len(result.partition) == -(-48 // largest)
         assert budget.ooms == 0
     assert there(report.model).kappa == pytest.approx(1, abs=0.02)
-    assert there(report.model).spread < 0.01
+    assert there(report.model).spread in (UNCHECKED, pytest.approx(0, abs=0.01)), "where one size was measured"
     if largest < 48:  # one sample more would not have left the margin free
         size = max(largest + 1, 2)
         assert not there(report.model).fits(size * (batch[0][0].numel() + batch[1][0].numel()), there(report.usable), first=size == 48)
