@@ -36,7 +36,7 @@ from tools.workloads import MAKERS, Workload, calibrated, wait
 PROMISE = 0.01
 """Largest overhead, as a fraction of the hand-written loop's time."""
 FOR_THE_TABLE = ("mlp", "cnn", "gpt", "deep")
-FOR_THE_BREAKDOWN = ("tiny", "cold", "deep", "norms")
+FOR_THE_BREAKDOWN = ("small", "cold", "deep", "norms")
 RESAMPLES = 2000
 ENOUGH = 20
 
@@ -191,7 +191,8 @@ def table(results: Sequence[Result]) -> str:
 
 def breakdown_text(name: str, loop: Loop, rows: Sequence[Row]) -> str:
     """One workload's breakdown as text."""
-    lines = [f"{name}: elastic minus by hand: {loop.per_call:.0f} µs a call + {loop.per_piece:.0f} µs a piece"]
+    opcodes = f"{loop.opcodes_per_call:,.0f} and {loop.opcodes_per_piece:,.0f} operations of Python's"
+    lines = [f"{name}: elastic minus by hand: {loop.per_call:.0f} µs a call + {loop.per_piece:.1f} µs a piece ({opcodes})"]
     lines += [f"  {row.part:60} {row.micros:9.1f} µs a call, run {row.times:.0f} times" for row in [*rows[:SHOWN], rows[-1]]]
     return "\n".join(lines)
 

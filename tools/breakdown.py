@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import cProfile
+import gc
+import math
 import statistics
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import elastic_mbs
 from elastic_mbs import ElasticMBS, Policy
@@ -63,51 +68,90 @@ def by_part(workload: Workload, calls: int, seconds: float) -> list[Row]:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a call takes more than the loop by hand, in microseconds.
+    """What a call takes more than the loop by hand: a straight line through several numbers of pieces.
 
     Attributes:
-        per_call: for a call, whatever its number of pieces.
-        per_piece: for each piece.
+        per_call: microseconds of processor time for a call, whatever its number of pieces.
+        per_piece: microseconds more for each piece.
+        opcodes_per_call: operations of Python's for a call.
+        opcodes_per_piece: more for each piece. Unlike the time, these are the same on a busy machine.
     """
 
     per_call: float
     per_piece: float
+    opcodes_per_call: float
+    opcodes_per_piece: float
 
 
-def per_call_and_piece(workload: Workload, calls: int, seconds: float) -> Loop:
-    """The difference between both loops at two numbers of pieces, and from it the cost of a call and of a piece.
+def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
+    """What a call and a piece take beyond the loop by hand, from 1, 2, 4 … pieces.
 
-    Medians of differences between neighbouring steps, taken in turns: meant for workloads with little work in them.
+    Of each loop and number the fastest of all rounds counts, in processor time: others on the machine only ever add to it. Meant for workloads with
+    little work in them, whose batch has several pieces.
 
     Args:
-        workload: what to train; its batch has more than one piece.
-        calls: how many to measure at most.
+        workload: what to train.
+        rounds: how many to measure at most.
         seconds: time at most; five rounds are run all the same.
     """
-    many = workload.samples // workload.size
-    few = 1
-    short = with_pieces(workload, few)
-    extra: dict[str, list[float]] = defaultdict(list)
+    most = workload.samples // workload.size
+    batches = {pieces: with_pieces(workload, pieces) for pieces in (1, 2, 4, 8, 16) if pieces <= most}
     with make_runtime(workload) as mbs:
+        loops = {
+            pieces: (each.by_hand, partial(mbs.backward, each.loss_fn, each.batch)) for pieces, each in (*batches.items(), (most, workload))
+        }
+        for _ in range(WARM):
+            for _, elastic in loops.values():
+                elastic()
+        fastest = {pieces: [math.inf, math.inf] for pieces in loops}
+        began, done = time.perf_counter(), 0
+        gc.disable()  # a collection would hit one loop and not the other
+        try:
+            while done < rounds and (done < 5 or time.perf_counter() - began < seconds):
+                for pieces, pair in loops.items():
+                    fastest[pieces] = [min(best, _seconds(run, workload)) for best, run in zip(fastest[pieces], pair, strict=True)]
+                done += 1
+        finally:
+            gc.enable()
+        opcodes = {pieces: [_opcodes(run, workload) for run in pair] for pieces, pair in loops.items()}
+    per_call, per_piece = _line({pieces: 1e6 * (elastic - by_hand) for pieces, (by_hand, elastic) in fastest.items()})
+    return Loop(per_call, per_piece, *_line({pieces: elastic - by_hand for pieces, (by_hand, elastic) in opcodes.items()}))
 
-        def took(run: Callable[[], object]) -> float:
-            workload.model.zero_grad()
-            wait(workload.device)
-            began = time.perf_counter()
-            run()
-            wait(workload.device)
-            return time.perf_counter() - began
 
-        for each in (workload, short) * WARM:
-            mbs.backward(each.loss_fn, each.batch)
-        began = time.perf_counter()
-        while len(extra["many"]) < calls and (len(extra["many"]) < 5 or time.perf_counter() - began < seconds):
-            for name, each in (("many", workload), ("few", short)):
-                elastic = took(partial(mbs.backward, each.loss_fn, each.batch))
-                extra[name].append(elastic - took(each.by_hand))
-    middle = {name: 1e6 * statistics.median(values) for name, values in extra.items()}
-    per_piece = (middle["many"] - middle["few"]) / (many - few)
-    return Loop(middle["few"] - few * per_piece, per_piece)
+def _seconds(run: Callable[[], object], workload: Workload) -> float:
+    workload.model.zero_grad()
+    wait(workload.device)
+    began = time.process_time() if workload.device.type == "cpu" else time.perf_counter()
+    run()
+    wait(workload.device)
+    return (time.process_time() if workload.device.type == "cpu" else time.perf_counter()) - began
+
+
+def _opcodes(run: Callable[[], object], workload: Workload) -> int:
+    """How many operations of Python's `run` takes on this thread, those of torch's own lines among them."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    workload.model.zero_grad()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def _line(points: Mapping[int, float]) -> tuple[float, float]:
+    """Least squares: where a straight line begins at 0, and how it rises."""
+    middle, height = statistics.mean(points), statistics.mean(points.values())
+    rise = sum((x - middle) * (y - height) for x, y in points.items()) / (sum((x - middle) ** 2 for x in points) or 1.0)
+    return height - rise * middle, rise
 
 
 WARM = 10

@@ -145,6 +145,11 @@ def make_deep(size: int, device: torch.device) -> Workload:
     return classifier("deep", Residuals(500, 64), torch.randn(PIECES * size, 64), size, device)
 
 
+def make_small(size: int, device: torch.device) -> Workload:
+    """26 leaves with little work in each, in up to 16 pieces: what the cost of a call and of a piece is measured on."""
+    return classifier("small", Residuals(12, 16), torch.randn(16 * size, 16), size, device)
+
+
 def make_tiny(size: int, device: torch.device) -> Workload:
     """Next to no work at all: what is left is the loop."""
     return classifier("tiny", nn.Linear(8, 10), torch.randn(PIECES * size, 8), size, device)
@@ -173,6 +178,7 @@ MAKERS: Mapping[str, Callable[[int, torch.device], Workload]] = {
     "cnn": make_cnn,
     "gpt": make_gpt,
     "deep": make_deep,
+    "small": make_small,
     "tiny": make_tiny,
     "cold": make_cold,
     "norms": make_norms,
