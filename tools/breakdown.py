@@ -97,7 +97,7 @@ def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
     most = workload.samples // workload.size
     batches = {pieces: with_pieces(workload, pieces) for pieces in (1, 2, 4, 8, 16) if pieces <= most}
     with make_runtime(workload) as mbs:
-        loops = {
+        loops: dict[int, tuple[Callable[[], object], Callable[[], object]]] = {
             pieces: (each.by_hand, partial(mbs.backward, each.loss_fn, each.batch)) for pieces, each in (*batches.items(), (most, workload))
         }
         for _ in range(WARM):

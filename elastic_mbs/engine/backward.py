@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch.autograd import graph
+from torch.autograd import Variable, graph
 
 from elastic_mbs.engine.misuse import check_gradients_stayed
 from elastic_mbs.engine.state import Attempt, CallState, Phase
@@ -20,23 +20,28 @@ _FIRST, _LAST = (2, 8), (2, 13)
 _version = tuple(map(int, torch.__version__.split(".")[:2]))
 _PRIVATE_ENTRY = _FIRST <= _version <= _LAST
 """`torch.autograd.backward` checks each root for 23 µs a piece. In these versions of torch its engine can be entered after the checks, with the same
-result. Source: torch/autograd/__init__.py, `backward`; torch/autograd/graph.py, `_engine_run_backward`."""
+result; on a CPU, where backward runs on the caller's thread, without what is for other threads too. Source: torch/autograd/__init__.py, `backward`;
+torch/autograd/graph.py, `_engine_run_backward`."""
 
 
-def run_backward(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None:
-    """Backward of a weighted loss, after a census of what it reaches where that is not known."""
-    if loss.grad_fn is None:  # the terms with a graph can have no counts in this piece
+def run_backward(state: CallState, attempt: Attempt, loss: torch.Tensor, weight: float) -> None:
+    """Backward of `loss * weight`, after a census of what it reaches where that is not known."""
+    if not loss.requires_grad:  # the terms with a graph can have no counts in this piece
         return
-    if not state.settled:
-        _take_census(state, attempt)
-    state.phase = Phase.BACKWARD  # gradients move from here on
-    if not state.settled:
-        _isolate(state)
+    if state.settled:
+        state.phase, state.modified = Phase.BACKWARD, True  # gradients move from here on
+        backward(loss, weight)
+        return
+    _take_census(state, attempt)
+    state.phase = Phase.BACKWARD
+    _isolate(state)
     state.modified = state.modified or state.isolation is None
-    settings = state.context.settings
-    if settings.scaler is not None:
-        loss = settings.scaler.scale(loss)
-    run = backward if settings.gradients.backward is None else settings.gradients.backward
+    own, scaler = state.context.settings.gradients.backward, state.context.settings.scaler
+    run: Callable[[torch.Tensor], object] = partial(backward, weight=weight)
+    if own is not None or scaler is not None or attempt.piece.committed:
+        loss, run = loss * weight, backward if own is None else own
+    if scaler is not None:
+        loss = scaler.scale(loss)
     if attempt.piece.committed:
         run = partial(_backward_of_the_rest, state, attempt)
     if state.profile.custom or attempt.custom:
@@ -55,14 +60,15 @@ def _backward_of_the_rest(state: CallState, attempt: Attempt, loss: torch.Tensor
         torch.autograd.backward(loss, inputs=missing)
 
 
-def backward(loss: torch.Tensor) -> None:
-    """`torch.autograd.backward(loss)`, to the same bits."""
+def backward(loss: torch.Tensor, weight: float = 1.0) -> None:
+    """`torch.autograd.backward(loss * weight)`, to the same bits: the gradient begins with the weight, so that no operation has to multiply by it."""
+    seed = torch.full_like(loss, weight)
     modes = torch._C._is_torch_function_mode_enabled() or torch._C._are_functorch_transforms_active()
     if _PRIVATE_ENTRY and type(loss) is torch.Tensor and not modes:
-        seed = torch.ones_like(loss)
-        graph._engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        enter = Variable._execution_engine.run_backward if loss.is_cpu else graph._engine_run_backward
+        enter((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, seed)
 
 
 # ---------------------------------------------------------------------- before: the census

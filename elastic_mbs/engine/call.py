@@ -181,17 +181,17 @@ class Call:
         assert weights is not None  # or the piece would have been skipped
         if state.count_names is None and is_plain(value):
             terms: Terms = {None: value}
-            weighted = value * weights[None]
+            loss, weight = value, weights[None]
         else:
             terms, outputs = read_losses(value, state.count_names)
             # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
             if attempt.outputs is None:  # what `micro.keep` was given comes first
                 self.keep(attempt, outputs)
-            weighted = weighted_sum(terms, weights)
+            loss, weight = weighted_sum(terms, weights), 1.0
         if state.table is not None:
             attempt.terms = tuple(terms.values())
-        attempt.loss, attempt.weighted = weighted.detach(), weighted
-        run_backward(state, attempt, weighted)
+        attempt.loss, attempt.graph = loss.detach() * weight, loss
+        run_backward(state, attempt, loss, weight)
         attempt.seen = self.context.ledger.observe(kept=state.settled)
         state.phase = Phase.COMMIT
 

@@ -67,8 +67,8 @@ class Attempt:
     grad_enabled: bool = True  # at its start
     training: Modes = ()  # of the modules, at its start
     first_node: int = 0  # number of the first node of autograd's that it makes
-    weighted: torch.Tensor | None = None  # the loss times the piece's weight, with its graph
-    loss: torch.Tensor | None = None  # the same, detached
+    graph: torch.Tensor | None = None  # where backward begins
+    loss: torch.Tensor | None = None  # times the piece's weight, detached
     terms: tuple[torch.Tensor, ...] = ()  # losses of the user's, where the user's frame can still hold them
     leaves: tuple[torch.Tensor, ...] | None = None  # that its graph reaches, where a census was taken
     custom: frozenset[str] = frozenset()  # functions written in Python in its graph
@@ -86,11 +86,11 @@ class Attempt:
     @property
     def root(self) -> Node | None:
         """Where its graph begins. A property, because wrapping a node for Python is not free."""
-        return None if self.weighted is None else self.weighted.grad_fn
+        return None if self.graph is None else self.graph.grad_fn
 
     def drop_graph(self) -> None:
         """Drops what keeps the attempt's tensors alive, except its loss and outputs."""
-        self.data = self.weighted = self.seen = self.leaves = self.streams = None
+        self.data = self.graph = self.seen = self.leaves = self.streams = None
         self.terms = ()
 
     def drop(self) -> None:
