@@ -72,7 +72,9 @@ class Counts:
 
     def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float] | None:
         """The weight of each loss of samples `start` to `stop`, by name: c / C, under "sum" 1 or 0; None where they have no loss term."""
-        shares = {name: (column.prefix[stop] - column.prefix[start]) / column.units for name, column in self._columns.items()}
+        shares = {}
+        for name, column in self._columns.items():  # not a comprehension, which is a call of its own: this runs for every piece
+            shares[name] = (column.prefix[stop] - column.prefix[start]) / column.units
         if not any(shares.values()):
             return None
         return shares if reduction == "mean" else {name: float(share > 0) for name, share in shares.items()}

@@ -54,12 +54,14 @@ class Loader:
 
     def load(self, piece: Range, schedule: Schedule, *, cloned: bool) -> Any:
         """The piece, `cloned` where `loss_fn` edits its batch, with its tensors on the device. The host does not wait."""
-        ahead = self._take()
+        ahead = None if self._ahead is None else self._take()
         if ahead is not None and (ahead.piece is not piece or ahead.stream != torch.accelerator.current_stream(self._device)):
             ahead = None
         data = self._view.piece(piece.start, piece.stop) if ahead is None else ahead.data
         if cloned:
             data = map_tensors(data, torch.Tensor.clone)
+        if self._device is None:
+            return data
         data = to_device(data, self._device, None if ahead is None else ahead.copies)
         if self._copying is not None and not cloned and len(piece) > self._longer_than and not self._copied_ahead(schedule.upcoming):
             self.stop()

@@ -7,6 +7,7 @@ Recovery runs in `__next__`, when the exception of the failed attempt and its tr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any, Self
 
 import torch
@@ -124,7 +125,7 @@ class Call:
         """Takes a snapshot of what the attempt can change and brings the piece to the device; False when that itself ran out of memory."""
         state, context = self.state, self.context
         attempt = Attempt(piece)
-        state.watch.attempt()
+        state.watch.attempted = monotonic()
         try:
             if state.streams is None:
                 streams = context.streams.read(hosts=True)
@@ -154,8 +155,9 @@ class Call:
                 hook.__enter__()
             if context.guard is not None:
                 context.guard.renew()
-            attempt.grad_enabled, attempt.training = torch.is_grad_enabled(), context.model.training()
-            state.modes = state.modes or attempt.training
+            attempt.grad_enabled = torch.is_grad_enabled()
+            if not state.modes:
+                state.modes = context.model.training()
             if misuse.fault_injector is not None:
                 misuse.fault_injector.begin(self, context.model.modules, ready=state.failures_in_row == 0)
             state.phase = Phase.FORWARD
@@ -220,7 +222,7 @@ class Call:
                     self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
                 return False
             torch.set_grad_enabled(attempt.grad_enabled)
-            context.model.restore(attempt.training)
+            context.model.restore(state.modes)
             if isinstance(error, Exception) and note_failure(state, attempt, error):
                 return True
             self.abort(error)

@@ -65,7 +65,6 @@ class Attempt:
     data: Any = None  # the piece, in the batch's own container type
     streams: StreamState | None = None  # random streams at its start; None until they were read
     grad_enabled: bool = True  # at its start
-    training: Modes = ()  # of the modules, at its start
     first_node: int = 0  # number of the first node of autograd's that it makes
     graph: torch.Tensor | None = None  # where backward begins
     loss: torch.Tensor | None = None  # times the piece's weight, detached
@@ -87,11 +86,6 @@ class Attempt:
     def root(self) -> Node | None:
         """Where its graph begins. A property, because wrapping a node for Python is not free."""
         return None if self.graph is None else self.graph.grad_fn
-
-    def drop_graph(self) -> None:
-        """Drops what keeps the attempt's tensors alive, except its loss and outputs."""
-        self.data = self.graph = self.seen = self.leaves = self.streams = None
-        self.terms = ()
 
     def drop(self) -> None:
         """Drops everything: a user's variable can still hold this attempt."""
@@ -134,6 +128,7 @@ class CallState:
     batch_versions: Any  # of the batch's tensors at the start
 
     blocks: CheckpointedBlocks | None = None  # that run again in backward
+    hooks: list[SavedTensorTable | CheckpointedBlocks] = field(init=False)  # both: in place while an attempt is made. Leaving one can be repeated
     loader: Loader = field(init=False)
     watch: Stopwatch = field(init=False)
     graphs: int = field(default_factory=graphs_made)  # before the call
@@ -175,6 +170,7 @@ class CallState:
             self.table = OffloadedTensors(self._resident)
         if "checkpoint" in used:
             self.blocks = CheckpointedBlocks(self.context.model.roots, self.context.streams)
+        self.hooks = [each for each in (self.table, self.blocks) if each is not None]
 
     def _resident(self) -> Iterable[torch.Tensor]:
         """What is in memory for the whole attempt."""
@@ -182,17 +178,13 @@ class CallState:
         if self.attempt is not None:
             yield from tensors_in(self.attempt.data)
 
-    @property
-    def hooks(self) -> list[SavedTensorTable | CheckpointedBlocks]:
-        """What is in place while an attempt is made. Leaving one can be repeated."""
-        return [each for each in (self.table, self.blocks) if each is not None]
-
     # ------------------------------------------------------------------ what has committed
 
     def add_committed(self, attempt: Attempt) -> None:
         """Keeps an attempt that has succeeded, without its graph."""
         self.committed.append(attempt)
-        attempt.drop_graph()
+        attempt.data = attempt.graph = attempt.seen = attempt.leaves = attempt.streams = None
+        attempt.terms = ()
         self.failures_in_row = 0
         if self.floor_start is not None and attempt.piece.start <= self.floor_start < attempt.piece.stop:
             self.floor_start, self.failures_at_floor = None, 0

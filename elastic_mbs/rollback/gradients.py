@@ -88,7 +88,7 @@ class Ledger:
         """All gradients as they are now; with `kept`, where all were there when they were noted, their versions alone (see `unchanged`)."""
         grads, _, extra, complete = self._noted
         if kept and complete:
-            return Observation(grads, _versions(grads), extra, complete)
+            return Observation(grads, list(map(_VERSION, grads)), extra, complete)
         if extra:
             extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
         grads = list(map(_GRAD, self._leaves))
@@ -116,7 +116,7 @@ class Ledger:
         """
         before = self._noted
         if kept and before.complete:
-            return _versions(before.grads) == before.versions
+            return list(map(_VERSION, before.grads)) == before.versions
         same = all(map(is_, map(_GRAD, self._leaves), before.grads)) and _versions(before.grads) == before.versions
         return same and not (before.extra and self.changed())
 
@@ -194,7 +194,7 @@ class Ledger:
 
 
 def _versions(grads: Grads) -> list[int]:
-    """The versions of gradients. Runs twice for every piece, so it runs no line of Python for each of them where all are there, or none."""
+    """The versions of gradients. Runs in every call, so it runs no line of Python for each of them where all are there, or none."""
     try:
         return list(map(_VERSION, grads))
     except (AttributeError, RuntimeError):  # of None, and of inference tensors

@@ -9,9 +9,12 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
+
+_GET_STATE = methodcaller("get_state")
 
 
 class StreamState(NamedTuple):
@@ -42,7 +45,7 @@ class RandomStreams:
 
     def read(self, *, hosts: bool = False) -> StreamState:
         """The present states. Those of Python and numpy are among them where they are known to be drawn from, or asked for with `hosts`."""
-        generators = tuple([generator.get_state() for generator in self._torch])
+        generators = tuple(map(_GET_STATE, self._torch))
         if not hosts and not self.draws_on_host:
             return StreamState(generators, None)
         if not self._knows_numpy and (numpy := sys.modules.get("numpy.random")) is not None:
