@@ -7,7 +7,6 @@ Recovery runs in `__next__`, when the exception of the failed attempt and its tr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
 from typing import Any, Self
 
 import torch
@@ -125,7 +124,7 @@ class Call:
         """Takes a snapshot of what the attempt can change and brings the piece to the device; False when that itself ran out of memory."""
         state, context = self.state, self.context
         attempt = Attempt(piece)
-        state.watch.attempted = monotonic()
+        state.watch.attempt()
         try:
             if state.streams is None:
                 streams = context.streams.read(hosts=True)

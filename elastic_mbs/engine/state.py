@@ -128,7 +128,7 @@ class CallState:
     batch_versions: Any  # of the batch's tensors at the start
 
     blocks: CheckpointedBlocks | None = None  # that run again in backward
-    hooks: list[SavedTensorTable | CheckpointedBlocks] = field(init=False)  # both: in place while an attempt is made. Leaving one can be repeated
+    hooks: list[SavedTensorTable | CheckpointedBlocks] = field(init=False)  # both, in place while an attempt is made. Leaving one can be repeated
     loader: Loader = field(init=False)
     watch: Stopwatch = field(init=False)
     graphs: int = field(default_factory=graphs_made)  # before the call

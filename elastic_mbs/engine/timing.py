@@ -28,13 +28,17 @@ class Stopwatch:
         self._seconds: float | None = None  # where the host knows them
         self._start = _stamp(device)
         self._end: torch.cuda.Event | None = None
-        self._began = self.attempted = monotonic()  # `attempted`: when the latest attempt at a piece has begun
+        self._began = self._attempted = monotonic()
+
+    def attempt(self) -> None:
+        """An attempt at a piece begins."""
+        self._attempted = monotonic()
 
     def failed(self, *, whole_call: bool) -> float:
         """An attempt has failed and is undone, or everything since the call began; returns the seconds that this has cost."""
         now = monotonic()
-        seconds = now - self._began - self.lost if whole_call else now - self.attempted
-        self.attempted = now
+        seconds = now - self._began - self.lost if whole_call else now - self._attempted
+        self._attempted = now
         self.lost += seconds
         return seconds
 
