@@ -88,7 +88,15 @@ class Node:
 
     def ends(self) -> list[Node]:
         """The nodes below that have no parts, in order; itself where it has none."""
-        return [end for child in self.children.values() for end in child.ends()] if self.children else [self]
+        if not self.children:
+            return [self]
+        found = []
+        for child in self.children.values():  # no comprehension, no call for a child without parts: this runs for every batch
+            if child.children:
+                found += child.ends()
+            else:
+                found.append(child)
+        return found
 
 
 _NOT_GIVEN = object()

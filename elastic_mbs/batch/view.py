@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = ["BatchView", "map_tensors"]
 
 
 _AHEAD = 16  # pieces
+_VERSION = attrgetter("_version")
 
 
 class BatchView:
@@ -34,12 +36,20 @@ class BatchView:
         self.known_lists: Mapping[Path, ListLayout] = layout.known
         self._ends = layout.ends
         self.tensors: list[Tensor] = []  # of the whole batch: those that pass whole and those inside per-sample items, too
+        self._only_views = True  # plain tensors are cut into views; all else can be copied by its cut
         elements = 0
         for end in self._ends:
-            tensors = [end.value] if end.cut is Cut.NARROW else tensors_in(end.value)
+            value = end.value
+            if end.cut is Cut.NARROW:
+                self.tensors.append(value)
+                elements += value.numel()
+                self._only_views = self._only_views and type(value) is Tensor
+                continue
+            tensors = tensors_in(value)
             self.tensors += tensors
+            self._only_views = self._only_views and end.cut is Cut.WHOLE and not end.copied
             if end.cut is Cut.COPY:
-                elements += end.value.size
+                elements += value.size
             elif end.cut is not Cut.WHOLE:
                 elements += sum([tensor.numel() for tensor in tensors])
         self.elements = max(1, -(-elements // self.length))  # of what is cut, per sample, rounded up. Memory is modelled in them
@@ -48,8 +58,6 @@ class BatchView:
         self.costs = None if self.sorted is None else self.sorted.costs
         if self.costs is not None:
             self.elements, self.worth = self.costs.each[0], self.costs.samples
-        # Plain tensors are cut into views; all else can be copied by its cut.
-        self._only_views = all(type(end.value) is Tensor if end.cut is Cut.NARROW else end.cut is Cut.WHOLE and not end.copied for end in self._ends)
         self._size, self._ahead = 0, dict[int, Any]()  # pieces of one size that were cut and not handed out yet, by their first sample
         self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
 
@@ -63,7 +71,8 @@ class BatchView:
         if size != self._size or start not in self._ahead:
             # With those that probably follow: a cut takes a third of the time in a row with others as between two backwards.
             starts = range(start, min(self.length, start + _AHEAD * size) - size + 1, size)
-            self._size, self._ahead = size, dict(zip(starts, self._root.pieces(starts, size), strict=True))
+            pieces = self._root.pieces(starts, size) if len(starts) > 1 else [self._root.piece(start, stop)]
+            self._size, self._ahead = size, dict(zip(starts, pieces, strict=True))
         return self._ahead.pop(start)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
@@ -82,7 +91,7 @@ class BatchView:
 
     def versions(self) -> tuple[int, ...]:
         """The tensors' version counters, to notice an edit in place. Inference tensors have none."""
-        return tuple([tensor._version for tensor in self._versioned])
+        return tuple(map(_VERSION, self._versioned))
 
     def whole_edited(self, since: tuple[int, ...]) -> bool:
         """Whether a tensor that every piece gets whole has been edited since `versions` was called."""

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -26,8 +26,7 @@ Grads = list[torch.Tensor | None]
 
 NO_VERSION = -1  # of a gradient that is not there, or of an inference tensor, which autograd does not write to
 
-_GRAD, _VERSION, _LAYOUT, _CDATA = attrgetter("grad"), attrgetter("_version"), attrgetter("layout"), attrgetter("_cdata")
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_GRAD, _VERSION, _CDATA, _HOOKS = map(attrgetter, ("grad", "_version", "_cdata", "_post_accumulate_grad_hooks"))
 _STORAGE, _is_tensor = torch.Tensor.untyped_storage, partial(is_not, None)
 
 
@@ -138,7 +137,7 @@ class Ledger:
             return False
         if seen.grads is before.grads or all(map(is_, seen.grads, before.grads)):
             commits = sum(seen.versions) - sum(before.versions)
-        elif all(map(is_, before.grads, repeat(None))) and not self.share_memory():
+        elif all(map(is_, before.grads, repeat(None))) and not _share_memory(seen.grads):
             commits = sum(map(is_not, seen.grads, repeat(None)))
         else:
             return False
@@ -162,10 +161,7 @@ class Ledger:
 
     def share_memory(self) -> bool:
         """Whether two leaves have gradients in one piece of memory, so that their versions are one."""
-        grads = list(filter(_is_tensor, map(_GRAD, self.leaves() if self._noted.extra else self._leaves)))
-        if set(map(_LAYOUT, grads)) - {torch.strided}:
-            grads = [grad for grad in grads if grad.layout is torch.strided]
-        return len(set(map(_CDATA, map(_STORAGE, grads)))) < len(grads)
+        return _share_memory(map(_GRAD, self.leaves()))
 
     def check_unchanged(self, since: Observation | None = None) -> None:
         """Checks that no other code has changed a gradient since the last note, or since the observation that is given.
@@ -195,10 +191,12 @@ class Ledger:
 
 def _versions(grads: Grads) -> list[int]:
     """The versions of gradients. Runs in every call, so it runs no line of Python for each of them where all are there, or none."""
+    if all(map(is_, grads, repeat(None))):
+        return [NO_VERSION] * len(grads)
     try:
         return list(map(_VERSION, grads))
     except (AttributeError, RuntimeError):  # of None, and of inference tensors
-        return [NO_VERSION] * len(grads) if all(map(is_, grads, repeat(None))) else [_version(grad) for grad in grads]
+        return [_version(grad) for grad in grads]
 
 
 def _version(grad: torch.Tensor | None) -> int:
@@ -206,6 +204,15 @@ def _version(grad: torch.Tensor | None) -> int:
 
 
 # ---------------------------------------------------------------------- gradients in one piece of memory
+
+
+def _share_memory(grads: Iterable[torch.Tensor | None]) -> bool:
+    there: list[Any] = list(filter(_is_tensor, grads))
+    try:
+        memory = set(map(_CDATA, map(_STORAGE, there)))
+    except NotImplementedError:  # a sparse one has no memory of its own
+        return _share_memory(grad for grad in there if grad.layout is torch.strided)
+    return len(memory) < len(there)
 
 
 def separate(leaves: Sequence[torch.Tensor]) -> None:
