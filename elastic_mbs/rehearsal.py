@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -44,11 +45,7 @@ class Rehearsal:
     def plan(self, loss_fn: LossFn, batch: Any, given: Arguments, optimizer: Optimizer | None, budget: Cap, *, compare: bool) -> PlanReport:
         """See `ElasticMBS.plan`."""
         capacity, name = None if budget is None else parse_bytes(budget), names_of(loss_fn)[0]
-
-        def read() -> tuple[BatchView, Counts]:
-            view = self._batches.view(batch, name, training=True, args=given[0], kwargs=given[1])
-            return view, self._batches.counts(view, training=True)
-
+        read = partial(self._batches.read, batch, name, given, training=True)
         with self._of("plan", loss_fn, read) as (view, counts):
             key, controller = Key(name, "train", shape_class(view.elements)), self._context.controller
             there = Budget(capacity, controller.time(key))

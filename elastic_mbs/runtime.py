@@ -369,8 +369,8 @@ class ElasticMBS:
             context.monitor.start()
         if context.telemetry is not None:
             context.log.begin()
-        view = context.retry("look at the batch", lambda: self._batches.view(batch, name, training=training, args=given[0], kwargs=given[1]))
-        counts = context.retry("count the loss terms", lambda: self._batches.counts(view, training=training))
+        read = partial(self._batches.read, batch, name, given, training=training)
+        view, counts = context.retry("look at the batch and count the loss terms", read)
         place = self.settings.outputs if training else to
         self._call = Call(context, view, counts, name=name, identity=key, training=training, outputs=place, own_graph=own_graph)
         return self._call

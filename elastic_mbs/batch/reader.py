@@ -33,7 +33,7 @@ class BatchReader:
         return tuple(self._count) if isinstance(self._count, Mapping) else None
 
     def view(self, batch: Any, name: str, *, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchView:
-        """The batch as samples; the first one of each loss function is looked at. Can be repeated where memory ran out."""
+        """The batch as samples; the first one of each loss function is looked at."""
         view = BatchView(batch, self._dims, self._known_lists.get(name), self._by_length)
         self._known_lists[name] = view.known_lists
         if name not in self._looked_at:
@@ -43,9 +43,10 @@ class BatchReader:
         check_graphs(view)
         return view
 
-    def counts(self, view: BatchView, *, training: bool) -> Counts:
-        """The counts of a batch; an evaluation counts samples."""
-        return Counts.read(self._count, view) if training and self._count is not None else Counts.samples(view.length)
+    def read(self, batch: Any, name: str, given: tuple[tuple[Any, ...], Mapping[str, Any]], *, training: bool) -> tuple[BatchView, Counts]:
+        """The batch as samples, with its counts; an evaluation counts samples. Can be repeated where memory ran out."""
+        view = self.view(batch, name, training=training, args=given[0], kwargs=given[1])
+        return view, Counts.read(self._count if training else None, view)
 
     def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
         """The first samples of a batch, with their counts."""

@@ -22,7 +22,7 @@ from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
 from elastic_mbs.engine.result import StoredOutput, check_not_overwritten
-from elastic_mbs.engine.state import Attempt, Phase, begin
+from elastic_mbs.engine.state import Attempt, CallState, Phase
 from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError, UsageError
 from elastic_mbs.memory import oom
 from elastic_mbs.options import OutputPlace
@@ -31,7 +31,7 @@ from elastic_mbs.options import OutputPlace
 class Call:
     """The work on one batch, from its split to its result.
 
-    Arguments are fields of `CallState`; `name` is in its `key`, `counts` in `totals` and `count_names`, and `own_graph` asks for its `table`.
+    Arguments are those of `CallState`; `name` is in its `key`, and `own_graph` asks for its `table`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Call:
         self.context = context
         key = Key(name, "train" if training else "eval", shape_class(view.elements))
         try:
-            self.state = begin(context, view, counts, key, identity, training=training, outputs=outputs, own_graph=own_graph)
+            self.state = CallState(context, view, counts, key, identity, training=training, outputs=outputs, own_graph=own_graph)
             misuse.enter_call(self)
         except BaseException:
             misuse.leave_call(self)
@@ -261,15 +261,17 @@ class Call:
             state.profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start))
         if state.outputs == "device":
             check_not_overwritten([attempt.outputs for attempt in state.committed])
-        result = state.make_result()
+        attempts = state.in_order()
+        result = state.make_result(attempts)
         if not state.training:
             context.retry('join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
-        result.noise_scale = context.retry("read the norms of the gradients", lambda: measure_noise(state))
+        if context.noise is not None:
+            result.noise_scale = context.retry("read the norms of the gradients", lambda: measure_noise(state))
         state.inform_controller()
-        state.phase = Phase.WHOLE  # a callback may step, or evaluate
         misuse.leave_call(self)
+        state.phase = Phase.WHOLE  # a callback may step, or evaluate
         try:
-            for attempt in state.in_order():
+            for attempt in attempts:
                 for callback in attempt.callbacks:
                     callback()
         except BaseException as error:  # the user's own, so it stays as it is
@@ -282,7 +284,8 @@ class Call:
         state, context = self.state, self.context
         if context.guard is not None:
             context.guard.lift()  # an interrupt between the lines can have left it up
-        misuse.leave_call(self)
+        if state.phase is not Phase.WHOLE:
+            misuse.leave_call(self)
         state.drop_committed()
         context.ledger.forget()  # last: where an interrupt strikes before it, everything can still be put back
         state.phase = Phase.DONE

@@ -32,7 +32,7 @@ class Context:
 
     def __init__(self, settings: Settings, model: TrainedModel, log: EventLog, *, enabled: bool = True) -> None:
         policy, memory = settings.policy, settings.memory
-        self.settings = settings
+        self.settings, self.plain = settings, settings.plain
         self.model = model
         self.log = log
         self.controller = Controller(

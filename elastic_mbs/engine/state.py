@@ -13,7 +13,7 @@ An evaluation goes from FORWARD to WAITING.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from operator import attrgetter
@@ -28,10 +28,10 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.plan import CallOutcome, Key, Plan
+from elastic_mbs.controller.plan import CallOutcome, Key
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.model import Modes
-from elastic_mbs.engine.profile import LossProfile, graphs_made
+from elastic_mbs.engine.profile import graphs_made
 from elastic_mbs.engine.result import StepResult, StoredOutput
 from elastic_mbs.engine.timing import Stopwatch, known, memory_figures
 from elastic_mbs.errors import BatchError
@@ -108,44 +108,24 @@ class Failure:
     streams: StreamState | None  # random streams at its start
 
 
-@dataclass(slots=True, eq=False)
 class CallState:
-    """What is known of one call: the batch, what still has to run, what has committed, and its failures."""
+    """What is known of one call: the batch, what still has to run, what has committed, and its failures.
 
-    context: Context
-    view: BatchView  # the batch
-    totals: Any  # its counts: a number, or a dict where losses have names
-    count_names: tuple[str, ...] | None
-    key: Key  # limits and sizes are kept by it
-    identity: object  # of the loss function; what is known of its buffers is kept by it
-    training: bool
-    outputs: OutputPlace
-    profile: LossProfile
-    schedule: Schedule
-    plan: Plan
-    size: int  # micro-batch in samples
-    table: SavedTensorTable | None  # of autograd's saved tensors (`micro_batches`, and where they are offloaded)
-    batch_versions: Any  # of the batch's tensors at the start
+    Made for every call, so it is cheap: an instance holds only what differs from the defaults.
+    """
 
     blocks: CheckpointedBlocks | None = None  # that run again in backward
-    hooks: list[SavedTensorTable | CheckpointedBlocks] = field(init=False)  # both, in place while an attempt is made. Leaving one can be repeated
-    loader: Loader = field(init=False)
-    watch: Stopwatch = field(init=False)
-    graphs: int = field(default_factory=graphs_made)  # before the call
-    resets: int = 0  # of the memory statistics, before the call
+    hooks: tuple[SavedTensorTable | CheckpointedBlocks, ...] = ()  # both, in place while an attempt is made. Leaving one can be repeated
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None  # the one that runs
     failure: Failure | None = None  # of the latest attempt, until it is recovered from
-    committed: list[Attempt] = field(default_factory=list)
     result: StepResult | None = None
 
     modes: Modes = ()  # of the modules, when the first attempt began
-    settled: bool = False  # nothing is left to find out before a backward, and no gradient has to be set aside
     census_taken: bool = False  # in this call
     isolation: Isolation | None = None
     streams: StreamState | None = None  # random streams at the call's start; None until the snapshot of the call was taken
-    had_gradient: set[int] = field(default_factory=set)  # ids of the leaves whose `.grad` was not empty at the call's start
-    indistinct: bool = False  # those gradients share memory or have hooks, so versions do not tell which of them has a commit
+    indistinct: bool = False  # gradients that were there share memory or have hooks, so versions do not tell which of them has a commit
     modified: bool = False  # something of this call can be in a gradient that was there before it
     edited: bool = False  # an earlier piece of this call edited its samples in place
 
@@ -156,12 +136,69 @@ class CallState:
     restarts: int = 0
     replayed_samples: int = 0
     tried_masked: bool = False  # an error that is perhaps a hidden out-of-memory was tried with half the size
-    wait_left: float = 0.0  # seconds
-    marked: dict[int, TensorWeakRef] = field(default_factory=dict)  # leaves that failed attempts have committed to
 
-    def __post_init__(self) -> None:
-        self.loader = Loader(self.view, self.context.piece_device, self.context.settings.memory.prefetch, longer_than=self.profile.too_full)
-        self.escalate()
+    def __init__(
+        self,
+        context: Context,
+        view: BatchView,
+        counts: Counts,
+        key: Key,
+        identity: object,
+        *,
+        training: bool,
+        outputs: OutputPlace,
+        own_graph: bool,
+    ) -> None:
+        settings, ledger, limits = context.settings, context.ledger, context.settings.limits
+        context.buffers.end_call()  # of the last call, whose snapshot this one must not restore before it has its own
+        if context.model.refresh():
+            ledger.set_leaves(context.model.leaves)
+        self.context = context
+        self.view = view  # the batch
+        self.totals, self.count_names = counts.total, counts.names  # its counts: a number, or a dict where losses have names
+        self.key = key  # limits and sizes are kept by it
+        self.identity = identity  # of the loss function; what is known of its buffers is kept by it
+        self.training = training
+        self.outputs: OutputPlace = outputs
+        self.profile = context.profile_of((key.name, identity))
+        self.had_gradient = set[int]()  # ids of the leaves whose `.grad` was not empty at the call's start
+        if training:
+            ledger.note()
+            self.had_gradient = ledger.with_gradient()
+        self.plan = context.controller.begin(key, view.worth, view.elements)
+        self.size = self.plan.size  # micro-batch in samples
+        self.schedule = Schedule(counts, reduction=settings.reduction, minimum=limits.minimum, align=limits.align, costs=view.costs)
+        self.loader = Loader(view, context.piece_device, settings.memory.prefetch, longer_than=self.profile.too_full)
+        self.batch_versions = view.versions()  # of the batch's tensors at the start
+        self.committed: list[Attempt] = []
+        self.marked: dict[int, TensorWeakRef] = {}  # leaves that failed attempts have committed to
+        self.wait_left = settings.memory.wait_for_memory  # seconds
+        self.graphs = graphs_made()  # before the call
+        # Of autograd's saved tensors, for `micro_batches`, and where they are offloaded.
+        self.table = SavedTensorTable() if own_graph else None
+        if own_graph or self.profile.escalated:
+            self.escalate()
+        if self.had_gradient:
+            self.indistinct = ledger.share_memory() or any(map(has_hook_after, ledger.leaves()))
+        self.settled = self.is_settled()  # nothing is left to find out before a backward, and no gradient has to be set aside
+        self._begin_measuring()
+
+    def _begin_measuring(self) -> None:
+        context = self.context
+        if self.plan.learning:
+            context.drop_stale_cache()
+            context.meter.reset_peak()
+            context.controller.holds(self.key, self._held_at_start())
+        self.resets = context.meter.resets  # of the memory statistics, before the call
+        self.watch = Stopwatch(context.devices[0])
+
+    def _held_at_start(self) -> int | None:
+        """Bytes in use when the call begins, without gradients: those are in its peak, whether they were there or are made in it."""
+        usage = self.context.meter.usage()
+        if usage is None:
+            return None
+        grads = (leaf.grad for leaf in self.context.model.leaves if id(leaf) in self.had_gradient)
+        return usage.allocated - sum(grad.nbytes for grad in grads if grad is not None and grad.layout is torch.strided)
 
     def escalate(self) -> None:
         """Has the attempts from here on made with what this loss function has been escalated to."""
@@ -170,7 +207,7 @@ class CallState:
             self.table = OffloadedTensors(self._resident)
         if "checkpoint" in used:
             self.blocks = CheckpointedBlocks(self.context.model.roots, self.context.streams)
-        self.hooks = [each for each in (self.table, self.blocks) if each is not None]
+        self.hooks = tuple(each for each in (self.table, self.blocks) if each is not None)
 
     def _resident(self) -> Iterable[torch.Tensor]:
         """What is in memory for the whole attempt."""
@@ -199,19 +236,23 @@ class CallState:
         """The attempts that committed, in the batch's order."""
         return sorted(self.committed, key=_START)
 
-    def make_result(self) -> StepResult:
-        attempts = self.in_order()
-        stored = [attempt.outputs for attempt in attempts]
+    def make_result(self, attempts: Iterable[Attempt]) -> StepResult:
+        partition, losses, stored = [], [], []
+        for attempt in attempts:
+            partition.append((attempt.piece.start, attempt.piece.stop))
+            stored.append(attempt.outputs)
+            if attempt.loss is not None:
+                losses.append(attempt.loss)
         by_length = self.view.sorted
         return StepResult(
-            partition=tuple([(attempt.piece.start, attempt.piece.stop) for attempt in attempts]),
+            partition=tuple(partition),
             micro_batch_size=self.size,
             ooms=self.failures,
             replayed_samples=self.replayed_samples,
             skipped=tuple(sorted(self.schedule.skipped)),
             order=None if by_length is None else tuple(by_length.order),
             _lengths=() if by_length is None else by_length.lengths,
-            _losses=tuple([attempt.loss for attempt in attempts if attempt.loss is not None]),
+            _losses=tuple(losses),
             _outputs=stored if any(stored) else [],
             _per_piece=self.profile.per_piece,
         )
@@ -220,7 +261,7 @@ class CallState:
 
     def is_settled(self) -> bool:
         """Whether backward adds to the gradients in place and nothing has to be found out: then a piece's backward is only that."""
-        return self.profile.settled and self.context.settings.plain and not (self.had_gradient and self.profile.mixes) and not self.indistinct
+        return self.profile.settled and self.context.plain and not (self.had_gradient and self.profile.mixes) and not self.indistinct
 
     def check_gradients(self) -> None:
         """Checks that no other code has changed a gradient since the last piece. Before the first one the caller can clear them."""
@@ -254,8 +295,8 @@ class CallState:
 
     # ------------------------------------------------------------------ what others learn of the call
 
-    def outcome(self) -> CallOutcome:
-        """For the controller; the seconds are not known yet."""
+    def outcome(self, seconds: float | None) -> CallOutcome:
+        """For the controller; None for seconds that are not known yet."""
         context, plan = self.context, self.plan
         # Once a size is learned, only an allocator that can thrash has something to show.
         usage = context.meter.usage() if plan.learning or context.devices[0].type != "cpu" else None
@@ -267,7 +308,7 @@ class CallState:
             pieces=len(self.committed),
             peak=usage.peak_allocated if usage and own_peak else None,
             fragmentation=usage.fragmentation if usage else 1.0,
-            seconds=None,
+            seconds=seconds,
             retries=context.new_retries(usage.retries if usage else 0),
             ooms=self.failures,
             least_fragmentation=usage.least_fragmentation if usage else None,
@@ -277,14 +318,15 @@ class CallState:
 
     def inform_controller(self) -> None:
         """Gives the controller what the call has shown, and emits the move that follows."""
-        context, seen = self.context, self.outcome()
-        self.watch.stop()
-        context.timed.append((self.watch, (self.key, seen)))
-        for (key, timed), seconds in known(context.timed):
-            if timed is seen:
-                seen = seen._replace(seconds=seconds)
-            else:
+        context, watch = self.context, self.watch
+        watch.stop()
+        if context.timed:
+            for (key, timed), seconds in known(context.timed):
                 context.controller.timed(key, timed._replace(seconds=seconds))
+        done = watch.done()
+        seen = self.outcome(watch.seconds() if done else None)
+        if not done:
+            context.timed.append((watch, (self.key, seen)))
         capacity = context.capacity()
         move = context.controller.end(self.key, seen, capacity)
         if context.controller.wants_reading:
@@ -320,65 +362,3 @@ class CallState:
 
 
 _START = attrgetter("piece.start")
-
-
-def begin(
-    context: Context,
-    view: BatchView,
-    counts: Counts,
-    key: Key,
-    identity: object,
-    *,
-    training: bool,
-    outputs: OutputPlace,
-    own_graph: bool,
-) -> CallState:
-    """The state of a call that begins."""
-    settings, ledger = context.settings, context.ledger
-    context.buffers.end_call()  # of the last call, whose snapshot this one must not restore before it has its own
-    if context.model.refresh():
-        ledger.set_leaves(context.model.leaves)
-    if training:
-        ledger.note()
-    plan = context.controller.begin(key, view.worth, view.elements)
-    state = CallState(
-        context=context,
-        view=view,
-        totals=counts.total,
-        count_names=counts.names,
-        key=key,
-        identity=identity,
-        training=training,
-        outputs=outputs,
-        profile=context.profile_of((key.name, identity)),
-        schedule=Schedule(counts, reduction=settings.reduction, minimum=settings.limits.minimum, align=settings.limits.align, costs=view.costs),
-        plan=plan,
-        size=plan.size,
-        table=SavedTensorTable() if own_graph else None,
-        batch_versions=view.versions(),
-        had_gradient=ledger.with_gradient() if training else set(),
-        wait_left=settings.memory.wait_for_memory,
-    )
-    state.indistinct = bool(state.had_gradient) and (ledger.share_memory() or any(map(has_hook_after, ledger.leaves())))
-    state.settled = state.is_settled()
-    _begin_measuring(state)
-    return state
-
-
-def _begin_measuring(state: CallState) -> None:
-    context = state.context
-    if state.plan.learning:
-        context.drop_stale_cache()
-        context.meter.reset_peak()
-        context.controller.holds(state.key, _held_at_start(state))
-    state.resets = context.meter.resets
-    state.watch = Stopwatch(context.devices[0])
-
-
-def _held_at_start(state: CallState) -> int | None:
-    """Bytes in use when a call begins, without gradients: those are in its peak, whether they were there or are made in it."""
-    usage = state.context.meter.usage()
-    if usage is None:
-        return None
-    grads = (leaf.grad for leaf in state.context.model.leaves if id(leaf) in state.had_gradient)
-    return usage.allocated - sum(grad.nbytes for grad in grads if grad is not None and grad.layout is torch.strided)
