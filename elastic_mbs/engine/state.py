@@ -138,16 +138,7 @@ class CallState:
     tried_masked: bool = False  # an error that is perhaps a hidden out-of-memory was tried with half the size
 
     def __init__(
-        self,
-        context: Context,
-        view: BatchView,
-        counts: Counts,
-        key: Key,
-        identity: object,
-        *,
-        training: bool,
-        outputs: OutputPlace,
-        own_graph: bool,
+        self, context: Context, view: BatchView, counts: Counts, key: Key, identity: object, *, training: bool, outputs: OutputPlace, own_graph: bool
     ) -> None:
         settings, ledger, limits = context.settings, context.ledger, context.settings.limits
         context.buffers.end_call()  # of the last call, whose snapshot this one must not restore before it has its own
