@@ -247,8 +247,11 @@ class Layout:
                 f"  if so: dims={call('items', node.path)}\n  if every piece needs all of it: dims={call('whole', node.path)}"
             )
         self.ends = root.ends()
-        self.leaves = [end for end in self.ends if end.size >= 0]
-        sizes = {leaf.size for leaf in self.leaves}
+        sizes = set()
+        for end in self.ends:
+            if end.size >= 0:
+                self.leaves.append(end)
+                sizes.add(end.size)
         if len(sizes) > 1:
             raise BatchError(self._disagreement(root.value))
         if not sizes:

@@ -59,7 +59,6 @@ class BatchView:
         if self.costs is not None:
             self.elements, self.worth = self.costs.each[0], self.costs.samples
         self._size, self._ahead = 0, dict[int, Any]()  # pieces of one size that were cut and not handed out yet, by their first sample
-        self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
 
     def piece(self, start: int, stop: int) -> Any:
         """Samples `start` to `stop`: `narrow()` views in new containers, so that neither a replay nor the caller sees a `pop`."""
@@ -90,14 +89,17 @@ class BatchView:
         return 0
 
     def versions(self) -> tuple[int, ...]:
-        """The tensors' version counters, to notice an edit in place. Inference tensors have none."""
-        return tuple(map(_VERSION, self._versioned))
+        """The tensors' version counters, to notice an edit in place."""
+        try:
+            return tuple(map(_VERSION, self.tensors))
+        except RuntimeError:  # inference tensors have none
+            return tuple([-1 if tensor.is_inference() else tensor._version for tensor in self.tensors])
 
     def whole_edited(self, since: tuple[int, ...]) -> bool:
         """Whether a tensor that every piece gets whole has been edited since `versions` was called."""
         whole = {id(tensor) for end in self._ends if end.cut is Cut.WHOLE for tensor in tensors_in(end.value)}
         moved = (version != before for version, before in zip(self.versions(), since, strict=True))
-        return any(id(tensor) in whole for tensor in compress(self._versioned, moved))
+        return any(id(tensor) in whole for tensor in compress(self.tensors, moved))
 
 
 def check_graphs(view: BatchView) -> None:

@@ -136,7 +136,7 @@ def test_versions_notice_an_edit_in_place_anywhere() -> None:
     batch = {"x": rows(4), "w": rows(5), "t": [{"a": rows(2)} for _ in range(4)], "f": frozen, "names": list("abcd")}
     view = BatchView(batch, whole("w"))
     before = view.versions()
-    assert len(before) == 6  # the inference tensor has none
+    assert sorted(before)[:2] == [-1, 0]  # the inference tensor has none
     assert view.versions() == before
     edits: list[Tensor] = [view.piece(1, 2)["x"], view.tensors[1], view.piece(2, 3)["t"][0]["a"]]
     for edit in edits:
