@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch._C import _are_functorch_transforms_active, _is_torch_function_mode_enabled
 from torch.autograd import Variable, graph
 
 from elastic_mbs.engine.misuse import check_gradients_stayed
@@ -16,6 +17,7 @@ from elastic_mbs.rollback.gradients import separate
 from elastic_mbs.rollback.graph import Census, has_hook, inner_backwards, walk
 from elastic_mbs.rollback.isolation import Isolation
 
+_ENGINE = Variable._execution_engine
 _FIRST, _LAST = (2, 8), (2, 13)
 _version = tuple(map(int, torch.__version__.split(".")[:2]))
 _PRIVATE_ENTRY = _FIRST <= _version <= _LAST
@@ -63,9 +65,8 @@ def _backward_of_the_rest(state: CallState, attempt: Attempt, loss: torch.Tensor
 def backward(loss: torch.Tensor, weight: float = 1.0) -> None:
     """`torch.autograd.backward(loss * weight)`, to the same bits: the gradient begins with the weight, so that no operation has to multiply by it."""
     seed = torch.full_like(loss, weight)
-    modes = torch._C._is_torch_function_mode_enabled() or torch._C._are_functorch_transforms_active()
-    if _PRIVATE_ENTRY and type(loss) is torch.Tensor and not modes:
-        enter = Variable._execution_engine.run_backward if loss.is_cpu else graph._engine_run_backward
+    if _PRIVATE_ENTRY and type(loss) is torch.Tensor and not (_is_torch_function_mode_enabled() or _are_functorch_transforms_active()):
+        enter = _ENGINE.run_backward if loss.is_cpu else graph._engine_run_backward
         enter((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, seed)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from elastic_mbs.batch.counts import Counts
-from elastic_mbs.batch.loss_terms import Terms, is_plain, read_losses, weighted_sum
+from elastic_mbs.batch.loss_terms import is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.plan import Key, shape_class
@@ -108,9 +108,9 @@ class Call:
                 piece = state.schedule.next(state.size)
                 if piece is None:
                     break
-                if self._prepare(piece):
-                    assert state.attempt is not None
-                    return state.attempt
+                attempt = self._prepare(piece)
+                if attempt is not None:
+                    return attempt
             self._finish()  # the last piece was skipped
         except BaseException as error:
             typed = self._abort_by(error)
@@ -120,8 +120,8 @@ class Call:
             raise StopIteration
         raise typed  # outside of the handler: the raw error keeps its frames' tensors alive
 
-    def _prepare(self, piece: Range) -> bool:
-        """Takes a snapshot of what the attempt can change and brings the piece to the device; False when that itself ran out of memory."""
+    def _prepare(self, piece: Range) -> Attempt | None:
+        """Takes a snapshot of what the attempt can change and brings the piece to the device; None when that itself ran out of memory."""
         state, context = self.state, self.context
         attempt = Attempt(piece)
         state.watch.attempt()
@@ -138,9 +138,9 @@ class Call:
         except Exception as error:
             if not note_failure(state, attempt, error):
                 raise
-            return False
+            return None
         state.attempt = attempt
-        return True
+        return attempt
 
     def begin(self, attempt: Attempt) -> None:
         """Starts the attempt."""
@@ -181,16 +181,16 @@ class Call:
         weights = attempt.piece.weights
         assert weights is not None  # or the piece would have been skipped
         if state.count_names is None and is_plain(value):
-            terms: Terms = {None: value}
             loss, weight = value, weights[None]
+            terms: tuple[torch.Tensor, ...] = (value,)
         else:
-            terms, outputs = read_losses(value, state.count_names)
+            named, outputs = read_losses(value, state.count_names)
             # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
             if attempt.outputs is None:  # what `micro.keep` was given comes first
                 self.keep(attempt, outputs)
-            loss, weight = weighted_sum(terms, weights), 1.0
+            terms, loss, weight = tuple(named.values()), weighted_sum(named, weights), 1.0
         if state.table is not None:
-            attempt.terms = tuple(terms.values())
+            attempt.terms = terms
         attempt.loss, attempt.graph = loss.detach() * weight, loss
         run_backward(state, attempt, loss, weight)
         attempt.seen = self.context.ledger.observe(kept=state.settled)
