@@ -14,7 +14,7 @@ EXPLORE = 1.0625  # while one size only was measured, the next one must be this 
 
 
 class Margin:
-    """The fraction of the capacity that stays free: as much as readings have fallen lately from one to the next, within limits.
+    """The fraction of the capacity that stays free: where bytes are counted, as much as readings have fallen lately from one to the next.
 
     Args:
         most: of it. A larger fall is a co-tenant's visit, which no margin covers.
@@ -41,6 +41,8 @@ class Margin:
     def budget(self, track: Track, capacity: Capacity) -> float:
         """Bytes that the peak allocation can reach: the margin stays free, and the allocator reserves more than it hands out."""
         margin = min(self._most, max(self.LEAST, *self._falls, 0.0))
+        if track.fragmentation > 1:  # it reserves in blocks, and the next piece can need one more
+            margin = self._most
         return capacity.bytes * (1 - margin) / track.fragmentation
 
 

@@ -49,7 +49,8 @@ class Policy:
         seed: seed of the jitter; None draws one from the clock, so that two processes differ.
         patience: clean calls at one size before it can grow; one is enough for a size that has run clean with as much memory before.
         jitter: patience and cooldown are longer by up to this fraction, drawn at random, so that two processes on one device do not act in step.
-        margin: largest fraction of the capacity that is kept free; less, down to 0.01, as long as readings hardly fall from one to the next.
+        margin: fraction of the capacity that is kept free; less, down to 0.01, where each byte is counted (no allocator reserves more) and readings
+            hardly fall from one to the next.
         min_gain: smallest saving of step time worth a change of size, as a fraction.
         cooldown: for so many times the seconds that a growth has lost by its failure nothing grows beyond what the memory seen then allows: such
             failures cost at most 1/cooldown of the time that is run.

@@ -294,3 +294,5 @@ def test_what_stays_free_follows_how_far_readings_fall() -> None:
         seen.append(1 - margin.budget(track, Capacity(1000, 0.0)) / 1000)
     assert seen[:6] == pytest.approx([0.01, 0.01, 0.03, 0.03, 0.03, 0.03]), "a visit is no fall that a margin could cover"
     assert seen[-1] == pytest.approx(0.01)
+    track.fragmentation = 1.25
+    assert margin.budget(track, Capacity(1000, 0.0)) == pytest.approx(950 / 1.25), "an allocator that reserves can need one block more"
