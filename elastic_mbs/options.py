@@ -6,9 +6,11 @@ How sizes are chosen is `elastic_mbs.controller.policy.Policy`.
 from __future__ import annotations
 
 import math
+import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import permutations
 from typing import Any, Literal
 
@@ -16,8 +18,10 @@ import torch
 
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.errors import ElasticMBSError, UsageError
+from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.rollback.random_streams import check_generators
+from elastic_mbs.sinks.run_log import RunLog
 from elastic_mbs.version import __version__
 
 Reduction = Literal["mean", "sum"]
@@ -174,6 +178,17 @@ class Settings:
         """Whether each piece's gradient is kept apart until it has succeeded."""
         gradients = self.gradients
         return self.recovery.replay == "isolate" or gradients.accumulate_dtype is not None or gradients.noise_scale is not None
+
+
+def event_log(
+    settings: Settings, devices: Callable[[], list[torch.device]], log: str | os.PathLike[str] | None, on_event: Sink | Iterable[Sink]
+) -> EventLog:
+    """Where a runtime's events go: first to the run log, because a user's sink can raise."""
+    run_log = () if log is None else (RunLog(log, partial(describe, settings, devices)),)
+    sinks = tuple(on_event) if isinstance(on_event, Iterable) and not callable(on_event) else (on_event,)
+    if not all(map(callable, sinks)):
+        raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
+    return EventLog((*run_log, *sinks))
 
 
 def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:

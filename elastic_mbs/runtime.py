@@ -17,23 +17,23 @@ from elastic_mbs.batch.reader import BatchReader, Count
 from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.policy import Policy
+from elastic_mbs.embeddings import EmbeddingCall, OverEmbeddings
 from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
-from elastic_mbs.engine.misuse import check_capture, check_function, running_call
+from elastic_mbs.engine.misuse import check_function, running_call
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import graphs_made, names_of
 from elastic_mbs.engine.result import Stats, StepResult
 from elastic_mbs.engine.verify import VerifyReport
 from elastic_mbs.errors import IncompleteBatchError, UsageError
-from elastic_mbs.events import EventLog, Sink
+from elastic_mbs.events import Sink
 from elastic_mbs.memory import Reading, oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.unfinished import StepWatch
-from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, Pieces, RecoveryOptions, Reduction, Settings, describe
+from elastic_mbs.options import GradientOptions, MemoryOptions, OutputPlace, Pieces, RecoveryOptions, Reduction, Settings, event_log
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal import NONE, Arguments, Cap, LossFn, Rehearsal
-from elastic_mbs.sinks.run_log import RunLog
 
 
 class ElasticMBS:
@@ -103,16 +103,11 @@ class ElasticMBS:
         self.last_result: StepResult | None = None
         self._call: Call | None = None
         self._stats, self._steps = Stats(), StepWatch()
-        run_log = () if log is None else (RunLog(log, partial(describe, self.settings, trained.devices)),)
-        sinks = tuple(on_event) if isinstance(on_event, Iterable) and not callable(on_event) else (on_event,)
-        if not all(map(callable, sinks)):
-            raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
-        events = EventLog((*run_log, *sinks))  # the run log first: a user's sink can raise
-        self._context = Context(self.settings, trained, events, enabled=enabled)
+        self._context = Context(self.settings, trained, event_log(self.settings, trained.devices, log, on_event), enabled=enabled)
         by_length = ByLength.of(pieces, length, trim, self._context.warn_once)
         self._batches = BatchReader(dims, count, by_length, counted=reduction == "sum", warn_once=self._context.warn_once)
         self._rehearsal = Rehearsal(self._context, self._batches)
-        self._guarded_step = GuardedStep(self._context)
+        self._guarded_step = GuardedStep(self._context, enabled=enabled)
 
     # ------------------------------------------------------------------ lifetime
 
@@ -158,14 +153,20 @@ class ElasticMBS:
 
     # ------------------------------------------------------------------ the doors
 
-    def backward(self, loss_fn: LossFn, batch: Any, /, *args: Any, **kwargs: Any) -> StepResult:
+    def backward(self, loss_fn: LossFn, batch: Any, /, *args: Any, loss: OverEmbeddings | None = None, **kwargs: Any) -> StepResult:
         """Accumulates the gradient of the whole batch's loss; stands for `loss_fn(batch, *args, **kwargs).backward()`.
+
+        With `loss=` for `loss(loss_fn(batch, *args, **kwargs)).backward()`: a loss that compares samples (contrastive, in-batch negatives, CLIP).
+        Every piece is embedded without a graph, the loss of all embeddings gives their gradient, and every piece is embedded again, with a graph.
 
         Args:
             loss_fn: gets a piece of the batch first, then the rest of the arguments unchanged. Returns the loss (see `MicroBatch.backward`). It may
-                run more than once for the same samples.
+                run more than once for the same samples. With `loss=` it returns embeddings: a row per sample, as a tensor or a tuple or dict of them.
             batch: any container of tensors and per-sample lists.
             *args: passed on.
+            loss: gets what `loss_fn` returned, for the whole batch, and returns the loss; `count` and `reduction` mean nothing to it. Leaves that it
+                reaches by itself (a learned temperature) get their gradients, too. It must not change buffers. Where an embedding depends on random
+                numbers or on its piece (BatchNorm), both passes run the same pieces with the same masks, and what fails starts both in smaller ones.
             **kwargs: passed on.
 
         Returns:
@@ -177,13 +178,15 @@ class ElasticMBS:
             RecoveryError: memory ran out and the batch could not be finished.
         """
         check_function(loss_fn, "backward(loss_fn, batch)")
+        check_function(loss_fn if loss is None else loss, "backward(embed_fn, batch, loss=over_embeddings)")
         if not self.enabled:
             for micro in self._loop_whole(batch):
                 with micro:
-                    micro.backward(loss_fn(micro.data, *args, **kwargs))
+                    value = loss_fn(micro.data, *args, **kwargs)
+                    micro.backward(value if loss is None else loss(value))
             assert self.last_result is not None
             return self.last_result
-        with self._start(batch, *names_of(loss_fn), (args, kwargs)) as call:
+        with self._start(batch, *names_of(loss_fn), (args, kwargs), loss=loss) as call:
             call.run(loss_fn, args, kwargs)
         return self._finish(call)
 
@@ -259,20 +262,13 @@ class ElasticMBS:
             OptimizerStepError: it does not fit; parameters and state are as they were.
             PoisonedDeviceError: the device cannot be trusted any more.
         """
-        if closure is not None:
-            raise UsageError("optimizer_step() takes no closure, which would run forward and backward with every try: call mbs.backward first")
         self._check_complete()
         if (call := running_call()) is not None:
             call.check_step(optimizer)
-        if self.enabled:
-            try:
-                self._guarded_step(optimizer)
-            finally:
-                self._steps.begun = None  # it has answered for its step
-        elif self.settings.scaler is not None:
-            self.settings.scaler.step(optimizer)
-        else:
-            optimizer.step()
+        try:
+            self._guarded_step(optimizer, closure)
+        finally:
+            self._steps.begun = None  # it has answered for its step
 
     def verify(self, loss_fn: LossFn, batch: Any, /, *args: Any, samples: int = 6, **kwargs: Any) -> VerifyReport:
         """Compares the loss of a few samples taken whole with the loss put together from pieces, and names what is wrong if they differ.
@@ -355,22 +351,27 @@ class ElasticMBS:
     # ------------------------------------------------------------------ how a call starts and ends
 
     def _start(
-        self, batch: Any, name: str, key: object, given: Arguments = NONE, *, training: bool = True, own_graph: bool = False, to: OutputPlace = None
+        self,
+        batch: Any,
+        name: str,
+        key: object,
+        given: Arguments = NONE,
+        *,
+        training: bool = True,
+        own_graph: bool = False,
+        to: OutputPlace = None,
+        loss: OverEmbeddings | None = None,
     ) -> Call:
-        if self._call is not None:
-            self._check_complete()
+        self._check_complete()
         context = self._context
         if self._steps.begun and (left := self._steps.left_behind()) is not None:
             context.warn("optimizer-step", left)
-        context.follow_model()
-        if context.devices[0].type == "cuda":
-            check_capture()
-        if not context.monitor.running:
-            context.monitor.start()
-        if context.telemetry is not None:
-            context.log.begin()
-        read = partial(self._batches.read, batch, name, given, training=training)
+        context.wake()
+        read = partial(self._batches.read, batch, name, given, training=training and loss is None)
         view, counts = context.retry("look at the batch and count the loss terms", read)
+        if loss is not None:
+            self._call = EmbeddingCall(context, view, name=name, identity=key, loss=loss)
+            return self._call
         place = self.settings.outputs if training else to
         self._call = Call(context, view, counts, name=name, identity=key, training=training, outputs=place, own_graph=own_graph)
         return self._call

@@ -27,6 +27,8 @@ from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError,
 from elastic_mbs.memory import oom
 from elastic_mbs.options import OutputPlace
 
+Take = Callable[[Attempt, Any], None]
+
 
 class Call:
     """The work on one batch, from its split to its result.
@@ -79,9 +81,9 @@ class Call:
         if error is not None:
             self.abort(error)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Runs `fn` on every piece: backward of the loss that it returns, or, in an evaluation, its outputs are kept."""
-        take = self.backward if self.state.training else self.keep
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], take: Take | None = None) -> None:
+        """Runs `fn` on every piece: backward of the loss that it returns, or, in an evaluation, its outputs are kept; or what `take` does with it."""
+        take = take or (self.backward if self.state.training else self.keep)
         for attempt in self:
             self.begin(attempt)
             try:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.plan import CallOutcome, Capacity, Key
+from elastic_mbs.engine.misuse import check_capture
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.timing import Telemetry, Timed
@@ -71,6 +72,16 @@ class Context:
         self.monitor = Monitor(memory.sensor or found, interval=memory.monitor_interval, on_change=self._on_sensor_change)
         self.meter: UsageMeter = memory.sensor if isinstance(memory.sensor, UsageMeter) else meter
         self.piece_device = choose_device(memory.device, self.devices)
+
+    def wake(self) -> None:
+        """Readies itself for a call."""
+        self.follow_model()
+        if self.devices[0].type == "cuda":
+            check_capture()
+        if not self.monitor.running:
+            self.monitor.start()
+        if self.telemetry is not None:
+            self.log.begin()
 
     def follow_model(self) -> None:
         """Moves with the model to another device."""

@@ -92,6 +92,7 @@ _RULES: tuple[tuple[Replay, Callable[[CallState, Failure], bool]], ...] = (
     (_refused(_UNKNOWN_LEAF), lambda state, failure: bool(failure.unknown)),
     (_step("random numbers were drawn on the host, whose state at the piece's start was not kept"), _host_streams_lost),
     (_step("the error can belong to an earlier operation"), _can_be_late),
+    (_step("smaller pieces would not be those whose embeddings loss= has seen"), lambda state, failure: state.bound),
     (_PIECE, _before_backward),
     (_step(_ASYNCHRONOUS), lambda state, failure: not failure.verdict.synchronous),
     (_ISOLATED, lambda state, failure: state.isolation is not None),
@@ -134,7 +135,7 @@ def recover(state: CallState) -> None:
     state.settled = False
     if failure.phase is Phase.BACKWARD:
         drop_unrun()
-        _reset_half_made(context.settings.scaler)
+        reset_half_made(context.settings.scaler)
     state.failures += 1
     state.failures_in_row += 1
     _check_device(state, failure)
@@ -201,12 +202,12 @@ def _roll_back(state: CallState, failure: Failure, mode: Mode) -> None:
         if state.training:
             separate_gradients(state)
     ledger.note()
-    _restore(state, failure, to_call_start=mode is Mode.STEP)
+    restore(state, None if mode is Mode.STEP else failure)
 
 
-def _restore(state: CallState, failure: Failure, *, to_call_start: bool) -> None:
-    """Puts buffers and random streams back to the start of the attempt, or of the call."""
-    streams = state.streams if to_call_start else failure.streams
+def restore(state: CallState, failure: Failure | None = None) -> None:
+    """Puts buffers and random streams back to the start of the failed attempt, or, without one, of the call."""
+    to_call_start, streams = failure is None, state.streams if failure is None else failure.streams
     if streams is not None:
         state.context.streams.restore(streams)
     buffers = state.context.buffers
@@ -218,7 +219,7 @@ def _restore(state: CallState, failure: Failure, *, to_call_start: bool) -> None
         )
 
 
-def _reset_half_made(scaler: torch.amp.GradScaler | None) -> None:
+def reset_half_made(scaler: torch.amp.GradScaler | None) -> None:
     """A GradScaler makes two tensors when it is first used. Where there was room for the first only, it would never make the other."""
     missing = object()
     if getattr(scaler, "_scale", None) is not None and getattr(scaler, "_growth_tracker", missing) is None:
@@ -335,7 +336,7 @@ def unwind(state: CallState, error: BaseException) -> None:
         with suppress(RuntimeError):
             drain(state.context.ledger.leaves())
         drop_unrun()
-        _reset_half_made(state.context.settings.scaler)
+        reset_half_made(state.context.settings.scaler)
     _unwind_gradients(state, error)
     _unwind_buffers(state, error)  # last: where the device is lost, this fails
 

@@ -85,7 +85,13 @@ class StepResult:
                 order = None if self.order is None else Order.of(self.order, self._lengths, self.partition)
                 self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths, self._per_piece, order)
             self._outputs = []
+        elif isinstance(self._joined, StoredOutput):
+            self._joined = self._joined.get()
         return self._joined
+
+    def with_outputs(self, stored: StoredOutput | None) -> StepResult:
+        """The same, with outputs that come once for the whole batch."""
+        return replace(self, _outputs=[], _joined=stored)
 
     def check_size(self, name: str, place: OutputPlace, warn_once: Callable[[str, str], None]) -> None:
         """Warns where the outputs of the function called `name` take much memory."""

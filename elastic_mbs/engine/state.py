@@ -128,6 +128,7 @@ class CallState:
     indistinct: bool = False  # gradients that were there share memory or have hooks, so versions do not tell which of them has a commit
     modified: bool = False  # something of this call can be in a gradient that was there before it
     edited: bool = False  # an earlier piece of this call edited its samples in place
+    bound: bool = False  # its pieces are those of an earlier pass over the batch (`elastic_mbs.embeddings`)
 
     failures: int = 0
     failures_in_row: int = 0  # since a piece committed

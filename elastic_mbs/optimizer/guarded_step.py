@@ -37,12 +37,18 @@ _HUNG = ("step", "grad_scale", "found_inf", "param_groups")  # what the scaler a
 class GuardedStep:
     """Steps optimizers, exactly or not at all."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, *, enabled: bool = True) -> None:
+        self._context, self._enabled = context, enabled
         self._order = AttemptOrder()
 
-    def __call__(self, optimizer: Optimizer) -> None:
+    def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
         """See `ElasticMBS.optimizer_step`."""
+        if closure is not None:
+            raise UsageError("optimizer_step() takes no closure, which would run forward and backward with every try: call mbs.backward first")
+        if not self._enabled:
+            scaler = self._context.settings.scaler
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            return
         _check(optimizer)
         if not any(with_gradient(optimizer)):
             optimizer.step()  # it changes nothing: for its hooks, and for a scheduler that counts steps

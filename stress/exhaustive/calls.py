@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, StepResult
 from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.batch.view import map_tensors
@@ -46,6 +46,12 @@ class Call:
         """The user's code."""
         self.user_code()
         return self.case.loss_fn(batch)
+
+    def backward(self) -> StepResult:
+        """The first door; a loss over embeddings gets a part of the batch beside them, which it returns as outputs."""
+        if (over := self.case.over) is None:
+            return self.mbs.backward(self.loss, self.batch)
+        return self.mbs.backward(lambda batch: (self.loss(batch), one_of(batch)), self.batch, loss=lambda found: (over(found[0]), found[1]))
 
     def prepare(self) -> None:
         """Brings the case to where the call begins."""
@@ -87,6 +93,12 @@ class Call:
         put_back()
 
 
+def one_of(batch: Any) -> Tensor:
+    """A copy of a tensor of the batch."""
+    found: Tensor = tensors_in(batch)[0]
+    return found.detach() * 1
+
+
 class Loop(Call):
     """The third door, the loop written out."""
 
@@ -110,10 +122,10 @@ class Backward(Loop):
 
     def loss(self, batch: Any) -> Any:
         loss = super().loss(batch)
-        return loss if isinstance(loss, dict) else (loss, next(iter(tensors_in(batch))).detach() * 1)
+        return loss if isinstance(loss, dict) or self.case.over is not None else (loss, one_of(batch))
 
     def perform(self) -> Any:
-        return self.mbs.backward(self.loss, self.batch)
+        return self.backward()
 
     def judge(self, product: Any, start: State, end: State) -> float:
         if product.outputs is not None and not product.skipped and self.target.name != "edited_batch":
@@ -128,7 +140,7 @@ class Reading(Call):
     gradients = False
 
     def prepare(self) -> None:
-        self._result = self.mbs.backward(self.loss, self.batch)
+        self._result = self.backward()
 
     def warm_up(self) -> None:
         """There is no second first time."""

@@ -36,10 +36,13 @@ class Sweep:
     def ways(self) -> dict[Way, Outcome]:
         """The calls that this case can make, and each without a failure."""
         found = {}
-        compiled = self.target.build().backend is not None
+        case = self.target.build()
+        compiled, compares = case.backend is not None, case.over is not None
         for name, warm in product(self.calls, (False, True)):
             if compiled and (name in ("verify", "eval") or (self.most is not None and warm)):
                 continue  # compiling costs more than what is looked for
+            if compares and name in ("loop", "eval", "verify"):
+                continue  # a loss over embeddings is for `backward`
             if name == "verify" and whole_batch(self.target)[-1][1] < 2:
                 continue  # a single sample has no parts to compare
             try:

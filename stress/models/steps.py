@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elastic_mbs import count_tokens
@@ -91,6 +91,32 @@ def ghost_batchnorm() -> Subject:
     return Subject(model, lambda b: F.cross_entropy(model(b[0]), b[1]), [batch], whole=True)
 
 
+def contrastive() -> Subject:
+    """Two views of each sample under dropout, found among all; the loss draws numbers as well."""
+    model = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Dropout(0.3), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def among_all(views: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = (F.normalize(view, dim=1) for view in views)
+        scores = a @ torch.cat([b, F.normalize(torch.randn_like(b), dim=1)]).T / 0.1
+        return F.cross_entropy(scores, torch.arange(len(a)))
+
+    return Subject(model, lambda x: (model(x), model(x)), [torch.randn(SAMPLES, FEATURES)], over=among_all)
+
+
+def clip() -> Subject:
+    """Towers for pictures, with BatchNorm, and for texts; a temperature in the model and a bias outside it, both learned."""
+    picture = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    words, bias = nn.EmbeddingBag(VOCABULARY, WIDTH), torch.tensor(-0.5, requires_grad=True)
+    model = Made(lambda m, x: m.picture(x), picture=picture, words=words, temperature=nn.Parameter(torch.tensor(1.0)))
+
+    def pairs(z: dict[str, Tensor]) -> Tensor:
+        scores = F.normalize(z["picture"], dim=1) @ F.normalize(z["text"], dim=1).T * model.temperature.exp() + bias
+        return -F.logsigmoid(scores * (2 * torch.eye(len(scores)) - 1)).sum(1).mean()
+
+    batch = {"picture": torch.randn(SAMPLES, FEATURES), "text": torch.randint(VOCABULARY, (SAMPLES, 4))}
+    return Subject(model, lambda b: {"picture": model(b["picture"]), "text": words(b["text"])}, [batch], extra=(bias,), separable=False, over=pairs)
+
+
 def escalated(by: str) -> Subject:
     """Its single samples do not fit, twice, so that all it does from then on is offloaded or checkpointed."""
     case, refusals = planned_step(text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)), iter(range(4))
@@ -131,6 +157,8 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "offloaded": partial(escalated, "offload"),
     "checkpointed": partial(escalated, "checkpoint"),
     "by_length": by_length,
+    "contrastive": contrastive,  # the masks of its two passes have to be the same
+    "clip": clip,  # leaves of the loss's own, and statistics that are updated once
 }
 
 

@@ -45,7 +45,7 @@ class Subject:
     """A training run to be."""
 
     model: nn.Module
-    loss_fn: Callable[[Any], Any]  # of a piece, as ElasticMBS takes it
+    loss_fn: Callable[[Any], Any]  # of a piece, as ElasticMBS takes it; with `over`, its embeddings
     batches: Sequence[Any] | Callable[[int], Any]  # a sequence, taken again from its start after its last, or a function of the step's number
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     options: dict[str, Any] = field(default_factory=dict)  # for `ElasticMBS`, such as `count=`
@@ -54,6 +54,7 @@ class Subject:
     separable: bool = True  # the batch's gradient does not depend on how it is split
     whole: bool = False  # nor do its buffers, which change: all is compared with the whole batch alone
     tolerance: float = 1e-12  # largest difference from the reference, relative to its largest entry
+    over: Callable[[Any], Any] | None = None  # the loss of all embeddings, where it compares samples
     backend: InterpretedBackend | None = None  # where operations are counted when they run inside a compiled graph
 
     def leaves(self) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from elastic_mbs import ElasticMBS, StepResult
+from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.loss_terms import read_losses
@@ -65,6 +66,12 @@ def add_up(
 def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward: bool = True, scaler: torch.amp.GradScaler | None = None) -> float:
     """The same for a subject's batch, on the model's device, weighed as its options say."""
     options, device = subject.options, subject.leaves()[0].device
+    if subject.over is not None:
+        embeddings = [subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device))) for start, stop in pieces]
+        loss = subject.over(joined(embeddings))
+        if backward:
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        return float(loss.detach())
     counts = Counts.read(options.get("count"), view)
     return add_up(
         lambda start, stop: read_losses(subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device))), counts.names)[0],
@@ -75,6 +82,12 @@ def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward
         scale=(lambda loss: loss) if scaler is None else scaler.scale,
         backward=backward,
     )
+
+
+def joined(embeddings: Sequence[Any]) -> Any:
+    """The embeddings of all pieces, each of which has a graph."""
+    parts = iter(list(map(torch.cat, zip(*map(tensors_in, embeddings), strict=True))))
+    return map_tensors(embeddings[0], lambda tensor: next(parts))
 
 
 def check_covered(pieces: Iterable[tuple[int, int]], length: int, where: str = "") -> None:
