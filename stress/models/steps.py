@@ -107,10 +107,11 @@ def clip() -> Subject:
     """Towers for pictures, with BatchNorm, and for texts; a temperature in the model and a bias outside it, both learned."""
     picture = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     words, bias = nn.EmbeddingBag(VOCABULARY, WIDTH), torch.tensor(-0.5, requires_grad=True)
-    model = Made(lambda m, x: m.picture(x), picture=picture, words=words, temperature=nn.Parameter(torch.tensor(1.0)))
+    temperature = nn.Parameter(torch.tensor(1.0))
+    model = Made(lambda m, x: m.picture(x), picture=picture, words=words, temperature=temperature)
 
     def pairs(z: dict[str, Tensor]) -> Tensor:
-        scores = F.normalize(z["picture"], dim=1) @ F.normalize(z["text"], dim=1).T * model.temperature.exp() + bias
+        scores = F.normalize(z["picture"], dim=1) @ F.normalize(z["text"], dim=1).T * temperature.exp() + bias
         return -F.logsigmoid(scores * (2 * torch.eye(len(scores)) - 1)).sum(1).mean()
 
     batch = {"picture": torch.randn(SAMPLES, FEATURES), "text": torch.randint(VOCABULARY, (SAMPLES, 4))}

@@ -1,0 +1,412 @@
+"""The promises for `backward(embed_fn, batch, loss=over_embeddings)`: a loss that compares samples, of the whole batch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic_mbs import CallDone, CallFailed, ElasticMBS, Event, MicroBatchFloorError, OutOfMemory, Policy, elastic_step
+from elastic_mbs.testing import InjectOOM
+from stress.reference.by_hand import joined
+from stress.streams import Streams
+from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by, quiet
+
+pytestmark = pytest.mark.injectable
+
+EXACT = 1e-12
+
+
+def samples(n: int = 8) -> Tensor:
+    return torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Contrast:
+    """Every sample against all others, with a learned temperature outside the model."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        self.model = nn.Sequential(*mlp(), *layers).double()
+        self.temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        self.sizes: list[int] = []  # of the pieces that were embedded, and of the batch at each loss, negative
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [*self.model.parameters(), self.temperature]
+
+    def embed(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        return functional.normalize(self.model(x), dim=1)
+
+    def over(self, z: Tensor) -> Tensor:
+        self.sizes.append(-len(z))
+        return ((z @ z.T) / self.temperature).tril(-1).exp().mean()
+
+    def zero(self) -> None:
+        self.sizes.clear()
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def by_hand(self, x: Tensor, pieces: Any = None) -> list[Tensor | None]:
+        """The gradients of the loss of these pieces' embeddings, each with its graph."""
+        before = [leaf.grad for leaf in self.leaves]
+        self.zero()
+        self.over(joined([self.embed(x[start:stop]) for start, stop in pieces or [(0, len(x))]])).backward()
+        found = grads(self.leaves)
+        self.zero()
+        for leaf, grad in zip(self.leaves, before, strict=True):
+            leaf.grad = grad
+        return found
+
+
+# ---------------------------------------------------------------------- exact, and once
+
+
+@given(
+    n=st.integers(1, 13),
+    size=st.integers(1, 14),
+    at=st.sets(st.integers(1, 140), max_size=3),
+    warm=st.booleans(),
+    full=st.booleans(),
+    replay=st.sampled_from(["auto", "isolate"]),
+)
+@settings(max_examples=80)
+def test_the_gradient_is_the_whole_batchs_whatever_fails(n: int, size: int, at: set[int], warm: bool, full: bool, replay: str) -> None:
+    case, x = Contrast(), samples(n)
+    wanted = case.by_hand(x)
+    mbs = elastic(case.model, micro_batch_size=size, replay=replay)
+    if warm:
+        mbs.backward(case.embed, x, loss=case.over)
+        case.zero()
+    start: list[Tensor | None] = [torch.full_like(leaf, 3.0) if full else None for leaf in case.leaves]
+    for leaf, grad in zip(case.leaves, start, strict=True):
+        leaf.grad = None if grad is None else grad.clone()
+    with InjectOOM(at=at) as inject:
+        try:
+            result = mbs.backward(case.embed, x, loss=case.over)
+        except MicroBatchFloorError:
+            assert len(inject.hits) > 1, "one failure can always be recovered from"
+            assert off_by(case.leaves, start) == 0
+            return
+    total = [grad if before is None or grad is None else grad + before for grad, before in zip(wanted, start, strict=True)]
+    assert off_by(case.leaves, total) <= EXACT
+    assert float(result) == pytest.approx(case.over(case.embed(x)).item(), rel=EXACT)
+    assert [start for start, _ in result.partition] + [n] == [0, *(stop for _, stop in result.partition)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "warm"), [((), False), ((), True), ((nn.Dropout(0.4),), True), ((nn.BatchNorm1d(4), nn.Dropout(0.4)), False)], ids=str
+)
+@pytest.mark.no_oom_injection
+def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_from(layers: tuple[nn.Module, ...], warm: bool) -> None:
+    x, at, hit = samples(8), 0, True
+    while hit:
+        at += 1
+        case = Contrast(*[type(layer)(4) if isinstance(layer, nn.BatchNorm1d) else layer for layer in layers])
+        mbs = elastic(case.model, micro_batch_size=4)
+        if warm:
+            mbs.backward(case.embed, x, loss=case.over)
+        case.zero()
+        buffers = [buffer.clone() for buffer in case.model.buffers()]
+        torch.manual_seed(7)
+        with InjectOOM(at=[at]) as inject:
+            result = mbs.backward(case.embed, x, loss=case.over)
+        hit, end, after = bool(inject.hits), Streams.now(), [buffer.clone() for buffer in case.model.buffers()]
+        found = grads(case.leaves)
+        for buffer, value in zip(case.model.buffers(), buffers, strict=True):
+            buffer.data.copy_(value)
+        torch.manual_seed(7)
+        assert off_by(case.leaves, case.by_hand(x, result.partition)) <= EXACT, (at, result)
+        assert Streams.now().same(end), "random streams are where one pass leaves them"
+        assert all(torch.allclose(a, b, rtol=EXACT) for a, b in zip(case.model.buffers(), after, strict=True)), "buffers are updated once"
+        assert found[-1] is not None
+    assert at > 60, "the faults have reached the second pass"
+
+
+@pytest.mark.no_oom_injection
+def test_a_second_pass_whose_samples_are_independent_is_split_where_it_fails() -> None:
+    case, x, fails = Contrast(), samples(8), FailOn(4 + 3)
+    mbs = elastic(case.model, micro_batch_size=4)
+
+    def embed(b: Tensor) -> Tensor:
+        z = case.embed(b)
+        fails()
+        return z
+
+    mbs.backward(embed, x, loss=case.over)
+    case.zero()
+    result = mbs.backward(embed, x, loss=case.over)
+    assert case.sizes == [4, 4, -8, 4, 2, 2, 2, 2]
+    assert (result.partition, result.ooms, result.replayed_samples) == (((0, 2), (2, 4), (4, 6), (6, 8)), 1, 4)
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("options", [{"layers": (nn.Dropout(0.4),)}, {"replay": "isolate"}])
+def test_a_second_pass_whose_masks_would_be_others_starts_both_again(options: dict[str, Any]) -> None:
+    case, x = Contrast(*options.pop("layers", ())), samples(8)
+    mbs = elastic(case.model, micro_batch_size=4, **options)
+    mbs.backward(case.embed, x, loss=case.over)
+    case.zero()
+    fails = FailOn(4)
+    result = mbs.backward(lambda b: (case.embed(b), fails())[0], x, loss=case.over)
+    assert case.sizes == [4, 4, -8, 4, 4, 2, 2, 2, 2, -8, 2, 2, 2, 2]
+    assert (result.ooms, result.replayed_samples) == (1, 16)
+    case.zero()
+    fails = FailOn(2)  # now of the first pass, whose pieces would be of two sizes
+    mbs = elastic(case.model, micro_batch_size=4, **options)
+    result = mbs.backward(lambda b: (case.embed(b), fails())[0], x, loss=case.over)
+    assert case.sizes == [4, 4, 2, 2, 2, 2, 2, 2, -8, 2, 2, 2, 2]
+    assert (result.ooms, result.replayed_samples) == (1, 12)
+
+
+@pytest.mark.no_oom_injection
+def test_a_loss_that_draws_random_numbers_draws_after_the_embeddings() -> None:
+    case, x = Contrast(nn.Dropout(0.4)), samples(8)
+    over = case.over
+    case.over = lambda z: over(z + torch.randn_like(z))  # type: ignore[method-assign]  # a loss with noise
+    torch.manual_seed(3)
+    wanted = case.by_hand(x, [(0, 3), (3, 6), (6, 8)])
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    result = elastic(case.model, micro_batch_size=3).backward(case.embed, x, loss=case.over)
+    assert result.partition == ((0, 3), (3, 6), (6, 8))
+    assert off_by(case.leaves, wanted) <= EXACT
+    assert torch.equal(torch.rand(1), drawn)
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("size", [8, 3])
+def test_several_embedders_with_labels_beside_them(size: int) -> None:
+    """A dict of embeddings of two towers; what needs no gradient is handed on, in the batch's order."""
+    picture, text = mlp(seed=1), mlp(seed=2)
+    batch = {"picture": samples(8), "text": samples(8) + 1, "label": torch.arange(8) % 3}
+    scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    leaves = [*picture.parameters(), *text.parameters(), scale]
+
+    def embed(b: dict[str, Tensor]) -> dict[str, Any]:
+        return {"pair": (picture(b["picture"]), text(b["text"])), "label": b["label"]}
+
+    def over(found: dict[str, Any]) -> Tensor:
+        a, b = found["pair"]
+        same = (found["label"][:, None] == found["label"]).double()
+        return -functional.logsigmoid((a @ b.T) * scale * (2 * same - 1)).mean()
+
+    over(embed(batch)).backward()
+    wanted = grads(leaves)
+    for leaf in leaves:
+        leaf.grad = None
+    result = ElasticMBS([picture, text], micro_batch_size=size, **quiet()).backward(embed, batch, loss=over)
+    assert off_by(leaves, wanted) <= EXACT
+    assert float(result) == pytest.approx(over(embed(batch)).item(), rel=EXACT)
+
+
+@pytest.mark.no_oom_injection
+def test_padded_texts_in_pieces_by_length() -> None:
+    """A vector per token: the gradient of a piece is cut to the length that its samples were trimmed to."""
+    model = nn.Embedding(20, 4).double()
+    mask = (torch.arange(6) < torch.tensor([2, 6, 1, 4, 3])[:, None]).long()
+    batch = {"ids": torch.randint(1, 20, (5, 6), generator=torch.Generator().manual_seed(0)) * mask, "mask": mask}
+
+    def embed(b: dict[str, Tensor]) -> Tensor:
+        return model(b["ids"]).tanh() * b["mask"][..., None]
+
+    def over(z: Tensor) -> Tensor:
+        return torch.einsum("ild,jmd->ij", z, z).logsumexp(1).mean()
+
+    over(embed(batch)).backward()
+    wanted = grads(model)
+    model.zero_grad()
+    result = elastic(model, micro_batch_size=2, pieces="by_length", length="mask").backward(embed, batch, loss=over)
+    assert len(result.partition) > 1
+    assert off_by(model, wanted) <= EXACT
+
+
+@pytest.mark.parametrize("by", ["scaler", "backward", "wide", "disabled", "decorator"])
+def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
+    case, x = Contrast(), samples(8)
+    wanted = case.by_hand(x)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options: dict[str, Any] = {
+        "scaler": {"scaler": scaler},
+        "backward": {"backward": lambda loss: loss.backward()},
+        "wide": {"accumulate_dtype": torch.float64},
+        "disabled": {"enabled": False},
+    }.get(by, {})
+    if by == "decorator":
+        result = elastic_step(case.model, **quiet(micro_batch_size=3))(case.embed)(x, loss=case.over)
+    else:
+        result = elastic(case.model, micro_batch_size=3, **options).backward(case.embed, x, loss=case.over)
+    if by == "scaler":
+        scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
+    assert off_by(case.leaves, wanted) <= EXACT
+    assert float(result) == pytest.approx(case.over(case.embed(x)).item(), rel=EXACT), "the loss is not scaled"
+
+
+def test_a_gradient_that_half_precision_would_lose_is_scaled_in_the_loss() -> None:
+    model, x = mlp(), samples(8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+
+    def over(z: Tensor) -> Tensor:
+        return (z.float() @ z.float().T).mean() * 1e-9
+
+    over(model(x)).backward()
+    wanted = grads(model)
+    model.zero_grad()
+    elastic(model, micro_batch_size=3, scaler=scaler).backward(lambda b: model(b).half(), x, loss=over)
+    scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
+    assert off_by(model, wanted) < 1e-2
+
+
+def test_on_a_device_the_gradient_is_the_whole_batchs(device: torch.device) -> None:
+    case, x = Contrast(nn.Dropout(0.3)), samples(8)
+    case.model.to(device)
+    case.temperature = case.temperature.detach().to(device).requires_grad_()
+    mbs = elastic(case.model, micro_batch_size=3)
+    torch.manual_seed(2)
+    result = mbs.backward(case.embed, x, loss=case.over)
+    torch.manual_seed(2)
+    assert off_by(case.leaves, case.by_hand(x.to(device), result.partition)) <= EXACT
+
+
+# ---------------------------------------------------------------------- no trace
+
+
+def failing(at: str, error: BaseException, case: Contrast) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """The case's functions, of which one fails: in the first pass, the loss, or the second pass."""
+    fails = FailOn(*({"first": (2,), "second": (4,)}.get(at, ())), error=lambda: error)
+
+    def embed(x: Tensor) -> Tensor:
+        fails()
+        return case.embed(x)
+
+    def over(z: Tensor) -> Tensor:
+        torch.rand(3)
+        if at == "loss":
+            raise error
+        return case.over(z)
+
+    return embed, over
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("at", ["first", "loss", "second"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine"), torch.OutOfMemoryError("CUDA out of memory.")], ids=repr)
+@pytest.mark.parametrize("full", [False, True])
+def test_an_error_anywhere_leaves_everything_as_it_was(at: str, error: BaseException, full: bool) -> None:
+    case, x = Contrast(nn.BatchNorm1d(4), nn.Dropout(0.4)), samples(8)
+    events: list[Event] = []
+    mbs = elastic(case.model, micro_batch_size=4, min_micro_batch_size=4, on_event=events.append)
+    if full:
+        mbs.backward(case.embed, x, loss=case.over)
+    before, objects = grads(case.leaves), [leaf.grad for leaf in case.leaves]
+    buffers, streams = [buffer.clone() for buffer in case.model.buffers()], Streams.now()
+    embed, over = failing(at, error, case)
+    if isinstance(error, torch.OutOfMemoryError):  # for good
+        fail = FailOn(*range(2 if at == "first" else 3, 99), error=lambda: error)
+        embed = case.embed if at == "loss" else lambda x: (fail(), case.embed(x))[1]
+    with pytest.raises(MicroBatchFloorError if isinstance(error, torch.OutOfMemoryError) else type(error)) as caught:
+        mbs.backward(embed, x, loss=over)
+    assert off_by(case.leaves, before) == 0
+    assert all(leaf.grad is grad for leaf, grad in zip(case.leaves, objects, strict=True))
+    assert "zero_grad" not in "".join(getattr(caught.value, "__notes__", ()))
+    assert all(torch.equal(a, b) for a, b in zip(case.model.buffers(), buffers, strict=True))
+    assert Streams.now().same(streams)
+    assert sum(isinstance(event, CallFailed) for event in events) == 1
+    case.zero()
+    result = mbs.backward(case.embed, x, loss=case.over)
+    assert result.partition == ((0, 4), (4, 8)), "the next call is as any other"
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("clean", [True, False])
+def test_no_embedding_stays_alive_after_the_call(clean: bool) -> None:
+    case, x, alive = Contrast(), samples(8), list[weakref.ref[Tensor]]()
+
+    def embed(b: Tensor) -> Tensor:
+        z = case.embed(b)
+        alive.append(weakref.ref(z))
+        return z
+
+    def over(z: Tensor) -> Tensor:
+        alive.append(weakref.ref(z))
+        if not clean:
+            raise ValueError("mine")
+        return case.over(z)
+
+    mbs = elastic(case.model, micro_batch_size=3)
+    try:
+        mbs.backward(embed, x, loss=over)
+    except ValueError:
+        assert not clean
+    gc.collect()
+    assert len(alive) >= 4
+    assert not any(ref() is not None for ref in alive)
+
+
+@pytest.mark.no_oom_injection
+def test_a_view_of_all_states_does_not_keep_them() -> None:
+    """The first token's state is what many embed with."""
+    model, kept = nn.Linear(6, 4).double(), []
+
+    def over(z: Tensor) -> Tensor:
+        kept.append(z.untyped_storage().nbytes())
+        return (z @ z.T).mean()
+
+    elastic(model, micro_batch_size=8).backward(lambda b: model(b[:, None].expand(-1, 50, -1))[:, 0], samples(8), loss=over)
+    assert kept == [8 * 4 * 8]
+
+
+# ---------------------------------------------------------------------- what is told, and how it ends
+
+
+@pytest.mark.no_oom_injection
+def test_one_call_is_told_of_with_all_that_it_survived() -> None:
+    case, x, events = Contrast(nn.Dropout(0.4)), samples(8), list[Event]()
+    mbs = elastic(case.model, micro_batch_size=4, on_event=events.append, count=lambda b: [1, 2] * 4)
+    fails = FailOn(4)
+    result = mbs.backward(lambda b: (case.embed(b), fails())[0], x, loss=lambda z: (case.over(z), {"z": z, "total": mbs.total}))
+    mbs.close()
+    done = [event for event in events if isinstance(event, CallDone)]
+    assert [(each.samples, each.pieces, each.ooms, each.replayed_samples) for each in done] == [(8, 4, 1, 16)]
+    assert done[0].loss == pytest.approx(float(result), rel=EXACT)
+    assert [(each.phase, each.mode) for each in events if isinstance(each, OutOfMemory)] == [("forward", "step")]
+    assert (mbs.stats.calls, mbs.stats.samples, mbs.stats.pieces, mbs.stats.ooms) == (1, 8, 4, 1)
+    assert result is mbs.last_result
+    assert result.outputs["z"].shape == (8, 4)
+    assert not result.outputs["z"].requires_grad
+    assert result.outputs["total"] == 8, "the counts of a mean over samples mean nothing to a loss over embeddings"
+    assert elastic(case.model, outputs=None).backward(case.embed, x, loss=lambda z: (case.over(z), z)).outputs is None
+
+
+@pytest.mark.no_oom_injection
+def test_the_size_grows_back_and_serves_both_passes() -> None:
+    case, x = Contrast(nn.Dropout(0.1)), samples(8)
+    mbs = ElasticMBS(case.model, micro_batch_size=8, policy=Policy(patience=1, jitter=0.0))
+    with InjectOOM(at=[1]):
+        assert mbs.backward(case.embed, x, loss=case.over).micro_batch_size == 4
+    assert list(mbs.stats.sizes) == [4]
+    assert [key for key in mbs.model if "embed" in key] == list(mbs.model), "one track, of the function that embeds"
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("layers", [(), (nn.Dropout(0.4),)], ids=["split", "bound"])
+def test_a_second_pass_that_never_fits_ends_soon(layers: tuple[nn.Module, ...]) -> None:
+    case, x = Contrast(*layers), samples(8)
+
+    def embed(b: Tensor) -> Tensor:
+        z = case.embed(b)
+        if torch.is_grad_enabled():
+            z.register_hook(lambda grad: FailOn(1)())  # in backward, when something has committed
+        return z
+
+    with pytest.raises(MicroBatchFloorError, match="a micro-batch of 1"):
+        elastic(case.model, micro_batch_size=4).backward(embed, x, loss=case.over)
+    assert len(case.sizes) < 60
+    assert off_by(case.leaves, [None] * len(case.leaves)) == 0
