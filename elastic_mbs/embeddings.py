@@ -25,7 +25,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.engine.call import Call
+from elastic_mbs.engine.call import Call, Take
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.profile import names_of
 from elastic_mbs.engine.recovery import reset_half_made, restore
@@ -56,8 +56,8 @@ class EmbeddingCall(Call):
         counts = _Unweighted.samples(view.length)
         super().__init__(context, view, counts, name=name, identity=(identity, names_of(loss)[1]))
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], take: object = None) -> None:
-        """Runs both passes of `fn`."""
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], take: Take | None = None) -> None:
+        """Runs both passes of `fn`; what they take is their own."""
         self._put_aside(self.context.ledger.leaves())
         self._first_pass()
         super().run(partial(self._embed, fn), args, kwargs, self._take)
@@ -145,18 +145,18 @@ class EmbeddingCall(Call):
         """The loss over all embeddings, and its gradients. Its own failures need room and no smaller pieces."""
         state, context = self.state, self.context
         check_not_overwritten([attempt.outputs for attempt in state.committed])
-        result = state.make_result()
+        result = state.make_result(state.in_order())
         embeddings = context.retry("join the embeddings on the device", lambda: result.outputs)
         _check_rows(embeddings, state.view.length)
         state.drop_committed()
         state.training, state.phase = True, Phase.FORWARD  # what must not run inside a step function must not run inside the loss
         self._embedded = context.streams.read(hosts=True)
-        buffers = self._buffers()
+        buffers, modes = self._buffers(), context.model.training()
 
         def attempt() -> _Cache:
-            drop_unrun()
+            drop_unrun()  # of an attempt before this one
             reset_half_made(context.settings.scaler)
-            context.model.restore(state.modes)
+            context.model.restore(modes)
             context.streams.restore(self._embedded)
             order = None if state.view.sorted is None else state.view.sorted.order
             with torch.enable_grad():

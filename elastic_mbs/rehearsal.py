@@ -19,7 +19,7 @@ from elastic_mbs.engine.misuse import check_function, running_call
 from elastic_mbs.engine.profile import names_of
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.engine.verify import VerifyReport, verify
-from elastic_mbs.errors import NestedCallError
+from elastic_mbs.errors import NestedCallError, UsageError
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlanReport
@@ -34,8 +34,15 @@ class Rehearsal:
     """Runs of one runtime without a call."""
 
     def __init__(self, context: Context, batches: BatchReader) -> None:
-        self.totals: Any = None  # counts of the batch that runs
+        self._totals: Any = None  # counts of the batch that runs
         self._context, self._batches = context, batches
+
+    @property
+    def total(self) -> Any:
+        """See `ElasticMBS.total`."""
+        if self._totals is None:
+            raise UsageError("mbs.total is known only while a batch runs: read it inside loss_fn")
+        return self._totals
 
     def verify(self, loss_fn: LossFn, batch: Any, given: Arguments, samples: int) -> VerifyReport:
         """See `ElasticMBS.verify`."""
@@ -59,11 +66,11 @@ class Rehearsal:
         batch = self._context.load(batch)
         totals, length = self._batches.totals(batch)
         whole = DisabledPass(self._context.settings, batch, self._batches.count_names, totals, length)
-        self.totals = totals
+        self._totals = totals
         try:
             yield whole.micro
         finally:
-            self.totals = None
+            self._totals = None
         return whole.result()
 
     @contextmanager
@@ -73,8 +80,8 @@ class Rehearsal:
             raise NestedCallError(f"{door}() was called inside a step function; call it beside the training loop")
         self._context.follow_model()
         found = self._context.retry("look at the batch", read)
-        self.totals = found[1].total
+        self._totals = found[1].total
         try:
             yield found
         finally:
-            self.totals = None
+            self._totals = None

@@ -339,9 +339,7 @@ class ElasticMBS:
         """The counts of the batch that is running, for a `loss_fn` that normalises by itself: a number, or a dict where losses have names."""
         if self._call is not None and not self._call.finished:
             return self._call.totals
-        if self._rehearsal.totals is None:
-            raise UsageError("mbs.total is known only while a batch runs: read it inside loss_fn")
-        return self._rehearsal.totals
+        return self._rehearsal.total
 
     @property
     def headroom(self) -> Reading:

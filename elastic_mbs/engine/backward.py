@@ -152,7 +152,7 @@ def commit(state: CallState, attempt: Attempt) -> None:
 def measure_noise(state: CallState) -> NoiseScale | None:
     """The noise scale with what this call has shown, once its gradient is whole.
 
-    A single piece says nothing of how samples differ, nor do gradients that were there before.
+    A single piece says nothing of how samples differ, nor do gradients that were there before, nor pieces without a loss of their own.
     """
     context, noise = state.context, state.context.noise
     if noise is None or not state.training:
@@ -164,7 +164,7 @@ def measure_noise(state: CallState) -> NoiseScale | None:
 
     pieces = [(len(attempt.piece), read(attempt.squared_norm)) for attempt in state.committed]
     pieces += [(stop - start, 0.0) for start, stop in state.schedule.skipped]  # what counts nothing adds nothing
-    if len(pieces) > 1 and not state.had_gradient:
+    if len(pieces) > 1 and not state.had_gradient and all(attempt.loss is not None for attempt in state.committed):
         noise.add(*estimate(pieces, read(squared_norm(context.model.leaves))))
     return noise.latest
 

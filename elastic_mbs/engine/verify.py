@@ -103,9 +103,9 @@ class _Comparison:
             return f"is a {other} over the samples, but reduction={self.reduction!r}: use reduction={other!r}"
         found = self._missing_count(whole) if self.reduction == "mean" else self._extra_term(name)
         return found or (
-            "of a batch is not made up of its samples' losses: it compares samples with each other (contrastive, in-batch negatives), "
-            "normalises by something that count= does not say, or depends on the batch's size, or on padding, of which pieces by length have less. "
-            "Its split gradient is not the whole batch's"
+            "of a batch is not made up of its samples' losses: it compares samples with each other (contrastive, in-batch negatives; exact as "
+            "mbs.backward(embed_fn, batch, loss=over_embeddings)), normalises by something that count= does not say, or depends on the batch's "
+            "size, or on padding, of which pieces by length have less. Its split gradient is not the whole batch's"
         )
 
     def _missing_count(self, whole: float) -> str | None:

@@ -14,67 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import CallDone, CallFailed, ElasticMBS, Event, MicroBatchFloorError, OutOfMemory, Policy, elastic_step
+from elastic_mbs import CallFailed, ElasticMBS, Event, MicroBatchFloorError
 from elastic_mbs.testing import InjectOOM
-from stress.reference.by_hand import joined
 from stress.streams import Streams
+from tests.helpers.contrast import Contrast, samples
 from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by, quiet
 
 pytestmark = pytest.mark.injectable
 
 EXACT = 1e-12
-
-
-def samples(n: int = 8) -> Tensor:
-    return torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-class Contrast:
-    """Every sample against all others, with a learned temperature outside the model."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        self.model = nn.Sequential(*mlp(), *layers).double()
-        self.temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-        self.sizes: list[int] = []  # of the pieces that were embedded, and of the batch at each loss, negative
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [*self.model.parameters(), self.temperature]
-
-    def embed(self, x: Tensor) -> Tensor:
-        self.sizes.append(len(x))
-        return functional.normalize(self.model(x), dim=1)
-
-    def over(self, z: Tensor) -> Tensor:
-        self.sizes.append(-len(z))
-        return ((z @ z.T) / self.temperature).tril(-1).exp().mean()
-
-    def zero(self) -> None:
-        self.sizes.clear()
-        for leaf in self.leaves:
-            leaf.grad = None
-
-    def by_hand(self, x: Tensor, pieces: Any = None) -> list[Tensor | None]:
-        """The gradients of the loss of these pieces' embeddings, each with its graph."""
-        before = [leaf.grad for leaf in self.leaves]
-        self.zero()
-        self.over(joined([self.embed(x[start:stop]) for start, stop in pieces or [(0, len(x))]])).backward()
-        found = grads(self.leaves)
-        self.zero()
-        for leaf, grad in zip(self.leaves, before, strict=True):
-            leaf.grad = grad
-        return found
-
-    def embed_failing(self, fails: FailOn) -> Callable[[Tensor], Tensor]:
-        """`embed`, and then a failure."""
-
-        def embed(x: Tensor) -> Tensor:
-            z = self.embed(x)
-            fails()
-            return z
-
-        return embed
-
 
 # ---------------------------------------------------------------------- exact, and once
 
@@ -236,58 +184,6 @@ def test_padded_texts_in_pieces_by_length() -> None:
     assert off_by(model, wanted) <= EXACT
 
 
-@pytest.mark.parametrize("by", ["scaler", "backward", "wide", "disabled", "decorator"])
-def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
-    case, x = Contrast(), samples(8)
-    wanted = case.by_hand(x)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    ways: dict[str, dict[str, Any]] = {
-        "scaler": {"scaler": scaler},
-        "backward": {"backward": torch.autograd.backward},
-        "wide": {"accumulate_dtype": torch.float64},
-        "disabled": {"enabled": False},
-    }
-    options = ways.get(by, {})
-    if by == "decorator":
-        result = elastic_step(case.model, **quiet(micro_batch_size=3))(case.embed)(x, loss=case.over)
-    else:
-        result = elastic(case.model, micro_batch_size=3, **options).backward(case.embed, x, loss=case.over)
-    if by == "scaler":
-        scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
-    assert off_by(case.leaves, wanted) <= EXACT
-    assert float(result) == pytest.approx(case.over(case.embed(x)).item(), rel=EXACT), "the loss is not scaled"
-
-
-@pytest.mark.no_oom_injection
-def test_a_scaler_is_used_once_whatever_fails() -> None:
-    """The loss over the embeddings is what it is made by."""
-    x, at, hit = samples(8), 0, True
-    while hit:
-        at += 1
-        case, scaler = Contrast(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-        wanted = case.by_hand(x)
-        with InjectOOM(at=[at]) as inject:
-            elastic(case.model, micro_batch_size=4, scaler=scaler).backward(case.embed, x, loss=case.over)
-        hit = bool(inject.hits)
-        scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
-        assert off_by(case.leaves, wanted) <= EXACT, at
-
-
-def test_a_gradient_that_half_precision_would_lose_is_scaled_in_the_loss() -> None:
-    model, x = mlp(), samples(8)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-
-    def over(z: Tensor) -> Tensor:
-        return (z.float() @ z.float().T).mean() * 1e-9
-
-    over(model(x)).backward()
-    wanted = grads(model)
-    model.zero_grad()
-    elastic(model, micro_batch_size=3, scaler=scaler).backward(lambda b: model(b).half(), x, loss=over)
-    scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
-    assert off_by(model, wanted) < 1e-2
-
-
 def test_on_a_device_the_gradient_is_the_whole_batchs(device: torch.device) -> None:
     case, x = Contrast(nn.Dropout(0.3)), samples(8)
     case.model.to(device)
@@ -387,51 +283,3 @@ def test_a_view_of_all_states_does_not_keep_them() -> None:
 
     elastic(model, micro_batch_size=8).backward(lambda b: model(b[:, None].expand(-1, 50, -1))[:, 0], samples(8), loss=over)
     assert kept == [8 * 4 * 8]
-
-
-# ---------------------------------------------------------------------- what is told, and how it ends
-
-
-@pytest.mark.no_oom_injection
-def test_one_call_is_told_of_with_all_that_it_survived() -> None:
-    case, x, events = Contrast(nn.Dropout(0.4)), samples(8), list[Event]()
-    mbs = elastic(case.model, micro_batch_size=4, on_event=events.append, count=lambda b: [1, 2] * 4)
-    result = mbs.backward(case.embed_failing(FailOn(4)), x, loss=lambda z: (case.over(z), {"z": z, "total": mbs.total}))
-    mbs.close()
-    done = [event for event in events if isinstance(event, CallDone)]
-    assert [(each.samples, each.pieces, each.ooms, each.replayed_samples) for each in done] == [(8, 4, 1, 16)]
-    assert done[0].loss == pytest.approx(float(result), rel=EXACT)
-    assert [(each.phase, each.mode) for each in events if isinstance(each, OutOfMemory)] == [("forward", "step")]
-    assert (mbs.stats.calls, mbs.stats.samples, mbs.stats.pieces, mbs.stats.ooms) == (1, 8, 4, 1)
-    assert result is mbs.last_result
-    assert result.outputs["z"].shape == (8, 4)
-    assert not result.outputs["z"].requires_grad
-    assert result.outputs["total"] == 8, "the counts of a mean over samples mean nothing to a loss over embeddings"
-    assert elastic(case.model, outputs=None).backward(case.embed, x, loss=lambda z: (case.over(z), z)).outputs is None
-
-
-@pytest.mark.no_oom_injection
-def test_the_size_grows_back_and_serves_both_passes() -> None:
-    case, x = Contrast(nn.Dropout(0.1)), samples(8)
-    mbs = ElasticMBS(case.model, micro_batch_size=8, policy=Policy(patience=1, jitter=0.0))
-    with InjectOOM(at=[1]):
-        assert mbs.backward(case.embed, x, loss=case.over).micro_batch_size == 4
-    assert list(mbs.stats.sizes) == [4]
-    assert [key for key in mbs.model if "embed" in key] == list(mbs.model), "one track, of the function that embeds"
-
-
-@pytest.mark.no_oom_injection
-@pytest.mark.parametrize("layers", [(), (nn.Dropout(0.4),)], ids=["split", "bound"])
-def test_a_second_pass_that_never_fits_ends_soon(layers: tuple[nn.Module, ...]) -> None:
-    case, x = Contrast(*layers), samples(8)
-
-    def embed(b: Tensor) -> Tensor:
-        z = case.embed(b)
-        if torch.is_grad_enabled():
-            z.register_hook(lambda grad: FailOn(1)())  # in backward, when something has committed
-        return z
-
-    with pytest.raises(MicroBatchFloorError, match="a micro-batch of 1"):
-        elastic(case.model, micro_batch_size=4).backward(embed, x, loss=case.over)
-    assert len(case.sizes) < 60
-    assert off_by(case.leaves, [None] * len(case.leaves)) == 0

@@ -1,0 +1,118 @@
+"""`backward(embed_fn, batch, loss=…)` with the other options and doors, what is told of it, and how it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs import CallDone, ElasticMBS, Event, MicroBatchFloorError, OutOfMemory, Policy, elastic_step
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.contrast import Contrast, samples
+from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by, quiet
+
+EXACT = 1e-12
+
+
+@pytest.mark.parametrize("by", ["scaler", "backward", "wide", "noise", "disabled", "decorator"])
+def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
+    case, x = Contrast(), samples(8)
+    wanted = case.by_hand(x)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ways: dict[str, dict[str, Any]] = {
+        "scaler": {"scaler": scaler},
+        "backward": {"backward": torch.autograd.backward},
+        "wide": {"accumulate_dtype": torch.float64},
+        "noise": {"noise_scale": 5},
+        "disabled": {"enabled": False},
+    }
+    options = ways.get(by, {})
+    if by == "decorator":
+        result = elastic_step(case.model, **quiet(micro_batch_size=3))(case.embed)(x, loss=case.over)
+    else:
+        result = elastic(case.model, micro_batch_size=3, **options).backward(case.embed, x, loss=case.over)
+    if by == "scaler":
+        scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
+    assert off_by(case.leaves, wanted) <= EXACT
+    assert float(result) == pytest.approx(case.over(case.embed(x)).item(), rel=EXACT), "the loss is not scaled"
+    assert result.noise_scale is None, "a piece has no loss of its own, so its gradient says nothing of the noise"
+
+
+@pytest.mark.no_oom_injection
+def test_a_scaler_is_used_once_whatever_fails() -> None:
+    """The loss over the embeddings is what it is made by."""
+    x, at, hit = samples(8), 0, True
+    while hit:
+        at += 1
+        case, scaler = Contrast(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        wanted = case.by_hand(x)
+        with InjectOOM(at=[at]) as inject:
+            elastic(case.model, micro_batch_size=4, scaler=scaler).backward(case.embed, x, loss=case.over)
+        hit = bool(inject.hits)
+        scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
+        assert off_by(case.leaves, wanted) <= EXACT, at
+
+
+def test_a_gradient_that_half_precision_would_lose_is_scaled_in_the_loss() -> None:
+    model, x = mlp(), samples(8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+
+    def over(z: Tensor) -> Tensor:
+        return (z.float() @ z.float().T).mean() * 1e-9
+
+    over(model(x)).backward()
+    wanted = grads(model)
+    model.zero_grad()
+    elastic(model, micro_batch_size=3, scaler=scaler).backward(lambda b: model(b).half(), x, loss=over)
+    scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
+    assert off_by(model, wanted) < 1e-2
+
+
+# ---------------------------------------------------------------------- what is told, and how it ends
+
+
+@pytest.mark.no_oom_injection
+def test_one_call_is_told_of_with_all_that_it_survived() -> None:
+    case, x, events = Contrast(nn.Dropout(0.4)), samples(8), list[Event]()
+    mbs = elastic(case.model, micro_batch_size=4, on_event=events.append, count=lambda b: [1, 2] * 4)
+    result = mbs.backward(case.embed_failing(FailOn(4)), x, loss=lambda z: (case.over(z), {"z": z, "total": mbs.total}))
+    mbs.close()
+    done = [event for event in events if isinstance(event, CallDone)]
+    assert [(each.samples, each.pieces, each.ooms, each.replayed_samples) for each in done] == [(8, 4, 1, 16)]
+    assert done[0].loss == pytest.approx(float(result), rel=EXACT)
+    assert [(each.phase, each.mode) for each in events if isinstance(each, OutOfMemory)] == [("forward", "step")]
+    assert (mbs.stats.calls, mbs.stats.samples, mbs.stats.pieces, mbs.stats.ooms) == (1, 8, 4, 1)
+    assert result is mbs.last_result
+    assert result.outputs["z"].shape == (8, 4)
+    assert not result.outputs["z"].requires_grad
+    assert result.outputs["total"] == 8, "the counts of a mean over samples mean nothing to a loss over embeddings"
+    assert elastic(case.model, outputs=None).backward(case.embed, x, loss=lambda z: (case.over(z), z)).outputs is None
+
+
+@pytest.mark.no_oom_injection
+def test_the_size_grows_back_and_serves_both_passes() -> None:
+    case, x = Contrast(nn.Dropout(0.1)), samples(8)
+    mbs = ElasticMBS(case.model, micro_batch_size=8, policy=Policy(patience=1, jitter=0.0))
+    with InjectOOM(at=[1]):
+        assert mbs.backward(case.embed, x, loss=case.over).micro_batch_size == 4
+    assert list(mbs.stats.sizes) == [4]
+    assert [key for key in mbs.model if "embed" in key] == list(mbs.model), "one track, of the function that embeds"
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("layers", [(), (nn.Dropout(0.4),)], ids=["split", "bound"])
+def test_a_second_pass_that_never_fits_ends_soon(layers: tuple[nn.Module, ...]) -> None:
+    case, x = Contrast(*layers), samples(8)
+
+    def embed(b: Tensor) -> Tensor:
+        z = case.embed(b)
+        if torch.is_grad_enabled():
+            z.register_hook(lambda grad: FailOn(1)())  # in backward, when something has committed
+        return z
+
+    with pytest.raises(MicroBatchFloorError, match="a micro-batch of 1"):
+        elastic(case.model, micro_batch_size=4).backward(embed, x, loss=case.over)
+    assert len(case.sizes) < 60
+    assert off_by(case.leaves, [None] * len(case.leaves)) == 0
