@@ -311,14 +311,11 @@ class CallState:
     def inform_controller(self) -> None:
         """Gives the controller what the call has shown, and emits the move that follows."""
         context, watch = self.context, self.watch
-        watch.stop()
-        if context.timed:
+        seen = self.outcome(watch.stop())
+        if seen.seconds is None:
+            context.timed.append((watch, (self.key, seen)))
             for (key, timed), seconds in known(context.timed):
                 context.controller.timed(key, timed._replace(seconds=seconds))
-        done = watch.done()
-        seen = self.outcome(watch.seconds() if done else None)
-        if not done:
-            context.timed.append((watch, (self.key, seen)))
         capacity = context.capacity()
         move = context.controller.end(self.key, seen, capacity)
         if context.controller.wants_reading:

@@ -46,12 +46,13 @@ class Stopwatch:
         """Seconds since the call began, by the host's clock."""
         return monotonic() - self._began
 
-    def stop(self) -> None:
-        """The call has ended on the host."""
+    def stop(self) -> float | None:
+        """The call has ended on the host; returns its seconds where the host knows them."""
         if self.device.type != "cuda":
             self._seconds = self.elapsed()
         elif self._start is not None:
             self._end = _stamp(self.device)
+        return self._seconds
 
     def done(self, *, wait: bool = False) -> bool:
         """Whether the device has ended the call, too."""
