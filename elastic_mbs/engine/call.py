@@ -156,9 +156,8 @@ class Call:
                 hook.__enter__()
             if context.guard is not None:
                 context.guard.renew()
-            attempt.grad_enabled = torch.is_grad_enabled()
-            if not state.modes:
-                state.modes = context.model.training()
+            attempt.grad_enabled, attempt.training = torch.is_grad_enabled(), context.model.training()
+            state.modes = state.modes or attempt.training
             if misuse.fault_injector is not None:
                 misuse.fault_injector.begin(self, context.model.modules, ready=state.failures_in_row == 0)
             state.phase = Phase.FORWARD
@@ -223,7 +222,7 @@ class Call:
                     self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
                 return False
             torch.set_grad_enabled(attempt.grad_enabled)
-            context.model.restore(state.modes)
+            context.model.restore(attempt.training)
             if isinstance(error, Exception) and note_failure(state, attempt, error):
                 return True
             self.abort(error)

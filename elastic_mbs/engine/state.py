@@ -65,6 +65,7 @@ class Attempt:
     data: Any = None  # the piece, in the batch's own container type
     streams: StreamState | None = None  # random streams at its start; None until they were read
     grad_enabled: bool = True  # at its start
+    training: Modes = ()  # of the modules, at its start
     first_node: int = 0  # number of the first node of autograd's that it makes
     graph: torch.Tensor | None = None  # where backward begins
     loss: torch.Tensor | None = None  # times the piece's weight, detached

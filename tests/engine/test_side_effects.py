@@ -112,6 +112,22 @@ def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_
     assert model[1].training is not replayed
 
 
+def test_modes_are_those_of_the_attempts_start_where_a_piece_is_replayed() -> None:
+    """A step that leaves the model in another mode runs its first piece in one and all others in the other."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    mbs, fail, seen = elastic(model, micro_batch_size=4), FailOn(2), list[bool]()
+
+    def loss_fn(batch: Any) -> Tensor:
+        seen.append(model[1].training)
+        hidden = model(batch[0])
+        model[1].eval()
+        fail()
+        return functional.cross_entropy(hidden, batch[1])
+
+    mbs.backward(loss_fn, pairs(8))
+    assert seen == [True, False, False, False]
+
+
 def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> None:
     """Pieces share what passes whole, so later pieces saw it edited."""
     model, (x, y) = mlp(), pairs(8)
