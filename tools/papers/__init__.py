@@ -1,0 +1,1 @@
+"""The tables of the source works on small real data, one command each."""
