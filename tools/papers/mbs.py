@@ -5,12 +5,13 @@
 
 Handwritten digits and a conv net, under a memory budget in which 8 samples fit and 16 do not. Batches of 16 to 128 times as many are trained in
 pieces that fit, and once more without a budget and whole. BatchNorm normalises groups of 8 samples in both, so they train the same. Times are
-measured without a budget, whose counting takes time, epoch by epoch in turns.
+processor time without a budget, whose counting takes time, epoch by epoch in turns.
 Exit code 0 where every batch is trained under the budget, as accurately as whole but for one sample in a hundred, 3 where not.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
@@ -31,7 +32,7 @@ from tools.papers.common import TRAINED_ON, Data, accuracy, cross_entropy, digit
 
 FITS = 8
 TIMES = (1, 16, 32, 64, 128)
-RATE, ROUNDS = 0.1, 3
+RATE, ROUNDS = 0.1, 5
 PAPER = {
     "largest batch in what fits": {"ResNet-50": "16 → 1,024 (64 ×)", "ResNet-101": "8 → 1,024 (128 ×)", "AmoebaNet-D": "32 → 1,024 (32 ×)"},
     "U-Net": "4 → 512 (128 ×)",
@@ -65,11 +66,11 @@ class Training:
         self.optimizer.zero_grad()
 
     def epoch(self, mbs: ElasticMBS | None) -> float:
-        """Its seconds."""
-        began = time.perf_counter()
+        """Its seconds of processor time, which neighbours on the machine disturb less."""
+        began = time.process_time()
         for indices in self.sampler:
             self.step(torch.tensor(indices), mbs)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
 
 def peak(samples: int, data: Data) -> int:
@@ -113,12 +114,14 @@ def whole(seed: int, batch: int, epochs: int, train: Data, test: Data) -> float:
 
 
 def seconds(batch: int, rounds: int, data: Data) -> dict[str, float]:
-    """Seconds of an epoch without streaming and with it, medians of epochs in turns."""
-    one = Training(0, batch, data)
+    """Seconds of an epoch without streaming and with it, and streaming against that and against the batch that fits: medians of epochs in turns."""
+    one, fitting, stream = Training(0, batch, data), Training(0, FITS, data), random.Random(0)
     with ElasticMBS(one.model, micro_batch_size=FITS, policy=Policy(grow=False)) as mbs:
-        pairs = [(one.epoch(None), one.epoch(mbs)) for _ in range(rounds + 1)][1:]
-    without, with_it = (statistics.median(each) for each in zip(*pairs, strict=True))
-    return {"without": without, "with": with_it, "ratio": statistics.median(b / a for a, b in pairs)}
+        kinds = {"fits": partial(fitting.epoch, None), "without": partial(one.epoch, None), "with": partial(one.epoch, mbs)}
+        turns = [{kind: kinds[kind]() for kind in stream.sample(list(kinds), len(kinds))} for _ in range(rounds + 1)][1:]
+    found = {kind: statistics.median(turn[kind] for turn in turns) for kind in kinds}
+    against = {name: statistics.median(turn["with"] / turn[kind] for turn in turns) for name, kind in (("whole", "without"), ("what_fits", "fits"))}
+    return found | {f"against_{name}": ratio for name, ratio in against.items()}
 
 
 def row(times: int, limit: int, epochs: int, seeds: int, train: Data, test: Data) -> dict[str, Any]:
@@ -161,17 +164,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = options(__doc__ or "", "mbs", seeds=3, epochs=8, arguments=arguments)
     train, test = digits()
     limit = (peak(FITS, train) + peak(2 * FITS, train)) // 2
-    print(f"budget: {limit / 2**20:.2f} MiB, in which {FITS} samples fit\n{'batch':>6}{'×':>5}  fits  {'whole':17}{'streamed':17}  s without, with")
+    print(f"budget: {limit / 2**20:.2f} MiB, in which {FITS} samples fit; seconds of an epoch, and streamed against whole and against what fits")
+    print(f"{'batch':>6}{'×':>5}  fits  {'whole':17}{'streamed':17}{'whole':>9}{'streamed':>10}")
     rows = list(map(partial(row, limit=limit, epochs=given.epochs, seeds=given.seeds, train=train, test=test), TIMES))
     for each in rows:
         spent = each["seconds"]
         sizes = f"{each['batch']:6}{each['times']:5}  {'yes' if each['fits'] else 'no':4}  {percent(each['whole']):17}{percent(each['streamed']):17}"
-        print(f"{sizes}  {spent['without']:.2f}, {spent['with']:.2f} ({spent['ratio']:.2f} ×)")
-    slower = [each["seconds"]["with"] / rows[0]["seconds"]["without"] for each in rows]
-    print(f"an epoch with streaming takes {min(slower):.2f} to {max(slower):.2f} times one of the batch that fits without")
+        ratios = f"{spent['against_whole']:.2f} ×, {spent['against_what_fits']:.2f} ×"
+        print(f"{sizes}{spent['without']:9.2f}{spent['with']:10.2f}   {ratios}")
     print(f"the paper: {PAPER}")
     holds = all(abs(each["whole"]["mean"] - each["streamed"]["mean"]) <= 0.01 for each in rows) and [each["fits"] for each in rows].count(True) == 1
-    write(given, {"holds": holds, "budget_bytes": limit, "against_the_batch_that_fits": slower, "ours": rows, "paper": PAPER}, draw(rows))
+    write(given, {"holds": holds, "budget_bytes": limit, "ours": rows, "paper": PAPER}, draw(rows))
     return 0 if holds else 3
 
 
