@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, ExponentialLR, LRScheduler, MultiStepLR, ReduceLROnPlateau, StepLR
 
-from elastic_mbs import ElasticMBS, GradientOptions, NoiseScale, UsageError
+from elastic_mbs import NoiseScale, UsageError
 from elastic_mbs.recipes import BatchSchedule, gradual_warmup
+from tests.helpers.steps import elastic
 from tests.recipes.test_rate import optimizer, rates
 
 Make = Callable[[Optimizer], LRScheduler]
@@ -150,7 +151,7 @@ def test_a_run_follows_its_own_noise_scale() -> None:
     weight = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
     model = nn.ParameterList([weight])
     schedule = BatchSchedule.from_noise_scale(8, limit=512)
-    mbs = ElasticMBS(model, micro_batch_size=2, gradients=GradientOptions(noise_scale=100))
+    mbs = elastic(model, micro_batch_size=2, noise_scale=100)
     still = SGD([weight], lr=0.0)
     for step in range(60):
         batch = torch.randn(schedule.batch(step), 4, dtype=torch.float64) * 6
