@@ -214,7 +214,7 @@ class CallState:
         """Keeps an attempt that has succeeded, without its graph."""
         self.committed.append(attempt)
         attempt.data = attempt.graph = attempt.seen = attempt.leaves = attempt.streams = None
-        attempt.terms = ()
+        attempt.terms = ()  # its loss and outputs stay
         self.failures_in_row = 0
         if self.floor_start is not None and attempt.piece.start <= self.floor_start < attempt.piece.stop:
             self.floor_start, self.failures_at_floor = None, 0
