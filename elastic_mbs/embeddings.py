@@ -202,11 +202,11 @@ class EmbeddingCall(Call):
                 "embed_fn drew other random numbers when it ran again, so its gradient is not that of the embeddings which loss= has seen: does it "
                 "ask torch.is_grad_enabled(), or draw in its backward?"
             )
-        streams.restore(self._after)
+        context.retry("put the random streams to where the loss has left them", lambda: streams.restore(self._after))
         if self._set_aside:
             state.had_gradient, state.modified = self._set_aside, True
             context.retry("add the gradients to those that were there", self._aside.fold)
-            self._aside.finish()
+            context.retry("put the gradients back in their places", self._aside.finish)
 
     def _close(self) -> None:
         self._cache = None
