@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,5 +47,5 @@ def graphs_made() -> int:
 
 def names_of(fn: Callable[..., Any]) -> tuple[str, object]:
     """What limits and sizes of a function are kept by, and what its profile is kept by: its qualified name, and its code, which closures share."""
-    called = getattr(fn, "func", fn)  # by a functools.partial
+    called = inspect.unwrap(getattr(fn, "func", fn))  # by a functools.partial; a decorator's code is that of all it decorates (torch.autocast)
     return getattr(called, "__qualname__", type(called).__qualname__), getattr(called, "__code__", type(called))

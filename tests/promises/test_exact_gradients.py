@@ -157,6 +157,23 @@ def test_leaves_outside_the_model_are_replayed_like_parameters(door: int) -> Non
         mbs.close()
 
 
+def test_functions_with_the_same_decorator_are_told_apart() -> None:
+    """What one is known to reach says nothing of the other."""
+    model, (x, _), scale = mlp(), pairs(8), torch.full((4,), 0.3, dtype=torch.float64, requires_grad=True)
+    leaves, autocast = [*model.parameters(), scale], torch.autocast("cpu", torch.bfloat16)  # which leaves float64 alone
+    first, second = autocast(lambda x: model(x).square().mean()), autocast(lambda x: (model(x) * scale).square().mean())
+    second(x).backward()
+    wanted = grads(leaves)
+    for n in range(0, 28, 2):
+        mbs = elastic(model)
+        mbs.backward(first, x)
+        for leaf in leaves:
+            leaf.grad = None
+        with InjectOOM(at=[n]):
+            mbs.backward(second, x)
+        assert off_by(leaves, wanted) <= EXACT
+
+
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
 @pytest.mark.parametrize("door", DOORS)
 def test_gradients_that_are_views_of_one_buffer_stay_views_of_it(door: int, replay: str) -> None:
