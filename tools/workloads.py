@@ -108,10 +108,11 @@ def classifier(name: str, model: nn.Module, inputs: Tensor, size: int, device: t
     def loss_fn(piece: Any) -> Tensor:
         return F.cross_entropy(model(piece[0]), piece[1])
 
-    return Workload(name, model, loss_fn, (_pin(inputs, device), _pin(torch.arange(len(inputs)) % 10, device)), size, device)
+    return Workload(name, model, loss_fn, (pinned(inputs, device), pinned(torch.arange(len(inputs)) % 10, device)), size, device)
 
 
-def _pin(tensor: Tensor, device: torch.device) -> Tensor:
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """As a data loader gives it for a device: pinned for a GPU."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
@@ -136,7 +137,7 @@ def make_gpt(size: int, device: torch.device) -> Workload:
     labels = tokens.roll(-1, 1)
     for row in range(samples):
         labels[row, length - 1 - row % 32 :] = _IGNORED
-    batch = {"tokens": _pin(tokens, device), "labels": _pin(labels, device)}
+    batch = {"tokens": pinned(tokens, device), "labels": pinned(labels, device)}
     return Workload("gpt", model, lambda piece: token_loss(piece, model), batch, size, device, count_tokens("labels"))
 
 

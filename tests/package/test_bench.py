@@ -1,13 +1,19 @@
 """The benchmark works: all contenders train the same model, and its figures are there. Speed is not asserted here."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools.bench import __main__ as bench
+from tools.bench.compete import compete
+from tools.bench.contenders import Elastic, Planned
+from tools.bench.job import Task
 from tools.bench.models import MODELS
 from tools.bench.rows import fault, idle, whole_run
+from tools.bench.sweep import Sweep
 
 
 def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +26,7 @@ def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(t
         assert run["distance"] < 1e-3
         assert run["ooms"] == 0 if run["contender"] == "oracle" else run["ooms"] > 0
         assert run["made"] == len(run["sizes"]) >= 24
+        assert (run["replayed"] > 0) == (run["ooms"] > 0)
     assert picture.stat().st_size > 0
 
 
@@ -36,6 +43,22 @@ def test_every_other_row_has_a_table(row: str, tmp_path: Path, monkeypatch: pyte
     assert len(capsys.readouterr().out.strip().splitlines()) == 4 + len(found[row]), "a heading, an empty line, two lines of the table's head"
 
 
+def test_samples_are_counted_as_replayed_where_the_runtime_says_so_and_not_for_a_plan() -> None:
+    make = partial(MODELS["gpt"][0], 12)
+    sweep = Sweep(make, 1, most=4)
+    limits = [sweep.limit_for(pieces) for pieces in (2, 3, 2, 2)]
+    for contender in Elastic(), Planned():
+        job = compete(Task(make, limits, turn=0), [lambda it=contender: it])[contender.name]  # type: ignore[misc]
+        assert job.replayed == contender.mbs.stats.replayed_samples > 0
+
+
 def test_a_row_that_does_not_exist_is_refused() -> None:
     with pytest.raises(SystemExit):
         bench.main(["nonsense"])
+
+
+def test_without_a_device_there_is_nothing_to_run_on_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.main(["run", "--device", "cuda"])
+    assert "--device simcuda" in capsys.readouterr().err

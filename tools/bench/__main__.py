@@ -1,9 +1,12 @@
 """elastic_mbs against loops written by hand and against its peers, on the CPU under a `MemoryBudget` that a script of steps moves.
 
     python -m tools.bench [ROW …] [--rounds N] [--quick] [--json FILE] [--png FILE] [--include NAME=FILE]
+    python -m tools.bench run --device cuda|simcuda
 
 Those who are compared train the same model on the same batches, step by step in turns of ten, in one process, on one core: `taskset -c 1 python …`
 keeps it to one. accelerate and Lightning take part where they are installed (`pip install accelerate lightning`).
+
+On a CUDA device the script moves torch's memory fraction, and each trains alone. On a simulated one (`--device simcuda`) it is counts, no times.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from anywhere, installed or not
 
+from elastic_mbs.errors import UsageError
+from stress.limits import simcuda
 from tools.bench.contenders import installed
 from tools.bench.rows import fault, flapping, idle, recovery, scale, whole_run
 from tools.bench_overhead import environment, keep_freed_memory
@@ -44,18 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=1, help="how often everything is run")
     parser.add_argument("--quick", action="store_true", help="small models and short runs: whether it works, not how fast it is")
+    parser.add_argument("--device", choices=("cpu", "cuda", "simcuda"), default="cpu", help="what the row 'run' is run on (default: cpu)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
     parser.add_argument("--include", action="append", default=[], metavar="NAME=FILE", help="put another tool's JSON among the figures")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.rows if name not in ROWS]
+    device = device_of(options.device, parser)
+    rows = ROWS if device.type == "cpu" else {"run": (partial(whole_run.rows, device=device), whole_run.text)}
+    unknown = [name for name in options.rows if name not in rows]
     if unknown:
-        parser.error(f"there is no row {unknown[0]!r}: there is {', '.join(ROWS)}")
+        parser.error(f"there is no row {unknown[0]!r} on {options.device}: there is {', '.join(rows)}")
+    if options.png is not None and simcuda.inside():
+        parser.error("--png draws times, and a simulated device has none")
     keep_freed_memory()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"environment": environment(torch.device("cpu")) | {"peers": installed()}}
-    for name in options.rows or ROWS:
-        measure, text = ROWS[name]
+    figures: dict[str, Any] = {"environment": environment(device) | {"peers": installed()}}
+    for name in options.rows or rows:
+        measure, text = rows[name]
         began = time.perf_counter()
         found = measure(options.quick, options.rounds)
         figures[name] = [asdict(row) for row in found]
@@ -70,6 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from tools.bench.picture import draw
 
         draw(figures, options.png)
+
+
+def device_of(name: str, parser: argparse.ArgumentParser) -> torch.device:
+    """The device of that name; for a simulated one the command is started again where it does not run under the simulation."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if name == "simcuda" and not simcuda.inside():
+        try:
+            simcuda.start_again()
+        except UsageError as error:
+            parser.error(str(error))
+    if not torch.cuda.is_available():
+        parser.error("--device cuda, but torch sees no CUDA device: --device simcuda simulates one")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 if __name__ == "__main__":

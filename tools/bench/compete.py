@@ -16,7 +16,7 @@ def compete(task: Task, entries: Sequence[Entry], prepare: Callable[[str, Job], 
     """Each contender's run, by its name.
 
     Args:
-        task: the same for all, each with a model and a budget of its own.
+        task: the same for all, each with a model and a limit of its own.
         entries: make the contenders.
         prepare: changes a contender's job before its run.
     """
@@ -27,6 +27,11 @@ def compete(task: Task, entries: Sequence[Entry], prepare: Callable[[str, Job], 
         jobs[contender.name] = job
         prepare(contender.name, job)
         contender.train(job)
+        job.end()
 
+    if not task.turn:  # in this very thread: cuBLAS would keep a workspace for each other one
+        for entry in entries:
+            run(entry, lambda: None)
+        return jobs
     in_turns([partial(run, entry) for entry in entries])
     return jobs

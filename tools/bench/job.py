@@ -1,19 +1,19 @@
-"""What each contender gets: a model and its optimizer, batches, and a memory budget that a script moves from step to step."""
+"""What each contender gets: a model and its optimizer, batches, and a memory limit that a script moves from step to step."""
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from elastic_mbs import MemoryBudget
-from tools.workloads import Workload
+from tools.bench.device import MemoryFraction, limit_on
+from tools.workloads import Workload, pinned, wait
 
 LEARNING_RATE = 0.01
 
@@ -24,9 +24,9 @@ class Task:
 
     Attributes:
         make: the workload; the same one each time.
-        limits: bytes of the budget at each step; its length is that of the run. Steps that are made again go on in the script, as time does: when it
+        limits: bytes of the limit at each step; its length is that of the run. Steps that are made again go on in the script, as time does: when it
             is over, its last limit stays.
-        turn: steps after which others get their turn; 0 for none before the end.
+        turn: steps after which others get their turn; 0 for none before the end. On a device there is none: all share its allocator and its limit.
     """
 
     make: Callable[[], Workload]
@@ -68,6 +68,7 @@ class Job:
         size: set by a contender in each step: samples of its longest piece.
         seconds: taken so far, by steps and by what else ran under the budget.
         done: the steps so far.
+        given: samples that the loss function has had, those of failed pieces among them.
     """
 
     task: Task
@@ -75,15 +76,26 @@ class Job:
     size: int = 0
     seconds: float = 0.0
     done: list[Done] = field(default_factory=list)
+    given: int = 0
 
     def __post_init__(self) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.workload = self.task.make()
-        self.model, self.samples = self.workload.model, self.workload.samples
-        self._start = copy.deepcopy(self.model.state_dict())
+            made = self.task.make()
+        self.workload = replace(made, loss_fn=self._counting(made.loss_fn))
+        self.model, self.samples, self.device = made.model, made.samples, made.device
+        self._start = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
         self.optimizer = self._optimizer()
-        self.budget = MemoryBudget(max(self.task.limits), track=(self.model, self.optimizer))
+        self.budget = limit_on(self.device, max(self.task.limits), track=(self.model, self.optimizer))
+
+    def _counting(self, loss_fn: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        def counted(piece: Any) -> Tensor:
+            first = next(iter(piece.values())) if isinstance(piece, Mapping) else piece[0]
+            if not isinstance(first, FakeTensor):  # a plan's
+                self.given += len(first)
+            return loss_fn(piece)
+
+        return counted
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
@@ -94,14 +106,22 @@ class Job:
         self.model.zero_grad()
         self.optimizer = self._optimizer()
 
+    def end(self) -> None:
+        """Leaves a device to the next contender. The trained model is on the host then."""
+        if isinstance(self.budget, MemoryFraction):
+            self.model.cpu()
+            self.optimizer = self._optimizer()  # the old one has its state on the device
+            self.budget.lift()
+
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Under the budget, and on the clock."""
+        """Under the limit, and on the clock."""
         with self.budget:
             began = time.perf_counter()
             try:
                 yield
             finally:
+                wait(self.device)
                 self.seconds += time.perf_counter() - began
 
     @contextmanager
@@ -120,6 +140,11 @@ class Job:
             before, ooms = (self.done[-1].ended if self.done else 0.0), sum(step.ooms for step in self.done)
             self.done.append(Done(index, self.seconds - before, self.seconds, self.size, self.budget.ooms - ooms))
 
+    @property
+    def replayed(self) -> int:
+        """Samples that were run again; also those of a search."""
+        return self.given - self.samples * self.task.steps
+
     def pieces(self, size: int) -> int:
         """Into how many pieces of that size a batch is cut."""
         return -(-self.samples // size) if size else 0
@@ -128,7 +153,9 @@ class Job:
         """The batch of a step: the workload's samples in an order of its own."""
         order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(index))
         base = self.workload.batch
-        return {name: tensor[order] for name, tensor in base.items()} if isinstance(base, dict) else tuple(tensor[order] for tensor in base)
+        if isinstance(base, dict):
+            return {name: pinned(tensor[order], self.device) for name, tensor in base.items()}
+        return tuple(pinned(tensor[order], self.device) for tensor in base)
 
     def train(self, batch: Any, size: int) -> None:
         """A step of the hand-written loop. A failed one leaves gradients behind."""

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stress.limits import simcuda
 from tools.bench.job import Job, Task
-from tools.workloads import Workload
+from tools.workloads import Workload, wait
 
 MOST = 12
 AMPLE = 2**40
+SETTLED = 3
+"""Steps after which a device's allocator has cached what steps of one size need."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Fixed:
         size: samples of the longest piece.
         pieces: of a batch.
         seconds: of a step, median.
-        peak: bytes of live tensors, the highest seen in a step with its optimizer's.
+        peak: bytes of live tensors, the highest seen in a step with its optimizer's; on a device, bytes reserved for them.
     """
 
     size: int
@@ -45,22 +48,26 @@ class Sweep:
         sizes = sorted({-(-job.samples // pieces) for pieces in range(1, min(most, job.samples) + 1)}, reverse=True)
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         peaks = dict.fromkeys(sizes, 0)
+        in_a_row = 1 if job.device.type == "cpu" else SETTLED
         for index in range(rounds + 1):
             for size in sizes:
                 batch = job.batch(index)
                 with job.budget:
                     job.budget.reset_peak()
-                    began = time.perf_counter()
-                    job.train(batch, size)
-                    seconds[size].append(time.perf_counter() - began)
+                    for _ in range(in_a_row):
+                        began = time.perf_counter()
+                        job.train(batch, size)
+                        wait(job.device)
+                        seconds[size].append(time.perf_counter() - began)
                     peaks[size] = max(peaks[size], job.budget.peak)
+        job.end()
         self.samples = job.samples
         self.sizes = [Fixed(size, -(-job.samples // size), statistics.median(seconds[size][1:]), peaks[size]) for size in sizes]
 
     def best(self, limit: int) -> Fixed:
-        """The fastest size that fits under a limit."""
+        """The fastest size that fits under a limit; the largest one on a simulated device, where time means nothing."""
         fitting = [each for each in self.sizes if each.peak <= limit]
-        return min(fitting, key=lambda each: each.seconds)
+        return min(fitting, key=lambda each: each.pieces if simcuda.inside() else each.seconds)
 
     def limit_for(self, pieces: int) -> int:
         """Bytes under which a batch must be cut into so many pieces, with some to spare: half-way to what fewer pieces need."""
