@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, MemoryBudget
 from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Policy
@@ -144,3 +145,19 @@ def test_a_planned_size_is_aligned_and_a_batch_that_fits_is_not_split(align: int
     assert -(-samples // control.begin(KEY, samples, 8).size) == pieces
     other = control.begin(KEY._replace(shape=4), samples, 16)  # of another shape, before any call: no more elements at once
     assert other.size <= max(size, align)
+
+
+def test_a_loop_written_out_starts_at_the_planned_size_under_the_name_of_the_function_that_was_planned() -> None:
+    model, _, batch = gpt(12)
+
+    def loss_fn(piece: Any) -> Tensor:
+        return functional.cross_entropy(model(piece[0]).flatten(0, 1), piece[1].flatten())
+
+    with MemoryBudget(2**40, track=[model, *batch]):
+        mbs = ElasticMBS(model, **grouped(AT_ONCE))
+        half = there(mbs.plan(loss_fn, batch).sizes[1].peak)
+        mbs.plan(loss_fn, batch, budget=int(half / 0.95) + 1)
+        for micro in mbs.micro_batches(batch, name=loss_fn.__qualname__):
+            with micro:
+                micro.backward(loss_fn(micro.data))
+    assert there(mbs.last_result).partition == ((0, 6), (6, 12))

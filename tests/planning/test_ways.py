@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
-from elastic_mbs.escalation.offload import OffloadedTensors
+from elastic_mbs.escalation.offload import HostSlot, OffloadedTensors
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.report import PlannedWay
 from elastic_mbs.planning.ways import Known, Way, weighed
@@ -60,6 +60,22 @@ def test_the_largest_size_of_each_way_fits_and_the_next_does_not(make: Callable[
                 peaks.append(peak_of(budget, run))
             assert peaks[0] <= 1.01 * usable <= 1.02 * peaks[1], name
     assert found["none"].largest < min(found[name].largest for name in ways[1:])
+
+
+def test_as_many_bytes_are_moved_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loss_fn, batch = subject = gpt(16)
+    planned = plan_of(subject, 0.5, MemoryBudget(2**40))[1].ways[1].moved
+    moved = []
+
+    class Noted(HostSlot):
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__(tensor)
+            moved.append(tensor.nbytes)
+
+    monkeypatch.setattr("elastic_mbs.escalation.offload.HostSlot", Noted)
+    with made("offload", model, batch):
+        loss_fn(batch).backward()
+    assert planned == pytest.approx(sum(moved) / 16, abs=1)
 
 
 def test_a_way_that_cannot_be_gone_is_named_with_its_reason() -> None:

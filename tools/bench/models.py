@@ -18,20 +18,45 @@ CPU = torch.device("cpu")
 
 
 class LastState(nn.Module):
-    """An LSTM, classified by its last output.
+    """A recurrent net, classified by its last output.
 
     Args:
-        width: of the hidden state.
+        rnn: an `nn.LSTM`, or its like.
     """
+
+    def __init__(self, rnn: nn.RNNBase) -> None:
+        super().__init__()
+        self.rnn, self.head = rnn, nn.Linear(rnn.hidden_size, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, length, features) → (samples, 10)."""
+        out: Tensor = self.head(self.rnn(x)[0][:, -1])
+        return out
+
+
+class Residual(nn.Module):
+    """A convolution with GroupNorm around which its input goes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(32, width, 2, batch_first=True)
-        self.head = nn.Linear(width, 10)
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(4, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, length, 32) → (samples, 10)."""
-        out: Tensor = self.head(self.lstm(x)[0][:, -1])
+        """As many channels out as in."""
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+class Encoder(nn.Module):
+    """A transformer encoder, classified by the mean of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, length, 64) → (samples, 10)."""
+        out: Tensor = self.head(self.encoder(x).mean(1))
         return out
 
 
@@ -51,7 +76,23 @@ def gpt(samples: int) -> Workload:
 
 def lstm(samples: int) -> Workload:
     """Two layers over 32 steps."""
-    return classifier("LSTM", LastState(64), torch.randn(samples, 32, 32), samples, CPU)
+    return classifier("LSTM", LastState(nn.LSTM(32, 64, 2, batch_first=True)), torch.randn(samples, 32, 32), samples, CPU)
+
+
+def gru(samples: int) -> Workload:
+    """Two layers over 16 steps, run as operations: on a CPU there is no kernel for it."""
+    return classifier("GRU", LastState(nn.GRU(32, 64, 2, batch_first=True)), torch.randn(samples, 16, 32), samples, CPU)
+
+
+def groups(samples: int) -> Workload:
+    """Residual convolutions that can be checkpointed: their statistics are of one sample."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Residual(16) for _ in range(6)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return classifier("conv net, GroupNorm", model, torch.randn(samples, 3, 16, 16), samples, CPU)
+
+
+def encoder(samples: int) -> Workload:
+    """Four layers on 32 tokens."""
+    return classifier("transformer encoder", Encoder(), torch.randn(samples, 32, 64), samples, CPU)
 
 
 def mlp(samples: int) -> Workload:
