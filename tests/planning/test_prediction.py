@@ -136,3 +136,10 @@ def test_of_a_short_batch_as_much_is_predicted_as_it_shows(samples: int) -> None
     assert [planned_size.size for planned_size in report.sizes] == sorted({samples, -(-samples // 2)}, reverse=True)
     assert planned.predict(samples * elements) is not None
     assert (planned.predict(1000 * elements) is None) == (samples == 1)
+
+
+def test_of_an_lstm_a_plan_holds_for_all_sizes_whatever_shapes_torch_has_seen_before() -> None:
+    torch._subclasses.fake_tensor.FakeTensorMode.cache_clear()
+    for samples in (4, 12, 8):  # of the first plan both sizes are new, of the others one is
+        _, planned, elements = plan_of(lstm(samples))
+        assert planned.predict(10**6 * elements) is not None, samples
