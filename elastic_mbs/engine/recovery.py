@@ -210,6 +210,8 @@ def restore(state: CallState, failure: Failure | None = None) -> None:
     to_call_start, streams = failure is None, state.streams if failure is None else failure.streams
     if streams is not None:
         state.context.streams.restore(streams)
+    elif failure is not None:  # nothing of it has run, and what is kept of the buffers can be from the start of the piece before
+        return
     buffers = state.context.buffers
     lost = state.context.retry("restore the buffers", lambda: buffers.restore(to_call_start=to_call_start))
     if lost is not None:

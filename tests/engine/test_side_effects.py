@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from elastic_mbs import IncompleteBatchError, whole
 from elastic_mbs.errors import BatchError, GradientsChangedError, UsageError
+from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, cross_entropy, elastic, grads, mlp, off_by, pairs, there, through, whole_gradient
 from tests.helpers.strikes import every_operation
@@ -290,3 +291,39 @@ def test_what_is_frozen_after_a_loop_was_left_early_stays_so() -> None:
     with pytest.raises(IncompleteBatchError):
         mbs.backward(loss_fn, ZEROS)
     assert not networks[0].weight.requires_grad
+
+
+class Counting(nn.Module):
+    """Counts the samples that it has seen."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_piece_did_to_buffers_stays_where_the_next_one_fails_before_its_snapshot(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    model, fails = Counting(), FailOn(3)
+    mbs, batch = elastic(model, micro_batch_size=2), torch.randn(8, 3)
+
+    def call() -> None:
+        mbs.backward(lambda x: model(x).square().mean(), batch) if training else mbs.eval(model, batch)
+
+    call()
+    begin = BufferCopies.begin_piece
+
+    def begin_piece(copies: BufferCopies) -> None:
+        fails()
+        begin(copies)
+
+    monkeypatch.setattr(BufferCopies, "begin_piece", begin_piece)
+    call()
+    assert model.seen == 16
