@@ -15,6 +15,8 @@ MOST = 12
 AMPLE = 2**40
 SETTLED = 3
 """Steps after which a device's allocator has cached what steps of one size need."""
+SPARE = 8 * 2**20
+"""Bytes that a device has to have beyond that: where small tensors lie depends on what was run before, and they take blocks of 2 MiB."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Fixed:
         size: samples of the longest piece.
         pieces: of a batch.
         seconds: of a step, median.
-        peak: bytes of live tensors, the highest seen in a step with its optimizer's; on a device, bytes reserved for them.
+        peak: bytes of live tensors, the highest seen in a step with its optimizer's; on a device, bytes reserved for them, and some.
     """
 
     size: int
@@ -48,7 +50,7 @@ class Sweep:
         sizes = sorted({-(-job.samples // pieces) for pieces in range(1, min(most, job.samples) + 1)}, reverse=True)
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         peaks = dict.fromkeys(sizes, 0)
-        in_a_row = 1 if job.device.type == "cpu" else SETTLED
+        in_a_row, spare = (1, 0) if job.device.type == "cpu" else (SETTLED, SPARE)
         for index in range(rounds + 1):
             for size in sizes:
                 batch = job.batch(index)
@@ -62,7 +64,7 @@ class Sweep:
                     peaks[size] = max(peaks[size], job.budget.peak)
         job.end()
         self.samples = job.samples
-        self.sizes = [Fixed(size, -(-job.samples // size), statistics.median(seconds[size][1:]), peaks[size]) for size in sizes]
+        self.sizes = [Fixed(size, -(-job.samples // size), statistics.median(seconds[size][1:]), peaks[size] + spare) for size in sizes]
 
     def best(self, limit: int) -> Fixed:
         """The fastest size that fits under a limit; the largest one on a simulated device, where time means nothing."""
