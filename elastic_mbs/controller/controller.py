@@ -96,6 +96,8 @@ class Controller:
         self._margin.follow(capacity)
         after = min(track.size, self._limits.clamp(fitting or attempted // 2))
         failed_trial, failed = self._failed(track, attempted * call.elements, capacity)
+        if failed_trial is not None and fitting is not None and after < failed_trial.before:
+            failed_trial = None  # what it grew from would have failed, too
         self._resize(track, after)
         call.size = after
         call.ooms += 1

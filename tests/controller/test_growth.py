@@ -296,3 +296,15 @@ def test_what_stays_free_follows_how_far_readings_fall() -> None:
     assert seen[-1] == pytest.approx(0.01)
     track.fragmentation = 1.25
     assert margin.budget(track, Capacity(1000, 0.0)) == pytest.approx(950 / 1.25), "an allocator that reserves can need one block more"
+
+
+@pytest.mark.parametrize(("room", "wait"), [(10, 40), (6, 1)])
+def test_a_growth_has_lost_nothing_where_the_size_before_it_would_have_failed_too(room: int, wait: int) -> None:
+    driver = Driver(8, max_micro_batch_size=16)
+    driver.until_move()
+    for _ in range(4):
+        driver.clean()
+    driver.lost, driver.capacity = 0.4, math.ceil((100 + 10 * room) / 0.98)
+    driver.failing(16)
+    driver.capacity = 10_000
+    assert driver.until_move(60)[0] == wait, "at a second a call"
