@@ -156,7 +156,10 @@ class BatchSchedule:
         return bisect_right(self._steps, step) - 1
 
     def scheduler(self, optimizer: Optimizer) -> MultiplicativeLR:
-        """A scheduler for `rate`. It multiplies the rate that others set, as a warm-up beside it in a `ChainedScheduler`."""
+        """A scheduler for `rate`. It multiplies the rate that others set, as a warm-up beside it in a `ChainedScheduler`.
+
+        Not beside one that computes the rate anew at each step, as LambdaLR and OneCycleLR do: that overwrites it.
+        """
 
         def factor(step: int) -> float:
             before = self.rate(step - 1)

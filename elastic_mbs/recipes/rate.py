@@ -40,7 +40,9 @@ def gradual_warmup(optimizer: Optimizer, k: float, steps: int) -> LinearLR:
     scheduler = ChainedScheduler([gradual_warmup(optimizer, k, steps=5 * len(loader)), MultiStepLR(optimizer, milestones)])
     ```
 
-    It multiplies the rate that others set, so it goes with any of torch's schedulers in a `ChainedScheduler`, or before them in a `SequentialLR`.
+    It goes before any of torch's schedulers in a `SequentialLR`. In a `ChainedScheduler` it multiplies the rate that others set, and goes with those
+    that do so, too (MultiStepLR, StepLR, ExponentialLR, PolynomialLR, CosineAnnealingLR). Those that compute the rate anew at each step (LambdaLR,
+    OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts) overwrite it there.
     Weight decay is left alone.
 
     Args:
