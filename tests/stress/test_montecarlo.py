@@ -116,7 +116,7 @@ BRANCHED = Plan(seed=1, branches=2, samples=8, size=4, steps=2, faults=(Fault(st
 PLANTED: dict[str, tuple[Any, str, Any, Plan]] = {
     "weight": (Schedule, "next", _no_weight, Plan(layers=("linear", "wide"), samples=6, steps=2, grow=True)),
     "stream": (RandomStreams, "restore", lambda self, state: None, Plan(layers=("dropout",), faults=(Fault(at=0.2),))),
-    "buffer": (BufferCopies, "restore", lambda self, *, to_call_start: None, Plan(layers=("running",), faults=(Fault(at=0.4),))),
+    "buffer": (BufferCopies, "restore", lambda self, *, to_call_start: None, Plan(layers=("running",), faults=(Fault(at=0.6),))),
     "commit": (Schedule, "push", _forgets_commits, BRANCHED),
     "queue": (recovery, "drop_unrun", lambda: None, Plan(count="both", faults=(Fault(at=0.4689, times=0, gap=3),), seed=1868015217, samples=2)),
 }
