@@ -36,6 +36,8 @@ from elastic_mbs.options import OutputPlace
 from elastic_mbs.rollback.graph import drop_unrun, walk
 from elastic_mbs.rollback.isolation import Isolation
 
+_SAME = 0.01  # of the embeddings' norm: as far as the same piece may differ by how a device adds
+
 OverEmbeddings = Callable[[Any], Any]  # what `embed_fn` returns, of the whole batch → the loss
 
 
@@ -52,6 +54,8 @@ class EmbeddingCall(Call):
         self._cache: _Cache | None = None  # of the first pass; None while that runs
         self._aside, self._set_aside = Isolation(), set[int]()  # gradients that were there, and the ids of their leaves
         self._restarts = self._failures = 0  # of the call, when the first pass began
+        self._unseen = False  # whether this is the first call of the function
+        self._first: StoredOutput | None = None  # what it gave for the first piece then
         self._at_floor: tuple[int | None, int] = None, 0  # where the second pass has failed at the floor, and how often
         counts = _Unweighted.samples(view.length)
         super().__init__(context, view, counts, name=name, identity=(identity, names_of(loss)[1]))
@@ -72,6 +76,8 @@ class EmbeddingCall(Call):
         if self._cache is None:
             self.keep(attempt, map_tensors(value, _alone))
             return
+        if self._unseen and attempt.piece.start == 0:
+            self.context.retry("compare the embeddings of both passes", lambda: self._check_same(value))
         self.backward(attempt, self._cache.surrogate(value, attempt.piece))
         attempt.loss = None  # the surrogate's value means nothing
         if attempt.piece.start == 0:
@@ -104,6 +110,7 @@ class EmbeddingCall(Call):
             if state.result is not None:
                 state.result = state.result.with_outputs(outputs)
             return
+        self._unseen = not state.profile.census_taken
         bound = self._is_bound()
         if bound and state.failures > self._failures:
             state.restarts += 1
@@ -111,6 +118,7 @@ class EmbeddingCall(Call):
             self._rewind()
             self._first_pass()
             return
+        self._first = state.in_order()[0].outputs if self._unseen else None
         cache = self._differentiate()
         self._rewind()
         self._cache, state.training, state.bound, state.outputs = cache, True, bound, None
@@ -165,6 +173,10 @@ class EmbeddingCall(Call):
         what = f"run loss= over the embeddings of {state.view.length} samples, whose memory no micro-batch changes"
         cache = context.retry(what, attempt)
         state.check_gradients()
+        if context.model.training() != modes:
+            raise MisuseError(
+                "loss= switched a module's mode, and the second pass would run in another one than the first: switch it outside the call"
+            )
         if self._buffers() != buffers:
             raise MisuseError(
                 "loss= changed a buffer of the model (a queue, running statistics), and the second pass starts from the buffers that the first one "
@@ -192,6 +204,16 @@ class EmbeddingCall(Call):
             state.had_gradient, state.indistinct = set(), False
             state.settled = state.is_settled()
 
+    def _check_same(self, value: Any) -> None:
+        """Refuses an `embed_fn` whose second run gives something else. In the first call of a function only: it waits for the device."""
+        before = [] if self._first is None else tensors_in(self._first.get())
+        for one, other in zip(filter(_has_gradient, before), filter(_has_gradient, tensors_in(value)), strict=False):
+            if one.shape == other.shape and float((one - other.detach()).norm()) > _SAME * float(one.norm()):
+                raise ReplayUnsafeError(
+                    "embed_fn gave other embeddings when it ran again, so its gradient is not that of the embeddings which loss= has seen: name each "
+                    "generator of your own that it draws from, recovery=RecoveryOptions(generators=[g]), and do not ask torch.is_grad_enabled()"
+                )
+
     def _settle(self) -> None:
         """Ends the second pass as the first one and the loss have ended, and adds its gradients to those that were there."""
         state, context = self.state, self.context
@@ -209,7 +231,7 @@ class EmbeddingCall(Call):
             context.retry("put the gradients back in their places", self._aside.finish)
 
     def _close(self) -> None:
-        self._cache = None
+        self._cache = self._first = None
         self._aside.rewind()  # of a call that has ended early: an empty one has nothing to put back
         super()._close()
 
@@ -230,12 +252,16 @@ class _Cache:
         inputs: list[Tensor] = []
 
         def leaf(tensor: Tensor) -> Tensor:
-            if not _has_gradient(tensor):
-                return tensor
-            inputs.append(tensor.detach().requires_grad_())
-            return inputs[-1]
+            if _has_gradient(tensor):
+                tensor = tensor.detach().requires_grad_()
+                inputs.append(tensor)
+            return tensor.clone()  # it may be edited in place: a loss that runs again must find it as it was
 
-        terms, found = read_losses(loss_fn(map_tensors(embeddings, leaf)), None)
+        value = loss_fn(map_tensors(embeddings, leaf))
+        try:
+            terms, found = read_losses(value, None)
+        except LossError as error:
+            raise LossError(f"what loss= returned for the whole batch is no loss: {error}") from None
         loss = weighted_sum(terms, {None: 1.0})
         self.loss = loss.detach()
         self.outputs = None if found is None or outputs is None else StoredOutput(found, outputs)

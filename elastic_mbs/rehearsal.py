@@ -46,11 +46,13 @@ class Rehearsal:
 
     def verify(self, loss_fn: LossFn, batch: Any, given: Arguments, samples: int) -> VerifyReport:
         """See `ElasticMBS.verify`."""
+        _check_no_loss("verify", given)
         with self._of("verify", loss_fn, lambda: self._batches.first(batch, samples)) as (few, counts):
             return verify(self._context, few, counts, lambda piece: loss_fn(piece, *given[0], **given[1]))
 
     def plan(self, loss_fn: LossFn, batch: Any, given: Arguments, optimizer: Optimizer | None, budget: Cap, *, compare: bool) -> PlanReport:
         """See `ElasticMBS.plan`."""
+        _check_no_loss("plan", given)
         capacity, name = None if budget is None else parse_bytes(budget), names_of(loss_fn)[0]
         read = partial(self._batches.read, batch, name, given, training=True)
         with self._of("plan", loss_fn, read) as (view, counts):
@@ -61,11 +63,11 @@ class Rehearsal:
             controller.planned(key, view.worth, view.elements, report.model, report.largest)
         return report
 
-    def whole(self, batch: Any) -> Generator[MicroBatch, None, StepResult]:
-        """The batch in one piece; returns what came of it."""
+    def whole(self, batch: Any, *, counted: bool = True) -> Generator[MicroBatch, None, StepResult]:
+        """The batch in one piece; returns what came of it. Where nothing is counted the loss is one of the whole batch."""
         batch = self._context.load(batch)
         totals, length = self._batches.totals(batch)
-        whole = DisabledPass(self._context.settings, batch, self._batches.count_names, totals, length)
+        whole = DisabledPass(self._context.settings, batch, self._batches.count_names if counted else None, totals, length)
         self._totals = totals
         try:
             yield whole.micro
@@ -85,3 +87,8 @@ class Rehearsal:
             yield found
         finally:
             self._totals = None
+
+
+def _check_no_loss(door: str, given: Arguments) -> None:
+    if callable(given[1].get("loss")):
+        raise UsageError(f"{door}() takes no loss=: a loss over the embeddings of the whole batch is no sum over pieces. Leave it out")

@@ -180,7 +180,7 @@ class ElasticMBS:
         check_function(loss_fn, "backward(loss_fn, batch)")
         check_function(loss_fn if loss is None else loss, "backward(embed_fn, batch, loss=over_embeddings)")
         if not self.enabled:
-            for micro in self._loop_whole(batch):
+            for micro in self._loop_whole(batch, counted=loss is None):
                 with micro:
                     value = loss_fn(micro.data, *args, **kwargs)
                     micro.backward(value if loss is None else loss(value))
@@ -374,8 +374,8 @@ class ElasticMBS:
         self._call = Call(context, view, counts, name=name, identity=key, training=training, outputs=place, own_graph=own_graph)
         return self._call
 
-    def _loop_whole(self, batch: Any) -> Iterator[MicroBatch]:
-        self.last_result = yield from self._rehearsal.whole(batch)
+    def _loop_whole(self, batch: Any, *, counted: bool = True) -> Iterator[MicroBatch]:
+        self.last_result = yield from self._rehearsal.whole(batch, counted=counted)
 
     def _finish(self, call: Call) -> StepResult:
         result = call.state.result

@@ -35,7 +35,10 @@ class BatchSchedule:
     """
 
     def __init__(self, changes: Iterable[tuple[int, int]]) -> None:
-        pairs = [(step, batch) for step, batch in changes]
+        try:
+            pairs = [(step, batch) for step, batch in changes]
+        except (TypeError, ValueError):
+            raise UsageError(f"changes={changes!r} are no (step, batch) pairs: [(0, 64), (30, 128)]") from None
         if not pairs or pairs[0][0] != 0:
             raise UsageError(f"changes={pairs!r} have no batch for step 0: begin with (0, batch)")
         self._steps: list[int] = []
@@ -77,6 +80,8 @@ class BatchSchedule:
         """
         schedule = cls([(0, batch)])
         limit = _limit(batch, samples, limit)
+        if type(steps) is not int:
+            raise UsageError(f"steps={steps!r} is no whole number of calls of the scheduler's step()")
         optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
         scheduler = make(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):

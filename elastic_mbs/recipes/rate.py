@@ -26,7 +26,7 @@ def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
     for name, value in (("batch", batch), ("reference_batch", reference_batch)):
         if type(value) is not int or value < 1:
             raise UsageError(f"{name}={value!r} is no whole number of samples of at least 1")
-    if not 0 <= lr < math.inf:
+    if not isinstance(lr, int | float) or not 0 <= lr < math.inf:
         raise UsageError(f"lr={lr!r} is no rate: it must be a finite number of at least 0")
     return lr * (batch / reference_batch)
 

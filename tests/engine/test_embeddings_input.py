@@ -148,7 +148,7 @@ def test_a_leaf_of_the_loss_whose_hook_would_run_twice() -> None:
 
 def test_an_embed_fn_that_draws_other_numbers_when_it_runs_again() -> None:
     model = mlp()
-    refused(ReplayUnsafeError, "drew other random numbers", model, lambda b: model(b) + (torch.rand(()) if torch.is_grad_enabled() else 0), gram)
+    refused(ReplayUnsafeError, "drew other random numbers", model, lambda b: model(b) + (0 * torch.rand(()) if torch.is_grad_enabled() else 0), gram)
 
 
 def test_a_loss_that_does_not_fit_says_that_no_micro_batch_helps() -> None:
@@ -188,3 +188,52 @@ def test_a_loop_left_early_is_said_by_the_next_call() -> None:
         break
     with pytest.raises(IncompleteBatchError):
         mbs.backward(lambda b: model(b), X, loss=gram)
+
+
+def test_a_loss_that_switches_a_modules_mode() -> None:
+    model = mlp()
+
+    def over(z: Tensor) -> Tensor:
+        model.eval()
+        return gram(z)
+
+    refused(MisuseError, "loss= switched a module's mode", model, lambda b: model(b), over)
+
+
+def test_an_embed_fn_that_draws_from_a_generator_that_is_not_named() -> None:
+    model, mine = mlp(), torch.Generator()
+
+    def embed(b: Tensor) -> Tensor:
+        z: Tensor = model(b)
+        return z * (torch.rand(z.shape, generator=mine, dtype=z.dtype) > 0.5)
+
+    refused(ReplayUnsafeError, r"RecoveryOptions\(generators=\[g\]\)", model, embed, gram)
+
+
+@pytest.mark.parametrize("door", ["verify", "plan"])
+def test_verify_and_plan_take_no_loss(door: str) -> None:
+    model = mlp()
+    with pytest.raises(UsageError, match=rf"{door}\(\) takes no loss="):
+        getattr(elastic(model), door)(model, X, loss=gram)
+
+
+def test_embeddings_edited_in_place_by_a_loss_are_as_they_were_when_it_runs_again() -> None:
+    """A leaf that needs a gradient refuses it, and what is edited without a graph would be edited twice."""
+    model, fails = mlp(), FailOn(1)
+
+    def over(z: Tensor) -> Tensor:
+        with torch.no_grad():
+            z += 1
+        z /= 2
+        fails()
+        return gram(z)
+
+    assert elastic(model, micro_batch_size=3).backward(model, X, loss=over).partition == ((0, 3), (3, 6), (6, 8))
+    assert off_by(model, whole_gradient(model, lambda net: gram((net(X) + 1) / 2))) <= 1e-12
+
+
+def test_without_the_runtime_a_loss_over_embeddings_counts_nothing_either() -> None:
+    model = mlp()
+    mbs = elastic(model, enabled=False, count={"one": lambda b: torch.ones(len(b)), "two": lambda b: torch.ones(len(b))})
+    assert float(mbs.backward(model, X, loss=gram)) == pytest.approx(float(gram(model(X)).detach()))
+    assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12

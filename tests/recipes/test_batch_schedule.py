@@ -68,6 +68,9 @@ def test_what_is_left_to_decay_is_a_scheduler_that_goes_with_others() -> None:
         ([(0, 8), (2.5, 16)], "step 2.5"),
         ([(0, 0)], "a batch of 0 at step 0"),
         ([(0, 8.0)], "a batch of 8.0"),
+        ([5], r"no \(step, batch\) pairs"),
+        ([(0, 8, 16)], r"no \(step, batch\) pairs"),
+        (5, r"no \(step, batch\) pairs"),
     ],
 )
 def test_a_schedule_that_shrinks_or_makes_no_sense_is_refused(changes: Any, named: str) -> None:
@@ -88,6 +91,7 @@ WARM: Make = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_
         (MAKERS[0], {"samples": 79}, "a tenth of samples is 7, below the first batch of 8"),
         (MAKERS[0], {"limit": 7}, "limit is 7, below"),
         (MAKERS[0], {"limit": 100, "steps": 0}, "steps=0"),
+        (MAKERS[0], {"limit": 100, "steps": 2.5}, "steps=2.5"),
         (MAKERS[0], {"limit": 100, "batch": 0}, "a batch of 0"),
     ],
 )

@@ -42,7 +42,13 @@ def test_the_papers_own_figures() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [((0.1, 0, 256), "batch=0"), ((0.1, 256, 2.5), "reference_batch=2.5"), ((-1.0, 8, 8), "lr=-1.0"), ((float("nan"), 8, 8), "lr=nan")],
+    [
+        ((0.1, 0, 256), "batch=0"),
+        ((0.1, 256, 2.5), "reference_batch=2.5"),
+        ((-1.0, 8, 8), "lr=-1.0"),
+        ((float("nan"), 8, 8), "lr=nan"),
+        (("x", 8, 8), "lr='x'"),
+    ],
 )
 def test_a_batch_or_a_rate_that_makes_no_sense_is_refused(arguments: Any, named: str) -> None:
     with pytest.raises(UsageError, match=named):
