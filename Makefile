@@ -11,7 +11,7 @@ BIN := .venv/bin
 PIP := -m pip --quiet --quiet --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test coverage test-injected lint format stress montecarlo simcuda docs wheel wheel-test clean
+.PHONY: demo test coverage test-injected frameworks lint format stress montecarlo simcuda docs wheel wheel-test clean
 
 demo: .venv/installed
 	@$(BIN)/python -m elastic_mbs demo
@@ -28,6 +28,10 @@ SEED ?= 20
 
 test-injected: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=auto -m "injectable and not no_oom_injection" --oom-injection=random --oom-injection-seed=$(SEED)
+
+# The integrations and their example scripts, in an environment that has the trainers.
+frameworks: .venv-frameworks/installed
+	@OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest --quiet tests/integrations
 
 # Every scenario on counted tensors with few steps, and some under each limit that the machine itself can set.
 stress: .venv/installed
@@ -72,13 +76,20 @@ wheel-test: wheel
 	"$$here/venv/bin/elastic-mbs" --help > help.txt
 
 clean:
-	@rm -rf .venv .venv-simcuda build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv .venv-frameworks .venv-simcuda build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 .venv-simcuda/installed: pyproject.toml
 	@echo "making .venv-simcuda (gigabytes)"
 	@$(PYTHON) -m venv .venv-simcuda
 	@.venv-simcuda/bin/python $(PIP) install "$(TORCH_CUDA)"
 	@.venv-simcuda/bin/python $(PIP) install --editable ".[dev]"
+	@touch $@
+
+.venv-frameworks/installed: pyproject.toml
+	@echo "making .venv-frameworks (about a minute)"
+	@$(PYTHON) -m venv .venv-frameworks
+	@.venv-frameworks/bin/python $(PIP) install "$(TORCH)"
+	@.venv-frameworks/bin/python $(PIP) install --editable ".[dev,frameworks]"
 	@touch $@
 
 .venv/installed: pyproject.toml

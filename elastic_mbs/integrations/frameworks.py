@@ -1,0 +1,62 @@
+"""The packages that the integrations work with, and the versions of them that were tested."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from elastic_mbs.errors import UnsupportedError
+
+Release = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A package with an integration, and the oldest and the newest of its releases that were tested."""
+
+    package: str
+    extra: str
+    oldest: str
+    newest: str
+
+    @property
+    def installed(self) -> str | None:
+        """The version that is installed; None where none is."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return None
+
+    @property
+    def tested(self) -> bool | None:
+        """Whether the installed version lies in the tested range, whatever its patch release; None where none is installed."""
+        found = self.installed
+        return None if found is None else _release(self.oldest) <= _release(found) and _release(found)[:2] <= _release(self.newest)[:2]
+
+    def check(self) -> None:
+        """Raises an `UnsupportedError` for a version older than all that were tested, and warns of one that is newer."""
+        found = self.installed
+        if found is None or self.tested:
+            return
+        if _release(found) < _release(self.oldest):
+            raise UnsupportedError(
+                f"{self.package} {found} is older than the oldest version that elastic_mbs was tested with ({self.oldest}): "
+                f"pip install '{self.package}>={self.oldest}'"
+            )
+        warnings.warn(
+            f"{self.package} {found} is newer than what elastic_mbs was tested with ({self.oldest} to {self.newest}); "
+            "compare the first losses with a run without it",
+            stacklevel=3,
+        )
+
+
+def _release(text: str) -> Release:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+TRANSFORMERS = Framework("transformers", "hf", oldest="5.23.0", newest="5.23.0")
+LIGHTNING = Framework("lightning", "lightning", oldest="2.6.6", newest="2.6.6")
+ACCELERATE = Framework("accelerate", "accelerate", oldest="1.15.0", newest="1.15.0")
+FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE)
