@@ -171,6 +171,16 @@ def test_time_recovers_the_line_and_the_efficiency(gamma: float, delta: float, s
     assert fit.gain(before, after) == pytest.approx(1 - efficiency[0] / efficiency[1], abs=1e-6)
 
 
+def test_sizes_below_the_knee_whose_time_is_constant_do_not_flatten_the_line_above_it() -> None:
+    """Milliseconds of a convolutional net on a CPU, as measured."""
+    fit = TimeFit()
+    for m, t in ((8, 4.88), (16, 5.34), (32, 8.32)):
+        fit.add(m, t)
+    gamma, delta = fit.coefficients() or (0.0, 0.0)
+    for m, t in ((64, 14.33), (128, 26.44)):
+        assert gamma * m + delta == pytest.approx(t, rel=0.06)
+
+
 def test_time_keeps_minima_because_outliers_go_one_way() -> None:
     fit, clean = TimeFit(), TimeFit()
     for m in (4, 8, 16):
@@ -187,7 +197,7 @@ def test_time_coefficients_are_never_negative() -> None:
     for m, t in ((10, 2.0), (20, 1.0)):
         falling.add(m, t)
     gamma, delta = steep.coefficients() or (0.0, 1.0)
-    assert gamma == pytest.approx(0.112, abs=0.003)
+    assert gamma == pytest.approx(0.121, abs=0.003)
     assert delta == 0
     assert steep.gain(10, 20) == pytest.approx(0)
     gamma, delta = falling.coefficients() or (1.0, 0.0)
