@@ -191,8 +191,8 @@ class TimeFit:
         best = self._best
         if not best or min(best) > self.SPREAD * max(best):
             return None
-        # Weighted least squares of γ·x + δ = t. 1/t² makes errors relative. Below the knee a piece takes a constant time, and above the caches a sample
-        # takes more of it, so the larger a size, the more it says of what lies above: x³.
+        # Weighted least squares of γ·x + δ = t. 1/t² makes errors relative. Below the knee a piece takes a constant time, and beyond the
+        # caches a sample takes more of it, so the larger a size, the more it says of what lies above: x³.
         points = [(x, t, x**3 / t**2) for x, t in best.items()]
         xx, xc, cc = sum(w * x * x for x, _, w in points), sum(w * x for x, _, w in points), sum(w for _, _, w in points)
         x1, c1 = sum(w * x * t for x, t, w in points), sum(w * t for _, t, w in points)
