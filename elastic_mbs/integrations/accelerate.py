@@ -1,0 +1,69 @@
+"""The runtime in a loop that uses Hugging Face accelerate.
+
+```python
+from elastic_mbs.integrations.accelerate import elastic
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+with elastic(accelerator, model) as mbs:
+    for batch in loader:
+        mbs.backward(loss_fn, batch)      # was: accelerator.backward(loss_fn(batch))
+        optimizer.step(); optimizer.zero_grad()
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.integrations.adapter import NO_FP8, ONE_PROCESS, AdaptedMBS, Adapter
+from elastic_mbs.integrations.frameworks import ACCELERATE
+from elastic_mbs.runtime import ElasticMBS
+
+
+def elastic(accelerator: Accelerator, model: nn.Module | Sequence[nn.Module], **options: Any) -> ElasticMBS:
+    """The runtime for prepared models: `mbs.backward(loss_fn, batch)` stands for `accelerator.backward(loss_fn(batch))`.
+
+    Everything else of the loop stays: `accelerator.clip_grad_norm_`, `optimizer.step()` (or `mbs.optimizer_step(optimizer)`), schedules, and
+    checkpoints, where `accelerator.register_for_checkpointing(mbs)` adds what was learned of sizes. `loss_fn` calls the prepared model.
+
+    Args:
+        accelerator: of one process; its `gradient_accumulation_steps` is 1.
+        model: what `accelerator.prepare` gave back, or a sequence of such models.
+        **options: those of `ElasticMBS`, but for `scaler` and `backward`, which are accelerate's.
+
+    Raises:
+        UsageError: an argument makes no sense, or gradients are accumulated by accelerate, too (also later, by a call).
+        UnsupportedError: more than one process, DeepSpeed, FSDP, Megatron, XLA, FP8, or a version of accelerate that is too old.
+    """
+    ACCELERATE.check()
+    if not isinstance(accelerator, Accelerator):
+        raise UsageError(f"accelerator={str(accelerator)[:80]!r} is no accelerate.Accelerator: elastic(accelerator, model)")
+    if accelerator.distributed_type != DistributedType.NO:
+        raise UnsupportedError(
+            f"accelerator.distributed_type is {accelerator.distributed_type.value} ({accelerator.num_processes} processes): {ONE_PROCESS}"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedError(f"mixed_precision='fp8': {NO_FP8}")
+    adapter = Adapter(
+        "accelerate",
+        partial(accelerator.unwrap_model, keep_torch_compile=False),
+        partial(_check_steps, accelerator),
+        scaler=accelerator.scaler,
+        steps_scaled=accelerator.scaler is not None,
+    )
+    return AdaptedMBS(model, adapter, options)
+
+
+def _check_steps(accelerator: Accelerator) -> None:
+    if accelerator.gradient_accumulation_steps != 1:
+        raise UsageError(
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps}: the runtime accumulates by itself, as finely as memory asks for. "
+            "Give the loader the batch that the optimizer is to see, leave accelerator.accumulate() out, and set it to 1"
+        )

@@ -1,0 +1,60 @@
+"""The runtime in a loop that uses Lightning Fabric.
+
+```python
+from elastic_mbs.integrations.fabric import elastic
+
+model, optimizer = fabric.setup(model, optimizer)
+with elastic(fabric, model) as mbs:
+    for batch in loader:
+        mbs.backward(loss_fn, batch)      # was: fabric.backward(loss_fn(batch))
+        optimizer.step(); optimizer.zero_grad()
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.wrappers import is_wrapped
+from torch import nn
+
+from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.integrations.adapter import NO_FP8, ONE_PROCESS, AdaptedMBS, Adapter
+from elastic_mbs.integrations.frameworks import LIGHTNING
+from elastic_mbs.runtime import ElasticMBS
+
+
+def elastic(fabric: Fabric, model: nn.Module | Sequence[nn.Module], **options: Any) -> ElasticMBS:
+    """The runtime for models that Fabric has set up: `mbs.backward(loss_fn, batch)` stands for `fabric.backward(loss_fn(batch))`.
+
+    Everything else of the loop stays: `fabric.clip_gradients`, `optimizer.step()` (or `mbs.optimizer_step(optimizer)`), schedules, and checkpoints,
+    where `fabric.save(path, {"model": model, "elastic": mbs})` adds what was learned of sizes. `loss_fn` calls the model of `fabric.setup`.
+
+    Args:
+        fabric: of one process and one device.
+        model: what `fabric.setup` gave back, or a sequence of such models.
+        **options: those of `ElasticMBS`, but for `scaler` and `backward`, which are Fabric's.
+
+    Raises:
+        UsageError: an argument makes no sense.
+        UnsupportedError: more than one process, DeepSpeed, FSDP, XLA, FP8, or a version of lightning that is too old.
+    """
+    LIGHTNING.check()
+    if not isinstance(fabric, Fabric):
+        raise UsageError(f"fabric={str(fabric)[:80]!r} is no lightning.fabric.Fabric: elastic(fabric, model)")
+    strategy = fabric.strategy
+    if type(strategy) is not SingleDeviceStrategy:
+        raise UnsupportedError(f"the strategy is {type(strategy).__name__} ({fabric.world_size} processes): {ONE_PROCESS}")
+    if "transformer-engine" in strategy.precision.precision:
+        raise UnsupportedError(f"precision={strategy.precision.precision!r}: {NO_FP8}")
+    scaled = getattr(strategy.precision, "scaler", None) is not None
+    return AdaptedMBS(model, Adapter("Fabric", _unwrap, backward=fabric.backward, steps_scaled=scaled), options)
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    original = module.module if is_wrapped(module) else module
+    assert isinstance(original, nn.Module)
+    return original
