@@ -62,8 +62,9 @@ def elastic(accelerator: Accelerator, model: nn.Module | Sequence[nn.Module], **
 
 
 def _check_steps(accelerator: Accelerator) -> None:
-    if accelerator.gradient_accumulation_steps != 1:
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
         raise UsageError(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps}: the runtime accumulates by itself, as finely as memory asks for. "
-            "Give the loader the batch that the optimizer is to see, leave accelerator.accumulate() out, and set it to 1"
+            f"gradient_accumulation_steps={steps}: the runtime accumulates by itself, in pieces that fit. Give the loader the batch that the "
+            "optimizer is to see, leave accelerator.accumulate() out, and set gradient_accumulation_steps=1"
         )
