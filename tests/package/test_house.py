@@ -10,7 +10,7 @@ import torch
 from tests.helpers.room import ROOT
 
 # Lower a number as soon as the code allows it; raise one only for what is new. Where all is done: lines 9,200 / 2,500 / 7,000 / 20,000, else 0.
-LINES = {"core": 11_726, "cli": 2_625, "planning": 915, "recipes": 567, "stress": 7_086, "simcuda": 2_287, "tests": 24_534}
+LINES = {"core": 11_726, "cli": 2_625, "integrations": 900, "planning": 915, "recipes": 567, "stress": 7_086, "simcuda": 2_287, "tests": 24_972}
 CROWDED_FOLDERS = 0  # more than 13 modules
 LONG_FILES = 0  # more than 400 lines
 LONG_FUNCTIONS = 0  # more than 40 lines without the docstring
@@ -62,7 +62,7 @@ def foreign_privates() -> Iterator[str]:
 
 @pytest.mark.parametrize("part", LINES)
 def test_no_part_has_more_lines_than_its_budget(part: str) -> None:
-    rooms = {"core", "cli", "planning", "recipes"}
+    rooms = {"core", "cli", "integrations", "planning", "recipes"}
     paths = files_of("elastic_mbs" if part in rooms else "stress" if part == "simcuda" else part)
     if part in rooms:
         room = [path.relative_to(ROOT / "elastic_mbs").parts[0] for path in paths]
