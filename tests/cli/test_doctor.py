@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_mbs.cli import command, doctor
 from elastic_mbs.cli.doctor import render, summary
-from elastic_mbs.cli.doctor.facts import Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown, Versions
+from elastic_mbs.cli.doctor.facts import Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Trainer, Unknown, Versions
 from elastic_mbs.cli.doctor.rules import CONDITIONS, Level, conflict, judge, settings, table
 from elastic_mbs.memory import CgroupMemory, Holder
 
@@ -21,6 +21,7 @@ VERSIONS = Versions("0.1.0", "3.12.4", "Linux 6.8.0 (x86_64)", "2.13.0+cu130", "
 LIBRARY = Unknown("NVMLError_LibraryNotFound: NVML Shared Library Not Found", absent=True)
 BROKEN = Unknown("NVMLError_Unknown: Unknown Error")
 H200 = Gpu(0, f"GPU-{UUID}", "NVIDIA H200", free=138 * GIB, total=140 * GIB)
+LIGHTNING = Trainer("lightning", "2.6.6", oldest="2.5.0", newest="2.6.6", tested=True)
 CARD = TorchDevice(0, "NVIDIA H200", UUID, 139 * GIB)
 
 
@@ -132,6 +133,11 @@ MACHINES: dict[str, tuple[Facts, list[str]]] = {
         ["note allocator: export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"],
     ),
     "the deprecated package": (bare(versions=replace(VERSIONS, pynvml="11.5.3")), ["warning versions: pynvml 11.5.3; pip uninstall -y pynvml"]),
+    "a tested trainer": (bare(trainers=(LIGHTNING,)), ["ok trainers: lightning 2.6.6; tested: 2.5.0 to 2.6.6"]),
+    "a trainer that was not tested": (
+        bare(trainers=(LIGHTNING, replace(LIGHTNING, version="3.0", tested=False))),
+        ["ok trainers: lightning 2.6.6", "warning trainers: lightning 3.0 was not tested; older than 2.5.0; 'lightning>=2.5.0,<=2.6.6'"],
+    ),
     "no binding": (NO_BINDING, ["warning driver: no module pynvml; pip install nvidia-ml-py"]),
     "cudaMallocAsync": (bare(torch=MALLOC_ASYNC, environment={}), ["warning allocator: cudaMallocAsync; zero"]),
     "no cache": (variables(PYTORCH_NO_CUDA_MEMORY_CACHING="1"), ["warning allocator: PYTORCH_NO_CUDA_MEMORY_CACHING"]),

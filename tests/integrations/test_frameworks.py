@@ -1,5 +1,6 @@
 import pytest
 
+from elastic_mbs.cli.doctor.machine import trainers
 from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations import frameworks
 from elastic_mbs.integrations.frameworks import FRAMEWORKS, Framework
@@ -35,3 +36,7 @@ def test_an_absent_package_is_neither_tested_nor_refused() -> None:
     absent = Framework("no-such-package-of-ours", "extra", oldest="1", newest="1")
     assert (absent.installed, absent.tested) == (None, None)
     absent.check()
+
+
+def test_the_doctor_names_what_is_installed_and_whether_it_was_tested() -> None:
+    assert {(trainer.package, trainer.tested) for trainer in trainers()} == {("transformers", True), ("lightning", True), ("accelerate", True)}

@@ -36,6 +36,17 @@ class Versions:
 
 
 @dataclass(frozen=True)
+class Trainer:
+    """A package with an integration (`elastic_mbs.integrations`) that is installed."""
+
+    package: str
+    version: str
+    oldest: str  # that was tested
+    newest: str
+    tested: bool  # whether the version lies between them
+
+
+@dataclass(frozen=True)
 class TorchDevice:
     """A CUDA device as torch sees it."""
 
@@ -105,6 +116,7 @@ class Facts:
     platform: str = "linux"  # as `sys.platform`
     wsl: bool = False  # this is Linux inside Windows
     own_pids: bool = True  # the driver's PIDs mean the same processes here: not so in a container
+    trainers: tuple[Trainer, ...] = ()
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:

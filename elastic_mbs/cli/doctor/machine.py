@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from elastic_mbs.cli.doctor.facts import ALLOCATOR, Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown, Versions
+from elastic_mbs.cli.doctor.facts import ALLOCATOR, Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Trainer, Unknown, Versions
+from elastic_mbs.integrations.frameworks import FRAMEWORKS
 from elastic_mbs.memory import cgroup_memory
 from elastic_mbs.memory.processes import holders_on, pids_are_ours
 from elastic_mbs.version import __version__
@@ -48,6 +49,7 @@ def collect(*, allocate: bool = False, root: Path = Path("/")) -> Facts:
         platform=sys.platform,
         wsl=sys.platform == "linux" and "microsoft" in platform.release().lower(),
         own_pids=pids_are_ours(),
+        trainers=known(trainers, ()),
     )
 
 
@@ -77,6 +79,10 @@ def versions() -> Versions:
             packages[package.replace("-", "_")] = importlib.metadata.version(package)
     system = f"{platform.system()} {platform.release()} ({platform.machine()})"
     return Versions(__version__, platform.python_version(), system, str(torch.__version__), **packages)
+
+
+def trainers() -> tuple[Trainer, ...]:
+    return tuple(Trainer(each.package, found, each.oldest, each.newest, bool(each.tested)) for each in FRAMEWORKS if (found := each.installed))
 
 
 def torch_facts(nvml: Nvml | Unknown, *, allocate: bool = False) -> Torch:

@@ -54,6 +54,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "always": lambda s: True,
     "torch is too old": lambda s: release(s.f.versions.torch) < (2, 8),
     "the deprecated pynvml is installed": lambda s: s.f.versions.pynvml is not None,
+    "the trainer's version was tested": lambda s: s.t.tested,
     # driver
     "NVML answers": lambda s: isinstance(s.f.nvml, Nvml),
     "NVML is broken": lambda s: isinstance(s.f.nvml, Unknown) and not s.f.nvml.absent,
@@ -124,7 +125,7 @@ def _first(topic: str, rules: list[dict[str, str]], subject: SimpleNamespace) ->
 
 
 def subjects(facts: Facts) -> dict[str, list[SimpleNamespace]]:
-    """What groups of rules are applied to, by its name: the machine, each device of torch, each GPU of NVML, each resource limit."""
+    """What groups of rules are applied to, by its name: the machine, each device of torch, each GPU of NVML, each resource limit, each trainer."""
     machine = _machine(facts)
     gpus = {gpu.uuid.partition("-")[2]: gpu for gpu in facts.gpus}
     limits = facts.limits if isinstance(facts.limits, tuple) else ()
@@ -132,6 +133,7 @@ def subjects(facts: Facts) -> dict[str, list[SimpleNamespace]]:
         "machine": [SimpleNamespace(**machine)],
         "device": [SimpleNamespace(**machine, **_device(facts, device, gpus.get(device.uuid or ""))) for device in facts.devices],
         "gpu": [SimpleNamespace(**machine, **_gpu(facts, gpu)) for gpu in facts.gpus],
+        "trainer": [SimpleNamespace(**machine, t=trainer) for trainer in facts.trainers],
         "limit": [SimpleNamespace(**machine, l=limit, flag="-v" if limit.name == "RLIMIT_AS" else "-d") for limit in limits],
     }
 
