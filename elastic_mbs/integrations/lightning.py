@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -14,13 +13,10 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 
 from elastic_mbs.errors import UnsupportedError, UsageError
-from elastic_mbs.integrations import lightning_private as private
 from elastic_mbs.integrations.frameworks import LIGHTNING
-from elastic_mbs.integrations.lightning_log import BatchLog
-from elastic_mbs.integrations.lightning_private import TrainingBatch
+from elastic_mbs.integrations.lightning_private import EVALUATIONS, Steps
 from elastic_mbs.options import GradientOptions
 from elastic_mbs.runtime import ElasticMBS
 
@@ -28,20 +24,16 @@ from elastic_mbs.runtime import ElasticMBS
 class ElasticCallback(Callback):
     """Keeps a Lightning `Trainer` alive through out-of-memory errors: the loader gives the batch wanted, the runtime cuts it.
 
-    ```python
-    trainer = Trainer(callbacks=[ElasticCallback()])
-    ```
-
-    `training_step` gets pieces of the batch, and may get the same samples again; so do `validation_step`, `test_step` and `predict_step`. What they
-    log is recorded once per batch. With manual optimisation `training_step` gets the whole batch and calls `callback.runtime.backward(loss_fn, batch)`.
-    What was learned about sizes is saved in Lightning's checkpoints.
+    `Trainer(callbacks=[ElasticCallback()])`. `training_step` gets pieces of the batch, and may get the same samples again; so do `validation_step`,
+    `test_step` and `predict_step`. What they log is recorded once per batch. With manual optimisation `training_step` gets the whole batch, and calls
+    `callback.runtime.backward(loss_fn, batch)`. What was learned about sizes is saved in Lightning's checkpoints.
 
     Args:
         **options: those of `ElasticMBS`, but `model`, `scaler` and `GradientOptions(backward=)`, which are Lightning's.
 
     Raises:
         UsageError: an option makes no sense here.
-        UnsupportedError: the installed version of Lightning is older than all that were tested.
+        UnsupportedError: Lightning is older than all versions that were tested.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -53,16 +45,16 @@ class ElasticCallback(Callback):
             raise UsageError("scaler= and GradientOptions(backward=) are Lightning's: Trainer(precision='16-mixed'), LightningModule.backward")
         if isinstance(options.get("count"), Mapping):
             raise UsageError("count= is a dict of several losses, and training_step returns one: give one function, or count_tokens(...)")
-        ElasticMBS(torch.nn.Identity(), **options | {"log": None})  # refuses what makes no sense here, and not when training begins
+        ElasticMBS(torch.nn.Identity(), **options | {"log": None})  # refuses what makes no sense now, and not when training begins
         self._options = options
         self._state: dict[str, Any] = {}  # from a checkpoint, until there is a runtime
         self._module: LightningModule | None = None
         self._runtime: ElasticMBS | None = None
-        self._replaced: list[private.Undo] = []
+        self._steps: Steps | None = None
 
     @property
     def runtime(self) -> ElasticMBS:
-        """The runtime, once `fit`, `validate`, `test` or `predict` has begun: its `stats`, its `last_result`, its doors for manual optimisation."""
+        """The runtime, once the Trainer has begun: its `stats`, its `last_result`, its doors for manual optimisation."""
         if self._runtime is None:
             if self._module is None:
                 raise UsageError("ElasticCallback.runtime is there once a Trainer with this callback has begun to fit, validate, test or predict")
@@ -72,7 +64,7 @@ class ElasticCallback(Callback):
         return self._runtime
 
     def _backward(self, module: LightningModule) -> dict[str, Any]:
-        """Who runs backward: the engine, but where the user or manual optimisation has a way of his own."""
+        """Backward is the engine's, but where the user or manual optimisation has a way of its own."""
         gradients = self._options.get("gradients") or GradientOptions()
         if not module.automatic_optimization:
             return {"gradients": replace(gradients, backward=module.manual_backward)}
@@ -87,9 +79,7 @@ class ElasticCallback(Callback):
         self._leave()
         if self._module is not pl_module:
             self._module, self._runtime = pl_module, None
-        self._replaced.append(private.replace_closure(trainer, self._train))
-        for name in ("validation_step", "test_step", "predict_step"):
-            self._replaced.append(self._replace_evaluation(trainer, name))
+        self._steps = Steps(trainer, lambda: self.runtime, self._options.get("count"))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives the steps back."""
@@ -110,73 +100,10 @@ class ElasticCallback(Callback):
             self._runtime.load_state_dict(state_dict)
 
     def _leave(self) -> None:
-        while self._replaced:
-            self._replaced.pop()()
+        if self._steps is not None:
+            self._steps.put_back()
         if self._runtime is not None:
             self._runtime.close()
-
-    # ------------------------------------------------------------------ in place of Lightning's steps
-
-    def _train(self, batch: TrainingBatch) -> tuple[Tensor | None, dict[str, Any]]:
-        """Gradients, loss and other outputs of one batch of automatic optimisation."""
-        if isinstance(batch.optimizer, torch.optim.LBFGS):
-            raise UnsupportedError("LBFGS runs forward and backward several times in a step and could not be undone half-way: use another optimizer")
-        trainer, module, log = batch.trainer, batch.trainer.lightning_module, self._log_of(batch.trainer)
-
-        @wraps(module.training_step)
-        def step(piece: Any) -> tuple[Tensor, dict[str, Any] | None]:
-            with log.attempt(piece) as attempt:
-                loss, extra = batch.step(piece)
-                attempt.skipped = loss is None
-                if len({each.skipped for each in log.pieces}) > 1:
-                    raise UsageError(_SKIPPED)
-                if loss is None:
-                    return torch.zeros((), device=module.device, requires_grad=True), None  # reaches no parameter
-                if not batch.forward_only:
-                    Precision.pre_backward(trainer.precision_plugin, loss, module)  # the hooks; what else plugins do there is the engine's
-                return loss, extra or None
-
-        batch.zero_grad()
-        with log:
-            if batch.forward_only:
-                loss, extra = self.runtime.eval(step, batch.data)
-            else:
-                result = self.runtime.backward(step, batch.data)
-                loss, extra = result.loss, result.outputs
-        log.publish()
-        batch.end_window()
-        if any(piece.skipped for piece in log.pieces):
-            return None, {}
-        if not batch.forward_only:
-            Precision.post_backward(trainer.precision_plugin, loss, module)
-        return log.whole(loss), log.whole(extra) or {}
-
-    def _replace_evaluation(self, trainer: Trainer, name: str) -> private.Undo:
-        step_of_strategy = getattr(trainer.strategy, name)
-
-        def run(batch: Any, *rest: Any) -> Any:
-            log = self._log_of(trainer)
-
-            @wraps(getattr(trainer.lightning_module, name))
-            def step(piece: Any) -> Any:
-                with log.attempt(piece):
-                    return step_of_strategy(piece, *rest)
-
-            with log:
-                outputs = self.runtime.eval(step, batch)
-            log.publish()
-            return log.whole(outputs)
-
-        return private.replace(trainer.strategy, name, run)
-
-    def _log_of(self, trainer: Trainer) -> BatchLog:
-        return BatchLog(trainer, self._options.get("count"))
-
-
-_SKIPPED = (
-    "training_step returned None for some pieces of a batch and a loss for others, so whether the batch is skipped is not known: decide by what all "
-    "samples share, or return a loss of zero (0.0 * loss) for what does not count"
-)
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:
@@ -185,18 +112,19 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
             f"the Trainer is {type(trainer).__module__}.{type(trainer).__qualname__}, and ElasticCallback works with that of `lightning`: "
             "import Trainer and LightningModule from lightning.pytorch in place of pytorch_lightning (pip install lightning)"
         )
-    strategy = trainer.strategy
-    if not isinstance(strategy, SingleDeviceStrategy) or trainer.world_size > 1:
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) or trainer.world_size > 1:
         raise UnsupportedError(
-            f"{type(strategy).__name__} over {trainer.world_size} processes: a replay on one of them would leave the others waiting. Use one device, "
-            "Trainer(devices=1, strategy='auto'); distributed training is not supported yet"
+            f"{type(trainer.strategy).__name__} over {trainer.world_size} processes: a replay on one of them would leave the others waiting. Use one "
+            "device, Trainer(devices=1, strategy='auto'); distributed training is not supported yet"
         )
-    plugin = trainer.precision_plugin
-    known = type(plugin).pre_backward in (Precision.pre_backward, MixedPrecision.pre_backward) and type(plugin).backward is Precision.backward
-    if not known or type(plugin).post_backward is not Precision.post_backward:
-        raise UnsupportedError(f"{type(plugin).__name__} has a backward of its own, which a replay could not undo: use one of Trainer(precision=...)")
+    plugin = type(trainer.precision_plugin)
+    if (plugin.backward, plugin.post_backward) != (Precision.backward, Precision.post_backward) or plugin.pre_backward not in _PRE_BACKWARD:
+        raise UnsupportedError(f"{plugin.__name__} has a backward of its own, which a replay could not undo: use one of Trainer(precision=...)")
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
         raise UnsupportedError("BatchSizeFinder waits for an out-of-memory error, and there will be none: leave it out and give the batch you want")
-    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+    for name in ("training_step", *EVALUATIONS):
         if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
             raise UnsupportedError(f"{name}(dataloader_iter) fetches its batches itself, so they cannot be cut: write {name}(batch, batch_idx)")
+
+
+_PRE_BACKWARD = (Precision.pre_backward, MixedPrecision.pre_backward)

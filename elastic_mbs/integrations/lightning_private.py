@@ -1,110 +1,224 @@
-"""What the callback needs of Lightning that has no public name. All of it is here; `tests/integrations/test_lightning_private.py` has what it relies on."""
+"""A Trainer's steps in pieces. All that has no public name in Lightning is used here, and held by `tests/integrations/test_lightning_private.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce, wraps
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.plugins import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
-Undo = Callable[[], object]
+from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.engine.misuse import running_call
+from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.memory import oom
+from elastic_mbs.runtime import ElasticMBS
+
+EVALUATIONS = ("validation_step", "test_step", "predict_step")
+_SKIPPED = (
+    "training_step returned None for some pieces of a batch and a loss for others, so whether the batch is skipped is not known: decide by what all "
+    "samples share, or return a loss of zero (0.0 * loss) for what does not count"
+)
 
 
-@dataclass(frozen=True)
-class TrainingBatch:
-    """One batch of automatic optimisation, in place of Lightning's closure over `training_step`, `zero_grad` and `backward`."""
+class Steps:
+    """Takes the place of a Trainer's steps until `put_back`. Only these instances change: progress, checkpoints and other Trainers do not."""
 
-    trainer: Trainer
-    arguments: Mapping[str, Any]  # of `training_step`, the batch among them
-    optimizer: Optimizer
-    index: int  # in its epoch
+    def __init__(self, trainer: Trainer, runtime: Callable[[], ElasticMBS], count: Callable[[Any], Any] | None) -> None:
+        self._trainer, self._runtime, self._count = trainer, runtime, count
+        self._fit_loop, self._loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.automatic_optimization
+        self._loop._make_closure = self._make_closure
+        for name in EVALUATIONS:
+            setattr(trainer.strategy, name, partial(self._evaluate, name, getattr(trainer.strategy, name)))
 
-    @property
-    def data(self) -> Any:
-        """The batch itself."""
-        return self.arguments["batch"]
+    def put_back(self) -> None:
+        """Gives the steps back."""
+        vars(self._loop).pop("_make_closure", None)
+        for name in EVALUATIONS:
+            vars(self._trainer.strategy).pop(name, None)
 
-    @property
-    def forward_only(self) -> bool:
-        """Whether there is no backward: in the epoch in which `StochasticWeightAveraging` reads the statistics of BatchNorm."""
-        return bool(_loop(self.trainer)._skip_backward)
+    def _make_closure(self, kwargs: Mapping[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        """Of Lightning's closure (training_step, zero_grad, backward) the first does all, because gradients are there before the others would run."""
+        if isinstance(optimizer, LBFGS):
+            raise UnsupportedError("LBFGS runs the batch several times in a step, which could not be undone half-way: use another optimizer")
+        return Closure(step_fn=partial(self._train, kwargs, optimizer, batch_idx))
 
-    def zero_grad(self) -> None:
-        """Empties the gradients, with the hooks around it, where a window of `accumulate_grad_batches` begins."""
-        zero_grad = _loop(self.trainer)._make_zero_grad_fn(self.index, self.optimizer)
+    def _train(self, arguments: Mapping[str, Any], optimizer: Optimizer, index: int) -> ClosureResult:
+        """The gradients of one batch."""
+        plugin, module, log = self._trainer.precision_plugin, self._trainer.lightning_module, _BatchLog(self._trainer, self._count)
+        zero_grad = self._loop._make_zero_grad_fn(index, optimizer)
+        forward_only = self._loop._skip_backward  # in the epoch in which StochasticWeightAveraging reads the statistics of BatchNorm
+        skipped = set[bool]()
+
+        @wraps(module.training_step)
+        def step(piece: Any) -> tuple[Tensor, dict[str, Any] | None]:
+            result = self._loop._make_step_fn({**arguments, "batch": piece})()
+            loss = result.closure_loss
+            skipped.add(loss is None)
+            if len(skipped) > 1:
+                raise UsageError(_SKIPPED)
+            if loss is None:
+                return torch.zeros((), device=module.device, requires_grad=True), None  # reaches no parameter
+            if not forward_only:
+                Precision.pre_backward(plugin, loss, module)  # on_before_backward; what else plugins do there is the engine's
+            return loss, result.extra or None
+
         if zero_grad is not None:
             zero_grad()
+        door = self._runtime().eval if forward_only else self._runtime().backward
+        result = log.run(door, step, arguments["batch"])
+        loss, extra = result if forward_only else (result.loss, result.outputs)
+        if not forward_only:
+            self._end_window(optimizer, index)
+        if True in skipped:
+            return ClosureResult(None)
+        if not forward_only:
+            Precision.post_backward(plugin, loss, module)  # on_after_backward
+        return ClosureResult(log.whole(loss), extra=log.whole(extra) or {})
 
-    def step(self, piece: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """What `training_step` returns for a piece: the loss, divided by `accumulate_grad_batches`, or None, and what came with it."""
-        result = _loop(self.trainer)._make_step_fn({**self.arguments, "batch": piece})()
-        return result.closure_loss, result.extra
+    def _end_window(self, optimizer: Optimizer, index: int) -> None:
+        """Makes gradients the mean over a window of `accumulate_grad_batches` that ends early: each loss was divided by the length of a whole one."""
+        whole = self._trainer.accumulate_grad_batches
+        batches = (index + 1) % whole
+        if batches and not self._fit_loop._should_accumulate():
+            for parameter in (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None):
+                parameter.grad.mul_(whole / batches)
 
-    def end_window(self) -> None:
-        """Makes gradients the mean over their window where it ends early: each loss was divided by the length of a whole one."""
-        whole = self.trainer.accumulate_grad_batches
-        batches = (self.index + 1) % whole
-        if batches and not self.trainer.fit_loop._should_accumulate():
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(whole / batches)
+    def _evaluate(self, name: str, whole_step: Callable[..., Any], batch: Any, *others: Any) -> Any:
+        log = _BatchLog(self._trainer, self._count)
 
+        @wraps(getattr(self._trainer.lightning_module, name))
+        def step(piece: Any) -> Any:
+            return whole_step(piece, *others)
 
-def replace_closure(trainer: Trainer, run: Callable[[TrainingBatch], tuple[Tensor | None, dict[str, Any]]]) -> Undo:
-    """Has `run` make every batch of automatic optimisation, inside the optimizer's step as Lightning's own closure is."""
-
-    def make_closure(kwargs: Mapping[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        def step() -> ClosureResult:
-            loss, extra = run(TrainingBatch(trainer, kwargs, optimizer, batch_idx))
-            return ClosureResult(loss, extra=extra)
-
-        return Closure(step_fn=step)
-
-    return replace(_loop(trainer), "_make_closure", make_closure)
-
-
-def replace(owner: object, name: str, value: object) -> Undo:
-    """Hides a method of the class behind one of this instance alone; progress, checkpoints and other instances are not touched."""
-    setattr(owner, name, value)
-    return partial(vars(owner).pop, name, None)
+        return log.whole(log.run(self._runtime().eval, step, batch))
 
 
-@contextmanager
-def recorded(trainer: Trainer, record: Callable[..., None]) -> Iterator[None]:
-    """Has `self.log` call `record(hook, name, value, **options)`. What a hook is called stays as it was where an error passes through."""
-    module, results = trainer.lightning_module, trainer._results
-    hook = module._current_fx_name
-    undo = (lambda: None) if results is None else replace(results, "log", record)  # `predict_step` cannot log
-    try:
-        yield
-    finally:
-        undo()
-        module._current_fx_name = hook
+class _Piece:
+    """The latest attempt at one piece: what it has logged, and the metrics as they were before it."""
+
+    def __init__(self, samples: int, metrics: Sequence[Metric]) -> None:
+        self.worth: Any = samples  # its loss terms, which weigh its means
+        self.logged: list[tuple[tuple[str, str, int], Any, dict[str, Any]]] = []  # hook, name and which time; value; options
+        self._metrics = [(metric, dict(vars(metric)), [(state, _copy(state)) for state in metric.metric_state.values()]) for metric in metrics]
+
+    def log(self, hook: str, name: str, value: Any, **options: Any) -> None:
+        """In place of Lightning's own; of a metric, which goes on changing, what its last `forward` returned."""
+        times = sum(each[:2] == (hook, name) for each, _, _ in self.logged)
+        self.logged.append(((hook, name, times), (value, value._forward_cache) if isinstance(value, Metric) else value, options))
+
+    def undo(self) -> None:
+        """Puts the metrics back. Takes no memory."""
+        for metric, attributes, states in self._metrics:
+            vars(metric).clear()
+            vars(metric).update(attributes)
+            for state, value in states:
+                if isinstance(state, Tensor):
+                    state.copy_(value)
+                else:
+                    state[:] = value
 
 
-def log(trainer: Trainer, hook: str, name: str, value: Any, options: Mapping[str, Any]) -> None:
-    """What `self.log` has come to, for the whole batch."""
-    trainer._results.log(hook, name, value, **options)
+class _BatchLog:
+    """Has the pieces of one batch log what the whole batch would have: once, whatever failed."""
+
+    def __init__(self, trainer: Trainer, count: Callable[[Any], Any] | None) -> None:
+        self._trainer, self._module, self._results, self._count = trainer, trainer.lightning_module, trainer._results, count
+        self._metrics = [module for module in self._module.modules() if isinstance(module, Metric)]
+        self._pieces: dict[int, _Piece] = {}  # by the first sample
+
+    def run(self, door: Callable[..., Any], step: Callable[[Any], Any], batch: Any) -> Any:
+        """`door(step, batch)`, and what its pieces have logged; after an error nothing is logged, and metrics are as they were."""
+        try:
+            result = door(wraps(step)(partial(self._attempt, step)), batch)
+        except BaseException:
+            self._rewind(0)
+            raise
+        self._pieces = dict(sorted(self._pieces.items()))
+        logged = defaultdict[tuple[str, str, int], list[tuple[Any, dict[str, Any], Any]]](list)
+        for piece in self._pieces.values():
+            for key, value, options in piece.logged:
+                logged[key].append((value, options, piece.worth))
+        for (hook, name, _), entries in logged.items():
+            value, options = self._retry(f"put together what self.log({name!r}, ...) was given", partial(_together, entries))
+            self._results.log(hook, name, value, **options)
+        return result
+
+    def _attempt(self, step: Callable[[Any], Any], data: Any) -> Any:
+        """One attempt: an earlier one at the same samples, or at later ones, has failed or is made again."""
+        call, hook = running_call(), self._module._current_fx_name
+        start, samples = (0, 1) if call is None else (call.state.attempt.piece.start, len(call.state.attempt))
+        self._rewind(start)
+        piece = self._pieces[start] = _Piece(samples, self._metrics)
+        if self._results is not None:  # `predict_step` cannot log
+            self._results.log = piece.log
+        try:
+            value = step(data)
+        finally:
+            if self._results is not None:
+                del self._results.log
+            self._module._current_fx_name = hook  # which an error leaves behind
+        if self._count is not None:
+            piece.worth = torch.as_tensor(self._count(data)).sum()
+        return value
+
+    def _rewind(self, start: int) -> None:
+        for later in sorted((each for each in self._pieces if each >= start), reverse=True):
+            self._pieces.pop(later).undo()
+
+    def whole(self, outputs: Any) -> Any:
+        """The outputs of the batch, with the mean where the pieces gave a floating-point number each."""
+        return apply_to_collection(outputs, PerPiece, self._whole, allow_frozen=True)
+
+    def _whole(self, values: PerPiece) -> Any:
+        if len(values) == 1:
+            return values[0]
+        if not all(isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()) for value in values):
+            return values
+        return self._retry("take the mean of the outputs", partial(_mean, values, [piece.worth for piece in self._pieces.values()]))
+
+    def _retry(self, what: str, operation: Callable[[], Any]) -> Any:
+        return oom.retry(what, operation, (self._module.device,))
 
 
-def batch_value(metric: Metric) -> Any:
-    """What the metric's last `forward` returned, which is what is logged per step; None where only `update` was called."""
-    return metric._forward_cache
+def _copy(state: Any) -> Any:
+    return state.clone() if isinstance(state, Tensor) else list(state)
 
 
-def set_batch_value(metric: Metric, value: Any) -> None:
-    """Sets it."""
-    metric._forward_cache = value
+def _together(entries: Sequence[tuple[Any, dict[str, Any], Any]]) -> tuple[Any, dict[str, Any]]:
+    """The value and the options of one `self.log` for the whole batch, from those of its pieces."""
+    values, options = [value for value, _, _ in entries], dict(entries[0][1])
+    weights = sizes = [each.get("batch_size") for _, each, _ in entries]
+    if None in sizes:
+        weights = [worth for _, _, worth in entries]
+    else:
+        options["batch_size"] = sum(sizes)
+    if isinstance(values[0], tuple):
+        metric, shown = values[0][0], [value for _, value in values if isinstance(value, Tensor)]
+        if len(values) == len(shown) > 1:
+            metric._forward_cache = _mean(shown, weights)
+        return metric, options
+    if len(values) == 1:
+        return values[0], options
+    combine = _COMBINE.get(getattr(options["reduce_fx"], "__name__", options["reduce_fx"]))
+    return (_mean(values, weights) if combine is None else reduce(combine, values)), options
 
 
-def _loop(trainer: Trainer) -> Any:
-    return trainer.fit_loop.epoch_loop.automatic_optimization
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
+
+def _mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """The weighted mean, in float32 at least. What weighs nothing may be NaN."""
+    if isinstance(values[0], float):
+        return float(_mean([torch.tensor(value, dtype=torch.float64) for value in values], weights))
+    stacked = torch.stack([value.to(torch.promote_types(value.dtype, torch.float32)) for value in values])
+    shares = torch.stack([torch.as_tensor(weight, device=stacked.device) for weight in weights])
+    return (stacked * shares).masked_fill(shares == 0, 0).sum() / shares.sum()

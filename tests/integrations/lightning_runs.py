@@ -110,7 +110,7 @@ def trainer(callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
 
 def fit(module: LightningModule, callbacks: Sequence[Callback] = (), train: Any = None, val: Any = None, path: Any = None, **options: Any) -> Run:
     made = trainer(callbacks, **options)
-    made.fit(module, loader() if train is None else train, [loader(13, 1), loader(9, 2)] if val is None else val, ckpt_path=path)
+    made.fit(module, loader() if train is None else train, [loader(13, 1), loader(9, 2)] if val is None else val or None, ckpt_path=path)
     return Run(made, module, getattr(made.logger, "lines", []))
 
 

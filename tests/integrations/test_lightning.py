@@ -1,0 +1,423 @@
+"""Lightning: a Trainer with the callback, under out-of-memory errors, trains and logs as one without it and without limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic_mbs import ElasticMBS, GradientOptions, MemoryBudget, MicroBatchFloorError, UnsupportedError, UsageError, count_tokens, fields
+from elastic_mbs.integrations.lightning import ElasticCallback
+from elastic_mbs.testing import InjectOOM
+from elastic_mbs.testing.faults import RandomFaults
+from tests.helpers.strikes import every_operation
+from tests.integrations.lightning_runs import BATCH, Net, Run, check_same, fit, loader, trainer
+
+pytestmark = [
+    pytest.mark.no_oom_injection,
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:You defined a `.*_step` but have no `.*_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:The frontend of torch.compile:UserWarning"),
+]
+FITS = 3  # samples of a batch of 8
+
+
+class Scaled(Net):
+    """Looks at whether autocast is on, and draws the scale of a GradScaler into what it leaves."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert torch.is_autocast_enabled("cpu")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        scaler = self.trainer.precision_plugin.scaler
+        self.ended.append([parameter.grad.clone() for parameter in self.parameters()] + ([] if scaler is None else [scaler.get_scale()]))
+
+
+class OwnBackward(Net):
+    def backward(self, loss: Tensor) -> None:
+        (2 * loss).backward()
+
+
+class Pairs(Net):
+    """Trains on batches of two loaders at once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        a, b = batch["a"], batch["b"]
+        loss = functional.cross_entropy(self(a), a[1]) + functional.cross_entropy(self(b), b[1]) / 2
+        self.log("loss", loss)
+        return loss
+
+
+class SkipsOneBatch(Net):
+    """With dropout: a batch that is skipped has drawn its random numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        functional.dropout(torch.ones(3), 0.5)
+        return None if batch_idx == 1 else output
+
+
+class Hooked(Net):
+    """Counts what runs around backward, and logs there."""
+
+    def __init__(self, fits: int = BATCH) -> None:
+        super().__init__(fits)
+        self.before: list[float] = []
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.before.append(float(loss.detach()))
+        self.log("before", loss)
+
+    def on_after_backward(self) -> None:
+        grads = torch.cat([parameter.grad.flatten() for parameter in self.parameters() if parameter.grad is not None])
+        self.log("norm", grads.norm())
+
+
+def scaled(scale: float) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
+
+
+CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
+    "plain": (Net, {}),
+    "clipped": (Net, {"gradient_clip_val": 0.05}),
+    "accumulated": (Net, {"accumulate_grad_batches": 3, "max_epochs": 3, "gradient_clip_val": 0.2}),
+    "bf16-mixed": (Scaled, {"precision": "bf16-mixed"}),
+    "scaler": (Scaled, {"plugins": scaled}),
+    "scaler, accumulated": (Scaled, {"plugins": scaled, "accumulate_grad_batches": 3}),
+    "64-true": (Net, {"precision": "64-true"}),
+    "own backward": (OwnBackward, {}),
+    "two loaders": (Pairs, {"train": lambda: CombinedLoader({"a": loader(), "b": loader(seed=5)}, "min_size")}),
+    "a batch skipped": (SkipsOneBatch, {}),
+    "hooks": (Hooked, {}),
+    "validation within the epoch": (Net, {"val_check_interval": 1, "num_sanity_val_steps": 0}),
+}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"two loaders": {"dims": fields("a", "b")}}
+
+
+def run(case: str, fits: int = BATCH, callback: ElasticCallback | None = None) -> Run:
+    made, options = CASES[case]
+    options = {name: value(256.0) if name == "plugins" else value() if callable(value) else value for name, value in options.items()}
+    return fit(made(fits), [] if callback is None else [callback], **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_logs_outputs_and_steps_are_those_of_lightning_without_limits(case: str) -> None:
+    callback = ElasticCallback(**OPTIONS.get(case, {}))
+    with RandomFaults(1, case, always=True) as faults:
+        got = run(case, FITS, callback)
+    assert faults.hits
+    assert callback.runtime.stats.ooms > len(faults.hits) // 2
+    check_same(got.outcome(), run(case).outcome())
+
+
+def struck(monkeypatch: pytest.MonkeyPatch, door: str, inject: InjectOOM) -> None:
+    """Has operations of the calls of one door fail, and no others."""
+    call = getattr(ElasticMBS, door)
+
+    def run_struck(self: ElasticMBS, *args: Any) -> Any:
+        with inject:
+            return call(self, *args)
+
+    monkeypatch.setattr(ElasticMBS, door, run_struck)
+
+
+@pytest.mark.parametrize("door", ["backward", "eval"])
+def test_an_error_at_any_operation_of_a_step_changes_nothing(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    wanted = fit(Net(), **once).outcome()
+    for inject in every_operation(stride=5 if door == "backward" else 3):
+        with monkeypatch.context() as patch:
+            struck(patch, door, inject)
+            check_same(fit(Net(), [ElasticCallback(micro_batch_size=4)], **once).outcome(), wanted)
+
+
+class Ones(LightningModule):
+    """A gradient of one for each batch, and a step that leaves it to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.grads: list[float] = []
+
+    def training_step(self, batch: Any) -> Tensor:
+        return (self.weight * batch[0]).mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.weight.grad is not None
+        self.grads.append(float(self.weight.grad))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["length known", "length unknown"])
+def test_a_window_of_accumulation_that_ends_early_is_a_mean_over_its_batches_unlike_lightnings_own(length: bool) -> None:
+    data: Any = TensorDataset(torch.ones(10, dtype=torch.float64))  # five batches of two: a window of four, and one of one
+    if not length:
+        data = type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter([(torch.ones((), dtype=torch.float64),)] * 10)})()
+    stock, ours = ([fit(Ones(), each, DataLoader(data, 2), (), max_epochs=1, accumulate_grad_batches=4)] for each in ([], [ElasticCallback()]))
+    assert [stock[0].module.grads, ours[0].module.grads] == [[1.0, 0.25], [1.0, 1.0]]
+
+
+def test_under_a_budget_in_which_the_batch_does_not_fit_training_is_the_same() -> None:
+    class Deep(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 64), *[nn.Tanh() for _ in range(30)], nn.Linear(64, 8)).double()
+
+    with MemoryBudget("1GiB") as budget:
+        wanted = fit(Deep())
+    callback = ElasticCallback()
+    with MemoryBudget(budget.peak // 2):
+        got = fit(Deep(), [callback])
+    assert callback.runtime.stats.ooms > 0
+    assert max(callback.runtime.stats.sizes) < BATCH
+    check_same(got.outcome(), wanted.outcome())
+
+
+class Tokens(LightningModule):
+    """A mean over labels, of which samples have few or many; whole samples have none."""
+
+    def __init__(self, fits: int = BATCH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.fits, self.ended = nn.Embedding(7, 7).double(), fits, list[float]()
+
+    def loss(self, batch: Any) -> Tensor:
+        if len(batch[0]) > self.fits:
+            raise torch.OutOfMemoryError("out of memory")
+        return functional.cross_entropy(self.head(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any) -> Tensor:
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        return loss
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ended.append(float(outputs))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_means_over_tokens_are_logged_as_the_whole_batch_would_with_count() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = torch.randint(7, (2, 22, 5), generator=generator)
+    labels[(torch.arange(5) >= (torch.arange(22) % 6).unsqueeze(1))] = -100
+    data = DataLoader(TensorDataset(ids, labels), BATCH)
+    got = fit(Tokens(FITS), [ElasticCallback(count=count_tokens(1))], data, data)
+    check_same(got.outcome(), fit(Tokens(), (), data, data).outcome())
+
+
+def test_the_epoch_of_stochastic_weight_averaging_that_has_no_backward_runs_in_pieces() -> None:
+    class Normed(Net):
+        """Its BatchNorm is read and not used, so that weights do not depend on the pieces."""
+
+        def __init__(self, fits: int) -> None:
+            super().__init__(fits)
+            self.norm = nn.BatchNorm1d(4, affine=False, dtype=torch.float64)
+
+        def forward(self, batch: Any) -> Tensor:
+            self.norm(batch[0])
+            return super().forward(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def averaged(fits: int, *callbacks: Callback) -> Run:
+        swa = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1, annealing_epochs=1)
+        return fit(Normed(fits), [swa, *callbacks], loader(16), (), max_epochs=3)
+
+    callback = ElasticCallback(micro_batch_size=4)
+    got, wanted = averaged(4, callback).outcome(), averaged(BATCH).outcome()
+    assert callback.runtime.stats.calls == 6  # of four epochs
+    assert got["weights"].pop("norm.running_mean").isfinite().all()
+    for state in (got, wanted):
+        state["weights"] = {name: value for name, value in state["weights"].items() if not name.startswith("norm")}
+    check_same(got, wanted)
+
+
+class Manual(Net):
+    """Automatic optimisation, written out."""
+
+    def __init__(self, elastic: ElasticCallback | None, fits: int = BATCH) -> None:
+        super().__init__(fits)
+        self.automatic_optimization, self.elastic = False, elastic
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self(batch), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        if self.elastic is None:
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+        else:
+            loss = self.elastic.runtime.backward(self.loss, batch).loss
+        optimizer.step()
+        self.log("loss", loss)
+        return {"loss": loss.detach()}
+
+
+def test_with_manual_optimisation_the_runtime_runs_manual_backward() -> None:
+    callback = ElasticCallback()
+    with RandomFaults(1, "manual", always=True) as faults:
+        got = fit(Manual(callback, FITS), [callback], plugins=scaled(4.0))
+    assert faults.hits
+    check_same(got.outcome(), fit(Manual(None), plugins=scaled(4.0)).outcome())
+
+
+def test_a_run_that_is_resumed_goes_on_as_it_would_have_and_knows_its_sizes(tmp_path: Path) -> None:
+    def elastic() -> list[Callback]:
+        return [ElasticCallback()]
+
+    whole = fit(Net(FITS), elastic(), max_epochs=3)
+    first = fit(Net(FITS), elastic(), max_epochs=1)
+    first.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    callback = ElasticCallback()
+    second = fit(Net(FITS), [callback], max_epochs=3, path=tmp_path / "one.ckpt")
+    assert callback.runtime.stats.ooms == 0
+    assert second.trainer.global_step == whole.trainer.global_step == 9
+    check_same(second.outcome()["weights"], whole.outcome()["weights"])
+    check_same([line for line in first.lines + second.lines if "loss_step" in line[1]], [line for line in whole.lines if "loss_step" in line[1]])
+
+
+def test_validate_test_and_predict_run_in_pieces_and_give_what_the_batch_gives() -> None:
+    wanted, got = Net(), Net(FITS)
+    callback = ElasticCallback()
+    for stage in ("validate", "test", "predict"):
+        stock, ours = (getattr(made, stage)(module, loader(13)) for made, module in ((trainer(), wanted), (trainer([callback]), got)))
+        check_same(ours, stock, stage)
+    check_same(got.ended, wanted.ended)
+    assert callback.runtime.stats.ooms >= 2
+
+
+def test_on_before_backward_runs_for_each_piece_and_on_after_backward_once() -> None:
+    got = fit(Hooked(FITS), [ElasticCallback(micro_batch_size=2)], loader(8), (), max_epochs=1)
+    assert len(got.module.before) == 4
+    assert [name for _, line in got.lines for name in line if name == "norm"] == ["norm"]
+
+
+def test_switched_off_the_callback_changes_nothing() -> None:
+    check_same(fit(Net(), [ElasticCallback(enabled=False)]).outcome(), fit(Net()).outcome())
+
+
+def test_a_run_that_gives_up_leaves_weights_and_metrics_and_gives_the_steps_back() -> None:
+    module = Net(0)
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    made = trainer([ElasticCallback()])
+    with pytest.raises(MicroBatchFloorError):
+        made.fit(module, loader())
+    check_same(module.state_dict(), start)
+    assert (module.train_f1.update_count, made.logged_metrics) == (0, {})
+    untouched(made)
+
+
+def untouched(made: Trainer) -> None:
+    assert "_make_closure" not in vars(made.fit_loop.epoch_loop.automatic_optimization)
+    assert not any(name.endswith("_step") for name in vars(made.strategy))
+
+
+def test_steps_are_replaced_while_a_run_with_the_callback_lasts_and_nowhere_else() -> None:
+    assert {point.group for point in distribution("elastic-mbs").entry_points} == {"console_scripts"}
+    untouched(fit(Net()).trainer)
+    untouched(fit(Net(), [ElasticCallback()]).trainer)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+class Fetches(Net):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]
+        return super().training_step(*next(dataloader_iter)[:2])
+
+
+class Sometimes(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return output if (batch[1] == 0).any() else None
+
+
+class Searches(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class OwnWay(Precision):
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        tensor.backward()
+
+
+REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
+    "a strategy of many": (Net, {"strategy": "ddp", "devices": 1}, r"DDPStrategy over 1 processes.*devices=1"),
+    "a precision of its own": (Net, {"plugins": OwnWay()}, "OwnWay has a backward of its own"),
+    "BatchSizeFinder": (Net, {"callbacks": [BatchSizeFinder()]}, "BatchSizeFinder waits for an out-of-memory error.*give the batch you want"),
+    "dataloader_iter": (Fetches, {}, r"training_step\(dataloader_iter\) fetches its batches itself.*training_step\(batch, batch_idx\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_trainer_whose_steps_could_not_be_replayed_is_refused_with_the_way_out(case: str) -> None:
+    made, options, message = REFUSED[case]
+    with pytest.raises(UnsupportedError, match=message):
+        ElasticCallback().setup(trainer(**options), made(), "fit")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (Sometimes, "training_step returned None for some pieces.*return a loss of zero"),
+        (Searches, "LBFGS runs the batch several times.*another optimizer"),
+    ],
+)
+def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(made: type[Net], message: str) -> None:
+    with pytest.raises((UnsupportedError, UsageError), match=message):
+        fit(made(), [ElasticCallback(micro_batch_size=1)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 4}, "no option batch_size; those of ElasticMBS are .*micro_batch_size"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 is neither"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "Lightning's: Trainer"),
+        ({"gradients": GradientOptions(backward=print)}, "Lightning's: Trainer"),
+        ({"count": {"loss": None}}, "training_step returns one"),
+    ],
+    ids=["unknown", "wrong", "scaler", "backward", "losses"],
+)
+def test_an_option_that_makes_no_sense_is_refused_when_the_callback_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ElasticCallback(**options)
+
+
+def test_a_trainer_of_the_older_package_and_a_runtime_before_its_time_are_refused() -> None:
+    callback = ElasticCallback()
+    with pytest.raises(UsageError, match="once a Trainer with this callback has begun"):
+        _ = callback.runtime
+    with pytest.raises(UsageError, match=r"types\.SimpleNamespace.*from lightning\.pytorch in place of pytorch_lightning"):
+        callback.setup(SimpleNamespace(), Net(), "fit")
