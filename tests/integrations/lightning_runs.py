@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -16,6 +17,15 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 SAMPLES, BATCH = 22, 8  # the last batch is smaller
+TOLERANCE = 1e-12
+WARNINGS = [  # of Lightning's own
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:You defined a `.*_step` but have no `.*_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:The frontend of torch.compile:UserWarning"),
+]
 
 
 class Net(LightningModule):
@@ -128,6 +138,3 @@ def check_same(got: Any, wanted: Any, where: str = "") -> None:
         torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{where}: {text}")
     else:
         assert got == wanted, where
-
-
-TOLERANCE = 1e-12

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_mbs import ElasticMBS, GradientOptions, MemoryBudget, MicroBatchFloorError, UnsupportedError, UsageError, count_tokens, fields
+from elastic_mbs import ElasticMBS, MemoryBudget, MicroBatchFloorError, count_tokens, fields
 from elastic_mbs.integrations.lightning import ElasticCallback
 from elastic_mbs.testing import InjectOOM
 from elastic_mbs.testing.faults import RandomFaults
+from tests.helpers.room import ROOT
 from tests.helpers.strikes import every_operation
-from tests.integrations.lightning_runs import BATCH, Net, Run, check_same, fit, loader, trainer
+from tests.integrations.lightning_runs import BATCH, WARNINGS, Net, Run, check_same, fit, loader, trainer
 
-pytestmark = [
-    pytest.mark.no_oom_injection,
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:You defined a `.*_step` but have no `.*_dataloader`"),
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
-    pytest.mark.filterwarnings("ignore:The frontend of torch.compile:UserWarning"),
-]
+pytestmark = [pytest.mark.no_oom_injection, *WARNINGS]
 FITS = 3  # samples of a batch of 8
 
 
@@ -141,7 +134,7 @@ def struck(monkeypatch: pytest.MonkeyPatch, door: str, inject: InjectOOM) -> Non
 
 @pytest.mark.parametrize("door", ["backward", "eval"])
 def test_an_error_at_any_operation_of_a_step_changes_nothing(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    once: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
     wanted = fit(Net(), **once).outcome()
     for inject in every_operation(stride=5 if door == "backward" else 3):
         with monkeypatch.context() as patch:
@@ -158,7 +151,8 @@ class Ones(LightningModule):
         self.grads: list[float] = []
 
     def training_step(self, batch: Any) -> Tensor:
-        return (self.weight * batch[0]).mean()
+        loss: Tensor = (self.weight * batch[0]).mean()
+        return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert self.weight.grad is not None
@@ -348,76 +342,12 @@ def test_steps_are_replaced_while_a_run_with_the_callback_lasts_and_nowhere_else
     untouched(fit(Net(), [ElasticCallback()]).trainer)
 
 
-# ---------------------------------------------------------------------- what is refused
-
-
-class Fetches(Net):
-    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]
-        return super().training_step(*next(dataloader_iter)[:2])
-
-
-class Sometimes(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        return output if (batch[1] == 0).any() else None
-
-
-class Searches(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
-class OwnWay(Precision):
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        tensor.backward()
-
-
-REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
-    "a strategy of many": (Net, {"strategy": "ddp", "devices": 1}, r"DDPStrategy over 1 processes.*devices=1"),
-    "a precision of its own": (Net, {"plugins": OwnWay()}, "OwnWay has a backward of its own"),
-    "BatchSizeFinder": (Net, {"callbacks": [BatchSizeFinder()]}, "BatchSizeFinder waits for an out-of-memory error.*give the batch you want"),
-    "dataloader_iter": (Fetches, {}, r"training_step\(dataloader_iter\) fetches its batches itself.*training_step\(batch, batch_idx\)"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_trainer_whose_steps_could_not_be_replayed_is_refused_with_the_way_out(case: str) -> None:
-    made, options, message = REFUSED[case]
-    with pytest.raises(UnsupportedError, match=message):
-        ElasticCallback().setup(trainer(**options), made(), "fit")
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (Sometimes, "training_step returned None for some pieces.*return a loss of zero"),
-        (Searches, "LBFGS runs the batch several times.*another optimizer"),
-    ],
-)
-def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(made: type[Net], message: str) -> None:
-    with pytest.raises((UnsupportedError, UsageError), match=message):
-        fit(made(), [ElasticCallback(micro_batch_size=1)])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 4}, "no option batch_size; those of ElasticMBS are .*micro_batch_size"),
-        ({"micro_batch_size": 0}, "micro_batch_size=0 is neither"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, "Lightning's: Trainer"),
-        ({"gradients": GradientOptions(backward=print)}, "Lightning's: Trainer"),
-        ({"count": {"loss": None}}, "training_step returns one"),
-    ],
-    ids=["unknown", "wrong", "scaler", "backward", "losses"],
-)
-def test_an_option_that_makes_no_sense_is_refused_when_the_callback_is_made(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        ElasticCallback(**options)
-
-
-def test_a_trainer_of_the_older_package_and_a_runtime_before_its_time_are_refused() -> None:
-    callback = ElasticCallback()
-    with pytest.raises(UsageError, match="once a Trainer with this callback has begun"):
-        _ = callback.runtime
-    with pytest.raises(UsageError, match=r"types\.SimpleNamespace.*from lightning\.pytorch in place of pytorch_lightning"):
-        callback.setup(SimpleNamespace(), Net(), "fit")
+def test_both_sides_of_the_diff_of_the_page_train_the_same() -> None:
+    diff = re.findall(r"^## Lightning\n.*?```diff\n(.*?)^```", (ROOT / "docs" / "trainers.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    found = []
+    for sign, fits in (("-", BATCH), ("+", FITS)):
+        quiet = partial(Trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        names = {"Trainer": quiet, "module": Net(fits), "train_loader": loader(), "val_loader": loader(9, 1)}
+        exec("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", sign)), names)
+        found.append(Run(names["trainer"], names["module"], []).outcome())
+    check_same(found[1], found[0])

@@ -1,0 +1,91 @@
+"""Lightning: what the callback refuses, and the way out that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+
+from elastic_mbs import GradientOptions, UnsupportedError, UsageError
+from elastic_mbs.integrations.lightning import ElasticCallback
+from tests.integrations.lightning_runs import WARNINGS, Net, fit, trainer
+
+pytestmark = [pytest.mark.no_oom_injection, *WARNINGS]
+
+
+class Fetches(Net):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]
+        return super().training_step(*next(dataloader_iter)[:2])
+
+
+class Sometimes(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return output if (batch[1] == 0).any() else None
+
+
+class Searches(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class OwnWay(Precision):
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        tensor.backward()
+
+
+REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
+    "a strategy of many": (Net, {"strategy": "ddp", "devices": 1}, r"DDPStrategy over 1 processes.*devices=1"),
+    "a precision of its own": (Net, {"plugins": OwnWay()}, "OwnWay has a backward of its own"),
+    "BatchSizeFinder": (Net, {"callbacks": [BatchSizeFinder()]}, "BatchSizeFinder waits for an out-of-memory error.*give the batch you want"),
+    "dataloader_iter": (Fetches, {}, r"training_step\(dataloader_iter\) fetches its batches itself.*training_step\(batch, batch_idx\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_trainer_whose_steps_could_not_be_replayed_is_refused_with_the_way_out(case: str) -> None:
+    made, options, message = REFUSED[case]
+    with pytest.raises(UnsupportedError, match=message):
+        ElasticCallback().setup(trainer(**options), made(), "fit")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (Sometimes, "training_step returned None for some pieces.*return a loss of zero"),
+        (Searches, "LBFGS runs the batch several times.*another optimizer"),
+    ],
+)
+def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(made: type[Net], message: str) -> None:
+    with pytest.raises((UnsupportedError, UsageError), match=message):
+        fit(made(), [ElasticCallback(micro_batch_size=1)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 4}, "no option batch_size; those of ElasticMBS are .*micro_batch_size"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 is neither"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "Lightning's: Trainer"),
+        ({"gradients": GradientOptions(backward=print)}, "Lightning's: Trainer"),
+        ({"count": {"loss": None}}, "training_step returns one"),
+    ],
+    ids=["unknown", "wrong", "scaler", "backward", "losses"],
+)
+def test_an_option_that_makes_no_sense_is_refused_when_the_callback_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ElasticCallback(**options)
+
+
+def test_a_trainer_of_the_older_package_and_a_runtime_before_its_time_are_refused() -> None:
+    callback = ElasticCallback()
+    with pytest.raises(UsageError, match="once a Trainer with this callback has begun"):
+        _ = callback.runtime
+    with pytest.raises(UsageError, match=r"types\.SimpleNamespace.*from lightning\.pytorch in place of pytorch_lightning"):
+        callback.setup(SimpleNamespace(), Net(), "fit")
