@@ -57,6 +57,6 @@ def _release(text: str) -> Release:
 
 
 TRANSFORMERS = Framework("transformers", "hf", oldest="5.23.0", newest="5.23.0")
-LIGHTNING = Framework("lightning", "lightning", oldest="2.6.6", newest="2.6.6")
-ACCELERATE = Framework("accelerate", "accelerate", oldest="1.15.0", newest="1.15.0")
+LIGHTNING = Framework("lightning", "lightning", oldest="2.5.5", newest="2.6.6")
+ACCELERATE = Framework("accelerate", "accelerate", oldest="1.10.0", newest="1.15.0")
 FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE)
