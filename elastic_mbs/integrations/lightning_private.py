@@ -154,7 +154,7 @@ class _BatchLog:
 
     def _attempt(self, step: Callable[[Any], Any], data: Any) -> Any:
         """One attempt: an earlier one at the same samples, or at later ones, has failed or is made again."""
-        call, hook = running_call(), self._module._current_fx_name
+        call = running_call()
         start, samples = (0, 1) if call is None else (call.state.attempt.piece.start, len(call.state.attempt))
         self._rewind(start)
         piece = self._pieces[start] = _Piece(samples, self._metrics)
@@ -165,7 +165,6 @@ class _BatchLog:
         finally:
             if self._results is not None:
                 del self._results.log
-            self._module._current_fx_name = hook  # which an error leaves behind
         if self._count is not None:
             piece.worth = torch.as_tensor(self._count(data)).sum()
         return value

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 SAMPLES, BATCH = 22, 8  # the last batch is smaller
@@ -28,6 +28,25 @@ WARNINGS = [  # of Lightning's own
 ]
 
 
+class Seen(Metric):
+    """The samples seen, which are added up in place, and listed."""
+
+    total: Tensor
+    each: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("each", [], dist_reduce_fx="cat")
+
+    def update(self, targets: Tensor) -> None:
+        self.total += len(targets)
+        self.each.append(targets)
+
+    def compute(self) -> Tensor:
+        return self.total * 1000 + sum(map(len, self.each))
+
+
 class Net(LightningModule):
     """Logs in every way; a step over more than `fits` samples runs out of memory."""
 
@@ -38,6 +57,7 @@ class Net(LightningModule):
         self.fits = fits
         self.train_f1, self.f1 = MulticlassF1Score(3), MulticlassF1Score(3)
         self.both = MetricCollection([MulticlassAccuracy(3, average="macro"), MulticlassF1Score(3)])
+        self.seen = Seen()
         self.double()
         self.ended: list[Any] = []  # what each hook at the end of a batch was given
 
@@ -57,6 +77,8 @@ class Net(LightningModule):
         self.log("worst", functional.cross_entropy(output, batch[1], reduction="none").max(), reduce_fx=torch.max, on_step=True, on_epoch=True)
         self.log("by_two", right.mean(), batch_size=2 * len(right), on_epoch=True)
         self.log("train_f1", self.train_f1, on_step=False, on_epoch=True)
+        self.seen.update(batch[1])
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
         return {"loss": loss, "right": right, "mean": output.mean()}
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:

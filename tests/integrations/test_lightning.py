@@ -321,13 +321,18 @@ def test_switched_off_the_callback_changes_nothing() -> None:
 
 
 def test_a_run_that_gives_up_leaves_weights_and_metrics_and_gives_the_steps_back() -> None:
-    module = Net(0)
+    class NeverFits(Net):
+        def on_before_backward(self, loss: Tensor) -> None:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 MiB.")
+
+    module = NeverFits()
     start = {name: value.clone() for name, value in module.state_dict().items()}
     made = trainer([ElasticCallback()])
     with pytest.raises(MicroBatchFloorError):
         made.fit(module, loader())
     check_same(module.state_dict(), start)
-    assert (module.train_f1.update_count, made.logged_metrics) == (0, {})
+    assert (module.train_f1.update_count, module.seen.update_count, module.seen.each) == (0, 0, [])
+    assert "loss_step" not in made.callback_metrics
     untouched(made)
 
 

@@ -53,7 +53,6 @@ def code(function: Any) -> str:
         ("its batch size is that of results.batch", _ResultCollection.log, "self._extract_batch_size(self[key], batch_size, meta)"),
         ("the trainer knows those results", Trainer._results.fget, "active_loop._results"),
         ("steps are looked up on the strategy", call._call_strategy_hook, "getattr(trainer.strategy, hook_name)"),
-        ("what runs is named on the module", call._call_strategy_hook, "pl_module._current_fx_name = hook_name"),
         ("a metric is logged by what its last forward returned", Metric.forward, "self._forward_cache ="),
         ("GradScaler scales in pre_backward, and the rest are hooks", MixedPrecision.pre_backward, "self.scaler.scale(tensor)"),
     ],
