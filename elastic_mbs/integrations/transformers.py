@@ -1,0 +1,316 @@
+"""The runtime in `transformers.Trainer` and its subclasses: `per_device_train_batch_size` is the batch wanted, the runtime picks the micro-batch.
+
+Every piece runs through the trainer's own `training_step`. Where the loss is normalised by `num_items_in_batch`, it gets the piece's own number,
+so that any loss is the mean over its piece, whatever the model's signature says. The engine weighs it by the piece's labels.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size, nested_concat
+
+from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.engine.micro_batch import MicroBatch
+from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
+from elastic_mbs.events import logger
+from elastic_mbs.integrations.frameworks import TRANSFORMERS
+from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
+from elastic_mbs.integrations.trl_metrics import BatchMetrics, Note
+from elastic_mbs.runtime import ElasticMBS
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
+_OWN = {"optimizer_step": False, "verify": True}
+_TAKEN = ("model", "outputs", "reduction", "scaler")  # options of the runtime that follow from the trainer
+_ROUGH = 2e-2  # relative difference of two losses in half precision or TF32 that says nothing
+
+TrainerClass = TypeVar("TrainerClass", bound=type)
+
+
+class ElasticTrainerMixin(_Base):
+    """Keeps a `Trainer` alive through out-of-memory errors, with the gradients of the whole batch: `class MyTrainer(ElasticTrainerMixin, Trainer)`.
+
+    Args:
+        *args: the trainer's.
+        elastic: options of `ElasticMBS` by name (`micro_batch_size`, `policy`, `log`, `memory`, …), but for those that follow from the trainer.
+            `count` is for a loss that is no mean over the labels that are not -100: a function batch → one count per sample, None for samples.
+            `optimizer_step=True` sends the optimizer's step through `ElasticMBS.optimizer_step`. `verify=False` leaves out the comparison, at the
+            first step, of a few samples' loss with the one put together from pieces.
+        **kwargs: the trainer's.
+
+    Raises:
+        UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
+        UnsupportedError: its batches cannot be cut and replayed: several processes, DataParallel, padding-free batches, and the like.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses trainers whose batches mean more than their samples."""
+        super().__init_subclass__(**kwargs)
+        TRANSFORMERS.check()
+        check_class(cls, ElasticTrainerMixin)
+
+    def __init__(self, *args: Any, elastic: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._elastic_options = _checked(elastic or {})
+        self._elastic_of: tuple[object, ElasticMBS] | None = None  # a model and its runtime
+        self._elastic_verified = not self._elastic_options["verify"]
+        super().__init__(*args, **kwargs)
+        self._elastic_checked()
+
+    @property
+    def elastic(self) -> ElasticMBS:
+        """The runtime, for its `stats`, `last_result`, `plan` and the like. Another model (`model_init`) gets another one."""
+        if self._elastic_of is None or self._elastic_of[0] is not self.model:
+            options = {name: value for name, value in self._elastic_options.items() if name not in _OWN} | {"count": self._elastic_count}
+            self._elastic_of = self.model, ElasticMBS(self.model, **options, scaler=self.accelerator.scaler, outputs=None)
+        return self._elastic_of[1]
+
+    def _elastic_checked(self) -> ElasticMBS:
+        options = self._elastic_options
+        check_trainer(self, optimizer_step=options["optimizer_step"], exact=options["verify"])
+        return self.elastic
+
+    # ------------------------------------------------------------------ training
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The trainer's own step on every piece; returns the loss of the whole batch, as its share in the batches accumulated for one step."""
+        mbs = self.elastic
+        if not mbs.enabled:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        self._elastic_verify(inputs)
+        metrics, notes = BatchMetrics(self), list[Note]()
+        try:
+            for micro in mbs.micro_batches(inputs, name="training_step", own_graph=False):
+                with micro:
+                    metrics.restore()
+                    self._elastic_piece(model, micro, num_items_in_batch)
+                    if metrics.kept:
+                        micro.on_commit(functools.partial(notes.append, metrics.note(self._elastic_count(micro.data).sum())))
+        except BaseException as error:
+            metrics.restore()
+            if not isinstance(error, CountError) or self._elastic_count(inputs).any():
+                raise
+            return torch.zeros((), device=self.args.device)  # no label in the whole batch: it adds nothing
+        metrics.join(notes)
+        assert mbs.last_result is not None
+        return mbs.last_result.loss
+
+    def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any) -> None:
+        """The trainer's step, in which `accelerator.backward` is the piece's, and whose division for accumulation is ours."""
+        total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
+
+        def backward(loss: Tensor, **kwargs: Any) -> None:
+            if kwargs:
+                raise UnsupportedError(
+                    f"accelerator.backward(loss, {', '.join(kwargs)}=…) is not supported (LOMO's is one): the engine runs backward"
+                )
+            if steps > 1 and (num_items is None or "count" in self._elastic_options):
+                loss = loss / steps
+            elif steps > 1:
+                loss = loss * total / num_items  # in this order: their quotient alone would be rounded to float32
+            micro.backward(loss)
+
+        items = None if num_items is None else self._get_num_items_in_batch([micro.data], self.args.device)
+        self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
+        try:
+            super().training_step(model, micro.data, items)
+        finally:
+            del self.accelerator.backward
+
+    def _elastic_count(self, inputs: Any) -> Tensor:
+        """Loss terms of each sample."""
+        count = self._elastic_options.get("count", self._elastic_labels)
+        found = None if count is None else count(inputs)
+        return torch.ones(find_batch_size(inputs), dtype=torch.long) if found is None else torch.as_tensor(found)
+
+    def _elastic_labels(self, inputs: Any) -> Tensor | None:
+        """Labels that are not -100 in each sample, as the trainer counts them; None where there are no labels."""
+        labels = inputs.get("labels")
+        if "shift_labels" in inputs:
+            labels = inputs["shift_labels"]
+        elif self._loss_shifts_labels and isinstance(labels, Tensor):
+            labels = labels[..., 1:]
+        return labels.ne(-100).reshape(len(labels), -1).sum(1) if isinstance(labels, Tensor) and labels.ndim else None
+
+    def _elastic_verify(self, inputs: Any) -> None:
+        """Compares, once, the loss of a few samples with the one put together from pieces."""
+        if self._elastic_verified or (find_batch_size(inputs) or 1) < 2:
+            return
+        metrics, drawn = BatchMetrics(self), list[bool]()
+
+        def loss_fn(piece: Any) -> Any:
+            before = _streams(self.args.device)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                items = self._get_num_items_in_batch([piece], self.args.device)
+                loss = self.compute_loss(self.model, self._prepare_inputs(piece), num_items_in_batch=items)
+            drawn.append(not all(map(torch.equal, before, _streams(self.args.device))))
+            return loss.detach().requires_grad_()  # a graph would take memory
+
+        try:
+            report = self.elastic.verify(loss_fn, inputs)
+        except CountError:  # there are no labels in these samples: the next batch will have some
+            return
+        except RecoveryError as error:
+            logger.warning("the loss of a batch was not compared with the one of its pieces: %s", error)
+        else:
+            rough = self.args.bf16 or self.args.fp16 or self.model.dtype.itemsize < 4 or torch.get_float32_matmul_precision() != "highest"
+            same = report.ok or (rough and abs(report.whole - report.split) <= _ROUGH * abs(report.whole))
+            if not (same or any(drawn)):  # what draws random numbers cannot be compared
+                raise UsageError(
+                    f"{report}\n  Where the loss is no mean over the labels that are not -100, say what it is a mean over: "
+                    'elastic={"count": batch → one count per sample}, None for samples. Where the difference is meant: elastic={"verify": False}'
+                )
+        finally:
+            metrics.restore()
+        self._elastic_verified = True
+
+    # ------------------------------------------------------------------ evaluation
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
+        """The trainer's own step on every piece: loss, logits and labels of the whole batch, on the host where `eval_accumulation_steps` is set."""
+        mbs, to = self.elastic, "device" if self.args.eval_accumulation_steps is None else "cpu"
+        if not mbs.enabled:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+        metrics = BatchMetrics(self)
+        try:
+            found = mbs.eval(self._elastic_predict, inputs, model, prediction_loss_only, ignore_keys, metrics, to=to)  # type: ignore[arg-type]
+        except BaseException:
+            metrics.restore()
+            raise
+        losses, logits, labels, counts, notes = found
+        metrics.join(notes)
+        return _mean(losses, torch.stack(list(counts)).tolist()), _joined(logits), _joined(labels)
+
+    def _elastic_predict(self, inputs: Any, model: Any, prediction_loss_only: bool, ignore_keys: list[str] | None, metrics: BatchMetrics) -> Any:
+        metrics.restore()
+        count = self._elastic_count(inputs).sum()
+        return *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys), count, metrics.note(count)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's; the monitor stops with it where no training runs."""
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            if not self.is_in_train:
+                self.elastic.close()
+
+    # ------------------------------------------------------------------ around the loop
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, inside the runtime's block. Here, because `train` makes the model anew where there is a `model_init`."""
+        self._elastic_verified = not self._elastic_options["verify"]
+        with self._elastic_checked():
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, with its step guarded where that is asked for."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._elastic_options["optimizer_step"]:
+            _guard(getattr(optimizer, "optimizer", optimizer), lambda: self.elastic)
+        return optimizer
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The trainer's, with what the runtime has been through beside each training loss."""
+        result, stats = self.elastic.last_result, self.elastic.stats
+        if "loss" in logs and result is not None:
+            logs |= {"elastic/micro_batch_size": result.micro_batch_size, "elastic/pieces": len(result.partition)}
+            logs |= {"elastic/ooms": stats.ooms, "elastic/replayed_samples": stats.replayed_samples}
+        super().log(logs, *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The trainer's, and beside them what has been learned about sizes."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        Path(output_dir, STATE_NAME).write_text(json.dumps(self.elastic.state_dict()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (path := Path(checkpoint, STATE_NAME)).exists():
+            try:
+                self.elastic.load_state_dict(json.loads(path.read_text()))
+            except (UsageError, json.JSONDecodeError) as error:
+                raise UsageError(f"{path}: {error}. Remove the file to resume without it") from error
+
+
+@functools.cache
+def elastic_trainer(trainer_class: TrainerClass) -> TrainerClass:
+    """A subclass of a class of trainers that has the runtime in it, the same each time: `elastic_trainer(SFTTrainer)(model, ..., elastic={...})`.
+
+    Args:
+        trainer_class: `transformers.Trainer`, or a subclass: `trl.SFTTrainer`, your own.
+
+    Raises:
+        UsageError: it is no class of trainers.
+        UnsupportedError: its batches mean more than their samples (other trainers of trl, sentence_transformers).
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise UsageError(f"elastic_trainer({trainer_class!r}): give a class of trainers, transformers.Trainer or a subclass")
+    if issubclass(trainer_class, ElasticTrainerMixin):
+        return trainer_class
+    return types.new_class(f"Elastic{trainer_class.__name__}", (ElasticTrainerMixin, trainer_class))  # type: ignore[return-value]
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with our own ones filled in; the runtime checks the values of its own."""
+    known = [name for name in {**inspect.signature(ElasticMBS).parameters, **_OWN} if name not in _TAKEN]
+    if unknown := [name for name in options if name not in known]:
+        raise UsageError(f"elastic={{{unknown[0]!r}: …}} is no option here: there are {', '.join(known)}")
+    for name in _OWN:
+        if not isinstance(options.get(name, True), bool):
+            raise UsageError(f"elastic={{{name!r}: {options[name]!r}}} is neither True nor False")
+    if not (options.get("count") is None or callable(options["count"])):
+        raise UsageError(f"elastic={{'count': {options['count']!r}}}: give a function of the batch that returns one count per sample, or None")
+    return {**_OWN, **options}
+
+
+def _guard(optimizer: torch.optim.Optimizer, runtime: Callable[[], ElasticMBS]) -> None:
+    """Has `optimizer.step()` go through the runtime's guarded step, once."""
+    if hasattr(plain := optimizer.step, "guarded"):
+        return
+
+    @functools.wraps(plain)
+    def step(self: torch.optim.Optimizer, closure: Any = None) -> None:
+        ours = vars(self)["step"]
+        vars(self)["step"] = plain
+        try:
+            runtime().optimizer_step(self, closure)
+        finally:
+            vars(self)["step"] = ours
+
+    vars(step)["guarded"] = True
+    vars(optimizer)["step"] = types.MethodType(step, optimizer)
+
+
+def _streams(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)])]
+
+
+def _mean(losses: list[Tensor] | None, counts: list[int]) -> Tensor | None:
+    """The batch's mean loss from the pieces'; a piece that counts nothing has none."""
+    total = sum(counts)
+    if losses is None or len(losses) == 1 or not total:
+        return None if losses is None else losses[0]
+    parts = [loss * (count / total) for loss, count in zip(losses, counts, strict=True) if count]
+    return sum(parts[1:], parts[0])
+
+
+def _joined(outputs: Any) -> Any:
+    """What the pieces have padded by themselves, or what is no row per sample, joined as the trainer joins batches."""
+    if isinstance(outputs, PerPiece):
+        return functools.reduce(functools.partial(nested_concat, padding_index=-100), outputs)
+    if isinstance(outputs, tuple | list):
+        return type(outputs)(map(_joined, outputs))
+    kind: Any = type(outputs)
+    return kind(**{name: _joined(value) for name, value in outputs.items()}) if isinstance(outputs, Mapping) else outputs
