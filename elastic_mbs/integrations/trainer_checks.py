@@ -47,8 +47,8 @@ def check_trainer(trainer: Any, *, optimizer_step: bool, exact: bool) -> None:
     spread = [kind for kind in kinds if kind not in (DistributedType.NO, ParallelMode.NOT_PARALLEL, None)]
     if spread:
         raise UnsupportedError(
-            f"distributed training ({getattr(spread[0], 'value', spread[0])}) is not supported yet: a replay in one process would leave the others "
-            "waiting. Run one process, without DeepSpeed, FSDP and parallelism_config"
+            f"distributed training ({getattr(spread[0], 'value', type(spread[0]).__name__)}) is not supported yet: a replay in one would leave "
+            "the others waiting. Run one process, without DeepSpeed, FSDP and parallelism_config"
         )
     if optimizer_step and accelerator.scaler is not None:
         raise UnsupportedError("optimizer_step=True does not go with fp16=True, where accelerate steps through its own scaler: use bf16=True")

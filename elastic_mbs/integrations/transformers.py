@@ -26,6 +26,7 @@ from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
 from elastic_mbs.integrations.trl_metrics import BatchMetrics, Note
+from elastic_mbs.memory import oom
 from elastic_mbs.runtime import ElasticMBS
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ else:
 STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
 _OWN = {"optimizer_step": False, "verify": True}
 _TAKEN = ("model", "outputs", "reduction", "scaler")  # options of the runtime that follow from the trainer
-_ROUGH = 2e-2  # relative difference of two losses in half precision or TF32 that says nothing
+_ROUGH, _FINE = 2e-2, 1e-4  # relative difference of two losses that says nothing: in half precision or TF32, and otherwise
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
 
@@ -105,8 +106,9 @@ class ElasticTrainerMixin(_Base):
                 raise
             return torch.zeros((), device=self.args.device)  # no label in the whole batch: it adds nothing
         metrics.join(notes)
-        assert mbs.last_result is not None
-        return mbs.last_result.loss
+        result = mbs.last_result
+        assert result is not None
+        return oom.retry("add up the pieces' losses", lambda: result.loss, (self.args.device,))
 
     def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any) -> None:
         """The trainer's step, in which `accelerator.backward` is the piece's, and whose division for accumulation is ours."""
@@ -167,7 +169,7 @@ class ElasticTrainerMixin(_Base):
             logger.warning("the loss of a batch was not compared with the one of its pieces: %s", error)
         else:
             rough = self.args.bf16 or self.args.fp16 or self.model.dtype.itemsize < 4 or torch.get_float32_matmul_precision() != "highest"
-            same = report.ok or (rough and abs(report.whole - report.split) <= _ROUGH * abs(report.whole))
+            same = report.ok or abs(report.whole - report.split) <= (_ROUGH if rough else _FINE) * abs(report.whole)
             if not (same or any(drawn)):  # what draws random numbers cannot be compared
                 raise UsageError(
                     f"{report}\n  Where the loss is no mean over the labels that are not -100, say what it is a mean over: "
@@ -192,7 +194,8 @@ class ElasticTrainerMixin(_Base):
             raise
         losses, logits, labels, counts, notes = found
         metrics.join(notes)
-        return _mean(losses, torch.stack(list(counts)).tolist()), _joined(logits), _joined(labels)
+        what, device = "join what the pieces have predicted", self.args.device
+        return oom.retry(what, lambda: (_mean(losses, counts), _joined(logits), _joined(labels)), (device,))
 
     def _elastic_predict(self, inputs: Any, model: Any, prediction_loss_only: bool, ignore_keys: list[str] | None, metrics: BatchMetrics) -> Any:
         metrics.restore()
@@ -297,13 +300,13 @@ def _streams(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)])]
 
 
-def _mean(losses: list[Tensor] | None, counts: list[int]) -> Tensor | None:
+def _mean(losses: list[Tensor] | None, counts: list[Tensor]) -> Tensor | None:
     """The batch's mean loss from the pieces'; a piece that counts nothing has none."""
-    total = sum(counts)
-    if losses is None or len(losses) == 1 or not total:
+    if losses is None or len(losses) == 1:
         return None if losses is None else losses[0]
-    parts = [loss * (count / total) for loss, count in zip(losses, counts, strict=True) if count]
-    return sum(parts[1:], parts[0])
+    each = torch.stack(counts).tolist()
+    parts = [loss * (count / sum(each)) for loss, count in zip(losses, each, strict=True) if count]
+    return sum(parts[1:], parts[0]) if parts else losses[0]
 
 
 def _joined(outputs: Any) -> Any:
