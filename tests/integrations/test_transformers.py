@@ -136,8 +136,8 @@ KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "clipped": (gpt2, "tokens", {"max_grad_norm": 0.01}),
     "loss function": (gpt2, "tokens", {"compute_loss_func": summed_loss}),
     "smoothed": (gpt2, "tokens", {"label_smoothing_factor": 0.1}),
-    "checkpointing": (gpt2, "tokens", {"activation_checkpointing": True}),
-    "reentrant": (gpt2, "tokens", {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}),
+    "checkpointing": (gpt2, "tokens", {"gradient_checkpointing": True}),
+    "reentrant": (gpt2, "tokens", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     "LoRA": (lambda: get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)).double(), "tokens", {}),
 }
 STEPS = dict.fromkeys(KINDS, (1, 4)) | {"classes": (1,), "tokens": (1,), "masked": (1,), "checkpointing": (1,), "llama": (1,)}
