@@ -82,7 +82,7 @@ clean:
 	@echo "making .venv-simcuda (gigabytes)"
 	@$(PYTHON) -m venv .venv-simcuda
 	@.venv-simcuda/bin/python $(PIP) install "$(TORCH_CUDA)"
-	@.venv-simcuda/bin/python $(PIP) install --editable ".[dev]"
+	@.venv-simcuda/bin/python $(PIP) install --editable ".[dev,hf]"
 	@touch $@
 
 .venv-frameworks/installed: pyproject.toml

@@ -60,8 +60,9 @@ class StepResult:
         if not self._losses:
             return torch.zeros(())
         if len(self._losses) > 1:
-            last = self._losses[-1]
-            self._losses = (torch.stack([loss.to(last.dtype) for loss in self._losses]).sum(),)
+            losses, last = self._losses, self._losses[-1]
+            total = oom.retry("add up the losses", lambda: torch.stack([loss.to(last.dtype) for loss in losses]).sum(), {last.device})
+            self._losses = (total,)
         return self._losses[0]
 
     def __float__(self) -> float:

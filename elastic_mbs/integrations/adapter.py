@@ -15,6 +15,7 @@ from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.model import modules_of
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.integrations.runtime_options import check_names
 from elastic_mbs.options import GradientOptions
 from elastic_mbs.rehearsal import LossFn
 from elastic_mbs.runtime import ElasticMBS
@@ -52,6 +53,7 @@ class AdaptedMBS(ElasticMBS):
 
     def __init__(self, model: Any, adapter: Adapter, options: dict[str, Any]) -> None:
         adapter.check()
+        check_names(f"elastic() for {adapter.framework}", options)
         gradients = options.pop("gradients", None) or GradientOptions()
         if options.pop("scaler", None) is not None or getattr(gradients, "backward", None) is not None:
             raise UsageError(f"scaler= and GradientOptions(backward=) are {adapter.framework}'s part: leave them out")

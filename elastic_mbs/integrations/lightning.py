@@ -17,12 +17,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import LIGHTNING
 from elastic_mbs.integrations.lightning_private import EVALUATIONS, Steps
+from elastic_mbs.integrations.runtime_options import check_names
 from elastic_mbs.options import GradientOptions
 from elastic_mbs.runtime import ElasticMBS
 
 
 class ElasticCallback(Callback):
-    """Keeps a Lightning `Trainer` alive through out-of-memory errors: the loader gives the batch wanted, the runtime cuts it.
+    """Keeps a Lightning `Trainer` alive through out-of-memory errors: the loader gives the batch wanted, the runtime cuts it. One in a Trainer.
 
     `Trainer(callbacks=[ElasticCallback()])`. `training_step` gets pieces of the batch, and may get the same samples again; so do `validation_step`,
     `test_step` and `predict_step`. What they log is recorded once per batch. With manual optimisation `training_step` gets the whole batch, and calls
@@ -38,9 +39,7 @@ class ElasticCallback(Callback):
 
     def __init__(self, **options: Any) -> None:
         LIGHTNING.check()
-        known = inspect.signature(ElasticMBS).parameters.keys() - {"model"}
-        if unknown := options.keys() - known:
-            raise UsageError(f"ElasticCallback has no option {', '.join(sorted(unknown))}; those of ElasticMBS are {', '.join(sorted(known))}")
+        check_names("ElasticCallback", options)
         if options.get("scaler") is not None or getattr(options.get("gradients"), "backward", None) is not None:
             raise UsageError("scaler= and GradientOptions(backward=) are Lightning's: Trainer(precision='16-mixed'), LightningModule.backward")
         if isinstance(options.get("count"), Mapping):

@@ -75,14 +75,14 @@ class Steps:
             zero_grad()
         door = self._runtime().eval if forward_only else self._runtime().backward
         result = log.run(door, step, arguments["batch"])
-        loss, extra = result if forward_only else (result.loss, result.outputs)
+        loss, extra = result if forward_only else (result.loss, log.retry("join the outputs of the pieces", lambda: result.outputs))
         if not forward_only:
             self._end_window(optimizer, index)
         if True in skipped:
             return ClosureResult(None)
         if not forward_only:
             Precision.post_backward(plugin, loss, module)  # on_after_backward
-        return ClosureResult(log.whole(loss), extra=log.whole(extra) or {})
+        return log.retry("copy the loss", lambda: ClosureResult(log.whole(loss), extra=log.whole(extra) or {}))
 
     def _end_window(self, optimizer: Optimizer, index: int) -> None:
         """Makes gradients the mean over a window of `accumulate_grad_batches` that ends early: each loss was divided by the length of a whole one."""
@@ -147,10 +147,31 @@ class _BatchLog:
         for piece in self._pieces.values():
             for key, value, options in piece.logged:
                 logged[key].append((value, options, piece.worth))
-        for (hook, name, _), entries in logged.items():
-            value, options = self._retry(f"put together what self.log({name!r}, ...) was given", partial(_together, entries))
-            self._results.log(hook, name, value, **options)
+        self._record(logged)
         return result
+
+    def _record(self, logged: Mapping[tuple[str, str, int], list[tuple[Any, dict[str, Any], Any]]]) -> None:
+        """Hands what the batch has logged to Lightning, all of it or nothing. It makes new tensors for its sums, so names are enough to keep."""
+        before = {key: (metric, dict(vars(metric))) for key, metric in (self._results or {}).items()}
+
+        def put_back() -> None:
+            for key in [key for key in self._results or () if key not in before]:
+                del self._results[key]
+            for metric, attributes in before.values():
+                vars(metric).clear()
+                vars(metric).update(attributes)
+
+        def record() -> None:
+            put_back()
+            for (hook, name, _), entries in logged.items():
+                value, options = _together(entries)
+                self._results.log(hook, name, value, **options)
+
+        try:
+            self.retry("record what self.log was given", record)
+        except BaseException:
+            put_back()
+            raise
 
     def _attempt(self, step: Callable[[Any], Any], data: Any) -> Any:
         """One attempt: an earlier one at the same samples, or at later ones, has failed or is made again."""
@@ -182,9 +203,10 @@ class _BatchLog:
             return values[0]
         if not all(isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()) for value in values):
             return values
-        return self._retry("take the mean of the outputs", partial(_mean, values, [piece.worth for piece in self._pieces.values()]))
+        return self.retry("take the mean of the outputs", partial(_mean, values, [piece.worth for piece in self._pieces.values()]))
 
-    def _retry(self, what: str, operation: Callable[[], Any]) -> Any:
+    def retry(self, what: str, operation: Callable[[], Any]) -> Any:
+        """Of what does not change anything until it has succeeded."""
         return oom.retry(what, operation, (self._module.device,))
 
 

@@ -7,7 +7,6 @@ so that any loss is the mean over its piece, whatever the model's signature says
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import types
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
+from elastic_mbs.integrations.runtime_options import check_names
 from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
 from elastic_mbs.integrations.trl_metrics import BatchMetrics, Note
 from elastic_mbs.memory import oom
@@ -36,7 +36,7 @@ else:
 
 STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
 _OWN = {"optimizer_step": False, "verify": True}
-_TAKEN = ("model", "outputs", "reduction", "scaler")  # options of the runtime that follow from the trainer
+_TAKEN = ("outputs", "reduction", "scaler")  # options of the runtime that follow from the trainer
 _ROUGH, _FINE = 2e-2, 1e-4  # relative difference of two losses that says nothing: in half precision or TF32, and otherwise
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
@@ -65,9 +65,9 @@ class ElasticTrainerMixin(_Base):
         check_class(cls, ElasticTrainerMixin)
 
     def __init__(self, *args: Any, elastic: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._elastic_options = _checked(elastic or {})
+        self._elastic_options = _checked({} if elastic is None else elastic)
         self._elastic_of: tuple[object, ElasticMBS] | None = None  # a model and its runtime
-        self._elastic_verified = not self._elastic_options["verify"]
+        self._elastic_verified = set[bool]()
         super().__init__(*args, **kwargs)
         self._elastic_checked()
 
@@ -90,7 +90,7 @@ class ElasticTrainerMixin(_Base):
         """The trainer's own step on every piece; returns the loss of the whole batch, as its share in the batches accumulated for one step."""
         mbs = self.elastic
         if not mbs.enabled:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
         self._elastic_verify(inputs)
         metrics, notes = BatchMetrics(self), list[Note]()
         try:
@@ -108,7 +108,7 @@ class ElasticTrainerMixin(_Base):
         metrics.join(notes)
         result = mbs.last_result
         assert result is not None
-        return oom.retry("add up the pieces' losses", lambda: result.loss, (self.args.device,))
+        return result.loss
 
     def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any) -> None:
         """The trainer's step, in which `accelerator.backward` is the piece's, and whose division for accumulation is ours."""
@@ -148,8 +148,10 @@ class ElasticTrainerMixin(_Base):
         return labels.ne(-100).reshape(len(labels), -1).sum(1) if isinstance(labels, Tensor) and labels.ndim else None
 
     def _elastic_verify(self, inputs: Any) -> None:
-        """Compares, once, the loss of a few samples with the one put together from pieces."""
-        if self._elastic_verified or (find_batch_size(inputs) or 1) < 2:
+        """Compares the loss of a few samples with the one put together from pieces: in the first step, and after the first batch that was split."""
+        last = self.elastic.last_result
+        split = last is not None and len(last.partition) > 1
+        if not self._elastic_options["verify"] or split in self._elastic_verified or (find_batch_size(inputs) or 1) < 2:
             return
         metrics, drawn = BatchMetrics(self), list[bool]()
 
@@ -168,7 +170,8 @@ class ElasticTrainerMixin(_Base):
         except RecoveryError as error:
             logger.warning("the loss of a batch was not compared with the one of its pieces: %s", error)
         else:
-            rough = self.args.bf16 or self.args.fp16 or self.model.dtype.itemsize < 4 or torch.get_float32_matmul_precision() != "highest"
+            half = self.args.bf16 or self.args.fp16 or any(leaf.dtype.itemsize < 4 for leaf in self.model.parameters())
+            rough = half or torch.get_float32_matmul_precision() != "highest"
             same = report.ok or abs(report.whole - report.split) <= (_ROUGH if rough else _FINE) * abs(report.whole)
             if not (same or any(drawn)):  # what draws random numbers cannot be compared
                 raise UsageError(
@@ -177,7 +180,7 @@ class ElasticTrainerMixin(_Base):
                 )
         finally:
             metrics.restore()
-        self._elastic_verified = True
+        self._elastic_verified.add(split)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -185,10 +188,10 @@ class ElasticTrainerMixin(_Base):
         """The trainer's own step on every piece: loss, logits and labels of the whole batch, on the host where `eval_accumulation_steps` is set."""
         mbs, to = self.elastic, "device" if self.args.eval_accumulation_steps is None else "cpu"
         if not mbs.enabled:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
         metrics = BatchMetrics(self)
         try:
-            found = mbs.eval(self._elastic_predict, inputs, model, prediction_loss_only, ignore_keys, metrics, to=to)  # type: ignore[arg-type]
+            found = mbs.eval(self._elastic_predict, inputs, model, prediction_loss_only, ignore_keys, metrics, to=to)  # type: ignore[arg-type]  # one of the two
         except BaseException:
             metrics.restore()
             raise
@@ -214,7 +217,7 @@ class ElasticTrainerMixin(_Base):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, inside the runtime's block. Here, because `train` makes the model anew where there is a `model_init`."""
-        self._elastic_verified = not self._elastic_options["verify"]
+        self._elastic_verified = set()
         with self._elastic_checked():
             return super()._inner_training_loop(*args, **kwargs)
 
@@ -262,14 +265,12 @@ def elastic_trainer(trainer_class: TrainerClass) -> TrainerClass:
         raise UsageError(f"elastic_trainer({trainer_class!r}): give a class of trainers, transformers.Trainer or a subclass")
     if issubclass(trainer_class, ElasticTrainerMixin):
         return trainer_class
-    return types.new_class(f"Elastic{trainer_class.__name__}", (ElasticTrainerMixin, trainer_class))  # type: ignore[return-value]
+    return types.new_class(f"Elastic{trainer_class.__name__}", (ElasticTrainerMixin, trainer_class))  # type: ignore[return-value]  # a class made here
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, with our own ones filled in; the runtime checks the values of its own."""
-    known = [name for name in {**inspect.signature(ElasticMBS).parameters, **_OWN} if name not in _TAKEN]
-    if unknown := [name for name in options if name not in known]:
-        raise UsageError(f"elastic={{{unknown[0]!r}: …}} is no option here: there are {', '.join(known)}")
+    check_names("elastic=", options, own=_OWN, taken=_TAKEN)
     for name in _OWN:
         if not isinstance(options.get(name, True), bool):
             raise UsageError(f"elastic={{{name!r}: {options[name]!r}}} is neither True nor False")

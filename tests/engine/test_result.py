@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
-from elastic_mbs import Warned
+from elastic_mbs import MicroBatchFloorError, Warned
 from elastic_mbs.engine import result as module
 from elastic_mbs.engine.result import StepResult, StoredOutput, map_outputs
+from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic
 
 
@@ -38,6 +39,16 @@ def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
     assert repr(found) == "StepResult(partition=((0, 2), (2, 3)), micro_batch_size=2, ooms=0, replayed_samples=0, skipped=())"  # no tensor
     mixed = StepResult(((0, 1), (1, 2)), 1, _losses=(torch.tensor(0.5, dtype=torch.float32), torch.tensor(0.25, dtype=torch.float64)))
     assert (mixed.loss.dtype, float(mixed)) == (torch.float64, 0.75)
+
+
+def test_the_loss_is_there_where_memory_runs_out_as_it_is_added_up() -> None:
+    found = result([], (0.25, 0.5))
+    with InjectOOM(at=[1, 2]) as inject:
+        loss = found.loss
+    assert inject.hits
+    assert loss.item() == 0.75
+    with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError, match="no room to add up the losses"):
+        _ = result([], (0.25, 0.5)).loss
 
 
 def test_outputs_are_joined_once() -> None:

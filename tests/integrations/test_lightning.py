@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
@@ -140,6 +141,25 @@ def test_an_error_at_any_operation_of_a_step_changes_nothing(door: str, monkeypa
         with monkeypatch.context() as patch:
             struck(patch, door, inject)
             check_same(fit(Net(), [ElasticCallback(micro_batch_size=4)], **once).outcome(), wanted)
+
+
+def test_an_error_at_any_operation_of_a_fit_is_recovered_from_or_was_lightnings_own() -> None:
+    """Between two calls Lightning records logs, copies the loss, and steps: what of that is ours is made again."""
+    once: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    wanted, ours = fit(Net(), **once).outcome(), 0
+    for inject in every_operation(stride=7):
+        net, callback = Net(), ElasticCallback(micro_batch_size=4)
+        try:
+            with inject:
+                run = fit(net, [callback], **once)
+        except RuntimeError as error:  # Lightning's teardown can fail over it, too
+            told = "".join(traceback.format_exception(error))
+            assert "injected: out of memory" in told
+            assert "elastic_mbs/integrations" not in told, inject.hits
+        else:
+            check_same(run.outcome(), wanted)
+            ours += 1
+    assert ours > 20
 
 
 class Ones(LightningModule):

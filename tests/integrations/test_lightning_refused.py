@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.no_oom_injection, *WARNINGS]
 
 
 class Fetches(Net):
-    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]  # Lightning asks for this name
         return super().training_step(*next(dataloader_iter)[:2])
 
 
@@ -70,7 +70,7 @@ def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(made: typ
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 4}, "no option batch_size; those of ElasticMBS are .*micro_batch_size"),
+        ({"batch_size": 4}, "ElasticCallback has no option 'batch_size'; there are micro_batch_size"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 is neither"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "Lightning's: Trainer"),
         ({"gradients": GradientOptions(backward=print)}, "Lightning's: Trainer"),

@@ -301,6 +301,13 @@ def test_what_belongs_to_the_framework_is_not_taken_from_the_user(make: Any, opt
         loop.wrap(loop.model, **options)
 
 
+@LOOPS
+def test_an_option_that_is_none_is_named(make: Any) -> None:
+    loop = make()
+    with pytest.raises(UsageError, match=r"elastic\(\) for (accelerate|Fabric) has no option 'size'; there are micro_batch_size"):
+        loop.wrap(loop.model, size=4)
+
+
 @pytest.mark.parametrize("module", [by_accelerate, by_fabric])
 def test_arguments_in_the_wrong_order_are_named(module: Any) -> None:
     with pytest.raises(UsageError, match=r"=.Sequential.* is no .*elastic\((accelerator|fabric), model\)"):

@@ -75,6 +75,18 @@ def uncounted() -> Any:
     return model
 
 
+class Plain(nn.Module):
+    """A model that is none of transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(input_ids).cumsum(1))
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
 def bert(kind: str) -> Any:
     return made(lambda: getattr(transformers, f"BertFor{kind}")(BertConfig(**BERT)))
 
@@ -130,6 +142,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "causal, rows without labels": (gpt2, "some tokens", {}),
     "uncounted": (uncounted, "tokens", {}),
     "llama": (llama, "tokens", {}),
+    "plain module": (lambda: made(Plain), "tokens", {}),
     "masked": (lambda: bert("MaskedLM"), "tokens", {}),
     "tokens": (lambda: bert("TokenClassification"), "three tokens", {}),
     "classes": (lambda: bert("SequenceClassification"), "class", {}),
@@ -140,7 +153,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "reentrant": (gpt2, "tokens", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     "LoRA": (lambda: get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)).double(), "tokens", {}),
 }
-STEPS = dict.fromkeys(KINDS, (1, 4)) | {"classes": (1,), "tokens": (1,), "masked": (1,), "checkpointing": (1,), "llama": (1,)}
+STEPS = dict.fromkeys(KINDS, (1, 4)) | {"classes": (1,), "plain module": (1,), "tokens": (1,), "masked": (1,), "checkpointing": (1,), "llama": (1,)}
 
 
 @pytest.mark.parametrize(("kind", "steps"), [(kind, steps) for kind in KINDS for steps in STEPS[kind]])

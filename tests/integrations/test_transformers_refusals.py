@@ -136,8 +136,8 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(tmp_path: Any) -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mirco_batch_size": 4}, r"'mirco_batch_size': …} is no option here: there are micro_batch_size, count"),
-        ({"scaler": None}, "'scaler': …} is no option here"),
+        ({"mirco_batch_size": 4}, "elastic= has no option 'mirco_batch_size'; there are micro_batch_size, count"),
+        ({"scaler": None}, "elastic= has no option 'scaler'"),
         ({"optimizer_step": "yes"}, "'optimizer_step': 'yes'} is neither True nor False"),
         ({"count": {"a": len}}, "give a function of the batch that returns one count per sample, or None"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 is neither 'auto' nor"),
@@ -146,6 +146,11 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(tmp_path: Any) -> No
 def test_a_wrong_option_is_named(options: dict[str, Any], said: str, tmp_path: Any) -> None:
     with pytest.raises(UsageError, match=said):
         make(tmp_path, elastic=options)
+
+
+def test_options_that_are_no_dict_are_named() -> None:
+    with pytest.raises(UsageError, match="elastic=: True is no dict of options; there are micro_batch_size, count"):
+        ELASTIC(model=tiny(), elastic=True)
 
 
 # ---------------------------------------------------------------------- losses that are no mean over labels
@@ -174,6 +179,21 @@ def test_a_loss_that_compares_samples_is_refused_unless_that_is_meant(tmp_path: 
     with pytest.raises(UsageError, match=r'(?s)compares samples with each other.*"verify": False'):
         make(tmp_path, loss=contrastive).train()
     make(tmp_path, loss=contrastive, elastic={"verify": False, "micro_batch_size": 4}).train()
+
+
+def test_a_batch_that_hides_what_is_wrong_is_not_the_last_one_that_is_looked_at(tmp_path: Any) -> None:
+    """Class weights mean nothing in samples of one class."""
+
+    def by_class(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return functional.cross_entropy(outputs.logits[:, 0, :2], labels[:, 0], weight=torch.tensor([1.0, 5.0]))
+
+    made = make(tmp_path, loss=by_class, elastic={"micro_batch_size": 4})
+    ids = torch.arange(80).reshape(8, 10) % 40
+    made.training_step(made.model, {"input_ids": ids, "labels": torch.zeros(8, 1, dtype=torch.long)})
+    made.model.zero_grad()
+    with pytest.raises(UsageError, match=r'"count": batch → one count per sample'):
+        made.training_step(made.model, {"input_ids": ids, "labels": torch.arange(8)[:, None] % 2})
+    assert all(each.grad is None for each in made.model.parameters())
 
 
 def test_a_loss_that_draws_random_numbers_is_not_compared(tmp_path: Any) -> None:
