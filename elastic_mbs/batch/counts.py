@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any
@@ -37,8 +38,13 @@ class Counts:
     def __init__(self, columns: Mapping[str | None, _Column], samples: int) -> None:
         self.n = samples
         self._columns = columns  # by the name of the loss; a single loss goes by None
+        single = columns.get(None)
+        totals = {str(name): column.total for name, column in columns.items()}
+        self.names = None if single is not None else tuple(totals)  # of the losses; None for a single loss
+        self.total: int | float | dict[str, int | float] = totals if single is None else single.total  # loss terms of the batch
 
     @classmethod
+    @lru_cache(maxsize=64)  # the batches of a run have few lengths
     def samples(cls, n: int) -> Counts:
         """Each of `n` samples counts 1."""
         return cls({None: _Column(range(n + 1), n, n)}, n)
@@ -57,18 +63,6 @@ class Counts:
             name: samples._columns[None] if fn is None else _column(fn, view, f"count[{name!r}]") for name, fn in count.items()
         }
         return cls(each, view.length)
-
-    @property
-    def names(self) -> tuple[str, ...] | None:
-        """The names of the losses; None for a single loss."""
-        return None if None in self._columns else tuple([str(name) for name in self._columns])
-
-    @property
-    def total(self) -> int | float | dict[str, int | float]:
-        """Loss terms of the batch: a number, or a dict where the losses have names."""
-        if None in self._columns:
-            return self._columns[None].total
-        return {str(name): column.total for name, column in self._columns.items()}
 
     def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float] | None:
         """The weight of each loss of samples `start` to `stop`, by name: c / C, under "sum" 1 or 0; None where they have no loss term."""

@@ -13,10 +13,9 @@ In this order:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -65,15 +64,6 @@ class Node:
             return self.kind.splitter.cut(value, start, stop)
         return fresh(value) if self.copied else value
 
-    def pieces(self, starts: Sequence[int], size: int) -> Iterable[Any]:
-        """Several pieces of one size: column by column, so that no line of Python runs for a tensor of a piece."""
-        if self.cut is Cut.NARROW:
-            return map(self.value.narrow, repeat(self.dim), starts, repeat(size))
-        if self.children:
-            rows = zip(*[child.pieces(starts, size) for child in self.children.values()], strict=True)
-            return map(self.kind.put, repeat(self.value), map(dict, map(zip, repeat(self.children), rows)))
-        return [self.piece(start, start + size) for start in starts]
-
     def with_items(self, items: Sequence[Any]) -> Any:
         """A new list of some of the items."""
         if roles_in(items) & {Role.LIST, Role.FIELDS, Role.ARRAY}:
@@ -101,7 +91,7 @@ class Node:
 
 _NOT_GIVEN = object()
 _CONTAINERS = frozenset({Role.LIST, Role.FIELDS, Role.ARRAY, Role.CUSTOM})
-_MANY = 7  # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are some, a picture's crops more
+MANY = 7  # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are some, a picture's crops more
 
 
 class Layout:
@@ -268,7 +258,7 @@ class Layout:
     def _could_be_samples(self, root: Node) -> list[Node]:
         """Fields that could be the samples: many alike tensors in a list, or lists of one length that are all there is (zip(*samples))."""
         first, *others = root.children.values()
-        if first.cut is not Cut.FIELDS and len(root.children) <= _MANY:
+        if first.cut is not Cut.FIELDS and len(root.children) <= MANY:
             return []
         lists = [first, *others] if first.cut is Cut.FIELDS else [root]
         if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.given(each.path) is not _NOT_GIVEN for each in lists):
@@ -276,7 +266,7 @@ class Layout:
         counts = {len(each.value) for each in lists}
         if len(lists) > 1:
             return lists if len(counts) == 1 and counts != {1} else []
-        if counts.pop() <= _MANY:
+        if counts.pop() <= MANY:
             return []
         return lists if len({(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}) == 1 else []
 

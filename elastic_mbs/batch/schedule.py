@@ -50,9 +50,9 @@ class Schedule:
         while self._pieces or self._rests:
             if not self._pieces:
                 rest = self._rests.pop()
-                cut = self._cut(rest, size)
-                weights = self._counts.weights
-                self._pieces = [Range(start, stop, rest.committed, weights(start, stop, self._reduction)) for start, stop in reversed(cut)]
+                weights, reduction = self._counts.weights, self._reduction
+                for start, stop in reversed(self._cut(rest, size)):
+                    self._pieces.append(Range(start, stop, rest.committed, weights(start, stop, reduction)))
             piece = self._pieces.pop()
             if piece.weights is not None:
                 return piece

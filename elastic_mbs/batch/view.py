@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import compress
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Path, dotted, map_tensors, tensors_in
-from elastic_mbs.batch.layout import Cut, Layout
+from elastic_mbs.batch.containers import Path, dotted, kind_of, map_tensors, tensors_in
+from elastic_mbs.batch.layout import MANY, Cut, Layout, Node
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.splitters import Dims, ListLayout, checked
 from elastic_mbs.errors import BatchError
@@ -19,7 +21,9 @@ __all__ = ["BatchView", "map_tensors"]
 
 
 _AHEAD = 16  # pieces
-_VERSION = attrgetter("_version")
+_VERSION, _NUMEL = attrgetter("_version"), Tensor.numel
+_LAYOUT, _SHAPE = map(attrgetter, ("layout", "shape"))
+_FLAT, _PLAIN, _DENSE = {dict, tuple, list}, {Tensor}, {torch.strided}
 
 
 class BatchView:
@@ -28,59 +32,64 @@ class BatchView:
     def __init__(
         self, batch: Any, dims: Dims | None = None, known_lists: Mapping[Path, ListLayout] | None = None, by_length: ByLength | None = None
     ) -> None:
-        layout = Layout(checked(dims) if dims else {}, dict(known_lists) if known_lists else {})
-        self.batch = batch
-        self._root = layout.read(batch)
-        self.length = layout.finish(self._root)  # N
+        self.batch, self._dims = batch, dims
         # For the next batch of the kind: a list that only its length decides is read as in this one. A short last batch cannot change it by chance.
-        self.known_lists: Mapping[Path, ListLayout] = layout.known
-        self._ends = layout.ends
-        self.tensors: list[Tensor] = []  # of the whole batch: those that pass whole and those inside per-sample items, too
-        self._only_views = True  # plain tensors are cut into views; all else can be copied by its cut
-        elements = 0
-        for end in self._ends:
-            value = end.value
-            if end.cut is Cut.NARROW:
-                self.tensors.append(value)
-                elements += value.numel()
-                self._only_views = self._only_views and type(value) is Tensor
-                continue
-            tensors = tensors_in(value)
-            self.tensors += tensors
-            self._only_views = self._only_views and end.cut is Cut.WHOLE and not end.copied
-            if end.cut is Cut.COPY:
-                elements += value.size
-            elif end.cut is not Cut.WHOLE:
-                elements += sum([tensor.numel() for tensor in tensors])
+        self.known_lists: Mapping[Path, ListLayout] = known_lists or {}
+        self._rows = None if dims else rows_of(batch)  # None: the batch has to be read as a tree
+        if self._rows is not None:
+            self.tensors = list(self._rows.values())
+            self.length, elements = self.tensors[0].shape[0], sum(map(_NUMEL, self.tensors))
+        else:
+            self.tensors, elements = [], 0  # of the whole batch: those that pass whole and those inside per-sample items, too
+            self.length = self._tree[2]  # N
+            for end in self._tree[1]:
+                tensors = tensors_in(end.value)
+                self.tensors += tensors
+                if end.cut is Cut.COPY:
+                    elements += end.value.size
+                elif end.cut is not Cut.WHOLE:
+                    elements += sum(map(_NUMEL, tensors))
         self.elements = max(1, -(-elements // self.length))  # of what is cut, per sample, rounded up. Memory is modelled in them
         self.worth = self.length  # in samples of so many elements
-        self.sorted = None if by_length is None else by_length.read(batch, self._ends, self.length)  # None: pieces are ranges of the batch
+        self.sorted = None if by_length is None else by_length.read(batch, self._tree[1], self.length)  # None: pieces are ranges of the batch
         self.costs = None if self.sorted is None else self.sorted.costs
         if self.costs is not None:
             self.elements, self.worth = self.costs.each[0], self.costs.samples
-        self._size, self._ahead = 0, dict[int, Any]()  # pieces of one size that were cut and not handed out yet, by their first sample
+        self._ahead: dict[tuple[int, int], Any] = {}  # pieces of one size that were cut and not handed out yet
+
+    @cached_property
+    def _tree(self) -> tuple[Node, Sequence[Node], int]:
+        """The batch as a tree, its values without parts, and N."""
+        layout = Layout(checked(self._dims) if self._dims else {}, dict(self.known_lists))
+        root = layout.read(self.batch)
+        length = layout.finish(root)
+        self.known_lists = layout.known
+        return root, layout.ends, length
 
     def piece(self, start: int, stop: int) -> Any:
         """Samples `start` to `stop`: `narrow()` views in new containers, so that neither a replay nor the caller sees a `pop`."""
-        if self.sorted is not None:
-            return self.sorted.piece(self._root, start, stop)
-        if not self._only_views:
-            return self._root.piece(start, stop)
-        size = stop - start
-        if size != self._size or start not in self._ahead:
+        if self._rows is None or self.sorted is not None:
+            return self._tree[0].piece(start, stop) if self.sorted is None else self.sorted.piece(self._tree[0], start, stop)
+        if (start, stop) not in self._ahead:
             # With those that probably follow: a cut takes a third of the time in a row with others as between two backwards.
+            size = stop - start
             starts = range(start, min(self.length, start + _AHEAD * size) - size + 1, size)
-            pieces = self._root.pieces(starts, size) if len(starts) > 1 else [self._root.piece(start, stop)]
-            self._size, self._ahead = size, dict(zip(starts, pieces, strict=True))
-        return self._ahead.pop(start)
+            ranges = zip(starts, range(stop, self.length + 1, size), strict=False)
+            self._ahead = dict(zip(ranges, self._pieces(self._rows, starts, size), strict=True))
+        return self._ahead.pop((start, stop))
+
+    def _pieces(self, rows: Mapping[Any, Tensor], starts: range, size: int) -> Iterable[Any]:
+        """Several pieces of one size: column by column, so that no line of Python runs for a tensor of a piece."""
+        columns = [map(tensor.narrow, repeat(0), starts, repeat(size)) for tensor in rows.values()]
+        return map(kind_of(type(self.batch)).put, repeat(self.batch), map(dict, map(zip, repeat(rows), zip(*columns, strict=True))))
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """(dotted path, tensor) for the tensors that are fields of the batch, those inside per-sample items left out."""
-        return [(dotted(end.path), end.value) for end in self._ends if isinstance(end.value, Tensor)]
+        return [(dotted(end.path), end.value) for end in self._tree[1] if isinstance(end.value, Tensor)]
 
     def dim_of(self, value: Any) -> int | None:
         """The dimension along which this very value of the batch is cut: 0 for no part of the batch, None for a container of fields."""
-        todo = [self._root]
+        todo = [self._tree[0]]
         while todo:
             node = todo.pop()
             if node.value is value and node.cut is not Cut.WHOLE:
@@ -97,9 +106,26 @@ class BatchView:
 
     def whole_edited(self, since: tuple[int, ...]) -> bool:
         """Whether a tensor that every piece gets whole has been edited since `versions` was called."""
-        whole = {id(tensor) for end in self._ends if end.cut is Cut.WHOLE for tensor in tensors_in(end.value)}
+        if self._rows is not None:
+            return False
+        whole = {id(tensor) for end in self._tree[1] if end.cut is Cut.WHOLE for tensor in tensors_in(end.value)}
         moved = (version != before for version, before in zip(self.versions(), since, strict=True))
         return any(id(tensor) in whole for tensor in compress(self.tensors, moved))
+
+
+def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
+    """The parts of a dict, tuple or list of a few dense tensors of one length, as most loaders give them; None for a batch that has to be read."""
+    if type(batch) not in _FLAT or not 0 < len(batch) <= MANY:
+        return None
+    parts = kind_of(type(batch)).take(batch)
+    tensors = parts.values()
+    if set(map(type, tensors)) != _PLAIN or set(map(_LAYOUT, tensors)) != _DENSE:
+        return None
+    try:
+        lengths = {shape[0] if shape else 0 for shape in map(_SHAPE, tensors)}
+    except RuntimeError:  # nested tensors have none
+        return None
+    return parts if len(lengths) == 1 and 0 not in lengths else None
 
 
 def check_graphs(view: BatchView) -> None:
