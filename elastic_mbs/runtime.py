@@ -178,7 +178,8 @@ class ElasticMBS:
             RecoveryError: memory ran out and the batch could not be finished.
         """
         check_function(loss_fn, "backward(loss_fn, batch)")
-        check_function(loss_fn if loss is None else loss, "backward(embed_fn, batch, loss=over_embeddings)")
+        if loss is not None:
+            check_function(loss, "backward(embed_fn, batch, loss=over_embeddings)")
         if not self.enabled:
             for micro in self._loop_whole(batch, counted=loss is None):
                 with micro:

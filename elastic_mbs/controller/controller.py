@@ -44,6 +44,7 @@ class Controller:
     def __init__(self, *, start: int | None, policy: Policy, clock: Callable[[], float], random: Random) -> None:
         self._start = start  # None: the whole batch
         self._policy, self._limits = policy, policy.limits
+        self._largest = self._limits.clamp(WHOLE)
         self._clock = clock  # never goes back; that of `Capacity.at`
         self._random = random  # draws the jitter
         self._margin = Margin(policy.margin)
@@ -76,7 +77,7 @@ class Controller:
         # Peak statistics are the process's: someone else who resets them would be disturbed for ever, so a few calls without a peak end the attempt.
         learning = self._policy.grow and not known and track.calls_without_peak < self._policy.patience
         size = min(size, samples)
-        track.call = RunningCall(size, track.size, track.epoch, samples, elements, learning, self._clock())
+        track.call = RunningCall(size, track.size, track.epoch, samples, elements, learning, self._clock(), length)
         return Plan(size, learning)
 
     def holds(self, key: Key, held: int | None) -> None:
@@ -121,11 +122,10 @@ class Controller:
         if call.ooms:
             return self._end_failed(track, call, outcome.lost)
         track.call = None
-        length = self._limits.longest(call.samples, call.size)
-        self._measure(track, call, outcome, length)
+        self._measure(track, call, outcome)
         if outcome.retries:
-            return self._end_thrashing(track, call, length, capacity)
-        return self._end_clean(track, call, length * call.elements, capacity)
+            return self._end_thrashing(track, call, call.length, capacity)
+        return self._end_clean(track, call, call.length * call.elements, capacity)
 
     def timed(self, key: Key, outcome: CallOutcome) -> None:
         """The time of an earlier call has become known: device events are read when they are done, never waited for."""
@@ -208,15 +208,15 @@ class Controller:
         self._resize(track, after)
         return move
 
-    def _measure(self, track: Track, call: RunningCall, outcome: CallOutcome, length: int) -> None:
+    def _measure(self, track: Track, call: RunningCall, outcome: CallOutcome) -> None:
         """Feeds the fits with a call that did not fail; after a failure peak and time are those of the failed attempt too."""
         track.calls += 1
         if outcome.peak is not None:
-            track.memory.add(length * call.elements, outcome.peak, first=outcome.fresh)
+            track.memory.add(call.length * call.elements, outcome.peak, first=outcome.fresh)
             track.calls_without_peak = 0
         elif call.learning:
             track.calls_without_peak += 1
-        if outcome.fragmentation >= 1:
+        if 1 <= outcome.fragmentation != track.fragmentation:
             # What was cached before can be of no use to this size, or of all: what is known stays as it is between the two.
             least = outcome.least_fragmentation or outcome.fragmentation
             track.fragmentation = min(max(track.fragmentation, least), outcome.fragmentation)
@@ -225,7 +225,7 @@ class Controller:
     def _time(self, track: Track, outcome: CallOutcome) -> None:
         pieces, seconds = outcome.pieces, outcome.seconds
         if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
-            track.time.add(max(1, round(outcome.samples * outcome.elements / pieces)), seconds / pieces)
+            track.time.add(round(outcome.samples * outcome.elements / pieces), seconds / pieces)
 
     def _failed(self, track: Track, elements: int, capacity: Capacity | None) -> tuple[Trial | None, Ceiling]:
         """Remembers a failure at so many elements, with a reading made after it; returns the growth that has failed by it, and the failure."""
@@ -292,7 +292,7 @@ class Controller:
         now = self._clock()
         if capacity is not None and now < track.cooldown_until:
             capacity = track.without_growth(capacity)
-        if capacity is None or track.size >= call.samples or not is_due(track, self._limits, self._policy, capacity):
+        if capacity is None or track.size >= min(call.samples, self._largest) or not is_due(track, self._limits, self._policy, capacity):
             return None
         self.wants_reading = True
         if capacity.at <= track.decided_at:

@@ -183,8 +183,10 @@ class TimeFit:
         if self._count == self.RECENT:
             self._before, self._latest, self._count = self._latest, {}, 0
         self._count += 1
-        self._latest[x] = min(seconds, self._latest.get(x, seconds))
-        _thin_out(self._latest, x)
+        least = self._latest.get(x)
+        if least is None or seconds < least:
+            self._latest[x] = seconds
+            _thin_out(self._latest, x)
 
     def coefficients(self) -> tuple[float, float] | None:
         """γ (seconds per unit) and δ (seconds per piece), or None while no two sizes far enough apart are known."""

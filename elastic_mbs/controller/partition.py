@@ -27,6 +27,7 @@ def piece_count(samples: int, size: int, *, minimum: int = 1, align: int = 1) ->
     return count
 
 
+@lru_cache(maxsize=256)
 def longest(samples: int, size: int, *, minimum: int = 1, align: int = 1) -> int:
     """Length of the longest piece that `partition` cuts: the number of samples on the device at once."""
     pieces = partition(0, samples, size, minimum=minimum, align=align)

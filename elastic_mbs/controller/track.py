@@ -65,6 +65,7 @@ class RunningCall:
     elements: int  # per sample
     learning: bool  # peaks are measured
     began: float
+    length: int  # of the longest piece at the size that it began with, in samples
     ooms: int = 0
     failed_trial: Trial | None = None  # the growth that has failed by the first of them
     failed: Ceiling | None = None  # the first of them

@@ -135,7 +135,10 @@ class Call:
             else:
                 if context.buffers.busy:
                     context.buffers.begin_piece()  # before all else that can fail
-                attempt.streams = context.streams.read()
+                # A step that was never seen to draw has probably not moved them since the call began. A failure compares, and where they have moved
+                # the batch starts over (`recovery._streams_lost`), which it cannot where there were gradients.
+                draws = state.profile.draws or state.had_gradient or not state.settled
+                attempt.streams = context.streams.read() if draws else state.streams
             attempt.data = state.loader.load(piece, state.schedule, cloned=state.profile.edits_batch)
         except Exception as error:
             if not note_failure(state, attempt, error):
@@ -177,7 +180,7 @@ class Call:
             with torch.inference_mode(False), torch.enable_grad():
                 self.backward(attempt, value)
             return
-        if not self.context.ledger.unchanged(kept=state.settled and bool(state.committed)):
+        if not self.context.ledger.unchanged(sampled=state.settled and bool(state.committed)):
             state.check_gradients()
         weights = attempt.piece.weights
         assert weights is not None  # or the piece would have been skipped

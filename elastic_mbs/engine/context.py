@@ -63,6 +63,8 @@ class Context:
         """Makes what depends on the model's devices."""
         settings, memory = self.settings, self.settings.memory
         self.devices = self.model.devices()
+        kind = self.devices[0].type  # asked once: it takes microseconds each time
+        self.on_cpu, self.asynchronous = kind == "cpu", self.devices[0] if kind == "cuda" else None
         if self.guard is not None:
             refuse_devices(self.devices)
         found, meter = sensor_for(self.devices[0])
@@ -76,10 +78,9 @@ class Context:
     def wake(self) -> None:
         """Readies itself for a call."""
         self.follow_model()
-        if self.devices[0].type == "cuda":
+        if self.asynchronous is not None:
             check_capture()
-        if not self.monitor.running:
-            self.monitor.start()
+        self.monitor.start()
         if self.telemetry is not None:
             self.log.begin()
 

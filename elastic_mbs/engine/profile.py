@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from elastic_mbs.batch.containers import Path
@@ -47,5 +48,9 @@ def graphs_made() -> int:
 
 def names_of(fn: Callable[..., Any]) -> tuple[str, object]:
     """What limits and sizes of a function are kept by, and what its profile is kept by: its qualified name, and its code, which closures share."""
-    called = inspect.unwrap(getattr(fn, "func", fn))  # by a functools.partial; a decorator's code is that of all it decorates (torch.autocast)
+    called: Any = getattr(fn, "func", fn)  # of a functools.partial
+    if hasattr(called, "__wrapped__"):
+        called = inspect.unwrap(called)  # a decorator's code is that of all it decorates (torch.autocast)
+    if type(called) is FunctionType:
+        return called.__qualname__, called.__code__
     return getattr(called, "__qualname__", type(called).__qualname__), getattr(called, "__code__", type(called))

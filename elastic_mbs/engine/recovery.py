@@ -59,10 +59,13 @@ def _can_be_late(state: CallState, failure: Failure) -> bool:
     return _before_backward(state, failure) and state.training and bool(state.committed) and not failure.verdict.synchronous
 
 
-def _host_streams_lost(state: CallState, failure: Failure) -> bool:
-    if state.streams is None or failure.streams is None or failure.streams.hosts is not None:
+def _streams_lost(state: CallState, failure: Failure) -> bool:
+    start, streams = state.streams, state.context.streams
+    if start is None or failure.streams is None:
         return False
-    return state.context.streams.hosts_moved(state.streams)
+    if failure.streams is start:  # only the call's first piece has read them
+        return bool(state.committed) and state.context.retry("read the random streams", lambda: streams.moved(start))
+    return failure.streams.hosts is None and streams.hosts_moved(start)
 
 
 def _depends_on_the_piece(state: CallState, failure: Failure) -> bool:
@@ -90,7 +93,7 @@ _PIECE, _ISOLATED, _step, _refused = Replay(Mode.PIECE), Replay(Mode.ISOLATED), 
 _RULES: tuple[tuple[Replay, Callable[[CallState, Failure], bool]], ...] = (
     (_refused(_EDITED), lambda state, failure: failure.edited),
     (_refused(_UNKNOWN_LEAF), lambda state, failure: bool(failure.unknown)),
-    (_step("random numbers were drawn on the host, whose state at the piece's start was not kept"), _host_streams_lost),
+    (_step("random numbers were drawn from streams that were not read at the piece's start"), _streams_lost),
     (_step("the error can belong to an earlier operation"), _can_be_late),
     (_step("smaller pieces would not be those whose embeddings loss= has seen"), lambda state, failure: state.bound),
     (_PIECE, _before_backward),
@@ -185,8 +188,8 @@ def _roll_back(state: CallState, failure: Failure, mode: Mode) -> None:
         state.restarts += 1
         state.context.model.restore(state.modes)
         if state.streams is not None:
-            start, streams = state.streams, state.context.streams
-            state.context.retry("read the random streams", lambda: streams.learn(start))
+            start, streams, profile = state.streams, state.context.streams, state.profile
+            profile.draws = state.context.retry("read the random streams", lambda: streams.learn(start)) or profile.draws
         state.replayed_samples += sum(map(len, state.committed)) + len(failure.piece)
         if state.isolation is not None:
             state.isolation.rewind()

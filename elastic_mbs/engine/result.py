@@ -96,7 +96,7 @@ class StepResult:
 
     def check_size(self, name: str, place: OutputPlace, warn_once: Callable[[str, str], None]) -> None:
         """Warns where the outputs of the function called `name` take much memory."""
-        size = sum([stored.nbytes for stored in self._outputs if stored is not None])
+        size = sum([stored.nbytes for stored in self._outputs if stored is not None]) if self._outputs else 0
         if size > MUCH:
             warn_once(
                 f"outputs of {name}",

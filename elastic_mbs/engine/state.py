@@ -154,10 +154,9 @@ class CallState:
         self.training = training
         self.outputs: OutputPlace = outputs
         self.profile = context.profile_of((key.name, identity))
-        self.had_gradient = set[int]()  # ids of the leaves whose `.grad` was not empty at the call's start
         if training:
             ledger.note()
-            self.had_gradient = ledger.with_gradient()
+        self.had_gradient: set[int] = ledger.with_gradient() if training else set()  # ids of the leaves whose `.grad` was not empty
         self.plan = context.controller.begin(key, view.worth, view.elements)
         self.size = self.plan.size  # micro-batch in samples
         self.schedule = Schedule(counts, reduction=settings.reduction, minimum=limits.minimum, align=limits.align, costs=view.costs)
@@ -183,7 +182,7 @@ class CallState:
             context.meter.reset_peak()
             context.controller.holds(self.key, self._held_at_start())
         self.resets = context.meter.resets  # of the memory statistics, before the call
-        self.watch = Stopwatch(context.devices[0])
+        self.watch = Stopwatch(context.asynchronous)
 
     def _held_at_start(self) -> int | None:
         """Bytes in use when the call begins, without gradients: those are in its peak, whether they were there or are made in it."""
@@ -227,7 +226,7 @@ class CallState:
 
     def in_order(self) -> list[Attempt]:
         """The attempts that committed, in the batch's order."""
-        return sorted(self.committed, key=_START)
+        return sorted(self.committed, key=_START) if self.failures else self.committed
 
     def make_result(self, attempts: Iterable[Attempt]) -> StepResult:
         partition, losses, stored = [], [], []
@@ -254,7 +253,7 @@ class CallState:
 
     def is_settled(self) -> bool:
         """Whether backward adds to the gradients in place and nothing has to be found out: then a piece's backward is only that."""
-        return self.profile.settled and self.context.plain and not (self.had_gradient and self.profile.mixes) and not self.indistinct
+        return self.context.plain and self.profile.settled and not (self.had_gradient and (self.indistinct or self.profile.mixes))
 
     def check_gradients(self) -> None:
         """Checks that no other code has changed a gradient since the last piece. Before the first one the caller can clear them."""
@@ -292,7 +291,7 @@ class CallState:
         """For the controller; None for seconds that are not known yet."""
         context, plan = self.context, self.plan
         # Once a size is learned, only an allocator that can thrash has something to show.
-        usage = context.meter.usage() if plan.learning or context.devices[0].type != "cpu" else None
+        usage = context.meter.usage() if plan.learning or not context.on_cpu else None
         # A peak counts when it belongs to this call alone: other code can have reset the process's statistics meanwhile.
         own_peak = plan.learning and context.meter.resets == self.resets
         return CallOutcome(
@@ -302,7 +301,7 @@ class CallState:
             peak=usage.peak_allocated if usage and own_peak else None,
             fragmentation=usage.fragmentation if usage else 1.0,
             seconds=seconds,
-            retries=context.new_retries(usage.retries if usage else 0),
+            retries=context.new_retries(usage.retries) if usage else 0,
             ooms=self.failures,
             least_fragmentation=usage.least_fragmentation if usage else None,
             lost=self.watch.lost,

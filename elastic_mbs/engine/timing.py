@@ -20,14 +20,18 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Times one call: by the host's clock, or by events in the device's own queue of work where that is asynchronous."""
+    """Times one call: by the host's clock, or by events in the queue of work of the `device` that is given, which is asynchronous."""
 
-    def __init__(self, device: torch.device) -> None:
+    # Defaults, so that making one is cheap.
+    lost = 0.0  # seconds of failed attempts, always the host's: an allocator refuses there, while the device still runs earlier work
+    _seconds: float | None = None  # where the host knows them
+    _start: torch.cuda.Event | None = None
+    _end: torch.cuda.Event | None = None
+
+    def __init__(self, device: torch.device | None) -> None:
         self.device = device  # the model's, which need not be the thread's current one
-        self.lost = 0.0  # seconds of failed attempts, always the host's: an allocator refuses there, while the device still runs earlier work
-        self._seconds: float | None = None  # where the host knows them
-        self._start = _stamp(device)
-        self._end: torch.cuda.Event | None = None
+        if device is not None:
+            self._start = _stamp(device)
         self._began = self._attempted = monotonic()
 
     def attempt(self) -> None:
@@ -48,8 +52,8 @@ class Stopwatch:
 
     def stop(self) -> float | None:
         """The call has ended on the host; returns its seconds where the host knows them."""
-        if self.device.type != "cuda":
-            self._seconds = self.elapsed()
+        if self.device is None:
+            self._seconds = monotonic() - self._began
         elif self._start is not None:
             self._end = _stamp(self.device)
         return self._seconds
@@ -119,9 +123,7 @@ class Telemetry:
 
 
 def _stamp(device: torch.device) -> torch.cuda.Event | None:
-    """A time stamp in the device's own queue of work; None where it has none that can be read later."""
-    if device.type != "cuda":
-        return None
+    """A time stamp in the device's own queue of work; None where the device is lost."""
     try:  # cuda-only
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
@@ -130,10 +132,10 @@ def _stamp(device: torch.device) -> torch.cuda.Event | None:
         return None  # a lost device: the step itself says more
 
 
-def _fetch(result: StepResult, device: torch.device) -> float | torch.Tensor | None:
+def _fetch(result: StepResult, device: torch.device | None) -> float | torch.Tensor | None:
     """The loss, where reading it at the end of the call on `device` waits for nothing; None where it cannot be had so."""
     try:
-        if device.type != "cuda" or not (loss := result.loss).is_cuda:
+        if device is None or not (loss := result.loss).is_cuda:
             return result.loss_on_host()
         found = torch.empty_like(loss, device="cpu", pin_memory=True).copy_(loss, non_blocking=True)  # cuda-only
         if loss.device != device and (copied := _stamp(loss.device)) is not None:  # cuda-only

@@ -21,6 +21,12 @@ _JOIN_SECONDS = 2.0
 _WAIT = 0.1  # seconds
 REST = 500  # times what a reading takes: where every step asks for one, they take at most 1/500 of the time
 
+_process = [object()]
+"""Stands for this process. Each call asks whether the thread runs in it, and a look at its number would be a system call."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
+
 
 class Monitor:
     """Reads a sensor once per interval in a daemon thread and keeps the latest reading.
@@ -57,31 +63,31 @@ class Monitor:
         self._thread: threading.Thread | None = None  # the one that reads; another one that finds this changed ends
         self._wake = threading.Event()  # ends the thread's sleep: to read, or to end
         self._news = threading.Condition()  # there is a new reading
-        self._pid = 0  # the process that the thread runs in; 0 without one
+        self._started: object = None  # what `_process` was when the thread was started; None without one
 
     @property
     def running(self) -> bool:
         """Whether the thread was started in this process, or none is wanted."""
-        return self._pid == os.getpid() or self._interval == 0
+        return self._started is _process[0] or self._interval == 0
 
     def start(self) -> None:
         """Starts the thread, unless it runs already or the interval is 0. Where there can be no thread the sensor counts as unavailable."""
         if self.running:
             return
-        self._pid, self._wake, self._news = os.getpid(), threading.Event(), threading.Condition()
+        self._started, self._wake, self._news = _process[0], threading.Event(), threading.Condition()
         weakref.finalize(self, self._wake.set)
         arguments = weakref.ref(self), self._wake, self._interval
         self._thread = threading.Thread(target=_watch, args=arguments, name="elastic-mbs-monitor", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
-            self._thread, self._pid = None, 0
+            self._thread = self._started = None
             self._publish(Unavailable(f"no thread for the memory monitor: {error}", self._clock()))
 
     def stop(self) -> None:
         """Ends the thread, waiting at most two seconds for a sensor that hangs. The latest reading stays."""
         thread = self._thread if self.running else None
-        self._thread, self._pid = None, 0
+        self._thread = self._started = None
         if thread is not None:
             self._wake.set()
             if thread is not threading.current_thread():

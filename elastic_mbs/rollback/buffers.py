@@ -164,22 +164,20 @@ class BufferCopies:
             key: the loss function; what is known of one says nothing of another.
         """
         self._call = self._piece = None  # until there is one: a failure before that leaves nothing to put back
-        modules = list(modules)
         owners = list(map(_BUFFERS, modules))
         names = list(chain.from_iterable(owners))
         modes = tuple(map(_TRAINING, compress(modules, owners)))
         layout = self._layout
-        same = key == layout.key and modes == layout.modes and modules == layout.modules and names == layout.names
+        same = key == layout.key and modes == layout.modes and names == layout.names and modules == layout.modules
         if not same or not all(map(is_, owners, layout.owners)):
-            layout = self._look(_Layout(key, modes, modules, owners, names))
+            layout = self._look(_Layout(key, modes, list(modules), owners, names))
             self._use(layout, set())
-        still = _NOTHING
+        self._still, self._moved = _NOTHING, set()
         if layout.still.names:
             tensors = layout.still.hanging()
             copies = [None if layout.known else _on_host(tensor) for tensor in tensors]
-            still = _Snapshot(layout.still, tensors, copies, _versions(tensors), [])
-        self._still, self._moved = still, set()
-        self._call = self._piece = self._take(0)
+            self._still = _Snapshot(layout.still, tensors, copies, _versions(tensors), [])
+        self._call = self._piece = self._take(0) if self.busy else _NOTHING
 
     def end_call(self) -> None:
         """Drops the snapshots: a call that fails before it has its own leaves the buffers alone."""
@@ -205,8 +203,6 @@ class BufferCopies:
 
     def _take(self, memory: int) -> _Snapshot:
         layout = self._layout
-        if not layout.plain and not layout.changing.names:
-            return _NOTHING
         attributes = [(module, _plain(vars(module))) for module in layout.plain]
         if not layout.changing.names:
             return _NOTHING._replace(attributes=attributes)

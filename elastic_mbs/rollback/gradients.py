@@ -11,6 +11,7 @@ Source: torch/csrc/autograd/functions/accumulate_grad.h; shared/reference/autogr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not
@@ -27,7 +28,8 @@ Grads = list[torch.Tensor | None]
 NO_VERSION = -1  # of a gradient that is not there, or of an inference tensor, which autograd does not write to
 
 _GRAD, _VERSION, _CDATA, _HOOKS = map(attrgetter, ("grad", "_version", "_cdata", "_post_accumulate_grad_hooks"))
-_STORAGE, _is_tensor = torch.Tensor.untyped_storage, partial(is_not, None)
+_STORAGE, _OFFSET, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.storage_offset, torch.Tensor.data_ptr
+_is_tensor = partial(is_not, None)
 
 
 class _Extra(NamedTuple):
@@ -61,12 +63,14 @@ class Ledger:
     def __init__(self) -> None:
         self._model: dict[int, torch.Tensor] = {}
         self._leaves: list[torch.Tensor] = []
+        self._none: list[int] = []
         self._noted = Observation([], [], {})
 
     def set_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
         """Makes these the model's leaves."""
         self._model = {id(leaf): leaf for leaf in leaves}
         self._leaves = list(self._model.values())
+        self._none = [NO_VERSION] * len(self._leaves)  # the versions where there is no gradient at all
         self.forget()
 
     def add_extra(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -84,16 +88,20 @@ class Ledger:
         return [*self._leaves, *(leaf for extra in self._noted.extra.values() if (leaf := extra.leaf()) is not None)]
 
     def observe(self, *, kept: bool = False) -> Observation:
-        """All gradients as they are now; with `kept`, where all were there when they were noted, their versions alone (see `unchanged`)."""
+        """All gradients as they are now; with `kept`, where all were there when they were noted, their versions alone.
+
+        That one was replaced then shows in `check_kept`, or at the call's end. To look at a leaf's gradient takes longer than at a version.
+        """
         grads, _, extra, complete = self._noted
         if kept and complete:
-            return Observation(grads, list(map(_VERSION, grads)), extra, complete)
+            return Observation(grads, list(map(_VERSION, grads)), extra, True)
         if extra:
             extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
         grads = list(map(_GRAD, self._leaves))
+        if not any(map(is_not, grads, repeat(None))):
+            return Observation(grads, self._none, extra)
         versions = _versions(grads)
-        complete = not extra and NO_VERSION not in versions and not any(map(_HOOKS, self._leaves))
-        return Observation(grads, versions, extra, complete)
+        return Observation(grads, versions, extra, not extra and NO_VERSION not in versions and not any(map(_HOOKS, self._leaves)))
 
     def note(self) -> None:
         """Notes all gradients as they are now."""
@@ -105,18 +113,26 @@ class Ledger:
 
     def with_gradient(self) -> set[int]:
         """The ids of the model's leaves that had a gradient."""
-        return set(map(id, compress(self._leaves, map(is_not, self._noted.grads, repeat(None)))))
+        return set() if self._noted.versions is self._none else set(map(id, compress(self._leaves, map(is_not, self._noted.grads, repeat(None)))))
 
-    def unchanged(self, *, kept: bool = False) -> bool:
+    @property
+    def sampled(self) -> bool:
+        """Whether versions tell all, so that a look at two gradients shows what is usually done to all of them."""
+        return self._noted.complete
+
+    def unchanged(self, *, sampled: bool = False) -> bool:
         """Whether all gradients are the tensors that they were, and nothing was written to them.
 
-        With `kept` only that nothing was written, where that is possible: that one was replaced shows in `check_kept`, or at the call's end. To look
-        at a leaf's gradient takes three times as long as to look at the version of a gradient that is held.
+        Where it is `sampled`, and can be, only that nothing was written to two of them: that shows what a backward or `zero_grad()` does to all. What
+        is done to others shows in the number of commits after the next backward, and at the call's end.
         """
         before = self._noted
-        if kept and before.complete:
-            return list(map(_VERSION, before.grads)) == before.versions
-        same = all(map(is_, map(_GRAD, self._leaves), before.grads)) and _versions(before.grads) == before.versions
+        if sampled and self.sampled:
+            grads, versions = before.grads, before.versions
+            return grads[0]._version == versions[0] and grads[-1]._version == versions[-1]  # type: ignore[union-attr]  # all are there
+        if not all(map(is_, map(_GRAD, self._leaves), before.grads)):
+            return False
+        same = before.versions is self._none or _versions(before.grads) == before.versions
         return same and not (before.extra and self.changed())
 
     def changed(self, since: Observation | None = None) -> list[torch.Tensor]:
@@ -137,7 +153,7 @@ class Ledger:
             return False
         if seen.grads is before.grads or all(map(is_, seen.grads, before.grads)):
             commits = sum(seen.versions) - sum(before.versions)
-        elif all(map(is_, before.grads, repeat(None))) and not _share_memory(seen.grads):
+        elif before.versions is self._none and not _share_memory(seen.grads):
             commits = sum(map(is_not, seen.grads, repeat(None)))
         else:
             return False
@@ -155,7 +171,7 @@ class Ledger:
         replaced = [(leaf, noted) for leaf, noted in pairs if noted is not None and leaf.grad is not noted]
         for leaf, noted in replaced if self._noted.complete else ():
             if noted.layout is torch.strided and not has_hook(leaf):
-                self._refuse(leaf)
+                self.refuse(leaf)
         if seen is not None and not (replaced and seen.grads is self._noted.grads):
             self.check_unchanged(seen)
 
@@ -180,9 +196,10 @@ class Ledger:
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
             )
-        self._refuse(changed[0])
+        self.refuse(changed[0])
 
-    def _refuse(self, leaf: torch.Tensor) -> NoReturn:
+    def refuse(self, leaf: torch.Tensor) -> NoReturn:
+        """Raises the `GradientsChangedError` for a gradient that other code has changed."""
         raise GradientsChangedError(
             f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
             "call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step(), and leave backward() to the engine"
@@ -190,9 +207,7 @@ class Ledger:
 
 
 def _versions(grads: Grads) -> list[int]:
-    """The versions of gradients. Runs in every call, so it runs no line of Python for each of them where all are there, or none."""
-    if all(map(is_, grads, repeat(None))):
-        return [NO_VERSION] * len(grads)
+    """The versions of gradients. Runs in every call, so it runs no line of Python for each of them where all are there."""
     try:
         return list(map(_VERSION, grads))
     except (AttributeError, RuntimeError):  # of None, and of inference tensors
@@ -208,6 +223,9 @@ def _version(grad: torch.Tensor | None) -> int:
 
 def _share_memory(grads: Iterable[torch.Tensor | None]) -> bool:
     there: list[Any] = list(filter(_is_tensor, grads))
+    with suppress(RuntimeError):  # some have no address
+        if len(set(map(_ADDRESS, there))) == len(there) and not any(map(_OFFSET, there)):  # each begins where its memory does: takes half the time
+            return False
     try:
         memory = set(map(_CDATA, map(_STORAGE, there)))
     except NotImplementedError:  # a sparse one has no memory of its own

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elastic_mbs import ElasticMBS, Event, IncompleteBatchError, LossError, OutOfMemory
 from elastic_mbs.engine.misuse import enter_call, running_call
 from elastic_mbs.errors import BackwardInsideError, GradientsChangedError, NestedCallError, OptimizerInBackwardError, StepInsideError
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, off_by, pairs, still_works, through, whole_gradient
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, off_by, pairs, settled, still_works, through, whole_gradient
 
 pytestmark = pytest.mark.injectable
 
@@ -93,6 +93,37 @@ def test_gradients_edited_in_the_middle(model: nn.Module, mbs: ElasticMBS, door:
 
     with pytest.raises(GradientsChangedError, match=r"middle of a batch|after the whole batch"):
         through(door, mbs, loss_fn, pairs())
+
+
+PARTLY: dict[str, Callable[[Any], object]] = {
+    "edited": lambda model: model[0].bias.grad.mul_(2),
+    "cleared": lambda model: model[0].bias.grad.zero_(),
+    "dropped": lambda model: setattr(model[0].bias, "grad", None),
+    "replaced": lambda model: setattr(model[0].bias, "grad", model[0].bias.grad.clone()),
+    "added to": lambda model: model[0].bias.sum().backward(),
+}
+
+
+@pytest.mark.parametrize("then", ["returns", "runs out of memory"])
+@pytest.mark.parametrize("piece", [2, 3])
+@pytest.mark.parametrize("change", PARTLY)
+def test_a_step_that_one_day_changes_some_gradients_in_the_middle(model: nn.Module, door: int, change: str, piece: int, then: str) -> None:
+    """Of a step that is known to leave them alone, only two are looked at before each backward."""
+    day, fail = [0], FailOn(*[1] * (then == "runs out of memory"))
+
+    def loss_fn(b: Pair) -> Tensor:
+        loss = cross_entropy(model)(b)
+        day[0] += 1
+        if day[0] == 6 + piece:
+            PARTLY[change](model)
+            fail()
+        return loss
+
+    mbs = settled(door, model, loss_fn, pairs())
+    with pytest.raises(GradientsChangedError, match="middle of a batch"):
+        through(door, mbs, loss_fn, pairs())
+    assert all(p.grad is None for p in model.parameters())
+    assert still_works(mbs, model)
 
 
 @pytest.mark.parametrize("outer", ["backward", "loop", "eval"])

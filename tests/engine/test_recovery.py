@@ -4,7 +4,7 @@ import copy
 import gc
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from elastic_mbs.events import Event
 from elastic_mbs.memory.oom import Kind, Verdict
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.isolation import Isolation
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, there, whole_gradient
+from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, settled, there, through, whole_gradient
 from tests.helpers.strikes import every_operation
 
 
@@ -49,8 +49,9 @@ def rows(state: CallState) -> Iterator[Row]:
     streams, plain = state.context.streams, replace(state.context.settings.gradients, backward=None)
     yield {}, Mode.REFUSED, "samples 4:8 were changed in place by loss_fn"
     yield {"failure.edited": False}, Mode.REFUSED, "a leaf of shape (3,) outside the model appeared"
-    yield {"failure.unknown": ()}, Mode.STEP, "random numbers were drawn on the host"
-    yield {"failure.streams": state.streams}, Mode.STEP, "can belong to an earlier operation"
+    yield {"failure.unknown": ()}, Mode.STEP, "random numbers were drawn from streams that were not read"  # on the host
+    yield {"failure.streams": state.streams}, Mode.STEP, "random numbers were drawn from streams that were not read"  # since the call began
+    yield {"failure.streams": there(state.streams)._replace()}, Mode.STEP, "can belong to an earlier operation"
     yield {"state.training": False}, Mode.PIECE, ""
     yield {"state.training": True, "state.committed": []}, Mode.PIECE, ""
     yield {"failure.phase": Phase.WAITING}, Mode.PIECE, ""
@@ -108,6 +109,35 @@ def test_what_would_start_over_and_cannot_is_refused(state: CallState, obstacle:
         assert replay.mode is (Mode.REFUSED if mode is Mode.STEP else mode)
         assert words in replay.reason
         assert (told in replay.reason) or mode is not Mode.STEP
+
+
+@pytest.mark.parametrize("draw", [torch.rand, lambda n: torch.tensor([random.random() for _ in range(n)])], ids=["torch", "python"])
+def test_a_step_that_begins_to_draw_in_the_very_call_that_fails_ends_as_one_that_never_failed(door: int, draw: Callable[[int], Tensor]) -> None:
+    """Streams are read once a call, until a step has been seen to draw: then what failed is run again from the call's start."""
+    events, batch = list[Event](), pairs()
+    for inject in every_operation(stride=3):
+        model, twin = mlp(), mlp()
+
+        def loss_fn(b: Pair, net: nn.Module = model) -> Tensor:
+            each = nn.functional.cross_entropy(net(b[0]), b[1], reduction="none")
+            return (each * draw(len(each))).mean() if drawing else each.mean()  # noqa: B023  # it is called within this turn
+
+        drawing = False
+        mbs = settled(door, model, loss_fn, batch, on_event=events.append)
+        drawing = True
+        random.seed(3)
+        torch.manual_seed(3)
+        with inject:
+            result = through(door, mbs, loss_fn, batch)
+        after = random.getstate(), torch.get_rng_state()
+        random.seed(3)
+        torch.manual_seed(3)
+        for start, stop in result.partition:
+            (loss_fn((batch[0][start:stop], batch[1][start:stop]), twin) * ((stop - start) / 8)).backward()
+        assert off_by(model, [p.grad for p in twin.parameters()]) <= 1e-12
+        assert after[0] == random.getstate()
+        assert torch.equal(after[1], torch.get_rng_state())
+    assert {event.mode for event in events if isinstance(event, OutOfMemory)} == {"piece", "step"}
 
 
 def test_the_gradients_that_a_replay_has_dropped_are_not_kept_alive() -> None:
