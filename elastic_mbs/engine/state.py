@@ -38,6 +38,7 @@ from elastic_mbs.errors import BatchError
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
 from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.events import CallDone, CallFailed, Resized
+from elastic_mbs.memory import MemoryBudget
 from elastic_mbs.memory.oom import Verdict
 from elastic_mbs.options import OutputPlace
 from elastic_mbs.rollback.gradients import Observation
@@ -179,6 +180,8 @@ class CallState:
         context = self.context
         if self.plan.learning:
             context.drop_stale_cache()
+            if isinstance(context.meter, MemoryBudget):  # it would see the batch in the first piece, as a part of what that needs
+                context.meter.track(self.view.tensors)
             context.meter.reset_peak()
             context.controller.holds(self.key, self._held_at_start())
         self.resets = context.meter.resets  # of the memory statistics, before the call

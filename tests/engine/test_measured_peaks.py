@@ -11,6 +11,7 @@ from elastic_mbs import ElasticMBS, MemoryBudget, Policy, StepResult
 from elastic_mbs.controller.controller import CallOutcome, Controller, Key
 from elastic_mbs.memory import Reading, Usage, oom
 from elastic_mbs.testing import InjectOOM
+from tests.helpers.planned import mlp
 from tests.helpers.room import batch_on, loss_of, wide
 from tests.helpers.steps import cross_entropy, quiet
 
@@ -61,6 +62,7 @@ class Caching:
 def elsewhere(model: nn.Module, cache: Caching, **options: Any) -> ElasticMBS:
     mbs = ElasticMBS(model, **quiet(sensor=cache, **options))
     mbs._context.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
+    mbs._context.on_cpu = False
     return mbs
 
 
@@ -152,6 +154,25 @@ def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations
         options = {**AT_ONCE, "patience": 2}
         result = trained(model, lambda piece: model(piece).pow(2).mean(), x, torch.optim.SGD(model.parameters(), lr=0.0), sensor=budget, **options)
     assert (result.micro_batch_size, result.ooms) == (16, 0)
+
+
+def test_a_batch_that_is_new_to_a_budget_in_each_call_is_no_part_of_what_a_piece_needs() -> None:
+    """It was first seen in a piece and taken for activations: a plan that was right to the byte was corrected to a piece too many."""
+    torch.manual_seed(0)
+    model, loss_fn, batch = mlp(48)
+    batches = [[rows.clone() for rows in batch] for _ in range(4)]
+    with MemoryBudget(2**40, track=[model]) as budget:
+        mbs = ElasticMBS(model, **quiet(micro_batch_size=8, max_micro_batch_size=8, sensor=budget, grow=True))
+        mbs.plan(loss_fn, tuple(batches[0]))
+        for _ in range(3):
+            model.zero_grad()
+            mbs.backward(loss_fn, tuple(batches[0]))
+            del batches[0]
+        predicted = next(iter(mbs.model.values())).peak(24)
+        budget.reset_peak()
+        for start in (0, 24):
+            (loss_fn([rows[start : start + 24] for rows in batches[0]]) / 2).backward()
+    assert predicted == pytest.approx(budget.peak, rel=0.005)
 
 
 def trained(model: nn.Module, loss_fn: Any, batch: Any, optimizer: torch.optim.Optimizer, **options: Any) -> StepResult:
