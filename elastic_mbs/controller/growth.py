@@ -73,7 +73,8 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity, 
     ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)  # the one that binds most
     if ceiling is not None:
         room, proven = (min(size, ceiling.limit // elements) for size in (room, proven))
-    room = max(proven, _room_in_memory(track, limits, samples, elements, available, room))
+    least = smallest_size(samples, count - 1, align=limits.align)
+    room = max(proven, _room_in_memory(track, limits, samples, elements, available, least, room))
     if room <= track.size or limits.pieces(samples, room) >= count:
         return None
     fewest = limits.pieces(samples, room)
@@ -96,11 +97,12 @@ def size_after_failure(track: Track, call: RunningCall, attempted: int, limits: 
     return smallest_size(call.samples, limits.pieces(call.samples, room), align=limits.align) if room >= limits.floor else None
 
 
-def _room_in_memory(track: Track, limits: Limits, samples: int, elements: int, available: float, room: int) -> int:
-    """The largest size up to `room` whose peak is predicted to fit in `available` bytes; 0 if none."""
+def _room_in_memory(track: Track, limits: Limits, samples: int, elements: int, available: float, least: int, room: int) -> int:
+    """The largest size from `least` up to `room` whose peak is predicted to fit in `available` bytes; 0 if none."""
     memory, measured = track.memory, track.memory.largest_observed
     if memory.slope is not None or 0 < room * elements <= measured:
-        return memory.largest(available, room * elements) // elements
+        # Asked first, because where memory is what limits the size the answer is no in every call.
+        return memory.largest(available, room * elements) // elements if memory.fits(least * elements, available) else 0
     if not measured:
         return 0 if track.ceilings else room
     # One size measured: a peak proportional to the size is an upper bound while the curve is a line. Where that allows no growth, but the measured
