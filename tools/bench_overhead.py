@@ -193,6 +193,7 @@ def breakdown_text(name: str, loop: Loop, rows: Sequence[Row]) -> str:
     """One workload's breakdown as text."""
     opcodes = f"{loop.opcodes_per_call:,.0f} and {loop.opcodes_per_piece:,.0f} operations of Python's"
     lines = [f"{name}: elastic minus by hand: {loop.per_call:.0f} µs a call + {loop.per_piece:.1f} µs a piece ({opcodes})"]
+    lines += [f"  in {pieces} pieces: {micros:.0f} µs a step" for pieces, micros in loop.extra.items()]
     lines += [f"  {row.part:60} {row.micros:9.1f} µs a call, run {row.times:.0f} times" for row in [*rows[:SHOWN], rows[-1]]]
     return "\n".join(lines)
 

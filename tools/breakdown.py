@@ -74,23 +74,25 @@ class Loop:
         per_piece: microseconds more for each piece.
         opcodes_per_call: operations of Python's for a call.
         opcodes_per_piece: more for each piece. Unlike the time, these are the same on a busy machine.
+        extra: microseconds of a whole step, by its number of pieces: what the line goes through.
     """
 
     per_call: float
     per_piece: float
     opcodes_per_call: float
     opcodes_per_piece: float
+    extra: Mapping[int, float]
 
 
 def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
     """What a call and a piece take beyond the loop by hand, from 1, 2, 4 … pieces.
 
-    Medians of differences between neighbouring steps, taken in turns, in processor time of this thread, which runs backward too on a CPU. Meant for
-    workloads with little work in them, whose batch has several pieces.
+    Medians of differences between neighbouring steps, taken in turns, in processor time of this thread, which runs backward too on a CPU. One number
+    of pieces after the other, as a run has batches of one length. Meant for workloads with little work in them, whose batch has several pieces.
 
     Args:
         workload: what to train.
-        rounds: how many to measure at most.
+        rounds: how many to measure of each number of pieces at most.
         seconds: time at most; five rounds are run all the same.
     """
     most = workload.samples // workload.size
@@ -102,19 +104,20 @@ def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
         for _ in range(WARM):
             for _, elastic in loops.values():
                 elastic()
-        extra: dict[int, list[float]] = defaultdict(list)
-        began, done = time.perf_counter(), 0
+        extra: dict[int, float] = {}
         gc.disable()  # a collection would hit one loop and not the other
         try:
-            while done < rounds and (done < 5 or time.perf_counter() - began < seconds):
-                for pieces, (by_hand, elastic) in loops.items():
-                    extra[pieces].append(_seconds(elastic, workload) - _seconds(by_hand, workload))
-                done += 1
+            for pieces, (by_hand, elastic) in loops.items():
+                began, taken = time.perf_counter(), list[float]()
+                while len(taken) < rounds and (len(taken) < 5 or time.perf_counter() - began < seconds / len(loops)):
+                    taken.append(_seconds(elastic, workload) - _seconds(by_hand, workload))
+                extra[pieces] = 1e6 * statistics.median(taken)
+                gc.collect()
         finally:
             gc.enable()
         opcodes = {pieces: [min(_opcodes(run, workload) for _ in range(5)) for run in pair] for pieces, pair in loops.items()}
-    per_call, per_piece = _line({pieces: 1e6 * statistics.median(values) for pieces, values in extra.items()})
-    return Loop(per_call, per_piece, *_line({pieces: second - first for pieces, (first, second) in opcodes.items()}))
+    lines = _line(extra), _line({pieces: second - first for pieces, (first, second) in opcodes.items()})
+    return Loop(*lines[0], *lines[1], extra)
 
 
 def _seconds(run: Callable[[], object], workload: Workload) -> float:
