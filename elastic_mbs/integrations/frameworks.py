@@ -56,7 +56,7 @@ def _release(text: str) -> Release:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-TRANSFORMERS = Framework("transformers", "hf", oldest="5.19.0", newest="5.23.0")
+TRANSFORMERS = Framework("transformers", "hf", oldest="5.19.0", newest="5.24.0")
 LIGHTNING = Framework("lightning", "lightning", oldest="2.5.5", newest="2.6.6")
 ACCELERATE = Framework("accelerate", "accelerate", oldest="1.10.0", newest="1.15.0")
 FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE)
