@@ -104,6 +104,7 @@ PARTLY: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.no_oom_injection
 @pytest.mark.parametrize("then", ["returns", "runs out of memory"])
 @pytest.mark.parametrize("piece", [2, 3])
 @pytest.mark.parametrize("change", PARTLY)
