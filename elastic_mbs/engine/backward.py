@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -183,12 +182,8 @@ def _learn(state: CallState, attempt: Attempt, committed: list[torch.Tensor]) ->
         _census(attempt)
     reached = set(map(id, attempt.leaves or ()))
     ids = [id(leaf) for leaf in committed]
-    twice = len(set(ids)) < len(ids)
-    if twice and state.settled and not attempt.custom and context.ledger.sampled and not context.ledger.share_memory():
-        # Autograd commits to a leaf once, unless a custom function or a hook does more; and before this backward only some gradients were looked at.
-        context.ledger.refuse(next(leaf for leaf, times in Counter(committed).items() if times > 1))
     profile.custom |= attempt.custom
-    profile.hidden = profile.hidden or twice or not reached.issuperset(ids)
+    profile.hidden = profile.hidden or len(set(ids)) < len(ids) or not reached.issuperset(ids)
     start = state.streams
     assert start is not None
     profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start)) or profile.draws

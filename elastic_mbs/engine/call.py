@@ -180,7 +180,7 @@ class Call:
             with torch.inference_mode(False), torch.enable_grad():
                 self.backward(attempt, value)
             return
-        if not self.context.ledger.unchanged(sampled=state.settled and bool(state.committed)):
+        if not self.context.ledger.unchanged(kept=state.settled and bool(state.committed)):
             state.check_gradients()
         weights = attempt.piece.weights
         assert weights is not None  # or the piece would have been skipped

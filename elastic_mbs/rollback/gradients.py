@@ -115,21 +115,11 @@ class Ledger:
         """The ids of the model's leaves that had a gradient."""
         return set() if self._noted.versions is self._none else set(map(id, compress(self._leaves, map(is_not, self._noted.grads, repeat(None)))))
 
-    @property
-    def sampled(self) -> bool:
-        """Whether versions tell all, so that a look at two gradients shows what is usually done to all of them."""
-        return self._noted.complete
-
-    def unchanged(self, *, sampled: bool = False) -> bool:
-        """Whether all gradients are the tensors that they were, and nothing was written to them.
-
-        Where it is `sampled`, and can be, only that nothing was written to two of them: that shows what a backward or `zero_grad()` does to all. What
-        is done to others shows in the number of commits after the next backward, and at the call's end.
-        """
+    def unchanged(self, *, kept: bool = False) -> bool:
+        """Whether all gradients are the tensors that they were, and nothing was written to them; with `kept` only the latter (see `observe`)."""
         before = self._noted
-        if sampled and self.sampled:
-            grads, versions = before.grads, before.versions
-            return grads[0]._version == versions[0] and grads[-1]._version == versions[-1]  # type: ignore[union-attr]  # all are there
+        if kept and before.complete:
+            return list(map(_VERSION, before.grads)) == before.versions
         if not all(map(is_, map(_GRAD, self._leaves), before.grads)):
             return False
         same = before.versions is self._none or _versions(before.grads) == before.versions
@@ -171,7 +161,7 @@ class Ledger:
         replaced = [(leaf, noted) for leaf, noted in pairs if noted is not None and leaf.grad is not noted]
         for leaf, noted in replaced if self._noted.complete else ():
             if noted.layout is torch.strided and not has_hook(leaf):
-                self.refuse(leaf)
+                self._refuse(leaf)
         if seen is not None and not (replaced and seen.grads is self._noted.grads):
             self.check_unchanged(seen)
 
@@ -196,10 +186,9 @@ class Ledger:
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
             )
-        self.refuse(changed[0])
+        self._refuse(changed[0])
 
-    def refuse(self, leaf: torch.Tensor) -> NoReturn:
-        """Raises the `GradientsChangedError` for a gradient that other code has changed."""
+    def _refuse(self, leaf: torch.Tensor) -> NoReturn:
         raise GradientsChangedError(
             f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
             "call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step(), and leave backward() to the engine"

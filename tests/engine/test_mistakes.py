@@ -109,7 +109,7 @@ PARTLY: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("piece", [2, 3])
 @pytest.mark.parametrize("change", PARTLY)
 def test_a_step_that_one_day_changes_some_gradients_in_the_middle(model: nn.Module, door: int, change: str, piece: int, then: str) -> None:
-    """Of a step that is known to leave them alone, only two are looked at before each backward."""
+    """Of a step that is known to leave them alone, too."""
     day, fail = [0], FailOn(*[1] * (then == "runs out of memory"))
 
     def loss_fn(b: Pair) -> Tensor:
