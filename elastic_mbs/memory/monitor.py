@@ -19,8 +19,7 @@ OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
 _WAIT = 0.1  # seconds
-REST = 500  # times what a reading costs: where every step asks for one, they take at most 1/500 of the time
-WAKING = 0.0003  # seconds that it costs besides its own: the thread wakes, and the size is decided on again (measured on one core)
+REST = 500  # times what a reading takes: where every step asks for one, they take at most 1/500 of the time
 
 _process = [object()]
 """Stands for this process. Each call asks whether the thread runs in it, and a look at its number would be a system call."""
@@ -96,8 +95,9 @@ class Monitor:
 
     def request_reading(self, *, rested: bool = False) -> None:
         """Requests a reading now and not at the end of the interval, without waiting for it; `rested`: not within `REST` of the last one."""
+        # What a fork left behind is not touched: another thread may have held its lock.
         if self.running and (not rested or self._clock() >= self._rested_at):
-            self._wake.set()  # not what a fork left behind: another thread may have held its lock
+            self._wake.set()
 
     def renew(self) -> bool:
         """Waits for a reading made from now on, but no longer than `_WAIT`; returns whether it came. For failures, which cost more than that."""
@@ -141,7 +141,7 @@ class Monitor:
         try:
             reading = self._sensor.read()
             done = self._clock()
-            self._rested_at = done + REST * (done - at + WAKING)
+            self._rested_at = done + REST * (done - at)
         except Exception as error:  # whatever a sensor does wrong stops growth, never training
             return Unavailable(f"{type(error).__name__}: {error}", at)
         if not isinstance(reading, Headroom | Unavailable):

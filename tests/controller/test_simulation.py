@@ -167,10 +167,11 @@ def test_random_walk_fails_no_oftener_than_memory_falls(seed: int, stride: int) 
     device = Device(12_800, others=lambda t: walk[min(len(walk) - 1, int(t))])
     job = Job(device, bert, seed=seed)
     run_until(job, 800)
-    growths = [ran for ran in job.history if ran.move and ran.move.after > ran.move.before]
+    growths = [ran.move for ran in job.history if ran.move and ran.move.after > ran.move.before]
     failed = [ran for ran in job.history if ran.ooms]
-    # Between two failing calls the size must have grown, or memory fallen below what the halved size needs: six times from 36 at the most.
-    assert len(failed) <= len(growths) + 6
+    # A failing call ends with more pieces than it began with, and a growth, which can climb several sizes at once, takes them away again.
+    climbed = sum(-(-BATCH // move.before) - -(-BATCH // move.after) for move in growths)
+    assert len(failed) <= climbed + -(-BATCH // job.history[-1].size)
     # What grows fits with the margin, so a failure needs memory to have fallen by as much since (or is an exploration); 5,800 is the least there is.
     assert len(failed) <= falls(walk, int(5800 * Policy().margin)) + 2
 
