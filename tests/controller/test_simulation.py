@@ -160,17 +160,15 @@ def falls(held: list[int], least: int) -> int:
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2**16), st.integers(50, 800))
 def test_random_walk_fails_no_oftener_than_memory_falls(seed: int, stride: int) -> None:
-    rng = random.Random(seed)
-    walk = [0]
+    rng, walk = random.Random(seed), [0]
     for _ in range(800):
         walk.append(min(7000, max(0, walk[-1] + rng.randint(-stride, stride))))
     device = Device(12_800, others=lambda t: walk[min(len(walk) - 1, int(t))])
     job = Job(device, bert, seed=seed)
     run_until(job, 800)
-    growths = [ran.move for ran in job.history if ran.move and ran.move.after > ran.move.before]
     failed = [ran for ran in job.history if ran.ooms]
     # A failing call ends with more pieces than it began with, and a growth, which can climb several sizes at once, takes them away again.
-    climbed = sum(-(-BATCH // move.before) - -(-BATCH // move.after) for move in growths)
+    climbed = sum(-(-BATCH // move.before) - -(-BATCH // move.after) for ran in job.history if (move := ran.move) and move.after > move.before)
     assert len(failed) <= climbed + -(-BATCH // job.history[-1].size)
     # What grows fits with the margin, so a failure needs memory to have fallen by as much since (or is an exploration); 5,800 is the least there is.
     assert len(failed) <= falls(walk, int(5800 * Policy().margin)) + 2

@@ -152,7 +152,6 @@ def test_requested_readings_leave_the_step_its_time() -> None:
     sensor = Script(slow)
     monitor = Monitor(sensor, interval=3600, clock=lambda: now[0])
     monitor.start()
-    wait_until(lambda: sensor.reads == 1)
     wait_until(lambda: isinstance(monitor.latest(), Headroom))
     now[0] = takes + 490 * takes
     monitor.request_reading(rested=True)
