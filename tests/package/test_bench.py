@@ -12,7 +12,7 @@ from tools.bench.compete import compete
 from tools.bench.contenders import Elastic, Planned
 from tools.bench.job import Task
 from tools.bench.models import MODELS
-from tools.bench.rows import fault, idle, whole_run
+from tools.bench.rows import fault, idle, settled, whole_run
 from tools.bench.sweep import Sweep
 
 
@@ -30,9 +30,9 @@ def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(t
     assert picture.stat().st_size > 0
 
 
-@pytest.mark.parametrize("row", ["recovery", "flapping", "fault", "idle", "scale"])
+@pytest.mark.parametrize("row", ["settled", "recovery", "flapping", "fault", "idle", "scale"])
 def test_every_other_row_has_a_table(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (fault, idle):
+    for module in (fault, idle, settled):
         monkeypatch.setattr(module, "MODELS", {"gpt": (MODELS["gpt"][0], 12)})
     more = tmp_path / "more.json"
     more.write_text('{"speed": 1}')

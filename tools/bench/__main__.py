@@ -28,13 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 from elastic_mbs.errors import UsageError
 from stress.limits import simcuda
 from tools.bench.contenders import installed
-from tools.bench.rows import fault, flapping, idle, recovery, scale, whole_run
+from tools.bench.rows import fault, flapping, idle, recovery, scale, settled, whole_run
 from tools.bench_overhead import environment, keep_freed_memory
 
 Rows = Mapping[str, tuple[Callable[[bool, int], Sequence[Any]], Callable[[Sequence[Any]], str]]]
 
 ROWS: Rows = {
     "run": (whole_run.rows, whole_run.text),
+    "settled": (settled.rows, settled.text),
     "recovery": (recovery.rows, recovery.text),
     "flapping": (flapping.rows, flapping.text),
     "fault": (fault.rows, fault.text),
