@@ -49,7 +49,6 @@ class Controller:
         self._random = random  # draws the jitter
         self._margin = Margin(policy.margin)
         self._tracks: dict[Key, Track] = {}
-        self.wants_reading = False  # with a newer one the call that ended last could have been followed by a growth
 
     def planned(self, key: Key, samples: int, elements: int, memory: PeakModel, size: int) -> None:
         """Takes over what a plan for such a batch says: the peak by size, and the largest size that fits, or 0 where only trying can show one."""
@@ -78,7 +77,7 @@ class Controller:
         learning = self._policy.grow and not known and track.calls_without_peak < self._policy.patience
         size = min(size, samples)
         track.call = RunningCall(size, track.size, track.epoch, samples, elements, learning, self._clock(), length)
-        return Plan(size, learning)
+        return Plan(size, learning, track.wants_reading)
 
     def holds(self, key: Key, held: int | None) -> None:
         """Takes the bytes in use outside the call's own needs (None: not known), as a call whose peaks are wanted begins."""
@@ -117,7 +116,7 @@ class Controller:
         track, call = self._running(key)
         if capacity is not None and track.ceilings:
             track.explain_ceilings(capacity, self._policy.changed)
-        self.wants_reading = False
+        track.wants_reading = False
         self._margin.follow(capacity)
         if call.ooms:
             return self._end_failed(track, call, outcome.lost)
@@ -294,7 +293,7 @@ class Controller:
             capacity = track.without_growth(capacity)
         if capacity is None or track.size >= min(call.samples, self._largest) or not is_due(track, self._limits, self._policy, capacity):
             return None
-        self.wants_reading = True
+        track.wants_reading = True
         if capacity.at <= track.decided_at:
             return None
         track.decided_at = capacity.at

@@ -33,6 +33,7 @@ class Plan(NamedTuple):
 
     size: int  # micro-batch in samples; never above the batch, and aligned unless it is the whole batch
     learning: bool  # peaks are wanted in this call
+    wants_reading: bool = False  # with a newer reading of the memory its end could be followed by a growth
 
 
 class CallOutcome(NamedTuple):

@@ -87,6 +87,7 @@ class Track:
     cooldown_until: float = NEVER  # no growth before that
     fragmentation: float = 1.0  # peak reserved / peak allocated, when last seen
     proven: tuple[int, int] | None = None  # the most elements that have run clean, and the capacity then; until as much fails with as much
+    wants_reading: bool = False  # with a newer one the latest call could have been followed by a growth
     call: RunningCall | None = None
     ceilings: list[Ceiling] = field(default_factory=list)  # fewest elements first
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))  # samples and elements per sample

@@ -196,6 +196,8 @@ class Call:
         if state.table is not None:
             attempt.terms = terms
         attempt.loss, attempt.graph = loss.detach() * weight, loss
+        if state.plan.wants_reading and not state.schedule:
+            self.context.monitor.request_reading(rested=True)  # now, because the monitor's thread needs Python and a backward does not
         run_backward(state, attempt, loss, weight)
         attempt.seen = self.context.ledger.observe(kept=state.settled)
         state.phase = Phase.COMMIT

@@ -186,6 +186,8 @@ class CallState:
             context.controller.holds(self.key, self._held_at_start())
         self.resets = context.meter.resets  # of the memory statistics, before the call
         self.watch = Stopwatch(context.asynchronous)
+        if self.plan.wants_reading and not self.training:  # a training call asks when its last backward begins
+            context.monitor.request_reading(rested=True)
 
     def _held_at_start(self) -> int | None:
         """Bytes in use when the call begins, without gradients: those are in its peak, whether they were there or are made in it."""
@@ -321,8 +323,6 @@ class CallState:
                 context.controller.timed(key, timed._replace(seconds=seconds))
         capacity = context.capacity()
         move = context.controller.end(self.key, seen, capacity)
-        if context.controller.wants_reading:
-            context.monitor.request_reading(rested=True)
         if move is not None:
             available = None if capacity is None else capacity.bytes
             context.log.emit(Resized(context.settings.name, move.before, move.after, move.reason, str(self.key), available))

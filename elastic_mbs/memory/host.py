@@ -29,7 +29,8 @@ class HostSensor:
         """What is available without swapping; all that is neither available nor our resident set is held by others."""
         at = self._clock()
         try:
-            memory, ours = psutil.virtual_memory(), psutil.Process().memory_info().rss
+            before, memory = psutil.Process().memory_info().rss, psutil.virtual_memory()
+            ours = min(before, psutil.Process().memory_info().rss)  # a backward can take memory meanwhile; no byte is counted twice
         except (OSError, psutil.Error) as error:
             return Unavailable(f"host memory: {type(error).__name__}: {error}", at)
         free, total, source = memory.available, memory.total, "host"

@@ -195,12 +195,12 @@ def test_a_newer_reading_is_wanted_while_only_that_is_missing() -> None:
     wanted = []
     for _ in range(6):
         driver.clean()
-        wanted.append(driver.controller.wants_reading)
+        wanted.append(driver.controller.begin(KEY, 64, 1).wants_reading)
     assert wanted == [False] * 3 + [True] * 3
     whole = Driver()
     for _ in range(6):
         whole.clean()
-        assert not whole.controller.wants_reading, "there is nothing to grow to"
+        assert not whole.controller.begin(KEY, 64, 1).wants_reading, "there is nothing to grow to"
 
 
 def test_a_failure_without_a_reading_is_explained_by_the_next_one() -> None:

@@ -1,13 +1,16 @@
 """A peak holds what a micro-batch needs: neither an allocator's cache, nor state, gradients or copies that another one was measured without."""
 
 import random
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS, MemoryBudget, Policy, StepResult
+from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, Policy, StepResult
 from elastic_mbs.controller.controller import CallOutcome, Controller, Key
 from elastic_mbs.memory import Reading, Usage, oom
 from elastic_mbs.testing import InjectOOM
@@ -184,3 +187,20 @@ def trained(model: nn.Module, loss_fn: Any, batch: Any, optimizer: torch.optim.O
             optimizer.step()
             optimizer.zero_grad()
     return result
+
+
+@pytest.mark.parametrize(("mode", "limit"), [("train", "6MiB"), ("eval", "2.5MiB")])
+def test_a_call_whose_growth_waits_for_memory_asks_for_a_reading(mode: str, limit: str) -> None:
+    model, loss_fn, rows = mlp(64)
+    sizes = list[int]()
+    model.register_forward_pre_hook(lambda net, args: sizes.append(len(args[0])))
+    memory, policy = MemoryOptions(monitor_interval=3600), Policy(patience=1, jitter=0.0)
+    with MemoryBudget(limit, [model]) as budget, ElasticMBS(model, memory=memory, policy=policy) as mbs:
+        step: Callable[[], object] = partial(mbs.backward, loss_fn, rows) if mode == "train" else partial(mbs.eval, model, rows[0])
+        for _ in range(20):
+            step()
+        assert sizes[-1] < 64
+        budget.limit, deadline = 2**30, time.monotonic() + 60
+        while sizes[-1] < 64 and time.monotonic() < deadline:
+            step()
+    assert sizes[-1] == 64

@@ -133,8 +133,10 @@ class Job:
             ooms=failures,
             lost=self.lost - lost_before,
         )
+        if plan.wants_reading:
+            self.ask_for_reading()
         move = self.controller.end(key, outcome, self.reading())
-        if failures or self.controller.wants_reading:
+        if failures:
             self.ask_for_reading()
         return self._ran(began, plan.size, done, failures, move, floor=False)
 
