@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from elastic_mbs.engine.backward import look
 from elastic_mbs.engine.state import Attempt, CallState, Failure, Phase
 from elastic_mbs.memory import oom
 from elastic_mbs.rollback.graph import drain, has_hook_after, walk
@@ -17,10 +18,10 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
     if verdict is None:
         return False
     ledger, phase = state.context.ledger, state.phase
-    if phase is Phase.FORWARD and state.training:
-        state.check_gradients()
-    if phase is not Phase.FORWARD:
+    if phase in (Phase.BACKWARD, Phase.COMMIT):
         ledger.check_kept(attempt.seen)
+    elif state.training:
+        look(state)
     committed, indistinct = list[torch.Tensor](), False
     if phase in (Phase.BACKWARD, Phase.COMMIT):
         drain(ledger.leaves())

@@ -161,7 +161,7 @@ class Ledger:
         replaced = [(leaf, noted) for leaf, noted in pairs if noted is not None and leaf.grad is not noted]
         for leaf, noted in replaced if self._noted.complete else ():
             if noted.layout is torch.strided and not has_hook(leaf):
-                self._refuse(leaf)
+                self.refuse(leaf)
         if seen is not None and not (replaced and seen.grads is self._noted.grads):
             self.check_unchanged(seen)
 
@@ -186,9 +186,9 @@ class Ledger:
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
             )
-        self._refuse(changed[0])
+        self.refuse(changed[0])
 
-    def _refuse(self, leaf: torch.Tensor) -> NoReturn:
+    def refuse(self, leaf: torch.Tensor) -> NoReturn:
         raise GradientsChangedError(
             f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
             "call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step(), and leave backward() to the engine"

@@ -127,6 +127,22 @@ def test_a_step_that_one_day_changes_some_gradients_in_the_middle(model: nn.Modu
     assert still_works(mbs, model)
 
 
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("piece", [0, 1, 2])
+@pytest.mark.parametrize("change", [*PARTLY, "of another"])
+def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(model: Any, change: str, piece: int) -> None:
+    model.register_parameter("other", nn.Parameter(torch.ones(3)))  # which no backward reaches
+    mbs = settled(3, model, cross_entropy(model), pairs())
+    model.other.grad = torch.ones(3)
+    with pytest.raises(GradientsChangedError, match="middle of a batch"):
+        for index, micro in enumerate(mbs.micro_batches(pairs())):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+                if index == piece:
+                    model.other.grad.mul_(2) if change == "of another" else PARTLY[change](model)
+    assert still_works(mbs, model)
+
+
 @pytest.mark.parametrize("outer", ["backward", "loop", "eval"])
 @pytest.mark.parametrize("inner", ["backward", "eval", "verify", "backward of another"])
 def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(model: nn.Module, inner: str, outer: str) -> None:
