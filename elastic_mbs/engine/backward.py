@@ -169,10 +169,10 @@ def commit(state: CallState, attempt: Attempt) -> None:
 
 def _check_commits(attempt: Attempt, committed: list[torch.Tensor], ledger: Ledger) -> None:
     """Refuses the change of a gradient that this attempt's backward alone cannot have made. Its functions in Python and hooks can have made any."""
-    leaves = () if attempt.root is None else _census(attempt).leaves
+    reached = committed if attempt.root is None else _census(attempt).leaves  # the user can have detached the loss in place since
     if attempt.custom or any(map(has_hook, ledger.leaves())):
         return
-    left = set(map(id, leaves))
+    left = set(map(id, reached))
     for leaf in committed:
         if id(leaf) not in left:
             ledger.refuse(leaf)

@@ -195,10 +195,10 @@ class Call:
         if state.table is not None:
             attempt.terms = terms
         attempt.loss, attempt.graph = loss.detach() * weight, loss
-        if state.plan.wants_reading and not state.schedule:
+        if state.plan.wants_reading and not state.committed:
             context.monitor.request_reading(rested=True)  # now, because the monitor's thread needs Python and a backward does not
         run_backward(state, attempt, loss, weight)
-        if not (state.settled and state.committed and len(state.profile.commits) == 1):
+        if not (state.settled and state.committed and loss.requires_grad and context.ledger.complete and len(state.profile.commits) == 1):
             attempt.seen = context.ledger.observe(kept=state.settled)
         state.phase = Phase.COMMIT
 

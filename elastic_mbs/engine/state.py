@@ -187,7 +187,7 @@ class CallState:
             context.controller.holds(self.key, self._held_at_start())
         self.resets = context.meter.resets  # of the memory statistics, before the call
         self.watch = Stopwatch(context.asynchronous)
-        if self.plan.wants_reading and not self.training:  # a training call asks when its last backward begins
+        if self.plan.wants_reading and not self.training:  # a training call asks when its first backward begins
             context.monitor.request_reading(rested=True)
 
     def _held_at_start(self) -> int | None:

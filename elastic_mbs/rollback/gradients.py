@@ -27,7 +27,7 @@ Grads = list[torch.Tensor | None]
 
 NO_VERSION = -1  # of a gradient that is not there, or of an inference tensor, which autograd does not write to
 
-_GRAD, _VERSION, _CDATA, _HOOKS = map(attrgetter, ("grad", "_version", "_cdata", "_post_accumulate_grad_hooks"))
+_GRAD, _VERSION, _CDATA, _HOOKS, _HOOKS_AFTER = map(attrgetter, ("grad", "_version", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _STORAGE, _OFFSET, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.storage_offset, torch.Tensor.data_ptr
 _is_tensor = partial(is_not, None)
 
@@ -50,7 +50,7 @@ class Observation(NamedTuple):
     grads: Grads  # of the model's leaves
     versions: list[int]
     extra: dict[int, _Extra]
-    complete: bool = False  # all have a gradient with a version, no hook that could replace it, and none is extra: versions tell all
+    complete: bool = False  # all have a gradient with a version, no hook that could change or replace one, and none is extra: versions tell all
 
 
 class Ledger:
@@ -101,7 +101,15 @@ class Ledger:
         if not any(map(is_not, grads, repeat(None))):
             return Observation(grads, self._none, extra)
         versions = _versions(grads)
-        return Observation(grads, versions, extra, not extra and NO_VERSION not in versions and not any(map(_HOOKS, self._leaves)))
+        return Observation(grads, versions, extra, not extra and NO_VERSION not in versions and not self._hooked())
+
+    def _hooked(self) -> bool:
+        return any(map(_HOOKS, self._leaves)) or any(map(_HOOKS_AFTER, self._leaves))
+
+    @property
+    def complete(self) -> bool:
+        """Whether versions tell all, as noted last."""
+        return self._noted.complete
 
     def note(self) -> None:
         """Notes all gradients as they are now."""

@@ -118,6 +118,22 @@ class Routed(nn.Module):
         return torch.stack([expert(x) for expert, use in zip(self.experts, self.used, strict=True) if use]).pow(2).mean()
 
 
+class RoutedBySample(Routed):
+    """A piece whose samples all take one route reaches the leaves of that one only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([expert(x[x[:, 0] == i]) for i, expert in enumerate(self.experts) if (x[:, 0] == i).any()]).pow(2).mean()
+
+
+def routed_by_sample() -> Step:
+    model, x = RoutedBySample(), torch.randn(9, 4, dtype=torch.float64)
+    known, late = torch.tensor([0, 1, 2] * 3), torch.tensor([0, 1, 2, 1, 1, 1, 0, 1, 2])
+    x[:, 0] = late
+    wanted = whole_gradient(model, lambda twin: twin(x))
+    x[:, 0] = known
+    return Step(model, model, x, wanted, lambda: x[:, 0].copy_(late))
+
+
 class Meeting(nn.Module):
     """Two leaves that meet in one addition, each through a view: autograd gives both the same memory for their gradient."""
 
@@ -170,6 +186,7 @@ STEPS = {  # how it is made, the clean calls before memory runs out, and how a p
     "hook on another, known": (lambda: hook_on(0), 1, {"isolate"}),
     "hook on another, late": (lambda: hook_on(0, late=True), 1, {"step", "isolate"}),
     **{f"routes {used}": (becoming(Routed, used=used), 1, {"piece"} if used[1] else set()) for used in ROUTES},
+    "routes by sample": (routed_by_sample, 1, {"piece"}),
     "one place": (becoming(Meeting), 0, {"piece", "step"}),
     "one place, known": (becoming(Meeting), 1, {"piece", "step"}),
     "one place, isolated": (becoming(Meeting, replay="isolate"), 0, {"isolate"}),
@@ -195,6 +212,18 @@ def test_gradients_are_exact_wherever_memory_runs_out(make: Callable[..., Step],
             through(door, mbs, step.loss_fn, step.batch)
         assert off_by(step.leaves or step.model, step.wanted) <= 1e-12
     assert {event.mode for event in events if isinstance(event, OutOfMemory) and event.committed} == modes
+
+
+def test_a_loss_may_be_detached_in_place_after_its_backward() -> None:
+    step = routed_by_sample()
+    mbs = settled(3, step.model, step.loss_fn, step.batch)
+    step.begin()
+    for micro in mbs.micro_batches(step.batch):
+        with micro:
+            loss = step.loss_fn(micro.data)
+            micro.backward(loss)
+            loss.detach_()
+    assert off_by(step.model, step.wanted) <= 1e-12
 
 
 def test_no_hook_is_ever_on_the_users_model(model: nn.Sequential, batch: Pair, door: int) -> None:

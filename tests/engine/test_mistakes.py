@@ -129,17 +129,20 @@ def test_a_step_that_one_day_changes_some_gradients_in_the_middle(model: nn.Modu
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("piece", [0, 1, 2])
-@pytest.mark.parametrize("change", [*PARTLY, "of another"])
-def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(model: Any, change: str, piece: int) -> None:
-    model.register_parameter("other", nn.Parameter(torch.ones(3)))  # which no backward reaches
+@pytest.mark.parametrize("other", ["with a gradient", "without", "with a gradient, hooked"])  # a leaf that no backward reaches
+@pytest.mark.parametrize("change", [*PARTLY, "of the other"])
+def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(model: Any, change: str, other: str, piece: int) -> None:
+    model.register_parameter("other", nn.Parameter(torch.ones(3)))
+    if other == "with a gradient, hooked":
+        model[2].weight.register_hook(lambda grad: grad * 1.0)
     mbs = settled(3, model, cross_entropy(model), pairs())
-    model.other.grad = torch.ones(3)
+    model.other.grad = None if other == "without" else torch.ones(3)
     with pytest.raises(GradientsChangedError, match="middle of a batch"):
         for index, micro in enumerate(mbs.micro_batches(pairs())):
             with micro:
                 micro.backward(cross_entropy(model)(micro.data))
                 if index == piece:
-                    model.other.grad.mul_(2) if change == "of another" else PARTLY[change](model)
+                    PARTLY[change](model) if change in PARTLY else model[2].bias.grad.mul_(2) if other == "without" else model.other.grad.mul_(2)
     assert still_works(mbs, model)
 
 
