@@ -198,6 +198,7 @@ class Call:
         if state.plan.wants_reading and not state.committed:
             context.monitor.request_reading(rested=True)  # now, because the monitor's thread needs Python and a backward does not
         run_backward(state, attempt, loss, weight)
+        # Where versions tell all, and one number of commits is known, the next look serves this backward, too.
         if not (state.settled and state.committed and loss.requires_grad and context.ledger.complete and len(state.profile.commits) == 1):
             attempt.seen = context.ledger.observe(kept=state.settled)
         state.phase = Phase.COMMIT
