@@ -13,7 +13,7 @@ from elastic_mbs.engine.misuse import check_gradients_stayed
 from elastic_mbs.engine.state import Attempt, CallState, Phase
 from elastic_mbs.errors import ReplayUnsafeError
 from elastic_mbs.noise_scale import NoiseScale, estimate, squared_norm
-from elastic_mbs.rollback.gradients import Ledger, separate
+from elastic_mbs.rollback.gradients import separate
 from elastic_mbs.rollback.graph import Census, has_hook, inner_backwards, walk
 from elastic_mbs.rollback.isolation import Isolation
 
@@ -130,22 +130,6 @@ def _isolate(state: CallState) -> None:
 # ---------------------------------------------------------------------- after: the commit
 
 
-def look(state: CallState, *, kept: bool = False) -> None:
-    """Checks by one look at all gradients what the last backward has committed, if no look has yet, and that no other code has changed any since.
-
-    With `kept` only the gradients that are known are looked at (see `Ledger.observe`).
-    """
-    ledger, last = state.context.ledger, state.unseen
-    if last is None:
-        if not ledger.unchanged(kept=kept):
-            state.check_gradients()
-        return
-    state.unseen = None
-    if not ledger.advance(ledger.observe(kept=kept), state.profile.commits):
-        commit(state, last)
-    last.graph = None
-
-
 def commit(state: CallState, attempt: Attempt) -> None:
     """Adds up the gradients of a clean backward, with a look at each leaf, and learns from one with a number of commits that is new."""
     context, profile, ledger = state.context, state.profile, state.context.ledger
@@ -153,8 +137,6 @@ def commit(state: CallState, attempt: Attempt) -> None:
     changed = ledger.changed()
     _check_cleared(state, attempt, changed)
     committed = [leaf for leaf in changed if leaf.grad is not None]
-    if attempt.seen is None and not len(set(map(id, committed))) == len(committed) in profile.commits:
-        _check_commits(attempt, committed, ledger)
     if len(committed) not in profile.commits and attempt.root is not None and not attempt.piece.committed:
         _learn(state, attempt, committed)
         state.settled = state.settled and state.is_settled()
@@ -165,18 +147,6 @@ def commit(state: CallState, attempt: Attempt) -> None:
             attempt.squared_norm = context.retry("take the norm of a piece's gradient", lambda: squared_norm(context.model.leaves))
         context.retry("add a piece's gradient to the batch's", state.isolation.fold)
     ledger.note()
-
-
-def _check_commits(attempt: Attempt, committed: list[torch.Tensor], ledger: Ledger) -> None:
-    """Refuses the change of a gradient that this attempt's backward alone cannot have made. Its functions in Python and hooks can have made any."""
-    reached = committed if attempt.root is None else _census(attempt).leaves  # the user can have detached the loss in place since
-    if attempt.custom or any(map(has_hook, ledger.leaves())):
-        return
-    left = set(map(id, reached))
-    for leaf in committed:
-        if id(leaf) not in left:
-            ledger.refuse(leaf)
-        left.remove(id(leaf))
 
 
 def measure_noise(state: CallState) -> NoiseScale | None:

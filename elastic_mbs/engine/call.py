@@ -17,7 +17,7 @@ from elastic_mbs.batch.schedule import Range
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.plan import Key, shape_class
 from elastic_mbs.engine import misuse
-from elastic_mbs.engine.backward import commit, look, measure_noise, run_backward
+from elastic_mbs.engine.backward import commit, measure_noise, run_backward
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
@@ -173,14 +173,15 @@ class Call:
 
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Weighs the loss and runs backward."""
-        state, context = self.state, self.context
+        state = self.state
         if attempt is not state.attempt or state.phase is not Phase.FORWARD or not state.training:
             raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
         if not torch.is_grad_enabled():  # the loss can have a graph all the same, and `loss.backward()` would use it
             with torch.inference_mode(False), torch.enable_grad():
                 self.backward(attempt, value)
             return
-        look(state, kept=state.settled and bool(state.committed))
+        if not self.context.ledger.unchanged(kept=state.settled and bool(state.committed)):
+            state.check_gradients()
         weights = attempt.piece.weights
         assert weights is not None  # or the piece would have been skipped
         if state.count_names is None and is_plain(value):
@@ -196,11 +197,9 @@ class Call:
             attempt.terms = terms
         attempt.loss, attempt.graph = loss.detach() * weight, loss
         if state.plan.wants_reading and not state.committed:
-            context.monitor.request_reading(rested=True)  # now, because the monitor's thread needs Python and a backward does not
+            self.context.monitor.request_reading(rested=True)  # now, because the monitor's thread needs Python and a backward does not
         run_backward(state, attempt, loss, weight)
-        # Where versions tell all, and one number of commits is known, the next look serves this backward, too.
-        if not (state.settled and state.committed and loss.requires_grad and context.ledger.complete and len(state.profile.commits) == 1):
-            attempt.seen = context.ledger.observe(kept=state.settled)
+        attempt.seen = self.context.ledger.observe(kept=state.settled)
         state.phase = Phase.COMMIT
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
@@ -243,11 +242,10 @@ class Call:
         state, context = self.state, self.context
         if state.training:
             if state.phase is not Phase.COMMIT:
-                look(state)
+                state.check_gradients()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
-            if attempt.seen is None:
-                state.unseen = attempt  # one look, before the next backward or at the call's end, serves both
-            elif state.isolation is not None or not context.ledger.advance(attempt.seen, state.profile.commits):
+            assert attempt.seen is not None
+            if state.isolation is not None or not context.ledger.advance(attempt.seen, state.profile.commits):
                 commit(state, attempt)  # what has changed since backward is seen by the next check where this is left out
         if context.buffers.watched:
             state.profile.changes_buffers = context.retry("compare the buffers with their copies", context.buffers.end_clean_piece)
@@ -259,8 +257,8 @@ class Call:
     def _finish(self) -> None:
         """Ends the call whose last piece has committed: its result, what the controller learns of it, and the callbacks."""
         state, context = self.state, self.context
-        if state.training:
-            look(state)
+        if state.training and not context.ledger.unchanged():
+            state.check_gradients()
         if state.isolation is not None:
             context.retry("write the gradient in its own type", state.isolation.finish)
         state.notice_edits()

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from elastic_mbs.engine.backward import look
 from elastic_mbs.engine.state import Attempt, CallState, Failure, Phase
 from elastic_mbs.memory import oom
 from elastic_mbs.rollback.graph import drain, has_hook_after, walk
@@ -21,7 +20,7 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
     if phase in (Phase.BACKWARD, Phase.COMMIT):
         ledger.check_kept(attempt.seen)
     elif state.training:
-        look(state)
+        state.check_gradients()
     committed, indistinct = list[torch.Tensor](), False
     if phase in (Phase.BACKWARD, Phase.COMMIT):
         drain(ledger.leaves())

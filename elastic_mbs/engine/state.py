@@ -120,7 +120,6 @@ class CallState:
     hooks: tuple[SavedTensorTable | CheckpointedBlocks, ...] = ()  # both, in place while an attempt is made. Leaving one can be repeated
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None  # the one that runs
-    unseen: Attempt | None = None  # the latest that has committed, where no look at the gradients has followed yet
     failure: Failure | None = None  # of the latest attempt, until it is recovered from
     result: StepResult | None = None
 
@@ -218,9 +217,7 @@ class CallState:
     def add_committed(self, attempt: Attempt) -> None:
         """Keeps an attempt that has succeeded, without its graph."""
         self.committed.append(attempt)
-        attempt.data = attempt.seen = attempt.leaves = attempt.streams = None
-        if attempt is not self.unseen:
-            attempt.graph = None
+        attempt.data = attempt.graph = attempt.seen = attempt.leaves = attempt.streams = None
         attempt.terms = ()  # its loss and outputs stay
         self.failures_in_row = 0
         if self.floor_start is not None and attempt.piece.start <= self.floor_start < attempt.piece.stop:

@@ -292,7 +292,7 @@ class _CountingMode(TorchDispatchMode):
         if self.paused:
             return func(*args, **(kwargs or {}))
         budget = self.budget
-        if func is not _COPIES and budget._admit([args, list(kwargs.values())] if kwargs else args):
+        if budget._admit([args, list(kwargs.values())] if kwargs else args):
             budget._check(0, may_refuse=False)
         out = func(*args, **kwargs) if kwargs else func(*args)
         new = budget._admit(out)
@@ -306,8 +306,6 @@ class _CountingMode(TorchDispatchMode):
 
 
 _NO_HANDLER = Tensor.__torch_dispatch__
-_COPIES = torch.ops.aten._foreach_copy_.default
-"""Copies of buffers, once a piece: to look at all of 36 tensors takes three times as long as to copy them. Others have brought them."""
 
 
 def _in_place(func: Any) -> bool:

@@ -27,7 +27,7 @@ Grads = list[torch.Tensor | None]
 
 NO_VERSION = -1  # of a gradient that is not there, or of an inference tensor, which autograd does not write to
 
-_GRAD, _VERSION, _CDATA, _HOOKS, _HOOKS_AFTER = map(attrgetter, ("grad", "_version", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks"))
+_GRAD, _VERSION, _CDATA, _HOOKS = map(attrgetter, ("grad", "_version", "_cdata", "_post_accumulate_grad_hooks"))
 _STORAGE, _OFFSET, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.storage_offset, torch.Tensor.data_ptr
 _is_tensor = partial(is_not, None)
 
@@ -50,7 +50,7 @@ class Observation(NamedTuple):
     grads: Grads  # of the model's leaves
     versions: list[int]
     extra: dict[int, _Extra]
-    complete: bool = False  # all have a gradient with a version, no hook that could change or replace one, and none is extra: versions tell all
+    complete: bool = False  # all have a gradient with a version, no hook that could replace it, and none is extra: versions tell all
 
 
 class Ledger:
@@ -101,15 +101,7 @@ class Ledger:
         if not any(map(is_not, grads, repeat(None))):
             return Observation(grads, self._none, extra)
         versions = _versions(grads)
-        return Observation(grads, versions, extra, not extra and NO_VERSION not in versions and not self._hooked())
-
-    def _hooked(self) -> bool:
-        return any(map(_HOOKS, self._leaves)) or any(map(_HOOKS_AFTER, self._leaves))
-
-    @property
-    def complete(self) -> bool:
-        """Whether versions tell all, as noted last."""
-        return self._noted.complete
+        return Observation(grads, versions, extra, not extra and NO_VERSION not in versions and not any(map(_HOOKS, self._leaves)))
 
     def note(self) -> None:
         """Notes all gradients as they are now."""
@@ -169,7 +161,7 @@ class Ledger:
         replaced = [(leaf, noted) for leaf, noted in pairs if noted is not None and leaf.grad is not noted]
         for leaf, noted in replaced if self._noted.complete else ():
             if noted.layout is torch.strided and not has_hook(leaf):
-                self.refuse(leaf)
+                self._refuse(leaf)
         if seen is not None and not (replaced and seen.grads is self._noted.grads):
             self.check_unchanged(seen)
 
@@ -194,9 +186,9 @@ class Ledger:
             raise BackwardInsideError(
                 "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
             )
-        self.refuse(changed[0])
+        self._refuse(changed[0])
 
-    def refuse(self, leaf: torch.Tensor) -> NoReturn:
+    def _refuse(self, leaf: torch.Tensor) -> NoReturn:
         raise GradientsChangedError(
             f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
             "call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step(), and leave backward() to the engine"

@@ -214,18 +214,6 @@ def test_gradients_are_exact_wherever_memory_runs_out(make: Callable[..., Step],
     assert {event.mode for event in events if isinstance(event, OutOfMemory) and event.committed} == modes
 
 
-def test_a_loss_may_be_detached_in_place_after_its_backward() -> None:
-    step = routed_by_sample()
-    mbs = settled(3, step.model, step.loss_fn, step.batch)
-    step.begin()
-    for micro in mbs.micro_batches(step.batch):
-        with micro:
-            loss = step.loss_fn(micro.data)
-            micro.backward(loss)
-            loss.detach_()
-    assert off_by(step.model, step.wanted) <= 1e-12
-
-
 def test_no_hook_is_ever_on_the_users_model(model: nn.Sequential, batch: Pair, door: int) -> None:
     hooks: list[int] = []
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, Event, IncompleteBatchError, LossError, OutOfMemory
+from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.engine.misuse import enter_call, running_call
 from elastic_mbs.errors import BackwardInsideError, GradientsChangedError, NestedCallError, OptimizerInBackwardError, StepInsideError
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, off_by, pairs, settled, still_works, through, whole_gradient
@@ -128,21 +129,26 @@ def test_a_step_that_one_day_changes_some_gradients_in_the_middle(model: nn.Modu
 
 
 @pytest.mark.no_oom_injection
+@pytest.mark.parametrize("then", ["goes on", "cannot load the next piece"])
 @pytest.mark.parametrize("piece", [0, 1, 2])
 @pytest.mark.parametrize("other", ["with a gradient", "without", "with a gradient, hooked"])  # a leaf that no backward reaches
-@pytest.mark.parametrize("change", [*PARTLY, "of the other"])
-def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(model: Any, change: str, other: str, piece: int) -> None:
+@pytest.mark.parametrize("change", PARTLY)
+def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(
+    model: Any, change: str, other: str, piece: int, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model.register_parameter("other", nn.Parameter(torch.ones(3)))
     if other == "with a gradient, hooked":
         model[2].weight.register_hook(lambda grad: grad * 1.0)
     mbs = settled(3, model, cross_entropy(model), pairs())
     model.other.grad = None if other == "without" else torch.ones(3)
-    with pytest.raises(GradientsChangedError, match="middle of a batch"):
+    with pytest.raises(GradientsChangedError, match="middle of a batch"), monkeypatch.context() as patch:
         for index, micro in enumerate(mbs.micro_batches(pairs())):
             with micro:
                 micro.backward(cross_entropy(model)(micro.data))
                 if index == piece:
-                    PARTLY[change](model) if change in PARTLY else model[2].bias.grad.mul_(2) if other == "without" else model.other.grad.mul_(2)
+                    PARTLY[change](model)
+            if index == piece and then != "goes on":
+                patch.setattr(Loader, "load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB")))
     assert still_works(mbs, model)
 
 
