@@ -27,6 +27,9 @@ def reads():
 def nothing():
     return nn.Linear(1, 1)
 
+def one():
+    return nn.Linear(1, 1), len, (torch.zeros(8, 1), torch.zeros(8))
+
 def broken():
     raise KeyError("here")
 """
@@ -86,6 +89,7 @@ def test_the_exit_code_says_whether_there_is_a_size(name: str, budget: str, code
         (["train.py"], "train.py:make"),
         (["train.py:mak"], "no function 'mak'"),
         (["train.py:nothing"], "(model, loss_fn, batches)"),
+        (["train.py:one"], "batches are one tuple: for a single batch give a list of it, [batch]"),
         (["train.py:broken"], "KeyError: 'here'"),
         (["train.py:make", "--budget", "much"], "'much'"),
         (["train.py:make", "--device", "abacus"], "abacus"),

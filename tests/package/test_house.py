@@ -10,7 +10,7 @@ import torch
 from tests.helpers.room import ROOT
 
 # Lower a number as soon as the code allows it; raise one only for what is new. Where all is done: lines 9,200 / 2,500 / 7,000 / 20,000, else 0.
-LINES = {"core": 11_772, "cli": 2_647, "integrations": 1_137, "planning": 915, "recipes": 567, "stress": 7_086, "simcuda": 2_287, "tests": 26_611}
+LINES = {"core": 11_772, "cli": 2_647, "integrations": 1_137, "planning": 915, "recipes": 567, "stress": 7_086, "simcuda": 2_287, "tests": 26_615}
 CROWDED_FOLDERS = 0  # more than 13 modules
 LONG_FILES = 0  # more than 400 lines
 LONG_FUNCTIONS = 0  # more than 40 lines without the docstring

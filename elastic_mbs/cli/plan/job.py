@@ -60,6 +60,8 @@ def _job(made: Any, device: str | None) -> Job:
     if not (isinstance(made, tuple) and len(made) >= 3 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise UsageError("the factory must return (model, loss_fn, batches), and may add the optimizer's maker and a dict of options for ElasticMBS")
     model, loss_fn, batches, *more = made
+    if isinstance(batches, torch.Tensor | dict) or (isinstance(batches, tuple) and all(isinstance(part, torch.Tensor) for part in batches)):
+        raise UsageError(f"batches are one {type(batches).__name__}: for a single batch give a list of it, [batch]")
     batch = batches(0) if callable(batches) else next(iter(batches))
     if device is not None:
         model.to(device)
