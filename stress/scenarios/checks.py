@@ -106,7 +106,8 @@ def bounded(run: Run) -> Iterator[str]:
 def allowed_ooms(run: Run) -> int:
     """Failures that the controller may need, in each shape class (elements per sample, in powers of two), which learns for itself.
 
-    Two at the start; for each fall of memory the halvings to what fits, and one for a size in between; for each return one, for a growth.
+    Two at the start; where memory falls below what ran, the halvings to what fits, and one for a size in between, or for what ran once more, which a
+    fall too small to see allows; for each return one, for a growth.
     """
     classes: dict[int, list[Step]] = {}
     for step in run.steps:
@@ -114,16 +115,15 @@ def allowed_ooms(run: Run) -> int:
     allowed = 0
     for steps in classes.values():
         allowed += 2
-        top, halved, before = steps[0].samples, 0, math.inf
+        ran, before = steps[0].samples, math.inf
         for step in steps:
             lowest = min(step.available, math.inf if step.lowest is None else step.lowest)
             fits = max(1, run.needs.fits(lowest))
-            if lowest < before and top > fits:
-                halved = max(halved, math.ceil(math.log2(top / fits)) + 1)
-            if step.available > before:  # the fall is over
-                allowed, halved, top = allowed + halved + 1, 0, 0
-            before, top = step.available, max(top, step.longest)
-        allowed += halved
+            if lowest < before and ran > fits:
+                allowed += math.ceil(math.log2(ran / fits)) + 1
+            if step.available > before:
+                allowed += 1
+            before, ran = step.available, step.longest
     return allowed if run.kind in COUNTED else 2 * allowed + 3
 
 
