@@ -55,7 +55,7 @@ KILLED, RESUMED = mark("killed", 5), replace(mark("resumed", 4), at=0.5)
         (blind, record(marks=[LOST, grow(3), BACK, grow(6)]), "step 3: it grew without a sensor"),
         (blind, record(marks=[LOST, BACK]), "nothing grew after the sensor was back"),
         (blind, record(marks=[LOST, grow(6)]), "what was said is ['sensor_lost']"),
-        (calm, record(marks=[oom(i) for i in range(8)]), "8 steps ran out of memory"),
+        (calm, record(marks=[oom(i) for i in range(3)]), "3 steps ran out of memory"),
         (checks.optimizer_struck, record(), "never ran out of memory"),
         (checks.optimizer_struck, record([]), "was not measured"),
         (checks.evaluated, record(), "nothing was evaluated"),
