@@ -169,7 +169,7 @@ def froze_while_blind(run: Run) -> Iterator[str]:
 
 
 def calm(run: Run) -> Iterator[str]:
-    """No return of memory costs more than one step that fails. One each is no storm: a growth whose failure costs less than it saved is worth it."""
+    """No more steps fail than memory comes back, and one. One each is no storm: a growth whose failure costs less than it saved is worth it."""
     returns = len(run.steps) // FLAP
     found, allowed = len({mark.step for mark in run.marks if mark.what == "oom"}), 1 + returns  # one when it first goes
     if found > (allowed if run.kind in COUNTED else 2 * allowed):
