@@ -1,4 +1,6 @@
-"""Training that survives out-of-memory errors: same batch, same gradients, no restart. The user picks the batch, the runtime the micro-batch.
+"""Training that survives out-of-memory errors: same batch, same gradients, no restart.
+
+The user picks the batch, the runtime the micro-batch.
 
 Which file to open for which change: docs/design.md, "Where to go for which change".
 """

@@ -29,7 +29,9 @@ class ElasticStep(Protocol):
         """Runs the step on the whole batch; gradients are ready when it returns."""
 
 
-def elastic_step(model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], **options: Any) -> Callable[[Callable[..., Any]], ElasticStep]:
+def elastic_step(
+    model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], **options: Any
+) -> Callable[[Callable[..., Any]], ElasticStep]:
     """Decorates a step function: it gets a micro-batch and returns its loss, its caller passes the whole batch.
 
     ```python
@@ -39,7 +41,8 @@ def elastic_step(model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], 
     result = train_step(batch)                     # gradients are ready
     ```
 
-    On a method, `model` is a function of `self`, and each instance gets its own runtime, a new one when its model is another:
+    On a method, `model` is a function of `self`, and each instance gets its own runtime, a new one
+    when its model is another:
 
     ```python
     class Trainer:
@@ -57,18 +60,28 @@ def elastic_step(model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], 
     if isinstance(model, nn.Module) or not callable(model):
         return lambda fn: _on_function(fn, ElasticMBS(model, **options))
     if isinstance(model, type):
-        raise UsageError(f"elastic_step({model.__name__}) got a class: give the module itself, or `lambda self: self.model` on a method")
+        raise UsageError(
+            f"elastic_step({model.__name__}) got a class: give the module itself, or `lambda "
+            "self: self.model` on a method"
+        )
 
     def on_method(fn: Callable[..., Any]) -> ElasticStep:
-        if not callable(fn):  # `@elastic_step` alone: what was to be the model is the step function, and this is its first batch
-            raise UsageError(f"{getattr(model, '__name__', model)} was decorated without its model: write @elastic_step(model) above it")
+        # `@elastic_step` alone: what was to be the model is the step function, and this is its
+        # first batch
+        if not callable(fn):
+            raise UsageError(
+                f"{getattr(model, '__name__', model)} was decorated without its model: write "
+                "@elastic_step(model) above it"
+            )
         return _on_method(fn, model, options)
 
     return on_method
 
 
 def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:
-    return _decorated(fn, lambda batch, *args, **kwargs: mbs.backward(fn, batch, *args, **kwargs), mbs)
+    return _decorated(
+        fn, lambda batch, *args, **kwargs: mbs.backward(fn, batch, *args, **kwargs), mbs
+    )
 
 
 def _decorated(fn: Callable[..., Any], step: Callable[..., StepResult], mbs: Any) -> ElasticStep:
@@ -94,23 +107,34 @@ class _Holder:
 
 
 def _owners(modules: Sequence[nn.Module]) -> set[int]:
-    return {id(part) for module in modules for part in module.modules() if part._parameters or part._buffers}
+    return {
+        id(part)
+        for module in modules
+        for part in module.modules()
+        if part._parameters or part._buffers
+    }
 
 
-def _on_method(fn: Callable[..., Any], model: Callable[[Any], Any], options: dict[str, Any]) -> ElasticStep:
+def _on_method(
+    fn: Callable[..., Any], model: Callable[[Any], Any], options: dict[str, Any]
+) -> ElasticStep:
     key = f"_elastic_step_{fn.__qualname__}"
 
     def runtime_of(owner: Any) -> ElasticMBS:
         try:
             attributes = vars(owner)
         except TypeError as error:
-            raise UsageError(f"{type(owner).__name__} has no __dict__ to keep its runtime in: use ElasticMBS(...) directly") from error
+            raise UsageError(
+                f"{type(owner).__name__} has no __dict__ to keep its runtime in: use "
+                "ElasticMBS(...) directly"
+            ) from error
         modules = tuple(modules_of(model(owner)))
         old: _Holder = attributes.get(key) or _Holder()
         own = old.mbs if old.owner == id(owner) else None
         if own is not None and old.serves(modules):
             return own
-        new = ElasticMBS(modules, **options)  # another model is another run: what a runtime watches, and would put back, is the old one's
+        # another model is another run: what a runtime watches, and would put back, is the old one's
+        new = ElasticMBS(modules, **options)
         attributes[key] = _Holder(id(owner), modules, new)
         if own is not None:
             own.close()

@@ -1,14 +1,17 @@
 """A loss over the embeddings of a whole batch (contrastive, in-batch negatives): the gradient cache.
 
-Such a loss compares samples, so it is no sum over pieces. But all that the network needs of it is its gradient at the embeddings:
+Such a loss compares samples, so it is no sum over pieces. But all that the network needs of it is
+its gradient at the embeddings:
 
     first pass    every piece is embedded without a graph, and its embeddings are kept
-    the loss      of all embeddings, with its gradient at them and at leaves of its own (a learned temperature)
-    second pass   every piece is embedded again, with a graph, and runs backward from its rows of that gradient
+    the loss      of all embeddings, with its gradient at them and at leaves of its own (a learned
+    temperature) second pass   every piece is embedded again, with a graph, and runs backward from
+    its rows of that gradient
 
-Both passes are one call of the engine, whose batch runs twice. The second begins with the buffers and random streams that the first began with and
-runs the same pieces in the same order, so it draws the same masks, sees the same statistics, and leaves buffers as one pass would.
-Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), arXiv 2101.06983.
+Both passes are one call of the engine, whose batch runs twice. The second begins with the buffers
+and random streams that the first began with and runs the same pieces in the same order, so it draws
+the same masks, sees the same statistics, and leaves buffers as one pass would. Source: Gao et al.,
+"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), arXiv 2101.06983.
 """
 
 from __future__ import annotations
@@ -44,23 +47,41 @@ OverEmbeddings = Callable[[Any], Any]  # what `embed_fn` returns, of the whole b
 class EmbeddingCall(Call):
     """A call that runs its batch twice, with a loss over all embeddings in between.
 
-    Where what comes of a sample depends on its piece (dropout, BatchNorm), the pieces of the second pass are bound to be those of the first: a
-    failure in it restarts both passes at the smaller size, and one in the first pass, which leaves pieces of several sizes, that pass. Elsewhere the
-    second pass may cut as it likes. Gradients that were there are put aside for the call, so that a restart takes back nothing of the user's.
+    Where what comes of a sample depends on its piece (dropout, BatchNorm), the pieces of the second
+    pass are bound to be those of the first: a failure in it restarts both passes at the smaller
+    size, and one in the first pass, which leaves pieces of several sizes, that pass. Elsewhere the
+    second pass may cut as it likes. Gradients that were there are put aside for the call, so that a
+    restart takes back nothing of the user's.
     """
 
-    def __init__(self, context: Context, view: BatchView, *, name: str, identity: object, loss: OverEmbeddings) -> None:
+    def __init__(
+        self,
+        context: Context,
+        view: BatchView,
+        *,
+        name: str,
+        identity: object,
+        loss: OverEmbeddings,
+    ) -> None:
         self._loss_fn = loss
         self._cache: _Cache | None = None  # of the first pass; None while that runs
-        self._aside, self._set_aside = Isolation(), set[int]()  # gradients that were there, and the ids of their leaves
+        # gradients that were there, and the ids of their leaves
+        self._aside, self._set_aside = Isolation(), set[int]()
         self._restarts = self._failures = 0  # of the call, when the first pass began
         self._unseen = False  # whether this is the first call of the function
         self._first: StoredOutput | None = None  # what it gave for the first piece then
-        self._at_floor: tuple[int | None, int] = None, 0  # where the second pass has failed at the floor, and how often
+        # where the second pass has failed at the floor, and how often
+        self._at_floor: tuple[int | None, int] = None, 0
         counts = _Unweighted.samples(view.length)
         super().__init__(context, view, counts, name=name, identity=(identity, names_of(loss)[1]))
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], take: Take | None = None) -> None:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        take: Take | None = None,
+    ) -> None:
         """Runs both passes of `fn`; what they take is their own."""
         self._put_aside(self.context.ledger.leaves())
         self._first_pass()
@@ -77,7 +98,9 @@ class EmbeddingCall(Call):
             self.keep(attempt, map_tensors(value, _alone))
             return
         if self._unseen and attempt.piece.start == 0:
-            self.context.retry("compare the embeddings of both passes", lambda: self._check_same(value))
+            self.context.retry(
+                "compare the embeddings of both passes", lambda: self._check_same(value)
+            )
         self.backward(attempt, self._cache.surrogate(value, attempt.piece))
         attempt.loss = None  # the surrogate's value means nothing
         if attempt.piece.start == 0:
@@ -122,24 +145,41 @@ class EmbeddingCall(Call):
         cache = self._differentiate()
         self._rewind()
         self._cache, state.training, state.bound, state.outputs = cache, True, bound, None
-        state.floor_start, state.failures_at_floor = self._at_floor  # the first pass has shown nothing of what the second needs
+        # the first pass has shown nothing of what the second needs
+        state.floor_start, state.failures_at_floor = self._at_floor
         if state.plan.learning:  # nor has the loss
             context.meter.reset_peak()
             state.resets = context.meter.resets
 
     def _is_bound(self) -> bool:
-        """Whether what comes of a sample can depend on its piece, as far as is known. Refuses a batch that was changed by the first pass."""
-        state, context, profile, start = self.state, self.context, self.state.profile, self.state.streams
+        """Whether what comes of a sample can depend on its piece, as far as is known.
+
+        Refuses a batch that was changed by the first pass.
+        """
+        state, context, profile, start = (
+            self.state,
+            self.context,
+            self.state.profile,
+            self.state.streams,
+        )
         assert start is not None
         if state.view.versions() != state.batch_versions:
             profile.edits_batch = True
             raise BatchError(
-                "embed_fn changes its samples in place, and they are embedded twice: work on a copy (x = x.clone()) inside embed_fn. From the next "
+                "embed_fn changes its samples in place, and they are embedded twice: work on a "
+                "copy (x = x.clone()) inside embed_fn. From the next "
                 "call on pieces are copies"
             )
-        profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start)) or profile.draws
+        profile.draws = (
+            context.retry("read the random streams", lambda: context.streams.learn(start))
+            or profile.draws
+        )
         profile.normalises_batch = profile.normalises_batch or context.model.normalises_batch()
-        return profile.mixes or not profile.census_taken or context.settings.recovery.replay == "isolate"
+        return (
+            profile.mixes
+            or not profile.census_taken
+            or context.settings.recovery.replay == "isolate"
+        )
 
     def _rewind(self) -> None:
         """Goes back to the start of the batch, with the buffers and random streams of then."""
@@ -150,14 +190,18 @@ class EmbeddingCall(Call):
     # ------------------------------------------------------------------ between the passes
 
     def _differentiate(self) -> _Cache:
-        """The loss over all embeddings, and its gradients. Its own failures need room and no smaller pieces."""
+        """The loss over all embeddings, and its gradients.
+
+        Its own failures need room and no smaller pieces.
+        """
         state, context = self.state, self.context
         check_not_overwritten([attempt.outputs for attempt in state.committed])
         result = state.make_result(state.in_order())
         embeddings = context.retry("join the embeddings on the device", lambda: result.outputs)
         _check_rows(embeddings, state.view.length)
         state.drop_committed()
-        state.training, state.phase = True, Phase.FORWARD  # what must not run inside a step function must not run inside the loss
+        # what must not run inside a step function must not run inside the loss
+        state.training, state.phase = True, Phase.FORWARD
         self._embedded = context.streams.read(hosts=True)
         buffers, modes = self._buffers(), context.model.training()
 
@@ -168,19 +212,28 @@ class EmbeddingCall(Call):
             context.streams.restore(self._embedded)
             order = None if state.view.sorted is None else state.view.sorted.order
             with torch.enable_grad():
-                return _Cache(embeddings, self._loss_fn, order, context.settings.scaler, context.settings.outputs)
+                return _Cache(
+                    embeddings,
+                    self._loss_fn,
+                    order,
+                    context.settings.scaler,
+                    context.settings.outputs,
+                )
 
         what = f"run loss= over the embeddings of {state.view.length} samples, whose memory no micro-batch changes"
         cache = context.retry(what, attempt)
         state.check_gradients()
         if context.model.training() != modes:
             raise MisuseError(
-                "loss= switched a module's mode, and the second pass would run in another one than the first: switch it outside the call"
+                "loss= switched a module's mode, and the second pass would run in another one "
+                "than the first: switch it outside the call"
             )
         if self._buffers() != buffers:
             raise MisuseError(
-                "loss= changed a buffer of the model (a queue, running statistics), and the second pass starts from the buffers that the first one "
-                "started from: compute in embed_fn what changes buffers, or change them after the call"
+                "loss= changed a buffer of the model (a queue, running statistics), and the "
+                "second pass starts from the buffers that the first one "
+                "started from: compute in embed_fn what changes buffers, or change them after the "
+                "call"
             )
         self._after = context.streams.read(hosts=True)
         self._put_aside(leaf for leaf, _ in cache.own)
@@ -189,7 +242,12 @@ class EmbeddingCall(Call):
 
     def _buffers(self) -> list[tuple[int, int]]:
         """All buffers with their versions."""
-        owned = [buffer for module in self.context.model.modules for buffer in module._buffers.values() if buffer is not None]
+        owned = [
+            buffer
+            for module in self.context.model.modules
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
         return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in owned]
 
     # ------------------------------------------------------------------ what the call began with
@@ -205,13 +263,23 @@ class EmbeddingCall(Call):
             state.settled = state.is_settled()
 
     def _check_same(self, value: Any) -> None:
-        """Refuses an `embed_fn` whose second run gives something else. In the first call of a function only: it waits for the device."""
+        """Refuses an `embed_fn` whose second run gives something else.
+
+        In the first call of a function only: it waits for the device.
+        """
         before = [] if self._first is None else tensors_in(self._first.get())
-        for one, other in zip(filter(_has_gradient, before), filter(_has_gradient, tensors_in(value)), strict=False):
-            if one.shape == other.shape and float((one - other.detach()).norm()) > _SAME * float(one.norm()):
+        for one, other in zip(
+            filter(_has_gradient, before), filter(_has_gradient, tensors_in(value)), strict=False
+        ):
+            if one.shape == other.shape and float((one - other.detach()).norm()) > _SAME * float(
+                one.norm()
+            ):
                 raise ReplayUnsafeError(
-                    "embed_fn gave other embeddings when it ran again, so its gradient is not that of the embeddings which loss= has seen: name each "
-                    "generator of your own that it draws from, recovery=RecoveryOptions(generators=[g]), and do not ask torch.is_grad_enabled()"
+                    "embed_fn gave other embeddings when it ran again, so its gradient is not "
+                    "that of the embeddings which loss= has seen: name each "
+                    "generator of your own that it draws from, "
+                    "recovery=RecoveryOptions(generators=[g]), and do not ask "
+                    "torch.is_grad_enabled()"
                 )
 
     def _settle(self) -> None:
@@ -221,10 +289,14 @@ class EmbeddingCall(Call):
         ended = self._embedded if streams.draws_on_host else self._embedded._replace(hosts=None)
         if context.retry("read the random streams", lambda: streams.moved(ended)):
             raise ReplayUnsafeError(
-                "embed_fn drew other random numbers when it ran again, so its gradient is not that of the embeddings which loss= has seen: does it "
+                "embed_fn drew other random numbers when it ran again, so its gradient is not "
+                "that of the embeddings which loss= has seen: does it "
                 "ask torch.is_grad_enabled(), or draw in its backward?"
             )
-        context.retry("put the random streams to where the loss has left them", lambda: streams.restore(self._after))
+        context.retry(
+            "put the random streams to where the loss has left them",
+            lambda: streams.restore(self._after),
+        )
         if self._set_aside:
             state.had_gradient, state.modified = self._set_aside, True
             context.retry("add the gradients to those that were there", self._aside.fold)
@@ -239,7 +311,9 @@ class EmbeddingCall(Call):
 class _Unweighted(Counts):
     """Counts of a batch whose pieces are added as they are: the loss has weighed its samples already."""
 
-    def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float] | None:
+    def weights(
+        self, start: int, stop: int, reduction: str = "mean"
+    ) -> dict[str | None, float] | None:
         return {None: 1.0}
 
 
@@ -247,7 +321,12 @@ class _Cache:
     """A loss over embeddings, and its gradients: at the embeddings, and at the leaves of its own."""
 
     def __init__(
-        self, embeddings: Any, loss_fn: OverEmbeddings, order: Sequence[int] | None, scaler: torch.amp.GradScaler | None, outputs: OutputPlace
+        self,
+        embeddings: Any,
+        loss_fn: OverEmbeddings,
+        order: Sequence[int] | None,
+        scaler: torch.amp.GradScaler | None,
+        outputs: OutputPlace,
     ) -> None:
         inputs: list[Tensor] = []
 
@@ -255,45 +334,73 @@ class _Cache:
             if _has_gradient(tensor):
                 tensor = tensor.detach().requires_grad_()
                 inputs.append(tensor)
-            return tensor.clone()  # it may be edited in place: a loss that runs again must find it as it was
+            # it may be edited in place: a loss that runs again must find it as it was
+            return tensor.clone()
 
         value = loss_fn(map_tensors(embeddings, leaf))
         try:
             terms, found = read_losses(value, None)
         except LossError as error:
-            raise LossError(f"what loss= returned for the whole batch is no loss: {error}") from None
+            raise LossError(
+                f"what loss= returned for the whole batch is no loss: {error}"
+            ) from None
         loss = weighted_sum(terms, {None: 1.0})
         self.loss = loss.detach()
         self.outputs = None if found is None or outputs is None else StoredOutput(found, outputs)
-        # Scaled here, where half precision would lose it; the engine scales the surrogate once more, so that is divided by as much.
+        # Scaled here, where half precision would lose it; the engine scales the surrogate once
+        # more, so that is divided by as much.
         self._unit = None if scaler is None else scaler.scale(torch.ones_like(self.loss))
         scaled = loss if scaler is None else scaler.scale(loss)
         assert scaled.grad_fn is not None
         ids = set(map(id, inputs))
         own = [each for each in walk(scaled.grad_fn).leaves if id(each) not in ids]
         if any(each._backward_hooks for each in own):
-            raise UsageError("a leaf that loss= reaches has a hook on its gradient, which would run twice: use it in embed_fn only, or take it off")
+            raise UsageError(
+                "a leaf that loss= reaches has a hook on its gradient, which would run twice: use "
+                "it in embed_fn only, or take it off"
+            )
         gradients = torch.autograd.grad(scaled, [*inputs, *own], allow_unused=True)
         if all(gradient is None for gradient in gradients[: len(inputs)]):
-            raise LossError("the loss does not depend on the embeddings: loss= gets what embed_fn returned, for the whole batch")
+            raise LossError(
+                "the loss does not depend on the embeddings: loss= gets what embed_fn returned, "
+                "for the whole batch"
+            )
         self._order = order  # of the samples in the pieces, where they are sorted
         self._gradients = gradients[: len(inputs)]
-        self.own = [(each, gradient) for each, gradient in zip(own, gradients[len(inputs) :], strict=True) if gradient is not None]
+        self.own = [
+            (each, gradient)
+            for each, gradient in zip(own, gradients[len(inputs) :], strict=True)
+            if gradient is not None
+        ]
 
     def surrogate(self, value: Any, piece: Range) -> Tensor:
         """A scalar whose gradient is the loss's: at this piece's embeddings, and, in the first piece, at the leaves of the loss's own."""
         embeddings = [tensor for tensor in tensors_in(value) if _has_gradient(tensor)]
-        rows = slice(piece.start, piece.stop) if self._order is None else list(self._order[piece.start : piece.stop])
+        rows = (
+            slice(piece.start, piece.stop)
+            if self._order is None
+            else list(self._order[piece.start : piece.stop])
+        )
         if len(embeddings) != len(self._gradients):
-            raise LossError(f"embed_fn returned {len(embeddings)} tensors of embeddings for samples that it had returned {len(self._gradients)} for")
+            raise LossError(
+                f"embed_fn returned {len(embeddings)} tensors of embeddings for samples that it "
+                f"had returned {len(self._gradients)} for"
+            )
         pairs = [
-            (embedding, gradient[rows][tuple(map(slice, embedding.shape))])  # of pieces by length the gradient can be wider
+            # of pieces by length the gradient can be wider
+            (embedding, gradient[rows][tuple(map(slice, embedding.shape))])
             for embedding, gradient in zip(embeddings, self._gradients, strict=True)
             if gradient is not None and embedding.requires_grad
         ]
         if not pairs:
-            raise LossError("no embedding that loss= depends on has a graph, so there is nothing to train in embed_fn: are its parameters frozen?")
-        parts = [_product(*pair).to(self.loss.device) for pair in (*pairs, *(self.own if piece.start == 0 else ()))]
+            raise LossError(
+                "no embedding that loss= depends on has a graph, so there is nothing to train in "
+                "embed_fn: are its parameters frozen?"
+            )
+        parts = [
+            _product(*pair).to(self.loss.device)
+            for pair in (*pairs, *(self.own if piece.start == 0 else ()))
+        ]
         total = sum(parts[1:], parts[0])
         return total if self._unit is None else total / self._unit
 
@@ -310,15 +417,23 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 def _alone(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of one that would keep a larger one alive: the first token's state of a transformer is a view of all states."""
-    return tensor.clone() if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    return (
+        tensor.clone()
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+        else tensor
+    )
 
 
 def _check_rows(value: Any, samples: int) -> None:
     """Refuses what is not per sample."""
     found = tensors_in(value)
-    if not any(map(_has_gradient, found)) or any(tensor.ndim == 0 or tensor.shape[0] != samples for tensor in found):
+    if not any(map(_has_gradient, found)) or any(
+        tensor.ndim == 0 or tensor.shape[0] != samples for tensor in found
+    ):
         shapes = ", ".join(f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in found[:8])
         raise LossError(
-            f"embed_fn returned a {type(value).__name__} with {shapes or 'no tensor'} for {samples} samples: with loss= it returns embeddings, a row "
-            f"per sample, as a tensor of shape ({samples}, ...), or a tuple or dict of such tensors. What comes once per batch is computed in loss="
+            f"embed_fn returned a {type(value).__name__} with {shapes or 'no tensor'} for "
+            f"{samples} samples: with loss= it returns embeddings, a row "
+            f"per sample, as a tensor of shape ({samples}, ...), or a tuple or dict of such "
+            "tensors. What comes once per batch is computed in loss="
         )

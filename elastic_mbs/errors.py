@@ -1,9 +1,11 @@
 """The errors that this package raises by itself: `ElasticMBSError` is the base of all, with one branch for each decision that a caller makes.
 
-`UsageError`: fix the call. `MisuseError`: fix the training loop. `UnsupportedError`: leave out a mode of torch. `RecoveryError`: memory ran out.
+`UsageError`: fix the call. `MisuseError`: fix the training loop. `UnsupportedError`: leave out a
+mode of torch. `RecoveryError`: memory ran out.
 
-After any of them the gradients that were empty at the start of the call are empty again, and buffers and random streams are as they were at its
-start. Where a gradient was not empty, the error carries a note that `zero_grad()` is needed.
+After any of them the gradients that were empty at the start of the call are empty again, and
+buffers and random streams are as they were at its start. Where a gradient was not empty, the error
+carries a note that `zero_grad()` is needed.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ class RecoveryError(ElasticMBSError, RuntimeError):
 
 
 class MicroBatchFloorError(RecoveryError, torch.OutOfMemoryError):
-    """The smallest micro-batch allowed does not fit. Also a `torch.OutOfMemoryError`, so that existing handlers see it."""
+    """The smallest micro-batch allowed does not fit.
+
+    Also a `torch.OutOfMemoryError`, so that existing handlers see it.
+    """
 
 
 class ReplayUnsafeError(RecoveryError):

@@ -1,6 +1,7 @@
 """What can happen to a call, one frozen dataclass each, and one log line each.
 
-Events hold numbers and strings only, never tensors or exceptions: a sink that keeps them keeps no memory of the failed attempt alive.
+Events hold numbers and strings only, never tensors or exceptions: a sink that keeps them keeps no
+memory of the failed attempt alive.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class OutOfMemory(Event):
 
     level: ClassVar[int] = logging.WARNING
     text: ClassVar[str] = (
-        "out of memory in {phase} of samples {start}:{stop}: micro-batch {size_before} → {size_after}, "
+        "out of memory in {phase} of samples {start}:{stop}: micro-batch {size_before} → "
+        "{size_after}, "
         "replaying in mode {mode} ({committed} leaves had committed): {message}"
     )
     phase: str  # "load", "forward", "backward" or "commit"
@@ -62,11 +64,15 @@ class OutOfMemory(Event):
     message: str  # first line of the error's text
     key: str = ""  # track of the controller (loss function, train or eval, shape class)
     requested: int | None = None  # bytes, where the error says so
-    free: int | None = None  # bytes that this process could still get, by the latest reading; None without one
+    # bytes that this process could still get, by the latest reading; None without one
+    free: int | None = None
     held_by_others: int | None = None  # bytes, by the same reading
     holders: str = ""  # the biggest of the others in words, where they are known
-    reading_age: float | None = None  # seconds since that reading was taken: the others can have changed since
-    seconds_lost: float | None = None  # host seconds from the start of the undone work ("step": of the call) until it was undone; None without sinks
+    # seconds since that reading was taken: the others can have changed since
+    reading_age: float | None = None
+    # host seconds from the start of the undone work ("step": of the call) until it was undone; None
+    # without sinks
+    seconds_lost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,10 @@ class OptimizerOutOfMemory(Event):
     """A guarded optimizer step ran out of memory; parameters and state have been put back, and it is tried again."""
 
     level: ClassVar[int] = logging.WARNING
-    text: ClassVar[str] = "out of memory in {optimizer}.step(), which has been taken back; trying again {action}: {message}"
+    text: ClassVar[str] = (
+        "out of memory in {optimizer}.step(), which has been taken back; trying again {action}: "
+        "{message}"
+    )
     optimizer: str  # its class
     action: str  # what is different in the next try
     kind: str  # what sort of error it was (see `elastic_mbs.memory.oom.Kind`)
@@ -85,7 +94,8 @@ class OptimizerOutOfMemory(Event):
 class CallDone(Event):
     """A call has finished. Made only where there is a sink of `on_event`, or a run log.
 
-    On CUDA it comes one or two calls later, or when the runtime is closed, because nothing waits for the device.
+    On CUDA it comes one or two calls later, or when the runtime is closed, because nothing waits
+    for the device.
     """
 
     level: ClassVar[int] = logging.DEBUG
@@ -97,12 +107,20 @@ class CallDone(Event):
     micro_batch_size: int  # the size in force when it ended, in samples
     ooms: int  # out-of-memory errors survived in it
     replayed_samples: int  # samples that were run again
-    seconds: float | None  # time of the call: the device's where it keeps time, else the host's; None where the device was lost
-    seconds_lost: float  # part of it in attempts that failed, by the host's clock: see `OutOfMemory`
-    loss: float | None  # of the whole batch; None for an eval, or where it could not be read without waiting
+    # time of the call: the device's where it keeps time, else the host's; None where the device was
+    # lost
+    seconds: float | None
+    # part of it in attempts that failed, by the host's clock: see `OutOfMemory`
+    seconds_lost: float
+    # of the whole batch; None for an eval, or where it could not be read without waiting
+    loss: float | None
     allocated: int | None  # bytes in live tensors when it ended; None where that is not known
-    reserved: int | None  # bytes that the allocator held then; without a meter the capacity less what is free, by the latest reading
-    peak_allocated: int | None  # most bytes allocated since the peaks were reset: at this call's start while a size is being learned, else earlier
+    # bytes that the allocator held then; without a meter the capacity less what is free, by the
+    # latest reading
+    reserved: int | None
+    # most bytes allocated since the peaks were reset: at this call's start while a size is being
+    # learned, else earlier
+    peak_allocated: int | None
     peak_reserved: int | None  # most bytes reserved since then
     free: int | None  # bytes that this process could still get, by the latest reading
     held_by_others: int | None  # bytes, by the same reading
@@ -113,22 +131,32 @@ class CallDone(Event):
     @property
     def rate(self) -> float | None:
         """Samples per second, or None where the time is not known."""
-        return self.samples / self.seconds if self.seconds is not None and self.seconds > 0 else None
+        return (
+            self.samples / self.seconds if self.seconds is not None and self.seconds > 0 else None
+        )
 
     def line(self) -> str:
         took = "an unknown time" if self.seconds is None else f"{self.seconds:.3g} s"
         loss = "" if self.loss is None else f", loss {self.loss:.6g}"
         return (
-            f"{self.samples} samples in {self.pieces} pieces of up to {self.micro_batch_size} in {took}{loss}, {self.ooms} out-of-memory errors, "
-            f"{self.seconds_lost:.3g} s lost to them, {format_bytes(self.allocated)} allocated for {self.key}"
+            f"{self.samples} samples in {self.pieces} pieces of up to {self.micro_batch_size} in "
+            f"{took}{loss}, {self.ooms} out-of-memory errors, "
+            f"{self.seconds_lost:.3g} s lost to them, {format_bytes(self.allocated)} allocated "
+            f"for {self.key}"
         )
 
 
 @dataclass(frozen=True)
 class CallFailed(Event):
-    """A call has ended by an exception, which passes on to the caller. Made only where there is a sink."""
+    """A call has ended by an exception, which passes on to the caller.
 
-    text: ClassVar[str] = "a call has ended by {error} after {seconds:.3g} s and {ooms} out-of-memory errors, for {key}: {message}"
+    Made only where there is a sink.
+    """
+
+    text: ClassVar[str] = (
+        "a call has ended by {error} after {seconds:.3g} s and {ooms} out-of-memory errors, for "
+        "{key}: {message}"
+    )
     key: str  # track of the controller
     error: str  # the exception's class
     message: str  # its first line
@@ -150,7 +178,8 @@ class WaitingForMemory(Event):
     def line(self) -> str:
         return (
             f"the smallest micro-batch does not fit: waiting up to {self.seconds:.1f} s for memory "
-            f"(free {format_bytes(self.free)}, held by others {format_bytes(self.held_by_others)}{f': {self.holders}' if self.holders else ''})"
+            f"(free {format_bytes(self.free)}, held by others "
+            f"{format_bytes(self.held_by_others)}{f': {self.holders}' if self.holders else ''})"
         )
 
 
@@ -175,7 +204,8 @@ class Resized(Event):
     after: int  # in samples
     reason: str  # "grow", "thrash" or "limit"
     key: str  # track of the controller (loss function, train or eval, shape class)
-    capacity: int | None = None  # bytes that this process could hold in all when that was decided; None without a reading
+    # bytes that this process could hold in all when that was decided; None without a reading
+    capacity: int | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +213,9 @@ class SensorLost(Event):
     """The memory sensor gives no reading, or an unreliable one: growth stops, training goes on."""
 
     level: ClassVar[int] = logging.WARNING
-    text: ClassVar[str] = "no memory reading to rely on, so micro-batches stop growing until there is one: {reason}"
+    text: ClassVar[str] = (
+        "no memory reading to rely on, so micro-batches stop growing until there is one: {reason}"
+    )
     reason: str
 
 
@@ -210,7 +242,11 @@ Sink = Callable[[Event], None]
 
 
 class GuardedSink(ABC):
-    """A sink of this package. What goes wrong in it is logged once in the Python log and never raised into a step; a forked child does nothing."""
+    """A sink of this package.
+
+    What goes wrong in it is logged once in the Python log and never raised into a step; a forked
+    child does nothing.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the monitor's thread has events, too
@@ -247,11 +283,19 @@ class GuardedSink(ABC):
             except Exception as error:  # of whatever kind: a step does not end for it
                 if not self._warned:
                     self._warned = True
-                    logger.warning("%s misses events, and training goes on: %s: %s", self, type(error).__name__, error)
+                    logger.warning(
+                        "%s misses events, and training goes on: %s: %s",
+                        self,
+                        type(error).__name__,
+                        error,
+                    )
 
 
 class EventLog:
-    """Sends each event to the logger and to the sinks, in order. An error in a sink passes through: nothing is swallowed."""
+    """Sends each event to the logger and to the sinks, in order.
+
+    An error in a sink passes through: nothing is swallowed.
+    """
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = tuple(sinks)

@@ -1,6 +1,7 @@
 """The gradient noise scale B = tr(Σ)/|G|²: about the batch from which on more samples a step stop paying.
 
-Σ is the covariance of one sample's gradient and G its mean. Source: McCandlish et al. 2018, arXiv 1812.06162, sections 2.2 and A.1.
+Σ is the covariance of one sample's gradient and G its mean. Source: McCandlish et al. 2018, arXiv
+1812.06162, sections 2.2 and A.1.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ class NoiseScale:
 
     Attributes:
         trace: tr(Σ), the variance of one sample's gradient, summed over the parameters.
-        squared_norm: |G|², the squared norm of the gradient without noise. A mean of few estimates can be below 0.
-        error: standard error of `value`, in samples, from how the estimates scatter; infinite where there are fewer than two, or no value.
+        squared_norm: |G|², the squared norm of the gradient without noise. A mean of few estimates
+            can be below 0.
+        error: standard error of `value`, in samples, from how the estimates scatter; infinite where
+            there are fewer than two, or no value.
         calls: calls that had more than one piece, and so an estimate.
     """
 
@@ -40,11 +43,13 @@ def estimate(pieces: Sequence[tuple[int, float]], whole: float) -> tuple[float, 
     """tr(Σ) and |G|² from one batch, both without bias for pieces of any lengths.
 
     Args:
-        pieces: samples of each, two pieces at least, and the squared norm of what it adds to the batch's gradient.
+        pieces: samples of each, two pieces at least, and the squared norm of what it adds to the
+            batch's gradient.
         whole: squared norm of the batch's gradient, the sum of what they add.
     """
     samples = sum(length for length, _ in pieces)
-    # A piece of n of N samples adds n/N of its own mean gradient g, and the n/N-weighted mean of |g|² is above |G|² by tr(Σ) × pieces / N.
+    # A piece of n of N samples adds n/N of its own mean gradient g, and the n/N-weighted mean of
+    # |g|² is above |G|² by tr(Σ) × pieces / N.
     between = sum(samples / length * norm for length, norm in pieces) - whole
     trace = samples * between / (len(pieces) - 1)
     return trace, whole - trace / samples
@@ -64,8 +69,14 @@ class Smoothed:
         """Takes one more estimate; one that is not finite (a loss that was scaled too far) is left out."""
         if not (math.isfinite(trace) and math.isfinite(squared_norm)):
             return
-        keep, now = self._keep, (trace, squared_norm, trace * trace, squared_norm * squared_norm, trace * squared_norm)
-        self._weights, self._squared_weights = keep * self._weights + 1, keep * keep * self._squared_weights + 1
+        keep, now = (
+            self._keep,
+            (trace, squared_norm, trace * trace, squared_norm * squared_norm, trace * squared_norm),
+        )
+        self._weights, self._squared_weights = (
+            keep * self._weights + 1,
+            keep * keep * self._squared_weights + 1,
+        )
         self._sums = [keep * old + new for old, new in zip(self._sums, now, strict=True)]
         self._calls += 1
         s, g, *_ = (total / self._weights for total in self._sums)
@@ -87,7 +98,12 @@ def squared_norm(leaves: Iterable[Tensor]) -> list[Tensor]:
     groups = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
     for leaf in leaves:
         if (grad := leaf.grad) is not None:
-            groups[grad.dtype, grad.device].append(grad if grad.layout is torch.strided else grad.coalesce().values())
+            groups[grad.dtype, grad.device].append(
+                grad if grad.layout is torch.strided else grad.coalesce().values()
+            )
     with torch.no_grad():
-        norms = (torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32)) for (dtype, _), grads in groups.items())
+        norms = (
+            torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
+            for (dtype, _), grads in groups.items()
+        )
         return [torch.stack(each).square().sum() for each in norms]

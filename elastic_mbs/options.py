@@ -36,11 +36,14 @@ class GradientOptions:
     """How gradients are made and summed.
 
     Attributes:
-        accumulate_dtype: type in which half-precision gradients are summed over the pieces; `torch.float32` keeps them exact to one rounding, for one
-            extra copy of the gradients in that type.
+        accumulate_dtype: type in which half-precision gradients are summed over the pieces;
+            `torch.float32` keeps them exact to one rounding, for one extra copy of the gradients in
+            that type.
         backward: a trainer's own `backward(loss)`, used in place of `loss.backward()`.
-        noise_scale: calls over which the gradient noise scale is averaged, as `StepResult.noise_scale`; None leaves it out. It takes one extra copy
-            of the gradients, a norm per piece, and a wait for the device per call. A call of one piece, or one that finds gradients, adds nothing.
+        noise_scale: calls over which the gradient noise scale is averaged, as
+            `StepResult.noise_scale`; None leaves it out. It takes one extra copy of the gradients,
+            a norm per piece, and a wait for the device per call. A call of one piece, or one that
+            finds gradients, adds nothing.
     """
 
     accumulate_dtype: torch.dtype | None = None
@@ -49,9 +52,17 @@ class GradientOptions:
 
     def __post_init__(self) -> None:
         if self.accumulate_dtype not in (None, torch.float32, torch.float64):
-            raise UsageError(f"accumulate_dtype={self.accumulate_dtype!r} is not wider than half precision: use torch.float32, or None")
-        if self.noise_scale is not None and (type(self.noise_scale) is not int or self.noise_scale < 1):
-            raise UsageError(f"noise_scale={self.noise_scale!r} is no number of calls of at least 1: use 50, or None to leave it out")
+            raise UsageError(
+                f"accumulate_dtype={self.accumulate_dtype!r} is not wider than half precision: "
+                "use torch.float32, or None"
+            )
+        if self.noise_scale is not None and (
+            type(self.noise_scale) is not int or self.noise_scale < 1
+        ):
+            raise UsageError(
+                f"noise_scale={self.noise_scale!r} is no number of calls of at least 1: use 50, "
+                "or None to leave it out"
+            )
         _check_callables(self, "backward")
 
 
@@ -60,14 +71,19 @@ class RecoveryOptions:
     """What happens after an out-of-memory error.
 
     Attributes:
-        replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded (one extra copy of the gradients): for steps whose
-            samples depend on each other in ways torch cannot show, such as MoE capacity.
-        generators: random generators of the user's (torch, random, numpy) that a step draws from, to be rolled back too.
+        replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded
+            (one extra copy of the gradients): for steps whose samples depend on each other in ways
+            torch cannot show, such as MoE capacity.
+        generators: random generators of the user's (torch, random, numpy) that a step draws from,
+            to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
-        escalate: what is done, one after the other, when the smallest micro-batch does not fit: "offload" keeps what forward saves for backward on
-            the host (training on a CPU gains nothing); "checkpoint" runs blocks of the model again in backward: by its own
-            `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or `nn.Sequential`.
-        on_fatal: called with the error, state already restored, before a call ends by a `RecoveryError`: the chance to save.
+        escalate: what is done, one after the other, when the smallest micro-batch does not fit:
+            "offload" keeps what forward saves for backward on the host (training on a CPU gains
+            nothing); "checkpoint" runs blocks of the model again in backward: by its own
+            `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or
+            `nn.Sequential`.
+        on_fatal: called with the error, state already restored, before a call ends by a
+            `RecoveryError`: the chance to save.
     """
 
     replay: Literal["auto", "isolate"] = "auto"
@@ -78,9 +94,12 @@ class RecoveryOptions:
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
-        if self.escalate not in [way for n in range(3) for way in permutations(("offload", "checkpoint"), n)]:
+        if self.escalate not in [
+            way for n in range(3) for way in permutations(("offload", "checkpoint"), n)
+        ]:
             raise UsageError(
-                f'escalate={self.escalate!r} is no tuple of "offload" and "checkpoint", each once at most: use ("offload", "checkpoint")'
+                f'escalate={self.escalate!r} is no tuple of "offload" and "checkpoint", each once '
+                'at most: use ("offload", "checkpoint")'
             )
         if (problem := check_generators(self.generators)) is not None:
             raise UsageError(problem)
@@ -92,14 +111,22 @@ class MemoryOptions:
     """Where the batch goes, how memory is read, and how long a call waits for it.
 
     Attributes:
-        device: where pieces are moved: "auto" is the model's device, None leaves them where they are.
-        prefetch: on CUDA the next piece of a batch in pinned memory (`DataLoader(pin_memory=True)`) is copied to the device while this one computes,
-            for the memory of one more piece's input. "pin" pins each piece of a batch that is not; False loads each piece when its turn comes.
-        sensor: a `MemorySensor` in place of the device's own; one that is also a `UsageMeter` replaces the device's meter, too.
-        monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the step's thread.
-        wait_for_memory: seconds that one call may wait for others to free memory, when the smallest micro-batch does not fit.
-        host_guard: True keeps training on a CPU from being killed at the limit of its container (or of the machine): around each piece the process
-            is held to what others leave, so that its allocator fails instead. Linux only; see `memory.HostGuard`. A size (`"64MiB"`) is its margin.
+        device: where pieces are moved: "auto" is the model's device, None leaves them where they
+            are.
+        prefetch: on CUDA the next piece of a batch in pinned memory (`DataLoader(pin_memory=True)`)
+            is copied to the device while this one computes, for the memory of one more piece's
+            input. "pin" pins each piece of a batch that is not; False loads each piece when its
+            turn comes.
+        sensor: a `MemorySensor` in place of the device's own; one that is also a `UsageMeter`
+            replaces the device's meter, too.
+        monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the
+            step's thread.
+        wait_for_memory: seconds that one call may wait for others to free memory, when the smallest
+            micro-batch does not fit.
+        host_guard: True keeps training on a CPU from being killed at the limit of its container (or
+            of the machine): around each piece the process is held to what others leave, so that its
+            allocator fails instead. Linux only; see `memory.HostGuard`. A size (`"64MiB"`) is its
+            margin.
     """
 
     device: torch.device | str | None = "auto"
@@ -115,8 +142,14 @@ class MemoryOptions:
             raise UsageError(f"sensor={self.sensor!r} is no MemorySensor: it has no read()")
         for name in ("monitor_interval", "wait_for_memory"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise UsageError(f"{name}={value!r} is not a finite number of seconds of at least 0")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value < math.inf
+            ):
+                raise UsageError(
+                    f"{name}={value!r} is not a finite number of seconds of at least 0"
+                )
 
 
 @dataclass(frozen=True)
@@ -136,33 +169,64 @@ class Settings:
     limits: Limits = field(init=False, repr=False)  # of the policy; read in every call
 
     def __post_init__(self) -> None:
-        for name, group in (("policy", Policy), ("gradients", GradientOptions), ("recovery", RecoveryOptions), ("memory", MemoryOptions)):
+        for name, group in (
+            ("policy", Policy),
+            ("gradients", GradientOptions),
+            ("recovery", RecoveryOptions),
+            ("memory", MemoryOptions),
+        ):
             if not isinstance(getattr(self, name), group):
-                raise UsageError(f"{name}={getattr(self, name)!r} is no elastic_mbs.{group.__name__}")
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} is no elastic_mbs.{group.__name__}"
+                )
         object.__setattr__(self, "limits", self.policy.limits)
         size = self.micro_batch_size
-        if not (size == "auto" or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)):
-            raise UsageError(f"micro_batch_size={size!r} is neither 'auto' nor a whole number of at least 1")
+        if not (
+            size == "auto" or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
+        ):
+            raise UsageError(
+                f"micro_batch_size={size!r} is neither 'auto' nor a whole number of at least 1"
+            )
         low, high = self.limits.minimum, self.limits.maximum
         if size != "auto" and not (low <= size and (high is None or size <= high)):
-            raise UsageError(f"micro_batch_size={size} lies outside [min_micro_batch_size={low}, max_micro_batch_size={high}]")
+            raise UsageError(
+                f"micro_batch_size={size} lies outside [min_micro_batch_size={low}, "
+                f"max_micro_batch_size={high}]"
+            )
         _check_choice(self, "reduction", "mean", "sum")
         _check_choice(self, "outputs", "cpu", "device", None)
         _check_choice(self, "pieces", "in_order", "by_length")
         if self.pieces == "by_length" and self.gradients.noise_scale is not None:
-            raise UsageError("noise_scale= needs pieces of samples drawn at random, and pieces='by_length' sorts them: use one of the two")
+            raise UsageError(
+                "noise_scale= needs pieces of samples drawn at random, and pieces='by_length' "
+                "sorts them: use one of the two"
+            )
         if self.scaler is not None and self.gradients.backward is not None:
-            raise UsageError("scaler= and backward= were both given; a trainer's own backward scales the loss by itself, so leave scaler out")
-        if self.scaler is not None and not (hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")):
-            raise UsageError(f"scaler={self.scaler!r} is no torch.amp.GradScaler: it has no scale() and unscale_()")
+            raise UsageError(
+                "scaler= and backward= were both given; a trainer's own backward scales the loss "
+                "by itself, so leave scaler out"
+            )
+        if self.scaler is not None and not (
+            hasattr(self.scaler, "scale") and hasattr(self.scaler, "unscale_")
+        ):
+            raise UsageError(
+                f"scaler={self.scaler!r} is no torch.amp.GradScaler: it has no scale() and "
+                "unscale_()"
+            )
 
     def for_model(self, *, normalises_batch: bool, group: int) -> Settings:
         """The settings that keep groups of samples together, with a smallest micro-batch where the user gave none: one has no statistics."""
         policy = self.policy
         align = math.lcm(policy.align, group)
-        for name, size in (("micro_batch_size", self.micro_batch_size), ("max_micro_batch_size", policy.max_micro_batch_size)):
+        for name, size in (
+            ("micro_batch_size", self.micro_batch_size),
+            ("max_micro_batch_size", policy.max_micro_batch_size),
+        ):
             if group > 1 and isinstance(size, int) and size % align:
-                raise UsageError(f"{name}={size} is no multiple of {align}: the model normalises over groups of samples (GhostBatchNorm)")
+                raise UsageError(
+                    f"{name}={size} is no multiple of {align}: the model normalises over groups "
+                    "of samples (GhostBatchNorm)"
+                )
         minimum = policy.min_micro_batch_size
         if minimum is None and 1 not in (self.micro_batch_size, policy.max_micro_batch_size):
             minimum = 2 if normalises_batch else 1
@@ -177,15 +241,26 @@ class Settings:
     def isolates(self) -> bool:
         """Whether each piece's gradient is kept apart until it has succeeded."""
         gradients = self.gradients
-        return self.recovery.replay == "isolate" or gradients.accumulate_dtype is not None or gradients.noise_scale is not None
+        return (
+            self.recovery.replay == "isolate"
+            or gradients.accumulate_dtype is not None
+            or gradients.noise_scale is not None
+        )
 
 
 def event_log(
-    settings: Settings, devices: Callable[[], list[torch.device]], log: str | os.PathLike[str] | None, on_event: Sink | Iterable[Sink]
+    settings: Settings,
+    devices: Callable[[], list[torch.device]],
+    log: str | os.PathLike[str] | None,
+    on_event: Sink | Iterable[Sink],
 ) -> EventLog:
     """Where a runtime's events go: first to the run log, because a user's sink can raise."""
     run_log = () if log is None else (RunLog(log, partial(describe, settings, devices)),)
-    sinks = tuple(on_event) if isinstance(on_event, Iterable) and not callable(on_event) else (on_event,)
+    sinks = (
+        tuple(on_event)
+        if isinstance(on_event, Iterable) and not callable(on_event)
+        else (on_event,)
+    )
     if not all(map(callable, sinks)):
         raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
     return EventLog((*run_log, *sinks))
@@ -194,15 +269,29 @@ def event_log(
 def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
     """The fields of a run log's header that describe a runtime: versions, device, and the options that are numbers, flags and strings."""
     policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
-    listed = {name: policy.pop(name) for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")}
+    listed = {
+        name: policy.pop(name)
+        for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")
+    }
     for group in (settings, settings.gradients, settings.recovery, settings.memory):
         listed |= vars(group)
     device = devices()[0]
     return {
         "name": listed.pop("name"),
-        "versions": {"elastic_mbs": __version__, "torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda},
-        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
-        "settings": {name: value for name, value in listed.items() if value is None or isinstance(value, bool | int | float | str)},
+        "versions": {
+            "elastic_mbs": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+        },
+        "device": f"{device} ({torch.cuda.get_device_name(device)})"
+        if device.type == "cuda"
+        else str(device),
+        "settings": {
+            name: value
+            for name, value in listed.items()
+            if value is None or isinstance(value, bool | int | float | str)
+        },
         "policy": policy,
     }
 

@@ -47,27 +47,61 @@ class Rehearsal:
     def verify(self, loss_fn: LossFn, batch: Any, given: Arguments, samples: int) -> VerifyReport:
         """See `ElasticMBS.verify`."""
         _check_no_loss("verify", given)
-        with self._of("verify", loss_fn, lambda: self._batches.first(batch, samples)) as (few, counts):
-            return verify(self._context, few, counts, lambda piece: loss_fn(piece, *given[0], **given[1]))
+        with self._of("verify", loss_fn, lambda: self._batches.first(batch, samples)) as (
+            few,
+            counts,
+        ):
+            return verify(
+                self._context, few, counts, lambda piece: loss_fn(piece, *given[0], **given[1])
+            )
 
-    def plan(self, loss_fn: LossFn, batch: Any, given: Arguments, optimizer: Optimizer | None, budget: Cap, *, compare: bool) -> PlanReport:
+    def plan(
+        self,
+        loss_fn: LossFn,
+        batch: Any,
+        given: Arguments,
+        optimizer: Optimizer | None,
+        budget: Cap,
+        *,
+        compare: bool,
+    ) -> PlanReport:
         """See `ElasticMBS.plan`."""
         _check_no_loss("plan", given)
         capacity, name = None if budget is None else parse_bytes(budget), names_of(loss_fn)[0]
         read = partial(self._batches.read, batch, name, given, training=True)
         with self._of("plan", loss_fn, read) as (view, counts):
-            key, controller = Key(name, "train", shape_class(view.elements)), self._context.controller
+            key, controller = (
+                Key(name, "train", shape_class(view.elements)),
+                self._context.controller,
+            )
             there = Budget(capacity, controller.time(key))
-            report = plan(self._context, view, counts, lambda piece: loss_fn(piece, *given[0], **given[1]), optimizer, there, compare=compare)
+            report = plan(
+                self._context,
+                view,
+                counts,
+                lambda piece: loss_fn(piece, *given[0], **given[1]),
+                optimizer,
+                there,
+                compare=compare,
+            )
         if report.model is not None and report.largest is not None:
             controller.planned(key, view.worth, view.elements, report.model, report.largest)
         return report
 
     def whole(self, batch: Any, *, counted: bool = True) -> Generator[MicroBatch, None, StepResult]:
-        """The batch in one piece; returns what came of it. Where nothing is counted the loss is one of the whole batch."""
+        """The batch in one piece; returns what came of it.
+
+        Where nothing is counted the loss is one of the whole batch.
+        """
         batch = self._context.load(batch)
         totals, length = self._batches.totals(batch)
-        whole = DisabledPass(self._context.settings, batch, self._batches.count_names if counted else None, totals, length)
+        whole = DisabledPass(
+            self._context.settings,
+            batch,
+            self._batches.count_names if counted else None,
+            totals,
+            length,
+        )
         self._totals = totals
         try:
             yield whole.micro
@@ -76,10 +110,14 @@ class Rehearsal:
         return whole.result()
 
     @contextmanager
-    def _of(self, door: str, loss_fn: LossFn, read: Callable[[], tuple[BatchView, Counts]]) -> Iterator[tuple[BatchView, Counts]]:
+    def _of(
+        self, door: str, loss_fn: LossFn, read: Callable[[], tuple[BatchView, Counts]]
+    ) -> Iterator[tuple[BatchView, Counts]]:
         check_function(loss_fn, f"{door}(loss_fn, batch)")
         if running_call() is not None:
-            raise NestedCallError(f"{door}() was called inside a step function; call it beside the training loop")
+            raise NestedCallError(
+                f"{door}() was called inside a step function; call it beside the training loop"
+            )
         self._context.follow_model()
         found = self._context.retry("look at the batch", read)
         self._totals = found[1].total
@@ -91,4 +129,7 @@ class Rehearsal:
 
 def _check_no_loss(door: str, given: Arguments) -> None:
     if callable(given[1].get("loss")):
-        raise UsageError(f"{door}() takes no loss=: a loss over the embeddings of the whole batch is no sum over pieces. Leave it out")
+        raise UsageError(
+            f"{door}() takes no loss=: a loss over the embeddings of the whole batch is no sum "
+            "over pieces. Leave it out"
+        )

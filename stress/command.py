@@ -16,12 +16,25 @@ from .scenarios import command as scenarios
 
 __all__ = ["add_arguments"]
 
-# Besides the scenarios: where each is, and what it is for. The module has `add_arguments(parser)` and `main(options)`, the exit code.
+# Besides the scenarios: where each is, and what it is for. The module has `add_arguments(parser)`
+# and `main(options)`, the exit code.
 COMMANDS = {
-    "montecarlo": (".montecarlo.command", "random models, batches, limits and faults, each step checked"),
-    "exhaustive": (".exhaustive.command", "make memory run out at every operation of a step, one after the other"),
-    "hammer": (".endurance.hammer", "make real allocations fail by the thousand at random places, each step checked"),
-    "soak": (".endurance.soak", "train for a long time while memory comes and goes: does anything rise?"),
+    "montecarlo": (
+        ".montecarlo.command",
+        "random models, batches, limits and faults, each step checked",
+    ),
+    "exhaustive": (
+        ".exhaustive.command",
+        "make memory run out at every operation of a step, one after the other",
+    ),
+    "hammer": (
+        ".endurance.hammer",
+        "make real allocations fail by the thousand at random places, each step checked",
+    ),
+    "soak": (
+        ".endurance.soak",
+        "train for a long time while memory comes and goes: does anything rise?",
+    ),
 }
 
 
@@ -32,14 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", action=Commands)
     for name, (where, purpose) in COMMANDS.items():
         module = import_module(where, __package__)
-        command = commands.add_parser(name, help=purpose, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = commands.add_parser(
+            name,
+            help=purpose,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         module.add_arguments(command)
         command.set_defaults(run=partial(_run, module.main))
 
 
 def _run(main: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """A command whose complaints about its input are one line each: those of the package itself explain a batch on several."""
-    if "simcuda" in (getattr(options, "kind", None) or ()) and not simcuda.inside():  # one kind, or a list of them
+    # one kind, or a list of them
+    if "simcuda" in (getattr(options, "kind", None) or ()) and not simcuda.inside():
         simcuda.start_again()
     try:
         return main(options)

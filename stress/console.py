@@ -19,13 +19,16 @@ from typing import Any
 
 import torch
 
-# Exit codes of `montecarlo`, `exhaustive`, `hammer` and `soak`, for scripts: the highest of several. 2 is bad input, as everywhere.
+# Exit codes of `montecarlo`, `exhaustive`, `hammer` and `soak`, for scripts: the highest of
+# several. 2 is bad input, as everywhere.
 PASSED = 0
-WRONG = 3  # a gradient, a buffer, a random stream, an event or what is left in memory is not what it has to be
+# a gradient, a buffer, a random stream, an event or what is left in memory is not what it has to be
+WRONG = 3
 UNEXPECTED = 4  # an error that is none of ours, or none that may come of running out of memory
 HANG = 5  # not done within its deadline
 
-TOOL = __package__  # for `python -m`: `stress` in a checkout, `elastic_mbs.stress` where the package is installed
+# for `python -m`: `stress` in a checkout, `elastic_mbs.stress` where the package is installed
+TOOL = __package__
 
 
 def case_seed(seed: int, number: int) -> int:
@@ -51,7 +54,10 @@ class Tally:
 
     def as_json(self) -> dict[str, Any]:
         """For `merge`, and for a file."""
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        return {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in vars(self).items()
+        }
 
     def merge(self, other: Mapping[str, Any]) -> None:
         """Adds what `as_json` gave of another."""
@@ -65,7 +71,10 @@ class Tally:
 
 def listed(counter: Mapping[str, int]) -> str:
     """Names with their numbers, the most frequent first."""
-    return ", ".join(f"{name} {n}" for name, n in sorted(counter.items(), key=lambda item: -item[1])) or "none"
+    return (
+        ", ".join(f"{name} {n}" for name, n in sorted(counter.items(), key=lambda item: -item[1]))
+        or "none"
+    )
 
 
 class Progress:
@@ -80,8 +89,13 @@ class Progress:
         """Prints it, unless the one before is too fresh."""
         if time.monotonic() - self._told >= self._every:
             self._told = time.monotonic()
-            width = shutil.get_terminal_size().columns - 1  # a longer line would stay on the row above
-            print(f"\r\x1b[K{line[:width]}" if self._live else line, end="" if self._live else "\n", flush=True)
+            # a longer line would stay on the row above
+            width = shutil.get_terminal_size().columns - 1
+            print(
+                f"\r\x1b[K{line[:width]}" if self._live else line,
+                end="" if self._live else "\n",
+                flush=True,
+            )
 
     def clear(self) -> None:
         if self._live:

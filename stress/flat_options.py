@@ -8,7 +8,12 @@ from typing import Any
 
 from elastic_mbs import GradientOptions, MemoryOptions, Policy, RecoveryOptions
 
-_GROUPS: dict[str, type] = {"policy": Policy, "gradients": GradientOptions, "recovery": RecoveryOptions, "memory": MemoryOptions}
+_GROUPS: dict[str, type] = {
+    "policy": Policy,
+    "gradients": GradientOptions,
+    "recovery": RecoveryOptions,
+    "memory": MemoryOptions,
+}
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,14 +16,26 @@ MOST = 1_000_000.0  # minutes or seconds: what timers of any system can wait for
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """Reads a whole number."""
-    allowed = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+    allowed = (
+        f"a whole number of at least {least}"
+        if most is None
+        else f"a whole number from {least} to {most}"
+    )
 
     def read(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number: give {allowed}") from None
-        off = f"below {least}" if number < least else f"above {most}" if most is not None and number > most else ""
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no whole number: give {allowed}"
+            ) from None
+        off = (
+            f"below {least}"
+            if number < least
+            else f"above {most}"
+            if most is not None and number > most
+            else ""
+        )
         if off:
             raise argparse.ArgumentTypeError(f"{number} is {off}: give {allowed}")
         return number
@@ -45,7 +57,9 @@ def duration(unit: str, *, zero: bool = False) -> Callable[[str], float]:
             number = math.nan
         if 0 < number <= MOST or (zero and number == 0):
             return number
-        raise argparse.ArgumentTypeError(f"{text!r} is no length of time that can be used: give {allowed}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no length of time that can be used: give {allowed}"
+        )
 
     return read
 
@@ -57,7 +71,10 @@ def memory(text: str) -> int:
     except UsageError:
         size = 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: give a number of bytes above 0, or one with a unit, such as 96MiB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no amount of memory: give a number of bytes above 0, or one with a "
+            "unit, such as 96MiB"
+        )
     return size
 
 
@@ -70,17 +87,29 @@ def writable(text: str) -> Path:
         if fresh:
             path.unlink()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}); name another file") from error
+        raise argparse.ArgumentTypeError(
+            f"{path} cannot be written ({error.strerror}); name another file"
+        ) from error
     return path
 
 
 class Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # it takes no argument at run time
     """The commands of a parser that has options of its own, which no command would see: one that stands before a command is refused."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
         name = values[0] if isinstance(values, list) else values
         for dest, value in vars(namespace).items():
             if dest not in {self.dest, "run"} and value != parser.get_default(dest):
                 option = f"--{dest.replace('_', '-')}"
-                raise argparse.ArgumentError(None, f"{option} stands before the command {name}, which does not see it there: put it behind {name}")
+                raise argparse.ArgumentError(
+                    None,
+                    f"{option} stands before the command {name}, which does not see it there: put "
+                    f"it behind {name}",
+                )
         super().__call__(parser, namespace, values, option_string)  # type: ignore[arg-type]  # as argparse gives them

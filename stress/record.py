@@ -1,6 +1,9 @@
-"""What a run under stress was like: one record for each process of a scenario. Times are in seconds since the run began, memory in bytes.
+"""What a run under stress was like: one record for each process of a scenario.
 
-A file of them has a `Run` per scenario, kind of limit and process: `Needs`, `Step`s, `Mark`s, `Differences` and `End`.
+Times are in seconds since the run began, memory in bytes.
+
+A file of them has a `Run` per scenario, kind of limit and process: `Needs`, `Step`s, `Mark`s,
+`Differences` and `End`.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ class Needs:
 
     samples: int  # of the batch
     rest: int  # held between two steps: parameters, buffers and the optimizer's state
-    sizes: list[int]  # micro-batch sizes that were measured, in samples, rising; the last is the whole batch
+    # micro-batch sizes that were measured, in samples, rising; the last is the whole batch
+    sizes: list[int]
     peaks: list[int]  # for each of them the peak of a step that adds to gradients which are there
     optimizer: int = 0  # peak of the optimizer's first step, which creates its state
     held: int = 0  # after that step, with the gradients still there
-    floor: int = 0  # peak of what is done besides the pieces: making a batch, the copies of the optimizer step. No peak is below it
+    # peak of what is done besides the pieces: making a batch, the copies of the optimizer step. No
+    # peak is below it
+    floor: int = 0
 
     @property
     def one(self) -> int:
@@ -55,12 +61,16 @@ class Needs:
         peaks = self.peaks[:2]
         for i in range(2, len(self.peaks)):
             slope = (peaks[-1] - peaks[-2]) / (self.sizes[i - 1] - self.sizes[i - 2])
-            peaks.append(max(self.peaks[i], round(peaks[-1] + slope * (self.sizes[i] - self.sizes[i - 1]))))
+            peaks.append(
+                max(self.peaks[i], round(peaks[-1] + slope * (self.sizes[i] - self.sizes[i - 1])))
+            )
         return replace(self, peaks=peaks)
 
     def fits(self, available: float) -> int:
         """The largest size, in samples, that takes no more than `available` bytes; 0 if none does."""
-        return max((size for size in range(1, self.samples + 1) if self.at(size) <= available), default=0)
+        return max(
+            (size for size in range(1, self.samples + 1) if self.at(size) <= available), default=0
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,8 @@ class Step:
     ooms: int = 0  # survived in it, those of the optimizer included
     time_lost: float = 0.0  # seconds in attempts that failed
     lowest: int | None = None  # what capacity less others fell to where that moved in its middle
-    skipped: list[list[int]] = field(default_factory=list)  # ranges that were left out because nothing in them counts
+    # ranges that were left out because nothing in them counts
+    skipped: list[list[int]] = field(default_factory=list)
 
     @property
     def pieces(self) -> int:
@@ -103,8 +114,8 @@ class Step:
 class Mark:
     at: float
     step: int
-    # "oom", "optimizer", "grow", "shrink", "move" (of the limit or the co-tenant), "sensor_lost", "sensor_back", "waiting", "warned", "eval",
-    # "checkpoint", "killed", "resumed", "error"
+    # "oom", "optimizer", "grow", "shrink", "move" (of the limit or the co-tenant), "sensor_lost",
+    # "sensor_back", "waiting", "warned", "eval", "checkpoint", "killed", "resumed", "error"
     what: str
     text: str
     before: int | None = None  # micro-batch size, where it changed
@@ -117,7 +128,8 @@ class Differences:
 
     loss: float  # of a step
     norm: float  # of a step's gradient
-    weight: float  # of a parameter or buffer at the end, relative to the largest entry of its tensor
+    # of a parameter or buffer at the end, relative to the largest entry of its tensor
+    weight: float
     tolerance_loss: float  # what counts as rounding in a loss, a norm or an output
     tolerance_weight: float
     outputs: float | None = None  # of an evaluation
@@ -127,7 +139,18 @@ class Differences:
     @property
     def largest(self) -> float:
         """The largest of all; NaN where one of them is, which `max` would pass over."""
-        found = [value for value in (self.loss, self.norm, self.weight, self.outputs, self.whole_loss, self.whole_weight) if value is not None]
+        found = [
+            value
+            for value in (
+                self.loss,
+                self.norm,
+                self.weight,
+                self.outputs,
+                self.whole_loss,
+                self.whole_weight,
+            )
+            if value is not None
+        ]
         return math.nan if any(map(math.isnan, found)) else max(found)
 
 
@@ -135,11 +158,14 @@ class Differences:
 class End:
     """How a run ended."""
 
-    held: int  # bytes still held when model, optimizer and runtime were at rest, with gradients emptied
+    # bytes still held when model, optimizer and runtime were at rest, with gradients emptied
+    held: int
     expected: int  # bytes that they should hold then
     failures: int | None  # allocations that were refused; None where they are not counted
     error: str | None = None  # class and first line of the error that ended training
-    restored: bool | None = None  # after an error: whether parameters, buffers, gradients and random streams were as at the start of the call
+    # after an error: whether parameters, buffers, gradients and random streams were as at the start
+    # of the call
+    restored: bool | None = None
     seconds: float = 0.0  # from that call's start to the error
 
 
@@ -163,7 +189,8 @@ class Run:
     passed: bool = False
     complaints: list[str] = field(default_factory=list)  # what was wrong, in words with numbers
     unshown: str = ""  # why nothing could be shown on this model, although nothing was wrong
-    expandable: bool = False  # whether the allocator's segments were, on CUDA: memory does not stay fragmented then
+    # whether the allocator's segments were, on CUDA: memory does not stay fragmented then
+    expandable: bool = False
 
     @property
     def title(self) -> str:
@@ -184,7 +211,9 @@ class Run:
     @property
     def replayed(self) -> float:
         """Samples that were run again, as a fraction of those that were trained on."""
-        return sum(step.replayed for step in self.steps) / max(1, sum(step.samples for step in self.steps))
+        return sum(step.replayed for step in self.steps) / max(
+            1, sum(step.samples for step in self.steps)
+        )
 
     @property
     def sizes(self) -> list[int]:
@@ -195,13 +224,19 @@ class Run:
         return sum(step.time_lost for step in self.steps)
 
     def totals(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in ("ooms", "replayed", "sizes", "time_lost", "seconds")}
+        found = {
+            name: getattr(self, name)
+            for name in ("ooms", "replayed", "sizes", "time_lost", "seconds")
+        }
         found |= {"steps": len(self.steps), "failures": self.end and self.end.failures}
         return found | {"largest_difference": self.differences and self.differences.largest}
 
 
 def count(runs: Sequence[Run]) -> str:
-    """How many passed, in words. Those that showed nothing are not among them: nothing was wrong, and nothing was proved."""
+    """How many passed, in words.
+
+    Those that showed nothing are not among them: nothing was wrong, and nothing was proved.
+    """
     verdicts = Counter(run.verdict for run in runs)
     words = f"{verdicts['ok']} of {len(runs)} passed"
     words += f", {verdicts['not shown']} showed nothing" if verdicts["not shown"] else ""
@@ -213,9 +248,14 @@ def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
     found = json.dumps([asdict(run) | {"totals": run.totals()} for run in runs])
     document = {
         "schema": SCHEMA,
-        "versions": {"elastic_mbs": elastic_mbs.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "elastic_mbs": elastic_mbs.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "seed": seed,
         "passed": all(run.passed for run in runs),
-        "runs": json.loads(found, parse_constant=str),  # numbers that JSON does not have as "NaN", "Infinity" and "-Infinity"
+        # numbers that JSON does not have as "NaN", "Infinity" and "-Infinity"
+        "runs": json.loads(found, parse_constant=str),
     }
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")

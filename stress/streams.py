@@ -25,7 +25,12 @@ class Streams:
     def now(cls) -> Streams:
         numpy = sys.modules.get("numpy.random")
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
-        return cls(torch.get_rng_state(), tuple(cuda), random.getstate(), None if numpy is None else numpy.get_state())
+        return cls(
+            torch.get_rng_state(),
+            tuple(cuda),
+            random.getstate(),
+            None if numpy is None else numpy.get_state(),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -41,7 +46,9 @@ class Streams:
             sys.modules["numpy.random"].set_state(self.numpy)
 
     def same(self, other: Streams) -> bool:
-        same = len(self.cuda) == len(other.cuda) and all(map(torch.equal, (self.torch, *self.cuda), (other.torch, *other.cuda)))
+        same = len(self.cuda) == len(other.cuda) and all(
+            map(torch.equal, (self.torch, *self.cuda), (other.torch, *other.cuda))
+        )
         return same and self.python == other.python and repr(self.numpy) == repr(other.numpy)
 
 
@@ -50,6 +57,8 @@ def start_streams(seed: int) -> None:
     torch.manual_seed(seed % 2**32)
     random.seed(seed % 2**32)
     with suppress(ImportError):
-        import numpy.random  # by us: whoever imported it between two builds would leave the first of them with another stream
+        # by us: whoever imported it between two builds would leave the first of them with another
+        # stream
+        import numpy.random
 
         numpy.random.seed(seed % 2**32)

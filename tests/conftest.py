@@ -12,10 +12,12 @@ from stress.limits import simcuda
 # pytester tests the other one, which injects out-of-memory errors (`make test-injected`)
 pytest_plugins = ["pytester", "elastic_mbs.testing"]
 
-# Sums in one thread come out the same on every machine, and test runs beside each other do not fight for cores.
+# Sums in one thread come out the same on every machine, and test runs beside each other do not
+# fight for cores.
 torch.set_num_threads(1)
 
-# The first call of an operator, or a neighbour on the machine, takes longer than any deadline that would still mean something.
+# The first call of an operator, or a neighbour on the machine, takes longer than any deadline that
+# would still mean something.
 settings.register_profile("default", deadline=None)
 # A change is judged by the same examples every time; new ones are looked for at the desk.
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -24,7 +26,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--simcuda", action="store_true", help="under the simulated CUDA (stress/limits/simcuda): with `-m gpu`, the tests of a GPU without one"
+        "--simcuda",
+        action="store_true",
+        help="under the simulated CUDA (stress/limits/simcuda): with `-m gpu`, the tests of a GPU "
+        "without one",
     )
 
 
@@ -34,7 +39,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         problem = simcuda.trouble()
         if problem is not None:
             raise pytest.UsageError(problem)
-        config.pluginmanager.getplugin("capturemanager").stop_global_capturing()  # gives standard output back to what follows
+        # gives standard output back to what follows
+        config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
         simcuda.start_again()
 
 
@@ -51,19 +57,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before a test that counts a GPU's memory: nothing is cached, and what cuBLAS keeps for good lies in segments of its own.
 
-    It would otherwise be cut from whatever block the test before has left, and the rest of that block would be room which no limit counts.
+    It would otherwise be cut from whatever block the test before has left, and the rest of that
+    block would be room which no limit counts.
     """
     if item.get_closest_marker("gpu"):  # cuda-only
         torch.cuda.empty_cache()
         square = torch.ones(8, 8, device="cuda", requires_grad=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything else
+            # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything
+            # else
+            warnings.simplefilter("ignore")
             (square @ square).sum().backward()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage() -> None:
     """Recovery collects garbage; what has been imported, and what earlier modules have left, need not be looked at each time."""
-    importlib.import_module("torch._dynamo")  # torch does so at the first checkpoint or optimizer step: 100 000 objects
+    # torch does so at the first checkpoint or optimizer step: 100 000 objects
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """What pieces by length save on text of varying length, against the padded accumulation loop that one would write by hand.
 
-    python tools/bench_lengths.py [--device cuda] [--samples 64] [--longest 320] [--size 8] [--json FILE]
+    python tools/bench_lengths.py [--device cuda] [--samples 64] [--longest 320] [--size 8] [--json
+    FILE]
 
-The text is Python's own library, cut at its blank lines; a batch is padded to its longest passage. All loops give the same gradient, and hold at most
-as much at once as `--size` of the longest passages. They run on the same batches, in one process, in turns, in an order drawn for each. A figure is
-the median of the ratios to the padded loop by hand, with a bootstrap interval; "padded again" is what the method reads where nothing differs.
+The text is Python's own library, cut at its blank lines; a batch is padded to its longest passage.
+All loops give the same gradient, and hold at most as much at once as `--size` of the longest
+passages. They run on the same batches, in one process, in turns, in an order drawn for each. A
+figure is the median of the ratios to the padded loop by hand, with a bootstrap interval; "padded
+again" is what the method reads where nothing differs.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from anywhere, installed or not
+# so that it runs from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elastic_mbs import ElasticMBS, Policy, count_tokens
 from elastic_mbs.cli.demo.gpt import GPT, GPTConfig, token_loss
@@ -36,7 +40,8 @@ from tools.workloads import wait
 PROMISE = 1.35
 """Smallest speed of by_length, as a multiple of the padded loop's by hand."""
 PADDED = "padded by hand"
-Ranges = Iterator[tuple[list[int], int]]  # samples of a piece, and the length that they are trimmed to
+# samples of a piece, and the length that they are trimmed to
+Ranges = Iterator[tuple[list[int], int]]
 Step = Callable[[Batch], int]  # → pieces
 
 
@@ -60,24 +65,33 @@ class Row:
 def make_batches(count: int, samples: int, longest: int, seed: int) -> list[Batch]:
     """Batches of real text with a mask, as a data loader would give them."""
     documents = read_documents(None, count=count * samples, longest=longest, seed=seed)
-    batches = [collate(documents[start : start + samples]) for start in range(0, len(documents), samples)]
+    batches = [
+        collate(documents[start : start + samples]) for start in range(0, len(documents), samples)
+    ]
     return [{**batch, "mask": (batch["labels"] != IGNORED).long()} for batch in batches]
 
 
 def padding(batches: Sequence[Batch]) -> float:
     """The fraction of all positions that is padding."""
-    return 1 - sum(int(batch["mask"].sum()) for batch in batches) / sum(batch["mask"].numel() for batch in batches)
+    return 1 - sum(int(batch["mask"].sum()) for batch in batches) / sum(
+        batch["mask"].numel() for batch in batches
+    )
 
 
 def in_order(lengths: list[int], size: int, width: int) -> Ranges:
     """So many samples at a time, padded as they come."""
-    return ((list(range(start, min(start + size, len(lengths)))), width) for start in range(0, len(lengths), size))
+    return (
+        (list(range(start, min(start + size, len(lengths)))), width)
+        for start in range(0, len(lengths), size)
+    )
 
 
 def sorted_by_hand(lengths: list[int], size: int, width: int) -> Ranges:
     """The same in order of length, trimmed."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    return ((order[start : start + size], lengths[order[start]]) for start in range(0, len(order), size))
+    return (
+        (order[start : start + size], lengths[order[start]]) for start in range(0, len(order), size)
+    )
 
 
 def by_tokens(lengths: list[int], size: int, width: int) -> Ranges:
@@ -95,8 +109,17 @@ class Loops:
 
     def __init__(self, model: GPT, size: int, device: torch.device, stack: ExitStack) -> None:
         self.model, self.size, self.device = model, size, device
-        new = partial(ElasticMBS, model, micro_batch_size=size, count=count_tokens("labels"), policy=Policy(grow=False))
-        plain, by_length = stack.enter_context(new()), stack.enter_context(new(pieces="by_length", length="mask"))
+        new = partial(
+            ElasticMBS,
+            model,
+            micro_batch_size=size,
+            count=count_tokens("labels"),
+            policy=Policy(grow=False),
+        )
+        plain, by_length = (
+            stack.enter_context(new()),
+            stack.enter_context(new(pieces="by_length", length="mask")),
+        )
         self.steps: dict[str, Step] = {
             PADDED: lambda batch: self.by_hand(batch, in_order),
             "padded again": lambda batch: self.by_hand(batch, in_order),
@@ -114,7 +137,10 @@ class Loops:
         lengths = batch["mask"].sum(1).tolist()
         total, pieces = sum(lengths), 0
         for samples, length in cut(lengths, self.size, batch["mask"].shape[1]):
-            piece = {name: tensor[samples, :length].to(self.device, non_blocking=True) for name, tensor in batch.items()}
+            piece = {
+                name: tensor[samples, :length].to(self.device, non_blocking=True)
+                for name, tensor in batch.items()
+            }
             (self.loss(piece) * (sum(lengths[i] for i in samples) / total)).backward()
             pieces += 1
         return pieces
@@ -149,11 +175,15 @@ def compare(loops: Loops, batches: Sequence[Batch], rounds: int, seed: int = 0) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns 1 where by_length is slower than promised for sure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--samples", type=int, default=64, help="of a batch")
     parser.add_argument("--longest", type=int, default=320, help="bytes of the longest passage")
-    parser.add_argument("--size", type=int, default=8, help="of the longest passages that a piece may take")
+    parser.add_argument(
+        "--size", type=int, default=8, help="of the longest passages that a piece may take"
+    )
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--batches", type=int, default=6, help="different ones")
@@ -166,16 +196,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     batches = make_batches(options.batches, options.samples, options.longest, seed=0)
-    model = GPT(GPTConfig(context=options.longest, width=options.width, layers=options.layers)).to(device)
+    model = GPT(GPTConfig(context=options.longest, width=options.width, layers=options.layers)).to(
+        device
+    )
     with ExitStack() as stack:
         rows = compare(Loops(model, options.size, device, stack), batches, options.rounds)
-    print(f"{options.samples} passages of up to {options.longest} bytes, {100 * padding(batches):.0f} % padding, pieces worth {options.size} of them")
+    print(
+        f"{options.samples} passages of up to {options.longest} bytes, "
+        f"{100 * padding(batches):.0f} % padding, pieces worth {options.size} of them"
+    )
     for row in rows:
         speed = f"{row.speed.median:.3f} × [{row.speed.low:.3f}, {row.speed.high:.3f}]"
         print(f"  {row.loop:24} {1e3 * row.seconds:8.1f} ms  {row.pieces:5.1f} pieces  {speed}")
     if options.json is not None:
         settings = {name: value for name, value in vars(options).items() if name != "json"}
-        report = {"environment": environment(device), "settings": settings, "padding": padding(batches), "loops": [asdict(row) for row in rows]}
+        report = {
+            "environment": environment(device),
+            "settings": settings,
+            "padding": padding(batches),
+            "loops": [asdict(row) for row in rows],
+        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(next(row for row in rows if row.loop == "by_length").speed.high < PROMISE)

@@ -3,12 +3,15 @@
 
     python tools/bench_overhead.py [WORKLOAD …] [--device cuda] [--breakdown] [--json FILE]
 
-Both loops train the same model on the same batch, in one process, step by step in turns, in an order drawn for each pair, so that neighbours on the
-machine, clocks and the place of tensors in memory hit both alike. The figure is the median of the pairs' ratios, with a bootstrap interval. A second
-run of the hand-written loop in each pair shows what the method itself reads where there is no difference.
+Both loops train the same model on the same batch, in one process, step by step in turns, in an
+order drawn for each pair, so that neighbours on the machine, clocks and the place of tensors in
+memory hit both alike. The figure is the median of the pairs' ratios, with a bootstrap interval. A
+second run of the hand-written loop in each pair shows what the method itself reads where there is
+no difference.
 
-glibc gives freed memory at the top of its heap back to the kernel, and the next backward takes it again, page by page. Whether the top is free is
-luck of the layout: it differs from run to run of one loop by more than the promise allows. So that is switched off here; `--trim` leaves it on.
+glibc gives freed memory at the top of its heap back to the kernel, and the next backward takes it
+again, page by page. Whether the top is free is luck of the layout: it differs from run to run of
+one loop by more than the promise allows. So that is switched off here; `--trim` leaves it on.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from anywhere, installed or not
+# so that it runs from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.breakdown import SHOWN, WARM, Loop, Row, by_part, make_runtime, per_call_and_piece
 from tools.workloads import MAKERS, Workload, calibrated, wait
@@ -66,7 +70,8 @@ class Result:
         elastic: seconds of a step, median.
         overhead: elastic / by hand - 1.
         control: by hand / by hand - 1: what the method reads where there is nothing.
-        cpu: the overhead in CPU time of the process, which others on the machine disturb less; means little where a GPU does the work.
+        cpu: the overhead in CPU time of the process, which others on the machine disturb less;
+            means little where a GPU does the work.
         verdict: "holds", "broken", or "open" where the interval has the promise inside.
     """
 
@@ -85,8 +90,12 @@ class Result:
 def median_of(values: Sequence[float], seed: int = 0) -> Estimate:
     """The median and its bootstrap interval (percentiles of the medians of resampled values)."""
     rng = random.Random(seed)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return Estimate(statistics.median(values), medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)])
+    medians = sorted(
+        statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES)
+    )
+    return Estimate(
+        statistics.median(values), medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
+    )
 
 
 def judge(overhead: Estimate, pairs: int) -> str:
@@ -182,7 +191,8 @@ def table(results: Sequence[Result]) -> str:
     """The results as text."""
     head = f"{'':6} {'pieces':>8} {'pairs':>5} {'by hand':>9} {'elastic':>9}  {'overhead, median [95 %]':28} {'control':28} {'CPU time':28} ≤ 1 %"
     lines = (
-        f"{r.name:6} {f'{r.pieces} × {r.size}':>8} {r.pairs:5} {1e3 * r.by_hand:6.1f} ms {1e3 * r.elastic:6.1f} ms  "
+        f"{r.name:6} {f'{r.pieces} × {r.size}':>8} {r.pairs:5} {1e3 * r.by_hand:6.1f} ms "
+        f"{1e3 * r.elastic:6.1f} ms  "
         f"{r.overhead!s:28} {r.control!s:28} {r.cpu!s:28} {r.verdict}"
         for r in results
     )
@@ -191,24 +201,61 @@ def table(results: Sequence[Result]) -> str:
 
 def breakdown_text(name: str, loop: Loop, rows: Sequence[Row]) -> str:
     """One workload's breakdown as text."""
-    opcodes = f"{loop.opcodes_per_call:,.0f} and {loop.opcodes_per_piece:,.0f} operations of Python's"
-    lines = [f"{name}: elastic minus by hand: {loop.per_call:.0f} µs a call + {loop.per_piece:.1f} µs a piece ({opcodes})"]
-    lines += [f"  in {pieces} pieces: {micros:.0f} µs a step" for pieces, micros in loop.extra.items()]
-    lines += [f"  {row.part:60} {row.micros:9.1f} µs a call, run {row.times:.0f} times" for row in [*rows[:SHOWN], rows[-1]]]
+    opcodes = (
+        f"{loop.opcodes_per_call:,.0f} and {loop.opcodes_per_piece:,.0f} operations of Python's"
+    )
+    lines = [
+        f"{name}: elastic minus by hand: {loop.per_call:.0f} µs a call + {loop.per_piece:.1f} µs "
+        f"a piece ({opcodes})"
+    ]
+    lines += [
+        f"  in {pieces} pieces: {micros:.0f} µs a step" for pieces, micros in loop.extra.items()
+    ]
+    lines += [
+        f"  {row.part:60} {row.micros:9.1f} µs a call, run {row.times:.0f} times"
+        for row in [*rows[:SHOWN], rows[-1]]
+    ]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns 1 where the promise is broken for sure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(MAKERS)} (default: {' '.join(FOR_THE_TABLE)})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "workloads",
+        nargs="*",
+        metavar="WORKLOAD",
+        help=f"of {', '.join(MAKERS)} (default: {' '.join(FOR_THE_TABLE)})",
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--pairs", type=int, default=200, help="steps of each loop at most, for each workload")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds at most, for each workload")
-    parser.add_argument("--step-ms", type=float, default=55.0, help="what a step takes at least: pieces are made large enough")
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads on the CPU; with one, neighbours disturb least")
-    parser.add_argument("--trim", action="store_true", help="let glibc give freed memory back to the kernel, as it does by default")
-    parser.add_argument("--breakdown", action="store_true", help="say where the microseconds go, instead")
+    parser.add_argument(
+        "--pairs", type=int, default=200, help="steps of each loop at most, for each workload"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="seconds at most, for each workload"
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=55.0,
+        help="what a step takes at least: pieces are made large enough",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="torch's threads on the CPU; with one, neighbours disturb least",
+    )
+    parser.add_argument(
+        "--trim",
+        action="store_true",
+        help="let glibc give freed memory back to the kernel, as it does by default",
+    )
+    parser.add_argument(
+        "--breakdown", action="store_true", help="say where the microseconds go, instead"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.workloads if name not in MAKERS]
@@ -229,13 +276,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts: dict[str, Mapping[str, object]] = {}
         for name in options.workloads or FOR_THE_BREAKDOWN:
             workload = MAKERS[name](4, device)
-            loop, rows = per_call_and_piece(workload, options.pairs, options.seconds / 2), by_part(workload, options.pairs, options.seconds / 2)
+            loop, rows = (
+                per_call_and_piece(workload, options.pairs, options.seconds / 2),
+                by_part(workload, options.pairs, options.seconds / 2),
+            )
             parts[name] = {**asdict(loop), "parts": [asdict(row) for row in rows]}
             print(breakdown_text(name, loop, rows), flush=True)
         report["breakdown"] = parts
     else:
         results = [
-            compare(calibrated(name, device, options.step_ms / 1e3), pairs=options.pairs, seconds=options.seconds)
+            compare(
+                calibrated(name, device, options.step_ms / 1e3),
+                pairs=options.pairs,
+                seconds=options.seconds,
+            )
             for name in options.workloads or FOR_THE_TABLE
         ]
         print(table(results))

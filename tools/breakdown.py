@@ -42,7 +42,8 @@ def by_part(workload: Workload, calls: int, seconds: float) -> list[Row]:
         calls: how many to measure at most.
         seconds: time at most; five calls are run all the same.
     """
-    profile, done = cProfile.Profile(time.process_time), 0  # processor time: neighbours on the machine do not count
+    # processor time: neighbours on the machine do not count
+    profile, done = cProfile.Profile(time.process_time), 0
     with make_runtime(workload) as mbs:
         for _ in range(WARM):
             mbs.backward(workload.loss_fn, workload.batch)
@@ -58,8 +59,14 @@ def by_part(workload: Workload, calls: int, seconds: float) -> list[Row]:
         if isinstance(code.code, str):
             continue  # a built-in function: counted where it is called
         path = Path(code.code.co_filename)
-        part = f"{path.relative_to(PACKAGE)}:{code.code.co_qualname}" if path.is_relative_to(PACKAGE) else "user"
-        spent[part] += code.inlinetime + sum(each.totaltime for each in code.calls or () if isinstance(each.code, str))
+        part = (
+            f"{path.relative_to(PACKAGE)}:{code.code.co_qualname}"
+            if path.is_relative_to(PACKAGE)
+            else "user"
+        )
+        spent[part] += code.inlinetime + sum(
+            each.totaltime for each in code.calls or () if isinstance(each.code, str)
+        )
         times[part] += code.callcount
     rows = [Row(part, 1e6 * spent[part] / done, times[part] / done) for part in spent]
     return sorted(rows, key=lambda row: (row.part == "user", -row.micros))
@@ -73,7 +80,8 @@ class Loop:
         per_call: microseconds of processor time for a call, whatever its number of pieces.
         per_piece: microseconds more for each piece.
         opcodes_per_call: operations of Python's for a call.
-        opcodes_per_piece: more for each piece. Unlike the time, these are the same on a busy machine.
+        opcodes_per_piece: more for each piece. Unlike the time, these are the same on a busy
+            machine.
         extra: microseconds of a whole step, by its number of pieces: what the line goes through.
     """
 
@@ -87,8 +95,10 @@ class Loop:
 def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
     """What a call and a piece take beyond the loop by hand, from 1, 2, 4 … pieces.
 
-    Medians of differences between neighbouring steps, taken in turns, in processor time of this thread, which runs backward too on a CPU. One number
-    of pieces after the other, as a run has batches of one length. Meant for workloads with little work in them, whose batch has several pieces.
+    Medians of differences between neighbouring steps, taken in turns, in processor time of this
+    thread, which runs backward too on a CPU. One number of pieces after the other, as a run has
+    batches of one length. Meant for workloads with little work in them, whose batch has several
+    pieces.
 
     Args:
         workload: what to train.
@@ -96,10 +106,13 @@ def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
         seconds: time at most; five rounds are run all the same.
     """
     most = workload.samples // workload.size
-    batches = {pieces: with_pieces(workload, pieces) for pieces in (1, 2, 4, 8, 16) if pieces <= most}
+    batches = {
+        pieces: with_pieces(workload, pieces) for pieces in (1, 2, 4, 8, 16) if pieces <= most
+    }
     with make_runtime(workload) as mbs:
         loops: dict[int, tuple[Callable[[], object], Callable[[], object]]] = {
-            pieces: (each.by_hand, partial(mbs.backward, each.loss_fn, each.batch)) for pieces, each in (*batches.items(), (most, workload))
+            pieces: (each.by_hand, partial(mbs.backward, each.loss_fn, each.batch))
+            for pieces, each in (*batches.items(), (most, workload))
         }
         for _ in range(WARM):
             for _, elastic in loops.values():
@@ -109,14 +122,22 @@ def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
         try:
             for pieces, (by_hand, elastic) in loops.items():
                 began, taken = time.perf_counter(), list[float]()
-                while len(taken) < rounds and (len(taken) < 5 or time.perf_counter() - began < seconds / len(loops)):
+                while len(taken) < rounds and (
+                    len(taken) < 5 or time.perf_counter() - began < seconds / len(loops)
+                ):
                     taken.append(_seconds(elastic, workload) - _seconds(by_hand, workload))
                 extra[pieces] = 1e6 * statistics.median(taken)
                 gc.collect()
         finally:
             gc.enable()
-        opcodes = {pieces: [min(_opcodes(run, workload) for _ in range(5)) for run in pair] for pieces, pair in loops.items()}
-    lines = _line(extra), _line({pieces: second - first for pieces, (first, second) in opcodes.items()})
+        opcodes = {
+            pieces: [min(_opcodes(run, workload) for _ in range(5)) for run in pair]
+            for pieces, pair in loops.items()
+        }
+    lines = (
+        _line(extra),
+        _line({pieces: second - first for pieces, (first, second) in opcodes.items()}),
+    )
     return Loop(*lines[0], *lines[1], extra)
 
 
@@ -151,10 +172,15 @@ def _opcodes(run: Callable[[], object], workload: Workload) -> int:
 
 
 def _line(points: Mapping[int, float]) -> tuple[float, float]:
-    """Least squares: where a straight line begins at 0, and how it rises. What was measured on n pieces has n times the variance."""
+    """Least squares: where a straight line begins at 0, and how it rises.
+
+    What was measured on n pieces has n times the variance.
+    """
     weight = sum(1 / x for x in points)
     middle, height = len(points) / weight, sum(y / x for x, y in points.items()) / weight
-    rise = sum((x - middle) * (y - height) / x for x, y in points.items()) / (sum((x - middle) ** 2 / x for x in points) or 1.0)
+    rise = sum((x - middle) * (y - height) / x for x, y in points.items()) / (
+        sum((x - middle) ** 2 / x for x in points) or 1.0
+    )
     return height - rise * middle, rise
 
 

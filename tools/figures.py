@@ -15,11 +15,19 @@ WHY = 2000
 
 def read_junit(path: Path) -> Figures:
     """Tests by outcome, and the names of those that failed, from pytest's JUnit report."""
-    cases = [case for case in ElementTree.parse(path).iter("testcase") if case.get("name")]  # one that was interrupted has none
+    # one that was interrupted has none
+    cases = [case for case in ElementTree.parse(path).iter("testcase") if case.get("name")]
     if not cases:
         raise ValueError("no test was run")
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    why = {_name(case): (each.text or each.get("message") or "")[-WHY:] for case in cases for tag in ("failure", "error") for each in case.iter(tag)}
+    failed = [
+        case for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
+    why = {
+        _name(case): (each.text or each.get("message") or "")[-WHY:]
+        for case in cases
+        for tag in ("failure", "error")
+        for each in case.iter(tag)
+    }
     skipped = [case for case in cases if case.find("skipped") is not None]
     return {
         "run": len(cases),
@@ -27,8 +35,13 @@ def read_junit(path: Path) -> Figures:
         "failed": [_name(case) for case in failed],
         "why": why,
         "skipped": [_name(case) for case in skipped],
-        "recorded": {p.get("name", ""): p.get("value", "") for case in cases for p in case.iter("property")},
-        "slowest": [[case.get("name"), float(case.get("time", 0))] for case in sorted(cases, key=lambda case: -float(case.get("time", 0)))[:5]],
+        "recorded": {
+            p.get("name", ""): p.get("value", "") for case in cases for p in case.iter("property")
+        },
+        "slowest": [
+            [case.get("name"), float(case.get("time", 0))]
+            for case in sorted(cases, key=lambda case: -float(case.get("time", 0)))[:5]
+        ],
     }
 
 
@@ -39,7 +52,8 @@ def _name(case: ElementTree.Element) -> str:
 def read_demo(text: str) -> Figures:
     """The rows of the demo's summary, by their labels, and its verdict."""
     rows = {
-        match[1].strip().replace(" ", "_").replace("-", "_"): match[2] for match in re.finditer(r"^([a-z][a-z -]{20} )(\S.*)$", text, re.MULTILINE)
+        match[1].strip().replace(" ", "_").replace("-", "_"): match[2]
+        for match in re.finditer(r"^([a-z][a-z -]{20} )(\S.*)$", text, re.MULTILINE)
     }
     lines = text.strip().splitlines()
     if not rows or not lines:
@@ -72,7 +86,10 @@ def read_stress(path: Path, *, expandable: bool | None = None) -> Figures:
     if not runs:
         raise ValueError("no scenario was run")
     if expandable is not None and any(run["expandable"] is not expandable for run in runs):
-        raise ValueError(f"the allocator's segments were {'not ' if expandable else ''}expandable, whatever the environment said")
+        raise ValueError(
+            f"the allocator's segments were {'not ' if expandable else ''}expandable, whatever "
+            "the environment said"
+        )
     return {
         run["scenario"] + (f"_{run['process'] + 1}" if run["process"] else ""): {
             "passed": run["passed"],

@@ -3,10 +3,11 @@
 
     python tools/host_guard_check.py
 
-A group with a limit is made inside this process's own group. Two times a process in it trains on the CPU, with a batch whose activations exceed the
-limit, while a neighbour in the same group takes memory and gives it back: first without the guard, which the kernel ends by SIGKILL, then with it.
-Gradients of the guarded run are compared with those of pieces that always fit. Exit code 0: killed without, exact with; 1: anything else; 2: no group
-can be made here.
+A group with a limit is made inside this process's own group. Two times a process in it trains on
+the CPU, with a batch whose activations exceed the limit, while a neighbour in the same group takes
+memory and gives it back: first without the guard, which the kernel ends by SIGKILL, then with it.
+Gradients of the guarded run are compared with those of pieces that always fit. Exit code 0: killed
+without, exact with; 1: anything else; 2: no group can be made here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from anywhere, installed or not
+# so that it runs from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elastic_mbs import ElasticMBS, MemoryOptions, OutOfMemory, Policy
 from elastic_mbs.memory.cgroup import groups_of
@@ -65,7 +67,10 @@ def main() -> int:
         return 2
     killed = raw["exit"] == -signal.SIGKILL
     exact = guarded["exit"] == 0 and guarded["worst"] <= 1e-12
-    print(f"limit {LIMIT // MEBI} MiB, a neighbour of {NEIGHBOUR // MEBI} MiB that comes and goes, {options.steps} steps")
+    print(
+        f"limit {LIMIT // MEBI} MiB, a neighbour of {NEIGHBOUR // MEBI} MiB that comes and goes, "
+        f"{options.steps} steps"
+    )
     print(f"without the guard: {'SIGKILL' if killed else raw}")
     print(f"with the guard:    {guarded}")
     return 0 if killed and exact else 1
@@ -75,7 +80,9 @@ def main() -> int:
 def _group() -> Iterator[Path]:
     """A group of our own with a limit; taken away at the end, when nobody is left in it."""
     groups = groups_of(Path("/"), Path("/proc/self/cgroup").read_bytes())
-    own = next((group for group in groups if os.path.exists(group.folder + group.names.usage)), None)
+    own = next(
+        (group for group in groups if os.path.exists(group.folder + group.names.usage)), None
+    )
     if own is None:
         raise OSError("this process is in no group that counts memory")
     if own.names.version == 2:
@@ -95,14 +102,30 @@ def _group() -> Iterator[Path]:
 
 def _run(folder: Path, steps: int, *, guard: bool) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    train = [sys.executable, str(Path(__file__).resolve()), "--steps", str(steps), "--train", "guarded" if guard else "raw"]
+    train = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--steps",
+        str(steps),
+        "--train",
+        "guarded" if guard else "raw",
+    ]
     neighbour = subprocess.Popen(_inside(folder, [sys.executable, "-c", NEIGHBOUR_SCRIPT]))
     try:
-        done = subprocess.run(_inside(folder, train), env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=600)
+        done = subprocess.run(
+            _inside(folder, train),
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=600,
+        )
     finally:
         neighbour.kill()
         neighbour.wait()
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    figures: dict[str, Any] = (
+        json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    )
     return {"exit": done.returncode, **figures}
 
 
@@ -123,7 +146,9 @@ def _train(steps: int, *, guard: bool) -> int:
 
     with ElasticMBS(model, micro_batch_size=FITS, policy=Policy(grow=False)) as mbs:
         mbs.backward(loss_fn, batch)
-    wanted = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    wanted = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
     ooms, worst, sizes = 0, 0.0, set()
     began = time.perf_counter()
 
@@ -135,12 +160,26 @@ def _train(steps: int, *, guard: bool) -> int:
         model.zero_grad()
         # a new runtime each time asks for the whole batch again: every step meets the limit
         with ElasticMBS(
-            model, micro_batch_size=SAMPLES, on_event=count, memory=MemoryOptions(host_guard=MARGIN if guard else False, wait_for_memory=0)
+            model,
+            micro_batch_size=SAMPLES,
+            on_event=count,
+            memory=MemoryOptions(host_guard=MARGIN if guard else False, wait_for_memory=0),
         ) as mbs:
             sizes.add(mbs.backward(loss_fn, batch).micro_batch_size)
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        worst = max(worst, *(((grad - right).abs().max() / right.abs().max()).item() for grad, right in zip(grads, wanted, strict=True)))
-    figures = {"ooms": ooms, "worst": worst, "sizes": sorted(sizes), "seconds": round(time.perf_counter() - began, 1)}
+        worst = max(
+            worst,
+            *(
+                ((grad - right).abs().max() / right.abs().max()).item()
+                for grad, right in zip(grads, wanted, strict=True)
+            ),
+        )
+    figures = {
+        "ooms": ooms,
+        "worst": worst,
+        "sizes": sorted(sizes),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
     print(json.dumps(figures))
     return 0
 

@@ -22,17 +22,33 @@ def draw(log: Path, out: Path) -> None:
     calls = [record for record in records if record.get("event") == "CallDone"]
     ooms = [record["t"] for record in records if record.get("event") == "OutOfMemory"]
     times = [call["t"] for call in calls]
-    mpl.rcParams.update({"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "demo"})
+    mpl.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "svg.hashsalt": "demo",
+        }
+    )
     figure = Figure(figsize=(9, 4.4), layout="constrained")
     memory, size, loss = figure.subplots(3, 1, sharex=True, height_ratios=[3, 2, 2])
     left = [(call["total"] - call["held_by_others"]) / MEBI for call in calls]
-    memory.fill_between(times, [call["peak_allocated"] / MEBI for call in calls], step="pre", color="#56b4e9", label="peak of each call")
+    memory.fill_between(
+        times,
+        [call["peak_allocated"] / MEBI for call in calls],
+        step="pre",
+        color="#56b4e9",
+        label="peak of each call",
+    )
     memory.step(times, left, where="post", color="#d55e00", label="what the co-tenant leaves")
     memory.set_ylabel("MiB")
     memory.set_ylim(0)
     memory.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=2)
     size.step(times, [call["micro_batch_size"] for call in calls], where="pre", color="#0072b2")
-    size.plot(ooms, [0] * len(ooms), "x", color="#d55e00", label="out of memory, survived", clip_on=False)
+    size.plot(
+        ooms, [0] * len(ooms), "x", color="#d55e00", label="out of memory, survived", clip_on=False
+    )
     size.set_ylabel("micro-batch")
     size.set_ylim(0)
     size.legend(loc="upper center", frameon=False)

@@ -25,7 +25,9 @@ def main() -> None:
     assert (package / "py.typed").exists(), "py.typed is not in the wheel"
 
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).double()
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
+    ).double()
     model = copy.deepcopy(plain)
     batches = [torch.randn(64, 512, 16, dtype=torch.float64) for _ in range(3)]
     expected = []
@@ -33,7 +35,13 @@ def main() -> None:
     for batch in batches:
         optimizer.zero_grad()
         loss_fn(batch, plain).backward()
-        expected.append([parameter.grad.clone() for parameter in plain.parameters() if parameter.grad is not None])
+        expected.append(
+            [
+                parameter.grad.clone()
+                for parameter in plain.parameters()
+                if parameter.grad is not None
+            ]
+        )
         optimizer.step()
 
     ooms = 0
@@ -47,21 +55,39 @@ def main() -> None:
             optimizer.step()
     assert ooms > 0, "the budget was never exceeded"
     look_for_the_stress_tool(package)
-    print(f"wheel: 3 steps, {ooms} out-of-memory recovered, gradients exact; one scenario of the stress tool passed")
+    print(
+        f"wheel: 3 steps, {ooms} out-of-memory recovered, gradients exact; one scenario of the "
+        "stress tool passed"
+    )
 
 
 def look_for_the_stress_tool(package: Path) -> None:
     """Checks that it lies inside the package, whole but for its results, and that no other name is taken."""
     tool = package / "stress"
     assert not (tool / "results").exists(), "stress/results is in the wheel"
-    assert any((tool / "limits/simcuda").glob("*/*.cpp")), "the sources of the simulated CUDA are not in the wheel"
+    assert any((tool / "limits/simcuda").glob("*/*.cpp")), (
+        "the sources of the simulated CUDA are not in the wheel"
+    )
     assert importlib.util.find_spec("stress") is None, "the wheel takes the top-level name `stress`"
     script = Path(sys.executable).with_name("elastic-mbs")
     for command in ([str(script), "stress"], [sys.executable, "-m", "elastic_mbs.stress"]):
-        told = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(
+            [*command, "--help"], capture_output=True, text=True, check=True
+        ).stdout
         assert "usage: elastic-mbs stress" in told, told
     page = Path("stress.html")
-    scenario = [str(script), "stress", "--scenario", "cliff", "--kind", "budget", "--steps", "12", "--html", str(page)]
+    scenario = [
+        str(script),
+        "stress",
+        "--scenario",
+        "cliff",
+        "--kind",
+        "budget",
+        "--steps",
+        "12",
+        "--html",
+        str(page),
+    ]
     told = subprocess.run(scenario, capture_output=True, text=True, check=True).stdout
     assert "1 of 1 passed" in told, told
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")

@@ -27,8 +27,10 @@ class Workload:
     Attributes:
         name: what it is called in tables.
         model: on `device`.
-        loss_fn: piece → loss, the mean over the piece's samples (or over its tokens, where `count` is given).
-        batch: a tuple or dict of tensors, pinned where the device is a GPU, as a data loader would give it.
+        loss_fn: piece → loss, the mean over the piece's samples (or over its tokens, where `count`
+            is given).
+        batch: a tuple or dict of tensors, pinned where the device is a GPU, as a data loader would
+            give it.
         size: samples per piece.
         device: where pieces are moved.
         count: as for `ElasticMBS`.
@@ -45,7 +47,9 @@ class Workload:
     @property
     def samples(self) -> int:
         """Samples of the batch."""
-        return len(next(iter(self.batch.values())) if isinstance(self.batch, Mapping) else self.batch[0])
+        return len(
+            next(iter(self.batch.values())) if isinstance(self.batch, Mapping) else self.batch[0]
+        )
 
     def piece(self, start: int, stop: int) -> Any:
         """Samples `start` to `stop`, on the device."""
@@ -75,7 +79,8 @@ class Residuals(nn.Module):
     """Many small layers one after the other: what a step costs per module and per leaf shows here.
 
     Args:
-        layers: each has a Linear with a bias and an activation of its own: two modules and two leaves.
+        layers: each has a Linear with a bias and an activation of its own: two modules and two
+            leaves.
         width: features.
     """
 
@@ -95,20 +100,37 @@ class Residuals(nn.Module):
 
 def conv_net(channels: int, blocks: int) -> nn.Module:
     """Convolutions with BatchNorm, as in an image classifier."""
-    layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+    ]
     for _ in range(blocks):
-        layers += [nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        layers += [
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
 
 
-def classifier(name: str, model: nn.Module, inputs: Tensor, size: int, device: torch.device) -> Workload:
+def classifier(
+    name: str, model: nn.Module, inputs: Tensor, size: int, device: torch.device
+) -> Workload:
     """`model` trained to tell ten classes apart by cross-entropy."""
     model = model.to(device)
 
     def loss_fn(piece: Any) -> Tensor:
         return F.cross_entropy(model(piece[0]), piece[1])
 
-    return Workload(name, model, loss_fn, (pinned(inputs, device), pinned(torch.arange(len(inputs)) % 10, device)), size, device)
+    return Workload(
+        name,
+        model,
+        loss_fn,
+        (pinned(inputs, device), pinned(torch.arange(len(inputs)) % 10, device)),
+        size,
+        device,
+    )
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
@@ -119,13 +141,27 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 def make_mlp(size: int, device: torch.device) -> Workload:
     """Four wide layers."""
     wide = 4096 if device.type == "cuda" else 512
-    model = nn.Sequential(nn.Linear(256, wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, 10))
+    model = nn.Sequential(
+        nn.Linear(256, wide),
+        nn.ReLU(),
+        nn.Linear(wide, wide),
+        nn.ReLU(),
+        nn.Linear(wide, wide),
+        nn.ReLU(),
+        nn.Linear(wide, 10),
+    )
     return classifier("mlp", model, torch.randn(PIECES * size, 256), size, device)
 
 
 def make_cnn(size: int, device: torch.device) -> Workload:
     """Eight convolutions with BatchNorm on 32 × 32 images."""
-    return classifier("cnn", conv_net(128 if device.type == "cuda" else 32, 7), torch.randn(PIECES * size, 3, 32, 32), size, device)
+    return classifier(
+        "cnn",
+        conv_net(128 if device.type == "cuda" else 32, 7),
+        torch.randn(PIECES * size, 3, 32, 32),
+        size,
+        device,
+    )
 
 
 def make_gpt(size: int, device: torch.device) -> Workload:
@@ -138,7 +174,15 @@ def make_gpt(size: int, device: torch.device) -> Workload:
     for row in range(samples):
         labels[row, length - 1 - row % 32 :] = _IGNORED
     batch = {"tokens": pinned(tokens, device), "labels": pinned(labels, device)}
-    return Workload("gpt", model, lambda piece: token_loss(piece, model), batch, size, device, count_tokens("labels"))
+    return Workload(
+        "gpt",
+        model,
+        lambda piece: token_loss(piece, model),
+        batch,
+        size,
+        device,
+        count_tokens("labels"),
+    )
 
 
 def make_deep(size: int, device: torch.device) -> Workload:
@@ -149,7 +193,9 @@ def make_deep(size: int, device: torch.device) -> Workload:
 def make_small(size: int, device: torch.device) -> Workload:
     """26 leaves with little work in each, in up to 16 pieces: what the cost of a call and of a piece is measured on."""
     layers: list[nn.Module] = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.ReLU())]
-    return classifier("small", nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(16 * size, 16), size, device)
+    return classifier(
+        "small", nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(16 * size, 16), size, device
+    )
 
 
 def make_tiny(size: int, device: torch.device) -> Workload:
@@ -171,8 +217,16 @@ def make_cold(size: int, device: torch.device) -> Workload:
 
 def make_norms(size: int, device: torch.device) -> Workload:
     """Two hundred BatchNorms, six hundred buffers."""
-    layers: list[nn.Module] = [layer for _ in range(200) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16))]
-    return classifier("norms", nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(PIECES * size, 16), size, device)
+    layers: list[nn.Module] = [
+        layer for _ in range(200) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16))
+    ]
+    return classifier(
+        "norms",
+        nn.Sequential(*layers, nn.Linear(16, 10)),
+        torch.randn(PIECES * size, 16),
+        size,
+        device,
+    )
 
 
 MAKERS: Mapping[str, Callable[[int, torch.device], Workload]] = {
@@ -212,7 +266,8 @@ def calibrated(name: str, device: torch.device, seconds: float, start: int = 4) 
     """
     workload = MAKERS[name](start, device)
     while (took := seconds_by_hand(workload)) < seconds:
-        # A larger piece is faster per sample, so the proportion falls short; at most eight times as much, because small sizes say little.
+        # A larger piece is faster per sample, so the proportion falls short; at most eight times as
+        # much, because small sizes say little.
         factor = min(8.0, max(1.25, 1.1 * seconds / took))
         workload = MAKERS[name](int(workload.size * factor) + 1, device)
     return workload
@@ -222,7 +277,9 @@ def with_pieces(workload: Workload, pieces: int) -> Workload:
     """The same model on a batch of another number of pieces of the same size (at most as many as there are)."""
     samples = pieces * workload.size
     if isinstance(workload.batch, Mapping):
-        return replace(workload, batch={key: tensor[:samples] for key, tensor in workload.batch.items()})
+        return replace(
+            workload, batch={key: tensor[:samples] for key, tensor in workload.batch.items()}
+        )
     return replace(workload, batch=tuple(tensor[:samples] for tensor in workload.batch))
 
 

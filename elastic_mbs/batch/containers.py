@@ -1,6 +1,7 @@
 """The containers of a batch, taken apart and rebuilt as the same type; the type alone decides how.
 
-`torch.utils._pytree` sees HF `BatchEncoding`, `UserDict` and dataclasses as single leaves, so the walk is our own.
+`torch.utils._pytree` sees HF `BatchEncoding`, `UserDict` and dataclasses as single leaves, so the
+walk is our own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Kind:
 
     role: Role
     take: Callable[[Any], Parts] = lambda obj: {}
-    put: Callable[[Any, Parts], Any] = lambda obj, parts: obj  # a new container with other parts; the given one stays as it is
+    # a new container with other parts; the given one stays as it is
+    put: Callable[[Any, Parts], Any] = lambda obj, parts: obj
     splitter: Splitter | None = None  # of Role.CUSTOM
     why: str = "say how"  # of Role.UNKNOWN: why it cannot be cut
 
@@ -66,12 +68,16 @@ def register_splitter(
     Args:
         cls: the type. Registering it again replaces the earlier functions.
         length: `length(obj)` → number of samples.
-        slice: `slice(obj, start, stop)` → samples `start` to `stop`, preferably as views. It must leave `obj` as it is.
-        tensors: `tensors(obj)` → the tensors inside, for devices, sizes and the check for edits in place. None: it holds none.
-        move: `move(obj, fn)` → the object rebuilt with `fn(tensor)` for each tensor (`fn` copies to a device, clones or detaches).
+        slice: `slice(obj, start, stop)` → samples `start` to `stop`, preferably as views. It must
+            leave `obj` as it is.
+        tensors: `tensors(obj)` → the tensors inside, for devices, sizes and the check for edits in
+            place. None: it holds none.
+        move: `move(obj, fn)` → the object rebuilt with `fn(tensor)` for each tensor (`fn` copies to
+            a device, clones or detaches).
 
     Raises:
-        BatchError: `cls` is no class or one that is cut already, a function cannot be called, or only one of `tensors` and `move` is given.
+        BatchError: `cls` is no class or one that is cut already, a function cannot be called, or
+            only one of `tensors` and `move` is given.
     """
     splitters[cls] = Splitter(cls, length, slice, tensors, move)
     cached_kind.cache_clear()
@@ -86,33 +92,52 @@ def cached_kind(cls: type) -> Kind:
         return _BUILTINS[cls]
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(cls, numpy.generic | numpy.ndarray):
-        return Kind(Role.ARRAY, put=lambda obj, parts: obj.copy()) if issubclass(cls, numpy.ndarray) else Kind(Role.SCALAR)
+        return (
+            Kind(Role.ARRAY, put=lambda obj, parts: obj.copy())
+            if issubclass(cls, numpy.ndarray)
+            else Kind(Role.SCALAR)
+        )
     if hasattr(cls, "__torch_function__") and not issubclass(cls, Tensor):
-        return Kind(Role.UNKNOWN)  # tensor-like containers (TensorDict) carry a batch size of their own, which a rebuild would leave as it was
+        # tensor-like containers (TensorDict) carry a batch size of their own, which a rebuild would
+        # leave as it was
+        return Kind(Role.UNKNOWN)
     for base, kind in _SUBCLASSES.items():
         if issubclass(cls, base):
             return kind
-    return Kind(Role.FIELDS, _take_dataclass, refilled(_fill_dataclass)) if dataclasses.is_dataclass(cls) else Kind(Role.UNKNOWN)
+    return (
+        Kind(Role.FIELDS, _take_dataclass, refilled(_fill_dataclass))
+        if dataclasses.is_dataclass(cls)
+        else Kind(Role.UNKNOWN)
+    )
 
 
 kind_of: Callable[[type], Kind] = cached_kind  # as mypy wants it
 
 
 def roles_in(values: Iterable[Any]) -> set[Role]:
-    return {kind_of(cls).role for cls in set(map(type, values))}  # once per type: a list of many strings costs little
+    # once per type: a list of many strings costs little
+    return {kind_of(cls).role for cls in set(map(type, values))}
 
 
 def _take_user_dict(obj: Any) -> Parts:
-    encodings = vars(obj).get("_encodings")  # one per sample: HF BatchEncoding answers `word_ids(i)` with them
+    # one per sample: HF BatchEncoding answers `word_ids(i)` with them
+    encodings = vars(obj).get("_encodings")
     return ({"_encodings": encodings} if isinstance(encodings, list) else {}) | dict(obj.data)
 
 
 def _take_dataclass(obj: Any) -> Parts:
-    return {each.name: getattr(obj, each.name) for each in dataclasses.fields(obj) if hasattr(obj, each.name)}
+    return {
+        each.name: getattr(obj, each.name)
+        for each in dataclasses.fields(obj)
+        if hasattr(obj, each.name)
+    }
 
 
 def refilled(fill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
-    """Rebuilds by a shallow copy that `fill` gives its parts. Attributes that are parts too are the copy's own."""
+    """Rebuilds by a shallow copy that `fill` gives its parts.
+
+    Attributes that are parts too are the copy's own.
+    """
 
     def put(obj: Any, parts: Parts) -> Any:
         new = copy.copy(obj)
@@ -120,20 +145,37 @@ def refilled(fill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
         for name in _cached_properties(type(obj)):
             attributes.pop(name, None)  # computed from the values that are replaced
         fill(new, parts)
-        if getattr(obj, "__dict__", None) is obj:  # `self.__dict__ = self`: the copy has a dict of its own, with the old items in it
+        # `self.__dict__ = self`: the copy has a dict of its own, with the old items in it
+        if getattr(obj, "__dict__", None) is obj:
             object.__setattr__(new, "__dict__", new)
         elif attributes:
-            # By identity, because their names can be others; numbers and texts are the same in all pieces.
+            # By identity, because their names can be others; numbers and texts are the same in all
+            # pieces.
             taken = kind_of(type(obj)).take(obj).items()
-            renewed = {id(part): parts[key] for key, part in taken if key in parts and not isinstance(part, _SCALARS)}
-            attributes.update({name: renewed[id(value)] for name, value in attributes.items() if id(value) in renewed})
+            renewed = {
+                id(part): parts[key]
+                for key, part in taken
+                if key in parts and not isinstance(part, _SCALARS)
+            }
+            attributes.update(
+                {
+                    name: renewed[id(value)]
+                    for name, value in attributes.items()
+                    if id(value) in renewed
+                }
+            )
         return new
 
     return put
 
 
 def _cached_properties(cls: type) -> list[str]:
-    return [name for base in cls.__mro__ for name, value in vars(base).items() if isinstance(value, functools.cached_property)]
+    return [
+        name
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, functools.cached_property)
+    ]
 
 
 def _fill_list(new: Any, parts: Parts) -> None:
@@ -142,11 +184,14 @@ def _fill_list(new: Any, parts: Parts) -> None:
 
 def _fill_dict(new: Any, parts: Parts) -> None:
     for key, value in parts.items():
-        new[key] = value  # by its own __setitem__: HF ModelOutput keeps attributes next to the items
+        # by its own __setitem__: HF ModelOutput keeps attributes next to the items
+        new[key] = value
 
 
 def _fill_dataclass(new: Any, parts: Parts) -> None:
-    for name, value in parts.items():  # not dataclasses.replace: __post_init__ has already worked on these values, and InitVars are gone
+    # not dataclasses.replace: __post_init__ has already worked on these values, and InitVars are
+    # gone
+    for name, value in parts.items():
         object.__setattr__(new, name, value)
 
 
@@ -171,7 +216,10 @@ def _put_tuple(obj: Any, parts: Parts) -> Any:
 
 
 def _not_rebuilt(obj: Any, why: object) -> BatchError:
-    return BatchError(f"{type_name(type(obj))} cannot be rebuilt with other values: {why}\n  say how it is cut: {to_register(type(obj))}")
+    return BatchError(
+        f"{type_name(type(obj))} cannot be rebuilt with other values: {why}\n  say how it is cut: "
+        f"{to_register(type(obj))}"
+    )
 
 
 def to_register(cls: type) -> str:
@@ -180,15 +228,36 @@ def to_register(cls: type) -> str:
 
 
 _BUILTINS: dict[Any, Kind] = {
-    tuple: Kind(Role.FIELDS, lambda obj: dict(enumerate(obj)), lambda obj, parts: tuple(parts.values())),
-    list: Kind(Role.LIST, lambda obj: dict(enumerate(obj)), lambda obj, parts: list(parts.values())),
+    tuple: Kind(
+        Role.FIELDS, lambda obj: dict(enumerate(obj)), lambda obj, parts: tuple(parts.values())
+    ),
+    list: Kind(
+        Role.LIST, lambda obj: dict(enumerate(obj)), lambda obj, parts: list(parts.values())
+    ),
     dict: Kind(Role.FIELDS, dict, lambda obj, parts: dict(parts)),
 }
-_SCALARS = (str, bytes, bytearray, numbers.Number, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SCALARS = (
+    str,
+    bytes,
+    bytearray,
+    numbers.Number,
+    type(None),
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 _SUBCLASSES: dict[Any, Kind] = {
-    PackedSequence: Kind(Role.UNKNOWN, why="its data interleaves the samples: pad the batch and pack inside loss_fn, or"),
+    PackedSequence: Kind(
+        Role.UNKNOWN,
+        why="its data interleaves the samples: pad the batch and pack inside loss_fn, or",
+    ),
     Set: Kind(Role.UNKNOWN, why="a set has no order: make it a list, or"),
-    (Iterator, AsyncIterator): Kind(Role.UNKNOWN, why="it can be read only once, and a replay reads it again: make it a list, or"),
+    (Iterator, AsyncIterator): Kind(
+        Role.UNKNOWN,
+        why="it can be read only once, and a replay reads it again: make it a list, or",
+    ),
     Tensor: Kind(Role.TENSOR),
     _SCALARS: Kind(Role.SCALAR),
     tuple: Kind(Role.FIELDS, _BUILTINS[tuple].take, _put_tuple),
@@ -208,7 +277,11 @@ def tensors_in(obj: Any, wanted: tuple[Role, ...] = (Role.TENSOR,)) -> list[Any]
     if kind.splitter is not None:
         return kind.splitter.tensors(obj) if Role.TENSOR in wanted else []
     parts = kind.take(obj).values()
-    return [leaf for part in parts for leaf in tensors_in(part, wanted)] if roles_in(parts) & _WALKED else []
+    return (
+        [leaf for part in parts for leaf in tensors_in(part, wanted)]
+        if roles_in(parts) & _WALKED
+        else []
+    )
 
 
 def map_tensors(obj: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -233,11 +306,19 @@ def fresh(obj: Any) -> Any:
 
 def row_attributes(obj: Any, parts: Parts) -> list[str]:
     """Attributes of a container that have rows and are none of its parts: each piece would get the whole batch's."""
-    known = {id(part) for part in parts.values()} | ({id(obj.data)} if isinstance(obj, UserDict) else set())
+    known = {id(part) for part in parts.values()} | (
+        {id(obj.data)} if isinstance(obj, UserDict) else set()
+    )
     cached = _cached_properties(type(obj))
     attributes = getattr(obj, "__dict__", {}).items()
-    others = [(name, value) for name, value in attributes if name not in cached and id(value) not in known]
-    return [name for name, value in others if any(leaf.ndim for leaf in tensors_in(value, (Role.TENSOR, Role.ARRAY)))]
+    others = [
+        (name, value) for name, value in attributes if name not in cached and id(value) not in known
+    ]
+    return [
+        name
+        for name, value in others
+        if any(leaf.ndim for leaf in tensors_in(value, (Role.TENSOR, Role.ARRAY)))
+    ]
 
 
 def dotted(path: Path) -> str:
@@ -266,14 +347,21 @@ def walk(obj: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def lookup(obj: Any, key: str | int) -> Any:
     """The value that a name, a dotted path or an index means; a LookupError lists the names."""
     name, places = str(key), list(walk(obj))
-    found = [place for place in places if dotted(place[0]) == name] or [place for place in places if name in suffixes(place[0])]
+    found = [place for place in places if dotted(place[0]) == name] or [
+        place for place in places if name in suffixes(place[0])
+    ]
     if len(found) == 1:
         return found[0][1]
     if found:
         raise LookupError(f"{key!r} is not unique: it could be {some(found)}")
-    raise LookupError(f"there is no {key!r}: {type_name(type(obj))} has {f'the parts {some(places)}' if places else 'no named parts'}")
+    raise LookupError(
+        f"there is no {key!r}: {type_name(type(obj))} has "
+        f"{f'the parts {some(places)}' if places else 'no named parts'}"
+    )
 
 
 def some(places: list[tuple[Path, Any]], most: int = 12) -> str:
     """The names of places for an error's text, cut short when there are many."""
-    return ", ".join([repr(dotted(path)) for path, _ in places[:most]]) + (f" and {len(places) - most} more" if len(places) > most else "")
+    return ", ".join([repr(dotted(path)) for path, _ in places[:most]]) + (
+        f" and {len(places) - most} more" if len(places) > most else ""
+    )

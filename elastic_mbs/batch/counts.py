@@ -1,6 +1,10 @@
-"""Counts of loss terms per sample. A piece with c of the batch's C terms has the weight c / C: exact for every split, also for one that changes.
+"""Counts of loss terms per sample.
 
-Micro-Batch Streaming (arXiv 2110.12484) divides by the number of pieces instead, which gives a tail of 1 after 16 samples 8.5 times its share.
+A piece with c of the batch's C terms has the weight c / C: exact for every split, also for one that
+changes.
+
+Micro-Batch Streaming (arXiv 2110.12484) divides by the number of pieces instead, which gives a tail
+of 1 after 16 samples 8.5 times its share.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ CountFn = Callable[[Any], Any]  # batch → loss terms per sample, a vector of l
 
 @dataclass(slots=True)
 class _Column:
-    prefix: Sequence[int]  # prefix[i]: terms before sample i, in units that make them whole, so that shares are rounded once
+    # prefix[i]: terms before sample i, in units that make them whole, so that shares are rounded
+    # once
+    prefix: Sequence[int]
     units: int  # in the batch
     total: int | float
 
@@ -40,8 +46,12 @@ class Counts:
         self._columns = columns  # by the name of the loss; a single loss goes by None
         single = columns.get(None)
         totals = {str(name): column.total for name, column in columns.items()}
-        self.names = None if single is not None else tuple(totals)  # of the losses; None for a single loss
-        self.total: int | float | dict[str, int | float] = totals if single is None else single.total  # loss terms of the batch
+        # of the losses; None for a single loss
+        self.names = None if single is not None else tuple(totals)
+        # loss terms of the batch
+        self.total: int | float | dict[str, int | float] = (
+            totals if single is None else single.total
+        )
 
     @classmethod
     @lru_cache(maxsize=64)  # the batches of a run have few lengths
@@ -58,32 +68,47 @@ class Counts:
         if not isinstance(count, Mapping):
             return cls({None: _column(count, view, "count")}, view.length)
         if not count or not all(isinstance(name, str) for name in count):
-            raise CountError(f"count is the dict {dict(count)!r}: its keys are the names of the losses that loss_fn returns, one at least")
+            raise CountError(
+                f"count is the dict {dict(count)!r}: its keys are the names of the losses that "
+                "loss_fn returns, one at least"
+            )
         each: dict[str | None, _Column] = {
-            name: samples._columns[None] if fn is None else _column(fn, view, f"count[{name!r}]") for name, fn in count.items()
+            name: samples._columns[None] if fn is None else _column(fn, view, f"count[{name!r}]")
+            for name, fn in count.items()
         }
         return cls(each, view.length)
 
-    def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float] | None:
+    def weights(
+        self, start: int, stop: int, reduction: str = "mean"
+    ) -> dict[str | None, float] | None:
         """The weight of each loss of samples `start` to `stop`, by name: c / C, under "sum" 1 or 0; None where they have no loss term."""
         shares = {}
-        for name, column in self._columns.items():  # not a comprehension, which is a call of its own: this runs for every piece
+        # not a comprehension, which is a call of its own: this runs for every piece
+        for name, column in self._columns.items():
             shares[name] = (column.prefix[stop] - column.prefix[start]) / column.units
         if not any(shares.values()):
             return None
-        return shares if reduction == "mean" else {name: float(share > 0) for name, share in shares.items()}
+        return (
+            shares
+            if reduction == "mean"
+            else {name: float(share > 0) for name, share in shares.items()}
+        )
 
 
 def _column(count: Any, view: BatchView, where: str) -> _Column:
     if not callable(count):
         raise CountError(
-            f"{where} is {_described(count)}: it must be None (samples), a function of the batch that gives one count per sample, "
+            f"{where} is {_described(count)}: it must be None (samples), a function of the batch "
+            "that gives one count per sample, "
             "or a dict of such functions"
         )
-    values = _on_host(count.of(view) if isinstance(count, count_tokens) else count(view.batch), where)
+    values = _on_host(
+        count.of(view) if isinstance(count, count_tokens) else count(view.batch), where
+    )
     if len(values) != view.length:
         raise CountError(
-            f"{where} returned {len(values)} counts for a batch of {view.length} samples: it must return one count per sample\n"
+            f"{where} returned {len(values)} counts for a batch of {view.length} samples: it must "
+            "return one count per sample\n"
             "  sum over every dimension but the first, e.g. (labels != -100).sum(1)"
         )
     if not set(map(type, values)) <= {int, float}:
@@ -92,13 +117,20 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
     try:
         if min(values) < 0 or (floating and not all(map(math.isfinite, values))):
             i = next(i for i, value in enumerate(values) if not 0 <= value < math.inf)
-            raise CountError(f"{where} of sample {i} is {values[i]}: counts are {'not negative' if values[i] < 0 else 'finite'}")
+            raise CountError(
+                f"{where} of sample {i} is {values[i]}: counts are "
+                f"{'not negative' if values[i] < 0 else 'finite'}"
+            )
         total: Any = math.fsum(values) if floating else sum(values)
     except OverflowError:
-        raise CountError(f"{where} adds up to more than a float can hold ({sys.float_info.max:.3g}): scale the counts down") from None
+        raise CountError(
+            f"{where} adds up to more than a float can hold ({sys.float_info.max:.3g}): scale the "
+            "counts down"
+        ) from None
     if not total:
         raise CountError(
-            f"{where} is zero for all {len(values)} samples, so the loss is a mean over nothing (is every label ignored?)\n"
+            f"{where} is zero for all {len(values)} samples, so the loss is a mean over nothing "
+            "(is every label ignored?)\n"
             "  skip such a batch before the call"
         )
     if view.sorted is not None:
@@ -113,25 +145,45 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
 def _on_host(result: Any, where: str) -> list[Any]:
     """The vector as a list of Python numbers."""
     if isinstance(result, Mapping):
-        raise CountError(f"{where} returned a dict: give a dict of functions instead, one per loss: count={{{', '.join(map(repr, result))}: ...}}")
+        raise CountError(
+            f"{where} returned a dict: give a dict of functions instead, one per loss: "
+            f"count={{{', '.join(map(repr, result))}: ...}}"
+        )
     if isinstance(result, Real) or getattr(result, "ndim", 1) != 1:
         many = getattr(result, "ndim", 0) > 1
-        remedy = "sum over every dimension but the first" if many else "where all samples count the same: torch.full((N,), count)"
-        raise CountError(f"{where} returned {_described(result)}: it must return one count per sample\n  {remedy}")
+        remedy = (
+            "sum over every dimension but the first"
+            if many
+            else "where all samples count the same: torch.full((N,), count)"
+        )
+        raise CountError(
+            f"{where} returned {_described(result)}: it must return one count per sample\n  "
+            f"{remedy}"
+        )
     if isinstance(result, Tensor) or _is_array(result):
         return list(result.tolist())
     if not isinstance(result, Sequence) or isinstance(result, str | bytes):
-        raise CountError(f"{where} returned {_described(result)}: it must return one number per sample, as a tensor or a sequence")
-    forms = {(value.device, value.dtype) if isinstance(value, Tensor) and value.ndim == 0 else None for value in result}
+        raise CountError(
+            f"{where} returned {_described(result)}: it must return one number per sample, as a "
+            "tensor or a sequence"
+        )
+    forms = {
+        (value.device, value.dtype) if isinstance(value, Tensor) and value.ndim == 0 else None
+        for value in result
+    }
     if len(forms) == 1 and None not in forms:
         return list(torch.stack(list(result)).tolist())  # one copy from the device for all of them
-    return [value.item() if isinstance(value, Tensor) and value.ndim == 0 else value for value in result]
+    return [
+        value.item() if isinstance(value, Tensor) and value.ndim == 0 else value for value in result
+    ]
 
 
 def _number(value: Any, i: int, where: str) -> int | float:
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    raise CountError(f"{where} of sample {i} is {_described(value)}: counts are numbers, one per sample")
+    raise CountError(
+        f"{where} of sample {i} is {_described(value)}: counts are numbers, one per sample"
+    )
 
 
 def _is_array(value: Any) -> bool:
@@ -139,20 +191,27 @@ def _is_array(value: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"{value!r:.80} (of type {type_name(type(value))})"
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if hasattr(value, "shape")
+        else f"{value!r:.80} (of type {type_name(type(value))})"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class count_tokens:
     """`count=` for losses that are means over labels: the number of labels other than `ignore_index` in each sample.
 
-    Called with a batch it returns a tensor of shape (N,) on the labels' device, or a list where the labels are one with an entry per sample.
+    Called with a batch it returns a tensor of shape (N,) on the labels' device, or a list where the
+    labels are one with an entry per sample.
 
     Args:
-        key: where the labels are: a name, a dotted path, an index, or a function batch → labels, a tensor of shape (N, ...).
+        key: where the labels are: a name, a dotted path, an index, or a function batch → labels, a
+            tensor of shape (N, ...).
         ignore_index: labels of this value are no loss terms (-100 in PyTorch and transformers).
-        shift: leave out the first position along dim 1, as causal language models do: they predict labels[:, 1:]. Not where something precedes
-            the labels, so that the first one is predicted too (the virtual tokens of peft's prompt tuning).
+        shift: leave out the first position along dim 1, as causal language models do: they predict
+            labels[:, 1:]. Not where something precedes the labels, so that the first one is
+            predicted too (the virtual tokens of peft's prompt tuning).
     """
 
     key: str | int | Callable[[Any], Any] = "labels"
@@ -168,7 +227,8 @@ class count_tokens:
         dim = view.dim_of(labels)
         if dim is None and isinstance(labels, list | tuple):
             raise CountError(
-                f"{self!r} found {len(labels)} fields of {view.length} samples each, which is no list with one entry per sample: "
+                f"{self!r} found {len(labels)} fields of {view.length} samples each, which is no "
+                "list with one entry per sample: "
                 "give a function, as in count_tokens(lambda batch: torch.stack(batch['labels'], 1))"
             )
         return self._count(labels, dim or 0)
@@ -178,16 +238,31 @@ class count_tokens:
             return [self._count_sample(sample) for sample in labels]
         labels = torch.as_tensor(labels) if _is_array(labels) else labels
         if not isinstance(labels, Tensor):
-            raise CountError(f"{self!r} found {_described(labels)}: labels are a tensor of shape (N, ...) or a list with one entry per sample")
+            raise CountError(
+                f"{self!r} found {_described(labels)}: labels are a tensor of shape (N, ...) or a "
+                "list with one entry per sample"
+            )
         if labels.ndim < 1 + self.shift:
-            raise CountError(f"{self!r} found labels of shape {tuple(labels.shape)}: they must be {'(N, L, ...)' if self.shift else '(N, ...)'}")
-        valid = (labels.movedim(dim, 0)[:, 1:] if self.shift else labels.movedim(dim, 0)) != self.ignore_index
+            raise CountError(
+                f"{self!r} found labels of shape {tuple(labels.shape)}: they must be "
+                f"{'(N, L, ...)' if self.shift else '(N, ...)'}"
+            )
+        valid = (
+            labels.movedim(dim, 0)[:, 1:] if self.shift else labels.movedim(dim, 0)
+        ) != self.ignore_index
         return valid.sum(dim=tuple(range(1, labels.ndim))) if labels.ndim > 1 else valid.long()
 
     def _count_sample(self, sample: Any) -> Any:
-        sample = torch.as_tensor(sample) if isinstance(sample, list | tuple | int) or _is_array(sample) else sample
+        sample = (
+            torch.as_tensor(sample)
+            if isinstance(sample, list | tuple | int) or _is_array(sample)
+            else sample
+        )
         if not isinstance(sample, Tensor) or sample.ndim < self.shift:
-            raise CountError(f"{self!r} found a list with {_described(sample)} in it: its entries are one sample's labels each")
+            raise CountError(
+                f"{self!r} found a list with {_described(sample)} in it: its entries are one "
+                "sample's labels each"
+            )
         return ((sample[1:] if self.shift else sample) != self.ignore_index).sum()
 
     def _labels(self, batch: Any) -> Any:
@@ -196,7 +271,10 @@ class count_tokens:
         try:
             return lookup(batch, self.key)
         except LookupError as error:
-            raise CountError(f"{self!r}: {error}\n  count_tokens(key=...) takes a name, a dotted path, an index or a function") from error
+            raise CountError(
+                f"{self!r}: {error}\n  count_tokens(key=...) takes a name, a dotted path, an "
+                "index or a function"
+            ) from error
 
 
 _LABEL_NAMES = frozenset({"label", "labels", "target", "targets", "y"})
@@ -205,11 +283,17 @@ _LABEL_NAMES = frozenset({"label", "labels", "target", "targets", "y"})
 def looks_like_token_labels(view: BatchView) -> str | None:
     """The name of a leaf that looks like labels with ignored positions, so that the loss is probably no mean over samples.
 
-    Reads whole int64 and int32 tensors on the CPU (no device is waited for): call it once, not on every step.
+    Reads whole int64 and int32 tensors on the CPU (no device is waited for): call it once, not on
+    every step.
     """
-    names = _LABEL_NAMES | ({"1"} if isinstance(view.batch, tuple | list) else set())  # the second part of a pair is usually the labels
+    # the second part of a pair is usually the labels
+    names = _LABEL_NAMES | ({"1"} if isinstance(view.batch, tuple | list) else set())
     for path, tensor in view.named_tensors():
         integers = tensor.device.type == "cpu" and tensor.dtype in (torch.int64, torch.int32)
-        if integers and (path in names or path.rpartition(".")[2] in _LABEL_NAMES) and bool((tensor == -100).any()):
+        if (
+            integers
+            and (path in names or path.rpartition(".")[2] in _LABEL_NAMES)
+            and bool((tensor == -100).any())
+        ):
             return path
     return None

@@ -3,11 +3,16 @@
 In this order:
 
 1. what `dims` says: a dimension, `whole(...)`, `items(...)` or `fields(...)`;
-2. a tensor (or numpy array) with at least one dimension holds one sample per index of dim 0; 0-d tensors, numbers, strings and None pass whole;
-3. mappings, tuples, dataclasses and lists that hold a tensor with rows directly (as `default_collate` makes of `(x, y)` samples) hold fields;
-4. lists and tuples of texts, and lists of numbers, 0-d tensors or other plain objects, hold one item per sample;
-5. lists of containers are per-sample items if their length is N, fields if the tensors in them have length N, and an error if both are true;
-6. where neither types nor shapes decide, a BatchError names the value and the line to add: nothing is guessed.
+2. a tensor (or numpy array) with at least one dimension holds one sample per index of dim 0; 0-d
+  tensors, numbers, strings and None pass whole;
+3. mappings, tuples, dataclasses and lists that hold a tensor with rows directly (as
+  `default_collate` makes of `(x, y)` samples) hold fields;
+4. lists and tuples of texts, and lists of numbers, 0-d tensors or other plain objects, hold one
+  item per sample;
+5. lists of containers are per-sample items if their length is N, fields if the tensors in them have
+  length N, and an error if both are true;
+6. where neither types nor shapes decide, a BatchError names the value and the line to add: nothing
+  is guessed.
 """
 
 from __future__ import annotations
@@ -21,7 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Kind, Path, Role, dotted, fresh, kind_of, roles_in, row_attributes, suffixes, tensors_in, to_register, walk
+from elastic_mbs.batch.containers import (
+    Kind,
+    Path,
+    Role,
+    dotted,
+    fresh,
+    kind_of,
+    roles_in,
+    row_attributes,
+    suffixes,
+    tensors_in,
+    to_register,
+    walk,
+)
 from elastic_mbs.batch.splitters import Dims, ListLayout, type_name
 from elastic_mbs.errors import BatchError
 
@@ -47,7 +65,8 @@ class Node:
     kind: Kind
     dim: int = 0
     size: int = -1  # samples; of fields, whether any of them are cut at all
-    copied: bool = False  # passed whole, with numpy arrays in it: they have no version that would show an edit in place
+    # passed whole, with numpy arrays in it: they have no version that would show an edit in place
+    copied: bool = False
     children: dict[Any, Node] = field(default_factory=dict)
 
     def piece(self, start: int, stop: int) -> Any:
@@ -55,7 +74,9 @@ class Node:
         if cut is Cut.NARROW:
             return value.narrow(self.dim, start, stop - start)
         if cut is Cut.FIELDS:
-            return self.kind.put(value, {key: child.piece(start, stop) for key, child in self.children.items()})
+            return self.kind.put(
+                value, {key: child.piece(start, stop) for key, child in self.children.items()}
+            )
         if cut is Cut.ITEMS:
             return self.with_items(value[start:stop])
         if cut is Cut.COPY:
@@ -74,14 +95,17 @@ class Node:
         """New containers, with what `fn` gives for each node that has no parts."""
         if self.cut is not Cut.FIELDS:
             return fn(self)
-        return self.kind.put(self.value, {key: child.rebuilt(fn) for key, child in self.children.items()})
+        return self.kind.put(
+            self.value, {key: child.rebuilt(fn) for key, child in self.children.items()}
+        )
 
     def ends(self) -> list[Node]:
         """The nodes below that have no parts, in order; itself where it has none."""
         if not self.children:
             return [self]
         found = []
-        for child in self.children.values():  # no comprehension, no call for a child without parts: this runs for every batch
+        # no comprehension, no call for a child without parts: this runs for every batch
+        for child in self.children.values():
             if child.children:
                 found += child.ends()
             else:
@@ -91,7 +115,9 @@ class Node:
 
 _NOT_GIVEN = object()
 _CONTAINERS = frozenset({Role.LIST, Role.FIELDS, Role.ARRAY, Role.CUSTOM})
-MANY = 7  # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are some, a picture's crops more
+# tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are
+# some, a picture's crops more
+MANY = 7
 
 
 class Layout:
@@ -102,7 +128,8 @@ class Layout:
         self.known = known  # how lists of containers were read in this batch and earlier ones
         self.ends: list[Node] = []  # all values without parts, once everything is decided
         self.leaves: list[Node] = []  # those that are cut
-        self.open: list[tuple[Node, Node, Layout]] = []  # lists of containers: as items, as fields, and the layout of those
+        # lists of containers: as items, as fields, and the layout of those
+        self.open: list[tuple[Node, Node, Layout]] = []
         self.unclear: list[Node] = []  # tuples without rows: items, or the same for all samples
 
     def given(self, path: Path) -> Any:
@@ -116,31 +143,57 @@ class Layout:
         kind = kind_of(type(value))
         role = kind.role
         if given is None or role is Role.SCALAR:
-            return Node(Cut.WHOLE, path, value, kind, copied=given is None and bool(tensors_in(value, (Role.ARRAY,))))
+            return Node(
+                Cut.WHOLE,
+                path,
+                value,
+                kind,
+                copied=given is None and bool(tensors_in(value, (Role.ARRAY,))),
+            )
         if role is Role.TENSOR or role is Role.ARRAY:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
             # a tuple of texts is what `default_collate` makes of them
-            texts = given is not ListLayout.FIELDS and type(value) is tuple and bool(value) and all(isinstance(part, str | bytes) for part in value)
-            return self._items(value, path, kind, given) if texts or given is ListLayout.ITEMS else self._fields(value, path, kind, given)
+            texts = (
+                given is not ListLayout.FIELDS
+                and type(value) is tuple
+                and bool(value)
+                and all(isinstance(part, str | bytes) for part in value)
+            )
+            return (
+                self._items(value, path, kind, given)
+                if texts or given is ListLayout.ITEMS
+                else self._fields(value, path, kind, given)
+            )
         if role is Role.LIST:
             return self._list(value, path, kind, given)
         if kind.splitter is None:
-            raise _refusal(path, f"of type {type_name(type(value))}", f"{kind.why}: {to_register(type(value))}")
+            raise _refusal(
+                path, f"of type {type_name(type(value))}", f"{kind.why}: {to_register(type(value))}"
+            )
         if isinstance(given, int):
-            raise BatchError(f"{where(path)} is of type {type_name(type(value))}: register_splitter says how it is cut, and dim {given} cannot")
+            raise BatchError(
+                f"{where(path)} is of type {type_name(type(value))}: register_splitter says how "
+                f"it is cut, and dim {given} cannot"
+            )
         return Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value))
 
     def _tensor(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         is_tensor = kind.role is Role.TENSOR
         if is_tensor and (value.layout is not torch.strided or value.is_nested):
             form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-            raise _refusal(path, f"a {form} tensor", "make it dense or padded, or put it in a class of yours and register_splitter(ThatClass, ...)")
+            raise _refusal(
+                path,
+                f"a {form} tensor",
+                "make it dense or padded, or put it in a class of yours and "
+                "register_splitter(ThatClass, ...)",
+            )
         ndim, dim = value.ndim, 0
         if isinstance(given, int):
             if not -ndim <= given < ndim:
                 raise BatchError(
-                    f"{where(path)} has no dim {given}: its shape is {tuple(value.shape)} (0-d tensors pass whole and are left out of dims)"
+                    f"{where(path)} has no dim {given}: its shape is {tuple(value.shape)} (0-d "
+                    "tensors pass whole and are left out of dims)"
                 )
             dim = given % ndim
         elif ndim == 0:
@@ -156,8 +209,12 @@ class Layout:
         if type(value) not in (tuple, list, dict):
             self._check_attributes(node)
         if node.size < 0 and type(value) is tuple and given is not ListLayout.FIELDS:
-            named = self.dims and any(self.given((*path, *below)) is not _NOT_GIVEN for below, _ in walk(value))
-            if not named and any(end.value is not None for child in node.children.values() for end in child.ends()):
+            named = self.dims and any(
+                self.given((*path, *below)) is not _NOT_GIVEN for below, _ in walk(value)
+            )
+            if not named and any(
+                end.value is not None for child in node.children.values() for end in child.ends()
+            ):
                 self.unclear.append(node)
         return node
 
@@ -166,7 +223,10 @@ class Layout:
         if given is _NOT_GIVEN and not _has_rows(value, roles):
             given = self.known.get(path, given) if roles & _CONTAINERS else ListLayout.ITEMS
             if given is _NOT_GIVEN:
-                node, fields = Node(Cut.ITEMS, path, value, kind, size=len(value)), Node(Cut.FIELDS, path, value, kind)
+                node, fields = (
+                    Node(Cut.ITEMS, path, value, kind, size=len(value)),
+                    Node(Cut.FIELDS, path, value, kind),
+                )
                 layout = Layout(self.dims, self.known)
                 try:
                     fields = layout._fields(value, path, kind, given)
@@ -175,13 +235,23 @@ class Layout:
                 self.open.append((node, fields, layout))
                 return node
         plain = isinstance(given, int) and not roles & (_CONTAINERS | {Role.TENSOR})
-        return self._items(value, path, kind, given) if plain or given is ListLayout.ITEMS else self._fields(value, path, kind, given)
+        return (
+            self._items(value, path, kind, given)
+            if plain or given is ListLayout.ITEMS
+            else self._fields(value, path, kind, given)
+        )
 
     def _items(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.role is not Role.LIST and type(value) is not tuple:
-            raise BatchError(f"{where(path)} is of type {type_name(type(value))}, and items() is for lists and tuples")
+            raise BatchError(
+                f"{where(path)} is of type {type_name(type(value))}, and items() is for lists and "
+                "tuples"
+            )
         if isinstance(given, int) and given not in (0, -1):
-            raise BatchError(f"{where(path)} has no dim {given}: it is a {type(value).__name__} of {len(value)} items")
+            raise BatchError(
+                f"{where(path)} has no dim {given}: it is a {type(value).__name__} of "
+                f"{len(value)} items"
+            )
         node = Node(Cut.ITEMS, path, value, kind, size=len(value))
         self._check_attributes(node)
         return node
@@ -189,16 +259,25 @@ class Layout:
     def _check_attributes(self, node: Node) -> None:
         """Refuses what every piece would get of the whole batch, unless `dims` says that this is right."""
         value, parts = node.value, {key: child.value for key, child in node.children.items()}
-        suspects = dict.fromkeys(row_attributes(value, parts), "is an attribute next to the parts of")
+        suspects = dict.fromkeys(
+            row_attributes(value, parts), "is an attribute next to the parts of"
+        )
         for each in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
-            computed = not each.init and parts.get(each.name) is not None and parts[each.name] is not each.default
+            computed = (
+                not each.init
+                and parts.get(each.name) is not None
+                and parts[each.name] is not each.default
+            )
             if computed and all(end.cut is Cut.WHOLE for end in node.children[each.name].ends()):
                 suspects[each.name] = "is computed (init=False) by"
         for name, what in suspects.items():
             path = (*node.path, name)
             if self.given(path) is not None:
                 remedy = f"if that is right: dims={call('whole', path)}\n  if not: make it a part, or {to_register(type(value))}"
-                raise BatchError(f"{where(path)} {what} {type_name(type(value))}: every piece would get the whole batch's\n  {remedy}")
+                raise BatchError(
+                    f"{where(path)} {what} {type_name(type(value))}: every piece would get the "
+                    f"whole batch's\n  {remedy}"
+                )
 
     def lengths(self, root: Node) -> set[int]:
         """The lengths that the batch can have, with the open lists read either way."""
@@ -210,7 +289,10 @@ class Layout:
         return set.intersection(*choices) if choices else set()
 
     def decide(self, length: int) -> None:
-        """Decides the open lists. A batch of one sample is not remembered: both readings give the same, only, piece."""
+        """Decides the open lists.
+
+        A batch of one sample is not remembered: both readings give the same, only, piece.
+        """
         for node, fields, layout in self.open:
             as_fields = length in layout.lengths(fields)
             if as_fields and node.size == length != 1:
@@ -220,21 +302,26 @@ class Layout:
                 node.cut, node.children = fields.cut, fields.children
                 self.unclear += layout.unclear
             if length != 1:
-                self.known[node.path] = ListLayout.ITEMS if node.cut is Cut.ITEMS else ListLayout.FIELDS
+                self.known[node.path] = (
+                    ListLayout.ITEMS if node.cut is Cut.ITEMS else ListLayout.FIELDS
+                )
 
     def finish(self, root: Node) -> int:
         """N, once everything is decided."""
         if self.open:
             lengths = self.lengths(root)
-            if len(lengths) > 1 and any(node.size != 1 for node, _, _ in self.open):  # and nothing else is cut
+            # and nothing else is cut
+            if len(lengths) > 1 and any(node.size != 1 for node, _, _ in self.open):
                 node = self.open[0][0]
                 raise BatchError(_two_readings([node], min(lengths - {node.size})))
             self.decide(1 if len(lengths) > 1 else max(lengths, default=-1))
         if self.unclear:
             node = self.unclear[-1]  # the outermost: its parts come before it
             raise BatchError(
-                f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has rows: is it one item per sample?\n"
-                f"  if so: dims={call('items', node.path)}\n  if every piece needs all of it: dims={call('whole', node.path)}"
+                f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has "
+                "rows: is it one item per sample?\n"
+                f"  if so: dims={call('items', node.path)}\n  if every piece needs all of it: "
+                f"dims={call('whole', node.path)}"
             )
         self.ends = root.ends()
         sizes = set()
@@ -246,10 +333,15 @@ class Layout:
             raise BatchError(self._disagreement(root.value))
         if not sizes:
             what = f"there is nothing to cut in the batch (type {type_name(type(root.value))})"
-            raise BatchError(f"{what}: no tensor with a dimension and no list of samples\n  every part of it passes whole")
+            raise BatchError(
+                f"{what}: no tensor with a dimension and no list of samples\n  every part of it "
+                "passes whole"
+            )
         size = sizes.pop()
         if not size:
-            raise BatchError(f"the batch is empty: {_line(self.leaves[0])}\n  skip it before the call")
+            raise BatchError(
+                f"the batch is empty: {_line(self.leaves[0])}\n  skip it before the call"
+            )
         lists = self._could_be_samples(root) if root.cut is Cut.FIELDS else []
         if lists:
             raise BatchError(_two_readings(lists, size))
@@ -261,28 +353,58 @@ class Layout:
         if first.cut is not Cut.FIELDS and len(root.children) <= MANY:
             return []
         lists = [first, *others] if first.cut is Cut.FIELDS else [root]
-        if any(type(each.value) not in (list, tuple) or each.cut is not Cut.FIELDS or self.given(each.path) is not _NOT_GIVEN for each in lists):
+        if any(
+            type(each.value) not in (list, tuple)
+            or each.cut is not Cut.FIELDS
+            or self.given(each.path) is not _NOT_GIVEN
+            for each in lists
+        ):
             return []
         counts = {len(each.value) for each in lists}
         if len(lists) > 1:
             return lists if len(counts) == 1 and counts != {1} else []
         if counts.pop() <= MANY:
             return []
-        return lists if len({(getattr(end.value, "shape", None), getattr(end.value, "dtype", None)) for end in lists[0].ends()}) == 1 else []
+        return (
+            lists
+            if len(
+                {
+                    (getattr(end.value, "shape", None), getattr(end.value, "dtype", None))
+                    for end in lists[0].ends()
+                }
+            )
+            == 1
+            else []
+        )
 
     def _disagreement(self, batch: Any) -> str:
         """Names each leaf and its shape, and the line to add for each length that the batch can have."""
         places: list[tuple[Path, Any]] = [((), batch), *walk(batch)]
-        lists = {path: len(value) for path, value in places if type(value) in (list, tuple) and roles_in(value) == {Role.TENSOR}}
+        lists = {
+            path: len(value)
+            for path, value in places
+            if type(value) in (list, tuple) and roles_in(value) == {Role.TENSOR}
+        }
         sizes = sorted({leaf.size for leaf in self.leaves})
-        ways = [f"  if it has {length} samples: {self._line_to_add(lists, length)}" for length in {*sizes, *lists.values()} - {0}]
-        unused = ", ".join(repr(name) for name in self.dims if not any(name in suffixes(path) for path, _ in places))
-        lines = [f"the parts of the batch disagree on its length: {' and '.join(map(str, sizes[:4]))}"]
+        ways = [
+            f"  if it has {length} samples: {self._line_to_add(lists, length)}"
+            for length in {*sizes, *lists.values()} - {0}
+        ]
+        unused = ", ".join(
+            repr(name)
+            for name in self.dims
+            if not any(name in suffixes(path) for path, _ in places)
+        )
+        lines = [
+            f"the parts of the batch disagree on its length: {' and '.join(map(str, sizes[:4]))}"
+        ]
         lines += [f"  {_line(leaf)}" for leaf in self.leaves[:12]]
         if len(self.leaves) > 12:
             lines.append(f"  … and {len(self.leaves) - 12} more")
         lines += sorted(ways, key=len)[:3]
-        return "\n".join(lines) + (f"\n  dims names {unused}, which the batch does not have" if unused else "")
+        return "\n".join(lines) + (
+            f"\n  dims names {unused}, which the batch does not have" if unused else ""
+        )
 
     def _line_to_add(self, lists: dict[Path, int], length: int) -> str:
         dims, said = [], dict[Path, str]()
@@ -296,13 +418,19 @@ class Layout:
                 dims.append(f"{quoted(leaf.path)}: {tuple(leaf.value.shape).index(length)}")
             else:
                 said[leaf.path] = "whole"
-        ways = [call(helper, *[path for path in said if said[path] == helper]) for helper in dict.fromkeys(said.values())]
+        ways = [
+            call(helper, *[path for path in said if said[path] == helper])
+            for helper in dict.fromkeys(said.values())
+        ]
         return "dims=" + " | ".join(([f"{{{', '.join(dims)}}}"] if dims else []) + ways)
 
 
 def _has_rows(value: Any, roles: set[Role]) -> bool:
     """Whether a list holds tensors, and more than 0-d ones and numbers, which would be one item per sample."""
-    return Role.TENSOR in roles and (not roles <= {Role.TENSOR, Role.SCALAR} or any(isinstance(part, Tensor) and part.ndim > 0 for part in value))
+    return Role.TENSOR in roles and (
+        not roles <= {Role.TENSOR, Role.SCALAR}
+        or any(isinstance(part, Tensor) and part.ndim > 0 for part in value)
+    )
 
 
 def where(path: Path) -> str:
@@ -327,7 +455,9 @@ def _line(leaf: Node) -> str:
 
 def _refusal(path: Path, what: str, remedy: str) -> BatchError:
     whole = f"\n  or, if every piece needs all of it: dims={call('whole', path)}" if path else ""
-    return BatchError(f"{where(path)} is {what}, which cannot be cut into samples\n  {remedy}{whole}")
+    return BatchError(
+        f"{where(path)} is {what}, which cannot be cut into samples\n  {remedy}{whole}"
+    )
 
 
 def _two_readings(lists: list[Node], samples: int) -> str:

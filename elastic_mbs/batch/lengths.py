@@ -3,9 +3,11 @@
 A tensor or array is trimmed, in each piece, to its longest sample, along
 
 1. the dimension that `trim` says; None: it is never trimmed;
-2. else its first dimension beside that of the samples, if that is as long as the mask (of a function: not shorter than the longest sample), and all
-   that it holds beyond each sample's length is one value. So nothing is lost that is not padding, whatever the shapes are by accident: class scores,
-   a target sequence. What was once found to be otherwise is passed as it is from then on.
+2. else its first dimension beside that of the samples, if that is as long as the mask (of a
+  function: not shorter than the longest sample), and all
+   that it holds beyond each sample's length is one value. So nothing is lost that is not padding,
+   whatever the shapes are by accident: class scores, a target sequence. What was once found to be
+   otherwise is passed as it is from then on.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Sorted:
     lengths: list[int]  # in this order
     costs: Costs
     trims: dict[int, int]  # by the id of a node: the dimension along which it is trimmed
-    _indices: dict[torch.device, Tensor] = field(default_factory=dict)  # the order, on each device of the batch's
+    # the order, on each device of the batch's
+    _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def piece(self, root: Node, start: int, stop: int) -> Any:
         """Samples `start` to `stop` in this order, trimmed: copies in new containers."""
@@ -61,34 +64,56 @@ class Sorted:
 class ByLength:
     """How the batches of one runtime are sorted and trimmed."""
 
-    def __init__(self, length: Length, trim: Trim | None, warn_once: Callable[[str, str], None]) -> None:
-        if not (callable(length) or (isinstance(length, str | int) and not isinstance(length, bool))):
-            raise UsageError(f"length={length!r}: pieces='by_length' needs the name of an attention mask in the batch, or a function batch → lengths")
+    def __init__(
+        self, length: Length, trim: Trim | None, warn_once: Callable[[str, str], None]
+    ) -> None:
+        if not (
+            callable(length) or (isinstance(length, str | int) and not isinstance(length, bool))
+        ):
+            raise UsageError(
+                f"length={length!r}: pieces='by_length' needs the name of an attention mask in "
+                "the batch, or a function batch → lengths"
+            )
         for name, dim in (trim or {}).items():
             if isinstance(dim, bool) or not isinstance(dim, int | None):
-                raise UsageError(f"trim says {dim!r} of {name!r}: say the dimension of its padding, or None to pass it as it is")
+                raise UsageError(
+                    f"trim says {dim!r} of {name!r}: say the dimension of its padding, or None to "
+                    "pass it as it is"
+                )
         self._length, self._trim = length, {str(name): dim for name, dim in (trim or {}).items()}
         self._warn_once = warn_once
         self._untrimmed: set[Path] = set()  # found to be no padded sequences
 
     @classmethod
-    def of(cls, pieces: str, length: Length, trim: Trim | None, warn_once: Callable[[str, str], None]) -> ByLength | None:
+    def of(
+        cls, pieces: str, length: Length, trim: Trim | None, warn_once: Callable[[str, str], None]
+    ) -> ByLength | None:
         """What the options of a runtime ask for."""
         if pieces == "in_order" and (length is not None or trim is not None):
-            raise UsageError("length= and trim= say how samples are sorted by length: they go with pieces='by_length'")
+            raise UsageError(
+                "length= and trim= say how samples are sorted by length: they go with "
+                "pieces='by_length'"
+            )
         return cls(length, trim, warn_once) if pieces == "by_length" else None
 
     def read(self, batch: Any, ends: Sequence[Node], samples: int) -> Sorted | None:
         """The batch in order of length; None where there is nothing to sort and nothing to trim."""
         for end in ends:
             if end.cut is Cut.CUSTOM:
-                raise BatchError(f"{where(end.path)} is cut into ranges, by register_splitter, and cannot be put in order of length: make it a list")
+                raise BatchError(
+                    f"{where(end.path)} is cut into ranges, by register_splitter, and cannot be "
+                    "put in order of length: make it a list"
+                )
         lengths, width = self._lengths(batch, ends, samples)
         longest, shortest = int(lengths.max()), int(lengths.min())
         if shortest == width:
             return None
-        trims = {id(end): dim for end in ends if (dim := self._dim_of(end, lengths, width)) is not None}
-        if longest == shortest and all(end.value.shape[trims[id(end)]] == longest for end in ends if id(end) in trims):
+        trims = {
+            id(end): dim for end in ends if (dim := self._dim_of(end, lengths, width)) is not None
+        }
+        if longest == shortest and all(
+            end.value.shape[trims[id(end)]] == longest for end in ends if id(end) in trims
+        ):
             return None
         ordered, order = torch.sort(lengths, descending=True, stable=True)
         each = ordered.tolist()
@@ -100,9 +125,16 @@ class ByLength:
             return self._read_mask(batch, ends)
         given = self._length(batch)
         listed = isinstance(given, Tensor | Sequence) or kind_of(type(given)).role is Role.ARRAY
-        lengths = torch.as_tensor(given, device="cpu") if listed and not isinstance(given, str) else torch.empty(0)
+        lengths = (
+            torch.as_tensor(given, device="cpu")
+            if listed and not isinstance(given, str)
+            else torch.empty(0)
+        )
         if lengths.shape != (samples,) or lengths.is_floating_point() or int(lengths.min()) < 0:
-            raise BatchError(f"length= returned {given!r:.80} for a batch of {samples} samples: it must return a whole number for each, 0 or more")
+            raise BatchError(
+                f"length= returned {given!r:.80} for a batch of {samples} samples: it must return "
+                "a whole number for each, 0 or more"
+            )
         return lengths.long().clamp(min=1), None
 
     def _read_mask(self, batch: Any, ends: Sequence[Node]) -> tuple[Tensor, int]:
@@ -112,31 +144,56 @@ class ByLength:
         except LookupError as error:
             raise BatchError(f"length={name!r}: {error}") from error
         end = next((end for end in ends if end.value is value), None)
-        mask = torch.as_tensor(value) if end is not None and end.cut in (Cut.NARROW, Cut.COPY) else None
-        if mask is None or end is None or mask.ndim != 2 or not mask.numel() or mask.is_floating_point():
-            raise BatchError(f"length={name!r} is no mask of shape (N, L) with whole numbers or bools; a function batch → N lengths would do, too")
+        mask = (
+            torch.as_tensor(value)
+            if end is not None and end.cut in (Cut.NARROW, Cut.COPY)
+            else None
+        )
+        if (
+            mask is None
+            or end is None
+            or mask.ndim != 2
+            or not mask.numel()
+            or mask.is_floating_point()
+        ):
+            raise BatchError(
+                f"length={name!r} is no mask of shape (N, L) with whole numbers or bools; a "
+                "function batch → N lengths would do, too"
+            )
         valid = mask.movedim(end.dim, 0) != 0
         if not bool(valid[:, 0].all()):
             raise BatchError(
-                f"length={name!r}: some samples begin with 0, and only padding at the end is trimmed: pad on the right, or, if 1 means padding: "
+                f"length={name!r}: some samples begin with 0, and only padding at the end is "
+                "trimmed: pad on the right, or, if 1 means padding: "
                 f"length=lambda batch: (batch[{name!r}] == 0).sum(1)"
             )
         width = valid.shape[1]
-        return torch.where(valid, torch.arange(1, width + 1, device=valid.device), 0).amax(1).cpu(), width
+        return torch.where(valid, torch.arange(1, width + 1, device=valid.device), 0).amax(
+            1
+        ).cpu(), width
 
     def _dim_of(self, end: Node, lengths: Tensor, width: int | None) -> int | None:
         """The dimension along which a value is trimmed."""
         if end.cut not in (Cut.NARROW, Cut.COPY):
             return None
         shape, longest = tuple(end.value.shape), int(lengths.max())
-        fitting = [dim for dim, size in enumerate(shape) if dim != end.dim and (size >= longest if width is None else size == width)]
-        given = next((self._trim[name] for name in suffixes(end.path) if name in self._trim), _BY_RULE)
+        fitting = [
+            dim
+            for dim, size in enumerate(shape)
+            if dim != end.dim and (size >= longest if width is None else size == width)
+        ]
+        given = next(
+            (self._trim[name] for name in suffixes(end.path) if name in self._trim), _BY_RULE
+        )
         if given is None:
             return None
         if given is not _BY_RULE:
             if given not in fitting and given + len(shape) not in fitting:
                 wanted = f"at least {longest}" if width is None else width
-                raise BatchError(f"trim says dim {given} of {where(end.path)}, of shape {shape}: the padded length there should be {wanted}")
+                raise BatchError(
+                    f"trim says dim {given} of {where(end.path)}, of shape {shape}: the padded "
+                    f"length there should be {wanted}"
+                )
             return given % len(shape)
         first = int(end.dim == 0)
         if first in fitting and end.path not in self._untrimmed:
@@ -145,8 +202,10 @@ class ByLength:
             name = dotted(end.path)
             self._warn_once(
                 f"trim {name}",
-                f"{where(end.path)} is as long as the padded samples, but holds more than padding beyond their lengths, so pieces get all of its "
-                f"dim {first}: if it has to be trimmed with them, trim={{{name!r}: {first}}}; if not, trim={{{name!r}: None}} says so",
+                f"{where(end.path)} is as long as the padded samples, but holds more than padding "
+                "beyond their lengths, so pieces get all of its "
+                f"dim {first}: if it has to be trimmed with them, trim={{{name!r}: {first}}}; if "
+                f"not, trim={{{name!r}: None}} says so",
             )
         self._untrimmed.add(end.path)
         return None

@@ -24,15 +24,20 @@ def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
     else:
         if not isinstance(loss, Mapping):
             raise LossError(
-                f"count= is a dict with the names {list(names)}, so loss_fn must return a dict of losses with them, not a {type(loss).__name__}"
+                f"count= is a dict with the names {list(names)}, so loss_fn must return a dict of "
+                f"losses with them, not a {type(loss).__name__}"
             )
         missing, extra = [n for n in names if n not in loss], [n for n in loss if n not in names]
         if missing or extra:
-            raise LossError(f"the losses and count= must have the same names: missing {missing}, without a count {extra}")
+            raise LossError(
+                f"the losses and count= must have the same names: missing {missing}, without a "
+                f"count {extra}"
+            )
         terms = {name: _scalar(loss[name], f"the loss {name!r}") for name in names}
     if not any(term.requires_grad for term in terms.values()):
         raise LossError(
-            "the loss has no graph, so there is nothing to differentiate: was it computed under torch.no_grad() or from detached tensors, "
+            "the loss has no graph, so there is nothing to differentiate: was it computed under "
+            "torch.no_grad() or from detached tensors, "
             "or are all parameters frozen?"
         )
     return terms, outputs
@@ -47,12 +52,17 @@ def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
             return value["loss"], value
         if names is not None:
             return value, None
-        raise LossError(f"loss_fn returned a dict without 'loss' (it has {list(value)}); {_WAYS}; for several losses give count= as a dict")
+        raise LossError(
+            f"loss_fn returned a dict without 'loss' (it has {list(value)}); {_WAYS}; for several "
+            "losses give count= as a dict"
+        )
     loss = getattr(value, "loss", None)
     if loss is not None:
         return loss, value
     if isinstance(value, tuple | list) and value:
-        return value[0], (None if len(value) == 1 else value[1] if len(value) == 2 else tuple(value[1:]))
+        return value[0], (
+            None if len(value) == 1 else value[1] if len(value) == 2 else tuple(value[1:])
+        )
     raise LossError(f"loss_fn returned a {type(value).__name__}, which has no loss in it; {_WAYS}")
 
 
@@ -60,7 +70,10 @@ def _scalar(loss: Any, what: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise LossError(f"{what} is a {type(loss).__name__}, not a tensor; {_WAYS}")
     if loss.numel() != 1:
-        raise LossError(f"{what} has shape {tuple(loss.shape)}; it must be a scalar: reduce it with .mean() (or .sum() and reduction='sum')")
+        raise LossError(
+            f"{what} has shape {tuple(loss.shape)}; it must be a scalar: reduce it with .mean() "
+            "(or .sum() and reduction='sum')"
+        )
     if not loss.is_floating_point():
         raise LossError(f"{what} has dtype {loss.dtype}; it must be a real floating-point scalar")
     return loss if loss.ndim == 0 else loss.reshape(())  # not a view: a failed attempt detaches it
@@ -68,7 +81,10 @@ def _scalar(loss: Any, what: str) -> torch.Tensor:
 
 def is_plain(loss: object) -> TypeGuard[torch.Tensor]:
     """Whether it is a scalar with a graph, in full precision, as nearly every `loss_fn` returns: nothing has to be read from it."""
-    return type(loss) is torch.Tensor and loss.dtype in _FULL and loss.ndim == 0 and not loss.is_leaf  # what has no graph is a leaf
+    # what has no graph is a leaf
+    return (
+        type(loss) is torch.Tensor and loss.dtype in _FULL and loss.ndim == 0 and not loss.is_leaf
+    )
 
 
 _FULL = frozenset({torch.float32, torch.float64})
@@ -76,8 +92,13 @@ _FULL = frozenset({torch.float32, torch.float64})
 
 def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:
     """Σ weight · term, as a scalar with a graph."""
-    # A mean over no terms is NaN, and so is NaN · 0; a small weight would cost a half-precision loss bits.
-    parts = [(term if term.dtype in _FULL else term.float()) * weights[name] for name, term in terms.items() if weights[name] != 0]
+    # A mean over no terms is NaN, and so is NaN · 0; a small weight would cost a half-precision
+    # loss bits.
+    parts = [
+        (term if term.dtype in _FULL else term.float()) * weights[name]
+        for name, term in terms.items()
+        if weights[name] != 0
+    ]
     if not parts:
         raise LossError("every loss term of this piece has count 0")
     return sum(parts[1:], parts[0])

@@ -19,9 +19,20 @@ Count = CountFn | Mapping[str, CountFn | None] | None
 class BatchReader:
     """Reads batches as samples with their counts, as `dims` and `count` say, and warns about the first one of each loss function."""
 
-    def __init__(self, dims: Dims | None, count: Count, by_length: ByLength | None, *, counted: bool, warn_once: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        dims: Dims | None,
+        count: Count,
+        by_length: ByLength | None,
+        *,
+        counted: bool,
+        warn_once: Callable[[str, str], None],
+    ) -> None:
         if not (count is None or callable(count) or isinstance(count, Mapping)):
-            raise UsageError(f"count={count!r} is no function batch → counts per sample: give one, count_tokens(...), or a dict of those")
+            raise UsageError(
+                f"count={count!r} is no function batch → counts per sample: give one, "
+                "count_tokens(...), or a dict of those"
+            )
         self._dims, self._count, self._by_length = dims, count, by_length
         self._counted = counted or count is not None  # the loss is right without counts
         self._warn_once = warn_once  # takes the kind of a warning and its text
@@ -32,26 +43,51 @@ class BatchReader:
     def count_names(self) -> tuple[str, ...] | None:
         return tuple(self._count) if isinstance(self._count, Mapping) else None
 
-    def view(self, batch: Any, name: str, *, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchView:
+    def view(
+        self,
+        batch: Any,
+        name: str,
+        *,
+        training: bool,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> BatchView:
         """The batch as samples; the first one of each loss function is looked at."""
         view = BatchView(batch, self._dims, self._known_lists.get(name), self._by_length)
         self._known_lists[name] = view.known_lists
         if name not in self._looked_at:
-            for kind, sentence in first_look(view, training=training, counted=self._counted, arguments=args, named=kwargs):
+            for kind, sentence in first_look(
+                view, training=training, counted=self._counted, arguments=args, named=kwargs
+            ):
                 self._warn_once(kind, sentence)
             self._looked_at.add(name)
         check_graphs(view)
         return view
 
-    def read(self, batch: Any, name: str, given: tuple[tuple[Any, ...], Mapping[str, Any]], *, training: bool) -> tuple[BatchView, Counts]:
-        """The batch as samples, with its counts; an evaluation counts samples. Can be repeated where memory ran out."""
+    def read(
+        self,
+        batch: Any,
+        name: str,
+        given: tuple[tuple[Any, ...], Mapping[str, Any]],
+        *,
+        training: bool,
+    ) -> tuple[BatchView, Counts]:
+        """The batch as samples, with its counts; an evaluation counts samples.
+
+        Can be repeated where memory ran out.
+        """
         view = self.view(batch, name, training=training, args=given[0], kwargs=given[1])
         return view, Counts.read(self._count if training else None, view)
 
     def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
         """The first samples of a batch, with their counts."""
         view = BatchView(batch, self._dims)
-        few = BatchView(view.piece(0, max(1, min(samples, view.length))), self._dims, view.known_lists, self._by_length)
+        few = BatchView(
+            view.piece(0, max(1, min(samples, view.length))),
+            self._dims,
+            view.known_lists,
+            self._by_length,
+        )
         if few.sorted is not None:  # as a batch that lies in this order: the report looks into it
             few = BatchView(few.piece(0, few.length), self._dims, view.known_lists, self._by_length)
         return few, Counts.read(self._count, few)
@@ -66,23 +102,39 @@ class BatchReader:
 
 
 def first_look(
-    view: BatchView, *, training: bool, counted: bool, arguments: Iterable[Any] = (), named: Mapping[str, Any] | None = None
+    view: BatchView,
+    *,
+    training: bool,
+    counted: bool,
+    arguments: Iterable[Any] = (),
+    named: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """(topic, sentence) of each warning. It can read labels, so it is for the first batch only. `counted`: the loss is right without counts."""
+    """(topic, sentence) of each warning.
+
+    It can read labels, so it is for the first batch only. `counted`: the loss is right without
+    counts.
+    """
     label = looks_like_token_labels(view) if training and not counted else None
     if label is not None:
         yield (
             "count",
-            f"{label!r} has labels of -100 and no count= was given, so every sample weighs the same, however many labels it has: "
-            f"give count=count_tokens({label!r}), with shift=True for a causal language model that shifts its labels itself, "
+            f"{label!r} has labels of -100 and no count= was given, so every sample weighs the "
+            "same, however many labels it has: "
+            f"give count=count_tokens({label!r}), with shift=True for a causal language model "
+            "that shifts its labels itself, "
             "and verify(loss_fn, batch) to check",
         )
-    others = {f"argument {place} after the batch": value for place, value in enumerate(arguments, 1)}
-    for what, value in (others | {f"{name}=": value for name, value in (named or {}).items()}).items():
+    others = {
+        f"argument {place} after the batch": value for place, value in enumerate(arguments, 1)
+    }
+    for what, value in (
+        others | {f"{name}=": value for name, value in (named or {}).items()}
+    ).items():
         if isinstance(value, Tensor) and value.ndim and len(value) == view.length > 1:
             yield (
                 "beside",
-                f"{what} has {view.length} rows, as many as the batch has samples, but only the first argument is cut: every piece gets all of it. "
+                f"{what} has {view.length} rows, as many as the batch has samples, but only the "
+                "first argument is cut: every piece gets all of it. "
                 "What belongs to the samples goes into the batch, as in backward(loss_fn, (x, y))",
             )
             return

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.controller.partition import Costs, partition
 
-Weights = Mapping[str | None, float]  # of each loss of a piece, by the name of its count; a single loss goes by None
+# of each loss of a piece, by the name of its count; a single loss goes by None
+Weights = Mapping[str | None, float]
 
 
 @dataclass(slots=True)
@@ -17,7 +18,8 @@ class Range:
 
     start: int
     stop: int
-    committed: frozenset[int] = frozenset()  # ids of the leaves that an attempt that failed half-way has already contributed to
+    # ids of the leaves that an attempt that failed half-way has already contributed to
+    committed: frozenset[int] = frozenset()
     weights: Weights | None = None  # of a piece; None where nothing in it counts
 
     def __len__(self) -> int:
@@ -27,7 +29,15 @@ class Range:
 class Schedule:
     """The samples of one batch, handed out in pieces."""
 
-    def __init__(self, counts: Counts, *, reduction: str = "mean", minimum: int = 1, align: int = 1, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        counts: Counts,
+        *,
+        reduction: str = "mean",
+        minimum: int = 1,
+        align: int = 1,
+        costs: Costs | None = None,
+    ) -> None:
         self._counts = counts
         self._reduction = reduction
         self._minimum, self._align = minimum, align  # of a piece's length, in samples
@@ -52,11 +62,14 @@ class Schedule:
                 rest = self._rests.pop()
                 weights, reduction = self._counts.weights, self._reduction
                 for start, stop in reversed(self._cut(rest, size)):
-                    self._pieces.append(Range(start, stop, rest.committed, weights(start, stop, reduction)))
+                    self._pieces.append(
+                        Range(start, stop, rest.committed, weights(start, stop, reduction))
+                    )
             piece = self._pieces.pop()
             if piece.weights is not None:
                 return piece
-            self.skipped.append((piece.start, piece.stop))  # its loss would be 0/0, and NaN × 0 is NaN
+            # its loss would be 0/0, and NaN × 0 is NaN
+            self.skipped.append((piece.start, piece.stop))
         return None
 
     @property
@@ -67,7 +80,9 @@ class Schedule:
     def _cut(self, rest: Range, size: int) -> tuple[tuple[int, int], ...]:
         if self._costs is None:
             return partition(rest.start, rest.stop, size, minimum=self._minimum, align=self._align)
-        return self._costs.partition(rest.start, rest.stop, size, minimum=self._minimum, align=self._align, most=self._most)
+        return self._costs.partition(
+            rest.start, rest.stop, size, minimum=self._minimum, align=self._align, most=self._most
+        )
 
     def worth(self, piece: Range) -> int:
         """The size at which a piece is cut, in samples."""
@@ -99,5 +114,7 @@ class Schedule:
     def _join(self) -> None:
         """Undoes the last cut."""
         if self._pieces:
-            self._rests.append(Range(self._pieces[-1].start, self._pieces[0].stop, self._pieces[0].committed))
+            self._rests.append(
+                Range(self._pieces[-1].start, self._pieces[0].stop, self._pieces[0].committed)
+            )
             self._pieces.clear()

@@ -19,7 +19,8 @@ class ListLayout(Enum):
     FIELDS = auto()  # each element holds all samples
 
 
-# Name, dotted path or index → dimension of the samples, None (pass whole) or a `ListLayout`. The empty name is the batch itself.
+# Name, dotted path or index → dimension of the samples, None (pass whole) or a `ListLayout`. The
+# empty name is the batch itself.
 Dims = Mapping[Any, int | ListLayout | None]
 
 
@@ -41,18 +42,27 @@ def fields(*names: str | int) -> dict[str, Any]:
 def checked(dims: Any) -> dict[str, Any]:
     """`dims` with every key as text."""
     if not isinstance(dims, Mapping):
-        raise BatchError(f'dims must be a mapping such as {{"position_ids": 1}} or whole("mask"), not {dims!r}')
+        raise BatchError(
+            f'dims must be a mapping such as {{"position_ids": 1}} or whole("mask"), not {dims!r}'
+        )
     for key, value in dims.items():
         if isinstance(key, bool) or not isinstance(key, str | int):
-            raise BatchError(f"dims has the key {key!r}: a key is a name, a dotted path or an index")
+            raise BatchError(
+                f"dims has the key {key!r}: a key is a name, a dotted path or an index"
+            )
         if isinstance(value, bool) or not (value is None or isinstance(value, int | ListLayout)):
-            raise BatchError(f"dims says {value!r} of {key!r}: say a dimension (an int), whole({key!r}), items({key!r}) or fields({key!r})")
+            raise BatchError(
+                f"dims says {value!r} of {key!r}: say a dimension (an int), whole({key!r}), "
+                f"items({key!r}) or fields({key!r})"
+            )
     return {str(key): value for key, value in dims.items()}
 
 
 def type_name(cls: type) -> str:
     """The name to show for a type: `dict`, `collections.UserDict`, `mine.Batch`."""
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +78,39 @@ class Splitter:
     def __post_init__(self) -> None:
         if not isinstance(self.cls, type):
             raise BatchError(f"register_splitter needs a class, not {self.cls!r}")
-        if self.cls in (object, Tensor, dict, list, tuple, str, bytes, int, float, bool, type(None)):
-            raise BatchError(f"{type_name(self.cls)} is cut by elastic_mbs itself: register a class of your own (a subclass will do)")
-        for name, function in (("length", self.length_of), ("slice", self.slice_of), ("tensors", self.tensors_of), ("move", self.move)):
+        if self.cls in (
+            object,
+            Tensor,
+            dict,
+            list,
+            tuple,
+            str,
+            bytes,
+            int,
+            float,
+            bool,
+            type(None),
+        ):
+            raise BatchError(
+                f"{type_name(self.cls)} is cut by elastic_mbs itself: register a class of your "
+                "own (a subclass will do)"
+            )
+        for name, function in (
+            ("length", self.length_of),
+            ("slice", self.slice_of),
+            ("tensors", self.tensors_of),
+            ("move", self.move),
+        ):
             if not callable(function) and (function is not None or name in ("length", "slice")):
-                raise BatchError(f"register_splitter({self.cls.__name__}): {name} must be a function, not {function!r}")
+                raise BatchError(
+                    f"register_splitter({self.cls.__name__}): {name} must be a function, not "
+                    f"{function!r}"
+                )
         if (self.tensors_of is None) != (self.move is None):
-            raise BatchError(f"register_splitter({self.cls.__name__}): tensors= and move= need each other: tensors that are found must be movable")
+            raise BatchError(
+                f"register_splitter({self.cls.__name__}): tensors= and move= need each other: "
+                "tensors that are found must be movable"
+            )
 
     def _error(self, function: str, problem: str) -> BatchError:
         return BatchError(f"the {function} function registered for {type_name(self.cls)} {problem}")
@@ -87,17 +123,25 @@ class Splitter:
 
     def cut(self, value: Any, start: int, stop: int) -> Any:
         piece = self.slice_of(value, start, stop)
-        # The piece can be of another type (a plain tensor, say), which the registered length function does not know.
+        # The piece can be of another type (a plain tensor, say), which the registered length
+        # function does not know.
         if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):
             got = "None" if piece is None else f"{self.length(piece)} samples"
-            raise self._error("slice", f"returned {got} for samples {start}:{stop}: it must return the {stop - start} samples from start to stop")
+            raise self._error(
+                "slice",
+                f"returned {got} for samples {start}:{stop}: it must return the {stop - start} "
+                "samples from start to stop",
+            )
         return piece
 
     def tensors(self, value: Any) -> list[Tensor]:
         found = [] if self.tensors_of is None else list(self.tensors_of(value))
         for each in found:
             if not isinstance(each, Tensor):
-                raise self._error("tensors", f"gave something of type {type_name(type(each))}: it must give tensors only")
+                raise self._error(
+                    "tensors",
+                    f"gave something of type {type_name(type(each))}: it must give tensors only",
+                )
         return found
 
     def mapped(self, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:

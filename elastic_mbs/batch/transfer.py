@@ -1,8 +1,10 @@
 """Pieces on their way to the device: each when its turn comes, or, from pinned memory, while the piece before it computes (Micro-Batch Streaming).
 
-The copies run in a stream of their own, into memory of the stream that computes: they wait for what that stream had to do when the memory was taken,
-and that stream waits for them before it reads the memory or gives it back. So the memory can be used again in the order of that one stream.
-`record_stream` would keep it until an event has passed: a host that runs ahead of the device would hold several pieces, and not one.
+The copies run in a stream of their own, into memory of the stream that computes: they wait for what
+that stream had to do when the memory was taken, and that stream waits for them before it reads the
+memory or gives it back. So the memory can be used again in the order of that one stream.
+`record_stream` would keep it until an event has passed: a host that runs ahead of the device would
+hold several pieces, and not one.
 """
 
 from __future__ import annotations
@@ -30,19 +32,28 @@ class _Ahead:
     piece: Range
     data: Any
     stream: torch.Stream  # that computes, and that the copies' memory belongs to
-    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the tensor on the host, so that no other one gets its id
+    # with the tensor on the host, so that no other one gets its id
+    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Loader:
     """Brings the pieces of one batch to the device.
 
-    After a piece of more than `longer_than` samples the copies of the next one are queued at once, where the batch is in pinned memory
-    (`prefetch=True`), or where each piece is to be pinned for it (`"pin"`).
+    After a piece of more than `longer_than` samples the copies of the next one are queued at once,
+    where the batch is in pinned memory (`prefetch=True`), or where each piece is to be pinned for
+    it (`"pin"`).
     """
 
     __slots__ = ("_ahead", "_copying", "_device", "_longer_than", "_pin", "_view")
 
-    def __init__(self, view: BatchView, device: torch.device | None, prefetch: bool | str, *, longer_than: int = 0) -> None:
+    def __init__(
+        self,
+        view: BatchView,
+        device: torch.device | None,
+        prefetch: bool | str,
+        *,
+        longer_than: int = 0,
+    ) -> None:
         self._view, self._device, self._longer_than = view, device, longer_than
         self._pin = prefetch == "pin"
         self._ahead: _Ahead | None = None
@@ -53,9 +64,15 @@ class Loader:
                 self._copying = torch.Stream(device)
 
     def load(self, piece: Range, schedule: Schedule, *, cloned: bool) -> Any:
-        """The piece, `cloned` where `loss_fn` edits its batch, with its tensors on the device. The host does not wait."""
+        """The piece, `cloned` where `loss_fn` edits its batch, with its tensors on the device.
+
+        The host does not wait.
+        """
         ahead = None if self._ahead is None else self._take()
-        if ahead is not None and (ahead.piece is not piece or ahead.stream != torch.accelerator.current_stream(self._device)):
+        if ahead is not None and (
+            ahead.piece is not piece
+            or ahead.stream != torch.accelerator.current_stream(self._device)
+        ):
             ahead = None
         data = self._view.piece(piece.start, piece.stop) if ahead is None else ahead.data
         if cloned:
@@ -63,7 +80,12 @@ class Loader:
         if self._device is None:
             return data
         data = to_device(data, self._device, None if ahead is None else ahead.copies)
-        if self._copying is not None and not cloned and len(piece) > self._longer_than and not self._copied_ahead(schedule.upcoming):
+        if (
+            self._copying is not None
+            and not cloned
+            and len(piece) > self._longer_than
+            and not self._copied_ahead(schedule.upcoming)
+        ):
             self.stop()
         return data
 
@@ -73,7 +95,10 @@ class Loader:
         self._copying = None
 
     def _take(self) -> _Ahead | None:
-        """What was copied ahead. From now on the stream that computes can read it, or use its memory for something else."""
+        """What was copied ahead.
+
+        From now on the stream that computes can read it, or use its memory for something else.
+        """
         ahead = self._ahead
         if ahead is not None and self._copying is not None:
             ahead.stream.wait_stream(self._copying)
@@ -94,12 +119,18 @@ class Loader:
 
     def _queue(self, piece: Range) -> None:
         assert self._copying is not None
-        # Kept here from the beginning: whatever strikes in the middle, the memory is not used again before the copies are done.
-        ahead = self._ahead = _Ahead(piece, self._view.piece(piece.start, piece.stop), torch.accelerator.current_stream(self._device))
+        # Kept here from the beginning: whatever strikes in the middle, the memory is not used again
+        # before the copies are done.
+        ahead = self._ahead = _Ahead(
+            piece,
+            self._view.piece(piece.start, piece.stop),
+            torch.accelerator.current_stream(self._device),
+        )
         for tensor in filter(_is_plain, tensors_in(ahead.data)):
             if self._pin or tensor.is_pinned():
                 copy = torch.empty_like(tensor, device=self._device)
-                if copy.stride() == tensor.stride():  # else torch would copy it on the host first, and wait
+                # else torch would copy it on the host first, and wait
+                if copy.stride() == tensor.stride():
                     ahead.copies[id(tensor)] = tensor, copy
         self._copying.wait_stream(ahead.stream)
         with self._copying:
@@ -109,10 +140,17 @@ class Loader:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a copy by hand is what `tensor.to(device)` gives."""
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.requires_grad
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+    )
 
 
-def to_device(piece: Any, device: torch.device | None, copies: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
+def to_device(
+    piece: Any, device: torch.device | None, copies: dict[int, tuple[Tensor, Tensor]] | None = None
+) -> Any:
     """The piece with its tensors on the device (None: where they are), in the current stream's order: the host does not wait.
 
     `copies` are there already, each for one use, by the ids of what they are copies of.
@@ -128,7 +166,9 @@ def to_device(piece: Any, device: torch.device | None, copies: dict[int, tuple[T
     return map_tensors(piece, move)
 
 
-def choose_device(wanted: torch.device | str | None, model: list[torch.device]) -> torch.device | None:
+def choose_device(
+    wanted: torch.device | str | None, model: list[torch.device]
+) -> torch.device | None:
     """Where pieces go: "auto" is the model's device when it has exactly one and that is no CPU."""
     if wanted == "auto":
         return model[0] if len(model) == 1 and model[0].type != "cpu" else None
@@ -137,5 +177,12 @@ def choose_device(wanted: torch.device | str | None, model: list[torch.device]) 
     try:
         device = torch.device(wanted)
     except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device={wanted!r} is not a device: use 'auto', None (pieces stay where they are), or a torch.device") from error
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+        raise UsageError(
+            f"device={wanted!r} is not a device: use 'auto', None (pieces stay where they are), "
+            "or a torch.device"
+        ) from error
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device.type == "cuda" and device.index is None
+        else device
+    )

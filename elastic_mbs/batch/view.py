@@ -1,4 +1,7 @@
-"""A batch of any shape as N samples: its length, its pieces and where they go, its tensors. How its values are read is in `layout.py`."""
+"""A batch of any shape as N samples: its length, its pieces and where they go, its tensors.
+
+How its values are read is in `layout.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,29 @@ _FLAT, _PLAIN, _DENSE = {dict, tuple, list}, {Tensor}, {torch.strided}
 
 
 class BatchView:
-    """A batch as N samples; a BatchError where it cannot be cut. Construction looks at shapes only: no copy, no device synchronisation."""
+    """A batch as N samples; a BatchError where it cannot be cut.
+
+    Construction looks at shapes only: no copy, no device synchronisation.
+    """
 
     def __init__(
-        self, batch: Any, dims: Dims | None = None, known_lists: Mapping[Path, ListLayout] | None = None, by_length: ByLength | None = None
+        self,
+        batch: Any,
+        dims: Dims | None = None,
+        known_lists: Mapping[Path, ListLayout] | None = None,
+        by_length: ByLength | None = None,
     ) -> None:
         self.batch, self._dims = batch, dims
-        # For the next batch of the kind: a list that only its length decides is read as in this one. A short last batch cannot change it by chance.
+        # For the next batch of the kind: a list that only its length decides is read as in this
+        # one. A short last batch cannot change it by chance.
         self.known_lists: Mapping[Path, ListLayout] = known_lists or {}
         self._rows = None if dims else rows_of(batch)  # None: the batch has to be read as a tree
         if self._rows is not None:
             self.tensors = list(self._rows.values())
             self.length, elements = self.tensors[0].shape[0], sum(map(_NUMEL, self.tensors))
         else:
-            self.tensors, elements = [], 0  # of the whole batch: those that pass whole and those inside per-sample items, too
+            # of the whole batch: those that pass whole and those inside per-sample items, too
+            self.tensors, elements = [], 0
             self.length = self._tree[2]  # N
             for end in self._tree[1]:
                 tensors = tensors_in(end.value)
@@ -49,13 +61,18 @@ class BatchView:
                     elements += end.value.size
                 elif end.cut is not Cut.WHOLE:
                     elements += sum(map(_NUMEL, tensors))
-        self.elements = max(1, -(-elements // self.length))  # of what is cut, per sample, rounded up. Memory is modelled in them
+        # of what is cut, per sample, rounded up. Memory is modelled in them
+        self.elements = max(1, -(-elements // self.length))
         self.worth = self.length  # in samples of so many elements
-        self.sorted = None if by_length is None else by_length.read(batch, self._tree[1], self.length)  # None: pieces are ranges of the batch
+        # None: pieces are ranges of the batch
+        self.sorted = (
+            None if by_length is None else by_length.read(batch, self._tree[1], self.length)
+        )
         self.costs = None if self.sorted is None else self.sorted.costs
         if self.costs is not None:
             self.elements, self.worth = self.costs.each[0], self.costs.samples
-        self._ahead: dict[tuple[int, int], Any] = {}  # pieces of one size that were cut and not handed out yet
+        # pieces of one size that were cut and not handed out yet
+        self._ahead: dict[tuple[int, int], Any] = {}
 
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
@@ -69,9 +86,14 @@ class BatchView:
     def piece(self, start: int, stop: int) -> Any:
         """Samples `start` to `stop`: `narrow()` views in new containers, so that neither a replay nor the caller sees a `pop`."""
         if self._rows is None or self.sorted is not None:
-            return self._tree[0].piece(start, stop) if self.sorted is None else self.sorted.piece(self._tree[0], start, stop)
+            return (
+                self._tree[0].piece(start, stop)
+                if self.sorted is None
+                else self.sorted.piece(self._tree[0], start, stop)
+            )
         if (start, stop) not in self._ahead:
-            # With those that probably follow: a cut takes a third of the time in a row with others as between two backwards.
+            # With those that probably follow: a cut takes a third of the time in a row with others
+            # as between two backwards.
             size = stop - start
             starts = range(start, min(self.length, start + _AHEAD * size) - size + 1, size)
             ranges = zip(starts, range(stop, self.length + 1, size), strict=False)
@@ -81,11 +103,17 @@ class BatchView:
     def _pieces(self, rows: Mapping[Any, Tensor], starts: range, size: int) -> Iterable[Any]:
         """Several pieces of one size: column by column, so that no line of Python runs for a tensor of a piece."""
         columns = [map(tensor.narrow, repeat(0), starts, repeat(size)) for tensor in rows.values()]
-        return map(kind_of(type(self.batch)).put, repeat(self.batch), map(dict, map(zip, repeat(rows), zip(*columns, strict=True))))
+        return map(
+            kind_of(type(self.batch)).put,
+            repeat(self.batch),
+            map(dict, map(zip, repeat(rows), zip(*columns, strict=True))),
+        )
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """(dotted path, tensor) for the tensors that are fields of the batch, those inside per-sample items left out."""
-        return [(dotted(end.path), end.value) for end in self._tree[1] if isinstance(end.value, Tensor)]
+        return [
+            (dotted(end.path), end.value) for end in self._tree[1] if isinstance(end.value, Tensor)
+        ]
 
     def dim_of(self, value: Any) -> int | None:
         """The dimension along which this very value of the batch is cut: 0 for no part of the batch, None for a container of fields."""
@@ -102,13 +130,20 @@ class BatchView:
         try:
             return tuple(map(_VERSION, self.tensors))
         except RuntimeError:  # inference tensors have none
-            return tuple([-1 if tensor.is_inference() else tensor._version for tensor in self.tensors])
+            return tuple(
+                [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+            )
 
     def whole_edited(self, since: tuple[int, ...]) -> bool:
         """Whether a tensor that every piece gets whole has been edited since `versions` was called."""
         if self._rows is not None:
             return False
-        whole = {id(tensor) for end in self._tree[1] if end.cut is Cut.WHOLE for tensor in tensors_in(end.value)}
+        whole = {
+            id(tensor)
+            for end in self._tree[1]
+            if end.cut is Cut.WHOLE
+            for tensor in tensors_in(end.value)
+        }
         moved = (version != before for version, before in zip(self.versions(), since, strict=True))
         return any(id(tensor) in whole for tensor in compress(self.tensors, moved))
 
@@ -134,6 +169,7 @@ def check_graphs(view: BatchView) -> None:
         if tensor.grad_fn is not None:
             name = next((name for name, each in view.named_tensors() if each is tensor), "")
             raise BatchError(
-                f"the tensor {name or 'batch'!r} carries a graph ({tensor.grad_fn.name()}), and each piece would run backward through it again: "
+                f"the tensor {name or 'batch'!r} carries a graph ({tensor.grad_fn.name()}), and "
+                "each piece would run backward through it again: "
                 "compute it inside loss_fn, with its module in model=[...], or detach it"
             )

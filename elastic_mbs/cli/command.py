@@ -22,8 +22,14 @@ NO_READER = 141  # 128 + SIGPIPE
 _COMMANDS = {
     "demo": (demo, "train a small GPT in less memory than its batch needs, and compare"),
     "doctor": (doctor, "look at this machine: what will hurt training, and what to do"),
-    "plan": (plan, "predict the peak memory of your model's step, size by size, without running one"),
-    "report": (report, "make a page of a run log: memory, micro-batch, throughput and loss over time"),
+    "plan": (
+        plan,
+        "predict the peak memory of your model's step, size by size, without running one",
+    ),
+    "report": (
+        report,
+        "make a page of a run log: memory, micro-batch, throughput and loss over time",
+    ),
     "watch": (watch, "follow a run log in a live panel"),
 }
 
@@ -42,11 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None for this process's.
 
     Returns:
-        The exit code: that of the command, 2 for bad input, 130 after Ctrl-C, 141 where the output is not read any more (`… | head`).
+        The exit code: that of the command, 2 for bad input, 130 after Ctrl-C, 141 where the output
+        is not read any more (`… | head`).
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without arrows and blocks gets question marks, not a crash
+        # a terminal without arrows and blocks gets question marks, not a crash
+        sys.stdout.reconfigure(errors="replace")
     try:
         parsed = _parser(stress=given[:1] == ["stress"]).parse_args(given)
         code: int = parsed.run(parsed)
@@ -57,20 +65,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter, which flushes at its end, complains once more
+        # or the interpreter, which flushes at its end, complains once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return NO_READER
     return code
 
 
 def _parser(*, stress: bool) -> _Parser:
-    parser = _Parser(prog="elastic-mbs", description="PyTorch training that survives out-of-memory errors, with exact gradients.")
+    parser = _Parser(
+        prog="elastic-mbs",
+        description="PyTorch training that survives out-of-memory errors, with exact gradients.",
+    )
     parser.add_argument("--version", action="version", version=f"elastic-mbs {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (module, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.main)
-    command = commands.add_parser("stress", help="make memory run out in many ways, and see whether training survives")
+    command = commands.add_parser(
+        "stress", help="make memory run out in many ways, and see whether training survives"
+    )
     if stress:  # no other command needs its modules
         _stress_arguments()(command)
     return parser
@@ -80,13 +94,25 @@ def _stress_arguments() -> Callable[[argparse.ArgumentParser], None]:
     """The stress tool's own: `elastic_mbs.stress` where it is installed, the folder next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     places = {"elastic_mbs.stress": package / "stress", "stress": package.parent / "stress"}
-    name, folder = next(((name, folder) for name, folder in places.items() if (folder / "command.py").is_file()), ("", package))
+    name, folder = next(
+        ((name, folder) for name, folder in places.items() if (folder / "command.py").is_file()),
+        ("", package),
+    )
     if not name:
-        raise UsageError(f"there is no stress tool in {package} or next to it: install the wheel, or use a whole checkout")
+        raise UsageError(
+            f"there is no stress tool in {package} or next to it: install the wheel, or use a "
+            "whole checkout"
+        )
     if name == "stress" and sys.path[:1] != [str(package.parent)]:
-        sys.path.insert(0, str(package.parent))  # before another distribution's package of that name
+        # before another distribution's package of that name
+        sys.path.insert(0, str(package.parent))
     loaded = sys.modules.get(name)
     if loaded is not None and folder not in [Path(place).resolve() for place in loaded.__path__]:
-        raise UsageError(f"another package named {name} ({loaded.__file__}) was imported instead of {folder}: start a fresh interpreter")
-    add_arguments: Callable[[argparse.ArgumentParser], None] = importlib.import_module(f"{name}.command").add_arguments
+        raise UsageError(
+            f"another package named {name} ({loaded.__file__}) was imported instead of {folder}: "
+            "start a fresh interpreter"
+        )
+    add_arguments: Callable[[argparse.ArgumentParser], None] = importlib.import_module(
+        f"{name}.command"
+    ).add_arguments
     return add_arguments

@@ -11,11 +11,13 @@
            └ the largest size that fits in what is left, or half
 ```
 
-Shrinking needs no evidence but the failure; growing needs all of it: `growth.is_due` says when, `growth.next_size` how far. A failure is remembered
-as a ceiling with the capacity seen then, and tried again only when that has risen; where a reading shows as much memory as before, at once, but only
-once. There can be several: one seen while a co-tenant was there is lifted when it leaves, and an older one, seen with all the memory, counts again.
-A growth that has lost more time by its failure than it had saved starts a cooldown of `cooldown` times the difference: until then sizes are chosen
-as if there were no more memory than at the failure.
+Shrinking needs no evidence but the failure; growing needs all of it: `growth.is_due` says when,
+`growth.next_size` how far. A failure is remembered as a ceiling with the capacity seen then, and
+tried again only when that has risen; where a reading shows as much memory as before, at once, but
+only once. There can be several: one seen while a co-tenant was there is lifted when it leaves, and
+an older one, seen with all the memory, counts again. A growth that has lost more time by its
+failure than it had saved starts a cooldown of `cooldown` times the difference: until then sizes are
+chosen as if there were no more memory than at the failure.
 """
 
 from __future__ import annotations
@@ -33,15 +35,30 @@ from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.track import WHOLE, Ceiling, RunningCall, Track, Trial
 from elastic_mbs.errors import UsageError
 
-__all__ = ["CallOutcome", "Capacity", "Controller", "Key", "Limits", "Move", "Plan", "Policy", "shape_class"]
+__all__ = [
+    "CallOutcome",
+    "Capacity",
+    "Controller",
+    "Key",
+    "Limits",
+    "Move",
+    "Plan",
+    "Policy",
+    "shape_class",
+]
 
 VERSION = 2
 
 
 class Controller:
-    """(state, what a call has seen) → size in samples. A call is `begin`, any number of `out_of_memory`, then `end` or `abandon`."""
+    """(state, what a call has seen) → size in samples.
 
-    def __init__(self, *, start: int | None, policy: Policy, clock: Callable[[], float], random: Random) -> None:
+    A call is `begin`, any number of `out_of_memory`, then `end` or `abandon`.
+    """
+
+    def __init__(
+        self, *, start: int | None, policy: Policy, clock: Callable[[], float], random: Random
+    ) -> None:
         self._start = start  # None: the whole batch
         self._policy, self._limits = policy, policy.limits
         self._largest = self._limits.clamp(WHOLE)
@@ -56,11 +73,17 @@ class Controller:
         self._tracks[key] = track
         track.recent.append((samples, elements))
         track.memory = memory
-        start = size if size < samples else samples + self._limits.align - 1  # the whole batch is never cut to be aligned
-        self._resize(track, self._limits.clamp(start if self._start is None else min(start, self._start)))
+        # the whole batch is never cut to be aligned
+        start = size if size < samples else samples + self._limits.align - 1
+        self._resize(
+            track, self._limits.clamp(start if self._start is None else min(start, self._start))
+        )
 
     def begin(self, key: Key, samples: int, elements: int) -> Plan:
-        """Opens a call on a batch of so many samples, of so many elements each. A call still open on this track counts as abandoned."""
+        """Opens a call on a batch of so many samples, of so many elements each.
+
+        A call still open on this track counts as abandoned.
+        """
         track = self._tracks.get(key)
         if track is None:
             track = self._tracks[key] = self._new(key, elements)
@@ -72,11 +95,19 @@ class Controller:
         if track.ceilings and length * elements >= track.ceilings[0].elements:
             size = min(size, self._limits.clamp((track.ceilings[0].elements - 1) // elements))
             length = self._limits.longest(samples, size)
-        known = track.calls >= self._policy.patience and length * elements <= track.memory.largest_observed
-        # Peak statistics are the process's: someone else who resets them would be disturbed for ever, so a few calls without a peak end the attempt.
-        learning = self._policy.grow and not known and track.calls_without_peak < self._policy.patience
+        known = (
+            track.calls >= self._policy.patience
+            and length * elements <= track.memory.largest_observed
+        )
+        # Peak statistics are the process's: someone else who resets them would be disturbed for
+        # ever, so a few calls without a peak end the attempt.
+        learning = (
+            self._policy.grow and not known and track.calls_without_peak < self._policy.patience
+        )
         size = min(size, samples)
-        track.call = RunningCall(size, track.size, track.epoch, samples, elements, learning, self._clock(), length)
+        track.call = RunningCall(
+            size, track.size, track.epoch, samples, elements, learning, self._clock(), length
+        )
         return Plan(size, learning, track.wants_reading)
 
     def holds(self, key: Key, held: int | None) -> None:
@@ -92,7 +123,9 @@ class Controller:
         track, call = self._running(key)
         fitting = None
         if capacity is not None and not call.ooms:
-            fitting = size_after_failure(track, call, attempted, self._limits, self._margin.budget(track, capacity))
+            fitting = size_after_failure(
+                track, call, attempted, self._limits, self._margin.budget(track, capacity)
+            )
         self._margin.follow(capacity)
         after = min(track.size, self._limits.clamp(fitting or attempted // 2))
         failed_trial, failed = self._failed(track, attempted * call.elements, capacity)
@@ -152,17 +185,30 @@ class Controller:
     def state_dict(self) -> dict[str, object]:
         """What was learned (sizes, ceilings, fits, what is left of cooldowns), as JSON."""
         now = self._clock()
-        return {"version": VERSION, "tracks": [{**key._asdict(), **track.saved(now)} for key, track in self._tracks.items()]}
+        return {
+            "version": VERSION,
+            "tracks": [
+                {**key._asdict(), **track.saved(now)} for key, track in self._tracks.items()
+            ],
+        }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Takes over what another controller has learned; present limits win over saved sizes. After a UsageError nothing has changed."""
+        """Takes over what another controller has learned; present limits win over saved sizes.
+
+        After a UsageError nothing has changed.
+        """
         version = state.get("version") if isinstance(state, dict) else state
         if version != VERSION:
-            raise UsageError(f"controller state of version {version!r} cannot be loaded (this is {VERSION}): start without it")
+            raise UsageError(
+                f"controller state of version {version!r} cannot be loaded (this is {VERSION}): "
+                "start without it"
+            )
         try:
             self._tracks = dict(map(self._restored, state["tracks"]))  # type: ignore[call-overload]  # it is checked as it is read
         except (LookupError, TypeError, ValueError) as error:
-            raise UsageError(f"malformed controller state ({type(error).__name__}: {error}): start without it") from error
+            raise UsageError(
+                f"malformed controller state ({type(error).__name__}: {error}): start without it"
+            ) from error
 
     def _restored(self, row: dict[str, object]) -> tuple[Key, Track]:
         key = Key(checked(row["name"], str), checked(row["mode"], str), checked(row["shape"], int))
@@ -179,11 +225,14 @@ class Controller:
         return track, track.call
 
     def _new(self, key: Key, elements: int) -> Track:
-        known = [(k, t) for k, t in self._tracks.items() if (k.name, k.mode) == (key.name, key.mode)]
+        known = [
+            (k, t) for k, t in self._tracks.items() if (k.name, k.mode) == (key.name, key.mode)
+        ]
         if self._start is not None:
             size = self._start
         elif known:
-            # Of two classes as near, the one of the longer samples: memory can grow faster than their length, never slower.
+            # Of two classes as near, the one of the longer samples: memory can grow faster than
+            # their length, never slower.
             _, track = min(known, key=lambda item: (abs(item[0].shape - key.shape), -item[0].shape))
             size = min(WHOLE, track.size * track.expected()[1] // elements)
         else:
@@ -196,7 +245,9 @@ class Controller:
 
     def _cooldown(self, lost: float) -> float:
         """When as much time has run as justifies to lose so many seconds."""
-        return self._clock() + self._policy.cooldown * lost * (1 + self._random.uniform(0, self._policy.jitter))
+        return self._clock() + self._policy.cooldown * lost * (
+            1 + self._random.uniform(0, self._policy.jitter)
+        )
 
     def _resize(self, track: Track, size: int) -> None:
         if size != track.size:
@@ -216,7 +267,8 @@ class Controller:
         elif call.learning:
             track.calls_without_peak += 1
         if 1 <= outcome.fragmentation != track.fragmentation:
-            # What was cached before can be of no use to this size, or of all: what is known stays as it is between the two.
+            # What was cached before can be of no use to this size, or of all: what is known stays
+            # as it is between the two.
             least = outcome.least_fragmentation or outcome.fragmentation
             track.fragmentation = min(max(track.fragmentation, least), outcome.fragmentation)
         self._time(track, outcome)
@@ -226,26 +278,37 @@ class Controller:
         if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
             track.time.add(round(outcome.samples * outcome.elements / pieces), seconds / pieces)
 
-    def _failed(self, track: Track, elements: int, capacity: Capacity | None) -> tuple[Trial | None, Ceiling]:
+    def _failed(
+        self, track: Track, elements: int, capacity: Capacity | None
+    ) -> tuple[Trial | None, Ceiling]:
         """Remembers a failure at so many elements, with a reading made after it; returns the growth that has failed by it, and the failure."""
-        failed = track.trial if track.trial is not None and elements > track.trial.elements else None
+        failed = (
+            track.trial if track.trial is not None and elements > track.trial.elements else None
+        )
         track.trial = None
         limit = elements - 1
         if failed is not None and failed.calls:
             limit, track.proven = failed.elements, None
-        proven = track.proven[1] if track.proven is not None and track.proven[0] >= elements else None
+        proven = (
+            track.proven[1] if track.proven is not None and track.proven[0] >= elements else None
+        )
         ceiling = Ceiling(elements, limit, self._clock(), proven)
         if capacity is not None:
             ceiling.explain(capacity, self._policy.changed)
         track.add_ceiling(ceiling)
         return failed, ceiling
 
-    def _lost(self, track: Track, lost: float, since: float, trial: Trial | None, elements: int) -> None:
+    def _lost(
+        self, track: Track, lost: float, since: float, trial: Trial | None, elements: int
+    ) -> None:
         """Failures since then have lost so many seconds, that of a growth to so many elements first where there was one."""
         for ceiling in track.ceilings:
             if ceiling.at >= since:
                 ceiling.lost = lost
-        if trial is not None and (net := lost - track.time.saved(trial.run, trial.elements, elements)) > 0:
+        if (
+            trial is not None
+            and (net := lost - track.time.saved(trial.run, trial.elements, elements)) > 0
+        ):
             track.cooldown_until = max(track.cooldown_until, self._cooldown(net))
 
     def _end_failed(self, track: Track, call: RunningCall, lost: float) -> Move | None:
@@ -265,10 +328,16 @@ class Controller:
         if not first.is_spike or track.size >= call.before:
             return None
         track.ceilings.remove(first)
-        track.trial = Trial(track.size, self._limits.longest(call.samples, track.size) * call.elements, self._policy.patience)
+        track.trial = Trial(
+            track.size,
+            self._limits.longest(call.samples, track.size) * call.elements,
+            self._policy.patience,
+        )
         return self._move(track, call.before, "grow")
 
-    def _end_thrashing(self, track: Track, call: RunningCall, length: int, capacity: Capacity | None) -> Move | None:
+    def _end_thrashing(
+        self, track: Track, call: RunningCall, length: int, capacity: Capacity | None
+    ) -> Move | None:
         """Several calls in a row in which the allocator had to retry count as a failure."""
         track.clean = 0
         track.calls_with_retries += 1
@@ -279,10 +348,20 @@ class Controller:
         if self._limits.pieces(length, after) == 1:
             return None
         trial, _ = self._failed(track, length * call.elements, capacity)
-        self._lost(track, self._policy.thrash_calls * (self._clock() - call.began), call.began, trial, length * call.elements)
-        return self._move(track, after if trial is None or not trial.calls else trial.before, "thrash")
+        self._lost(
+            track,
+            self._policy.thrash_calls * (self._clock() - call.began),
+            call.began,
+            trial,
+            length * call.elements,
+        )
+        return self._move(
+            track, after if trial is None or not trial.calls else trial.before, "thrash"
+        )
 
-    def _end_clean(self, track: Track, call: RunningCall, elements: int, capacity: Capacity | None) -> Move | None:
+    def _end_clean(
+        self, track: Track, call: RunningCall, elements: int, capacity: Capacity | None
+    ) -> Move | None:
         track.passed(elements, call.samples * call.elements, capacity)
         track.calls_with_retries = 0
         if call.epoch != track.epoch:
@@ -291,7 +370,11 @@ class Controller:
         now = self._clock()
         if capacity is not None and now < track.cooldown_until:
             capacity = track.without_growth(capacity)
-        if capacity is None or track.size >= min(call.samples, self._largest) or not is_due(track, self._limits, self._policy, capacity):
+        if (
+            capacity is None
+            or track.size >= min(call.samples, self._largest)
+            or not is_due(track, self._limits, self._policy, capacity)
+        ):
             return None
         track.wants_reading = True
         if capacity.at <= track.decided_at:
@@ -300,7 +383,9 @@ class Controller:
         samples, elements = track.expected()
         present = self._limits.longest(samples, track.size) * elements
         track.lift_ceilings(capacity, present, self._policy, now)
-        after = next_size(track, self._limits, self._policy, capacity, self._margin.budget(track, capacity))
+        after = next_size(
+            track, self._limits, self._policy, capacity, self._margin.budget(track, capacity)
+        )
         if after is None:
             return None
         track.trial = Trial(track.size, present, self._policy.patience)

@@ -1,6 +1,9 @@
-"""Memory and time as functions of the micro-batch in elements, fitted while it runs. PAPAYA (arXiv 2303.14633) fits both by straight lines.
+"""Memory and time as functions of the micro-batch in elements, fitted while it runs.
 
-A line through two small sizes is up to 48 % too low for memory at a larger one: the peak is a maximum of affine functions, so it is convex.
+PAPAYA (arXiv 2303.14633) fits both by straight lines.
+
+A line through two small sizes is up to 48 % too low for memory at a larger one: the peak is a
+maximum of affine functions, so it is convex.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class MemoryFit:
 
     RECENT = 3  # measurements kept per size; the highest counts
     STRIDE = 2  # times the present size that it may grow to at once
-    REACH = 2  # times the largest size measured: as far as a peak is predicted, by the steepest chord that ends there
+    # times the largest size measured: as far as a peak is predicted, by the steepest chord that
+    # ends there
+    REACH = 2
     SPREAD = 0.95  # of a larger size: noise would decide the slope of a chord that begins above it
     CHECKS = 8  # predictions that are remembered as right or wrong
 
@@ -58,12 +63,14 @@ class MemoryFit:
         self._knots: dict[int, _Knot] = {}
         self._seen = 0
         self._held: int | None = None
-        self._errors: deque[float] = deque(maxlen=self.CHECKS)  # by how much a peak was above its prediction, as a fraction
+        # by how much a peak was above its prediction, as a fraction
+        self._errors: deque[float] = deque(maxlen=self.CHECKS)
 
     def hold(self, held: int) -> None:
         """Moves all peaks by as much as the process now holds more or less than when they were measured, in bytes outside the call's own needs."""
-        # Else a size measured before there was an optimizer's state and one measured with it make a slope that is too steep by the whole state: all
-        # larger sizes then seem not to fit, for good, because the smaller one is not measured again.
+        # Else a size measured before there was an optimizer's state and one measured with it make a
+        # slope that is too steep by the whole state: all larger sizes then seem not to fit, for
+        # good, because the smaller one is not measured again.
         before, self._held = self._held, held
         if before is not None and before != held:
             self._shift(held - before, before=self._seen + 1)
@@ -76,7 +83,11 @@ class MemoryFit:
     def slope(self) -> float | None:
         """Bytes per unit of size beyond the largest one measured, or None while no two sizes far enough apart are known."""
         last = self.largest_observed
-        slopes = [(self._knots[last].peak - knot.peak) / (last - x) for x, knot in self._knots.items() if x <= self.SPREAD * last]
+        slopes = [
+            (self._knots[last].peak - knot.peak) / (last - x)
+            for x, knot in self._knots.items()
+            if x <= self.SPREAD * last
+        ]
         return max(slopes, default=None)
 
     def add(self, x: int, peak: int, *, first: bool = False) -> None:
@@ -85,9 +96,12 @@ class MemoryFit:
         older, expected = self._knots.get(x), self.predict(x)
         if older is None and expected:
             self._errors.append(max(0.0, peak / expected - 1))
-        knot = self._knots[x] = _Knot([*(older.peaks if older else []), peak][-self.RECENT :], self._seen)
+        knot = self._knots[x] = _Knot(
+            [*(older.peaks if older else []), peak][-self.RECENT :], self._seen
+        )
         if older and older.peak != knot.peak:
-            # Where what the process holds besides is not known, a second measurement at one size shows it: those made before the first move with it.
+            # Where what the process holds besides is not known, a second measurement at one size
+            # shows it: those made before the first move with it.
             self._shift(knot.peak - older.peak, before=older.seen)
         self._drop_contradicted()
         _thin_out(self._knots, x)
@@ -104,7 +118,9 @@ class MemoryFit:
         for x, knot in sorted(self._knots.items(), key=lambda item: -item[1].seen):
             # What is kept rises in both, so the neighbours speak for all.
             here = bisect.bisect(kept, (x, 0))
-            if (here == 0 or kept[here - 1][1] <= knot.peak) and (here == len(kept) or knot.peak <= kept[here][1]):
+            if (here == 0 or kept[here - 1][1] <= knot.peak) and (
+                here == len(kept) or knot.peak <= kept[here][1]
+            ):
                 kept.insert(here, (x, knot.peak))
         self._knots = {x: self._knots[x] for x, _ in kept}
 
@@ -127,7 +143,11 @@ class MemoryFit:
         """Below the smallest size measured: along the chord that begins there, or the one that ends there from what the process holds."""
         first = min(self._knots)
         peak = self._knots[first].peak
-        slopes = [(knot.peak - peak) / (y - first) for y, knot in self._knots.items() if first <= self.SPREAD * y]
+        slopes = [
+            (knot.peak - peak) / (y - first)
+            for y, knot in self._knots.items()
+            if first <= self.SPREAD * y
+        ]
         if not slopes:
             slopes = [0.0 if self._held is None else max(0, peak - self._held) / first]
         return max(min(self._held or 0, peak), peak - min(slopes) * (first - x))
@@ -154,7 +174,9 @@ class MemoryFit:
         for x, peaks, seen in state:
             if not peaks:
                 raise ValueError(f"no peak at {x!r} elements")
-            fit._knots[checked(x, int, 1)] = _Knot([checked(peak, int) for peak in peaks], checked(seen, int))
+            fit._knots[checked(x, int, 1)] = _Knot(
+                [checked(peak, int) for peak in peaks], checked(seen, int)
+            )
             fit._seen = max(fit._seen, seen)
         return fit
 
@@ -162,7 +184,8 @@ class MemoryFit:
 class TimeFit:
     """Seconds per piece as γ·m + δ (PAPAYA), for pieces of m; γ and δ are never negative.
 
-    From the latest measurements alone: on a device that others use the time of a size changes, and a size that seemed slow must not stay so for good.
+    From the latest measurements alone: on a device that others use the time of a size changes, and
+    a size that seemed slow must not stay so for good.
     """
 
     SPREAD = 0.8
@@ -176,7 +199,10 @@ class TimeFit:
 
     @property
     def _best(self) -> dict[int, float]:
-        return {x: min(self._before.get(x, math.inf), self._latest.get(x, math.inf)) for x in self._before | self._latest}
+        return {
+            x: min(self._before.get(x, math.inf), self._latest.get(x, math.inf))
+            for x in self._before | self._latest
+        }
 
     def add(self, x: int, seconds: float) -> None:
         """Takes one measurement: a positive, finite time for a piece of size `x`."""
@@ -193,10 +219,15 @@ class TimeFit:
         best = self._best
         if not best or min(best) > self.SPREAD * max(best):
             return None
-        # Weighted least squares of γ·x + δ = t. 1/t² makes errors relative. Below the knee a piece takes a constant time, and beyond the
-        # caches a sample takes more of it, so the larger a size, the more it says of what lies above: x³.
+        # Weighted least squares of γ·x + δ = t. 1/t² makes errors relative. Below the knee a piece
+        # takes a constant time, and beyond the caches a sample takes more of it, so the larger a
+        # size, the more it says of what lies above: x³.
         points = [(x, t, x**3 / t**2) for x, t in best.items()]
-        xx, xc, cc = sum(w * x * x for x, _, w in points), sum(w * x for x, _, w in points), sum(w for _, _, w in points)
+        xx, xc, cc = (
+            sum(w * x * x for x, _, w in points),
+            sum(w * x for x, _, w in points),
+            sum(w for _, _, w in points),
+        )
         x1, c1 = sum(w * x * t for x, t, w in points), sum(w * t for _, t, w in points)
         determinant = xx * cc - xc * xc
         gamma = (x1 * cc - c1 * xc) / determinant
@@ -210,7 +241,8 @@ class TimeFit:
         fitted = self.coefficients()
         if fitted is None:
             return None
-        gamma, delta = fitted  # a step takes γ·B + δ·B/m, so the saving does not depend on the batch B
+        # a step takes γ·B + δ·B/m, so the saving does not depend on the batch B
+        gamma, delta = fitted
         return 1 - (gamma + delta / after) / (gamma + delta / before)
 
     def saved(self, run: int, before: int, after: int) -> float:

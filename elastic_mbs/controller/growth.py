@@ -10,7 +10,9 @@ from elastic_mbs.controller.plan import Capacity
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.track import RunningCall, Track
 
-EXPLORE = 1.0625  # while one size only was measured, the next one must be this much larger, or noise would decide the slope between them
+# while one size only was measured, the next one must be this much larger, or noise would decide the
+# slope between them
+EXPLORE = 1.0625
 
 
 class Margin:
@@ -47,30 +49,47 @@ class Margin:
 
 
 def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> bool:
-    """When: after `patience` clean calls at this size. One call and the jitter are enough where a larger size is proven, or was measured."""
+    """When: after `patience` clean calls at this size.
+
+    One call and the jitter are enough where a larger size is proven, or was measured.
+    """
     if not policy.grow:
         return False
     if track.clean >= track.patience:
         return True
     samples, elements = track.expected()
     known = max(track.proven_with(capacity, policy.changed), track.memory.largest_observed)
-    return known > limits.longest(samples, track.size) * elements and track.clean >= track.patience - policy.patience + 1
+    return (
+        known > limits.longest(samples, track.size) * elements
+        and track.clean >= track.patience - policy.patience + 1
+    )
 
 
-def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity, available: float) -> int | None:
+def next_size(
+    track: Track, limits: Limits, policy: Policy, capacity: Capacity, available: float
+) -> int | None:
     """How far: the size to grow to, in samples, or None when the present one is the best that is known to be possible.
 
-    At most the double (any, where the peak is planned), below the ceilings, with a peak that is predicted to fit; or at once to what has run clean
-    with as much memory. Fewer pieces than now, and a gain of time not known to be too small. `available` bytes are what the peak can reach.
+    At most the double (any, where the peak is planned), below the ceilings, with a peak that is
+    predicted to fit; or at once to what has run clean with as much memory. Fewer pieces than now,
+    and a gain of time not known to be too small. `available` bytes are what the peak can reach.
     """
     samples, elements = track.expected()  # a size must fit for all recent calls
     count = limits.pieces(samples, track.size)
     if count == 1:
         return None
     present = limits.longest(samples, track.size)
-    far = track.memory.STRIDE * present if track.clean >= track.patience else track.memory.largest_observed // elements
-    room, proven = limits.clamp(far), limits.clamp(track.proven_with(capacity, policy.changed) // elements)
-    ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)  # the one that binds most
+    far = (
+        track.memory.STRIDE * present
+        if track.clean >= track.patience
+        else track.memory.largest_observed // elements
+    )
+    room, proven = (
+        limits.clamp(far),
+        limits.clamp(track.proven_with(capacity, policy.changed) // elements),
+    )
+    # the one that binds most
+    ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)
     if ceiling is not None:
         room, proven = (min(size, ceiling.limit // elements) for size in (room, proven))
     least = smallest_size(samples, count - 1, align=limits.align)
@@ -81,32 +100,52 @@ def next_size(track: Track, limits: Limits, policy: Policy, capacity: Capacity, 
     gain = track.time.gain(samples * elements / count, samples * elements / fewest)
     if gain is not None and gain < policy.min_gain:
         return None
-    if ceiling is not None and ceiling.limit == ceiling.elements - 1:  # sizes between the last good one and this one are still open
+    # sizes between the last good one and this one are still open
+    if ceiling is not None and ceiling.limit == ceiling.elements - 1:
         middle = max(proven, (present * elements + ceiling.elements) // 2 // elements)
         fewest = max(fewest, min(limits.pieces(samples, middle), count - 1))
     target = smallest_size(samples, fewest, align=limits.align)
     return target if track.size < target <= room else None
 
 
-def size_after_failure(track: Track, call: RunningCall, attempted: int, limits: Limits, available: float) -> int | None:
+def size_after_failure(
+    track: Track, call: RunningCall, attempted: int, limits: Limits, available: float
+) -> int | None:
     """The largest size that is predicted to fit in `available` bytes, where so few explain the failure of `attempted` samples; else None."""
     most = attempted * call.elements
     if track.memory.predict(most) is None or track.memory.fits(most, available):
         return None
     room = track.memory.largest(available, most - 1) // call.elements
-    return smallest_size(call.samples, limits.pieces(call.samples, room), align=limits.align) if room >= limits.floor else None
+    return (
+        smallest_size(call.samples, limits.pieces(call.samples, room), align=limits.align)
+        if room >= limits.floor
+        else None
+    )
 
 
-def _room_in_memory(track: Track, limits: Limits, samples: int, elements: int, available: float, least: int, room: int) -> int:
+def _room_in_memory(
+    track: Track,
+    limits: Limits,
+    samples: int,
+    elements: int,
+    available: float,
+    least: int,
+    room: int,
+) -> int:
     """The largest size from `least` up to `room` whose peak is predicted to fit in `available` bytes; 0 if none."""
     memory, measured = track.memory, track.memory.largest_observed
     if memory.slope is not None or 0 < room * elements <= measured:
         # Asked first, because where memory is what limits the size the answer is no in every call.
-        return memory.largest(available, room * elements) // elements if memory.fits(least * elements, available) else 0
+        return (
+            memory.largest(available, room * elements) // elements
+            if memory.fits(least * elements, available)
+            else 0
+        )
     if not measured:
         return 0 if track.ceilings else room
-    # One size measured: a peak proportional to the size is an upper bound while the curve is a line. Where that allows no growth, but the measured
-    # peak fits, the smallest step that gives a slope is tried: at worst it costs one failure.
+    # One size measured: a peak proportional to the size is an upper bound while the curve is a
+    # line. Where that allows no growth, but the measured peak fits, the smallest step that gives a
+    # slope is tried: at worst it costs one failure.
     peak = memory.predict(measured) or 0.0
     if peak > available:
         return 0

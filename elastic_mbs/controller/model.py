@@ -15,14 +15,16 @@ KNEE = 10  # times δ/γ: a piece of more samples runs at 10/11 of the best spee
 class SizeModel:
     """Peak memory and time of one kind of call as functions of the micro-batch m, as they are known now.
 
-    A step of B samples takes γ·B + δ·B/m seconds, so pieces of m samples run at m/(m + δ/γ) of the best speed (PAPAYA, arXiv 2303.14633).
+    A step of B samples takes γ·B + δ·B/m seconds, so pieces of m samples run at m/(m + δ/γ) of the
+    best speed (PAPAYA, arXiv 2303.14633).
 
     Attributes:
         size: the micro-batch in samples; None while the whole batch has never failed.
         elements: of a sample, the longest one of late.
         seconds_per_sample: γ; None while no two sizes far enough apart were timed.
         seconds_per_piece: δ; None likewise.
-        spread: by how much of a predicted peak a measured one was off, at most; None where the peak was not planned (see `ElasticMBS.plan`).
+        spread: by how much of a predicted peak a measured one was off, at most; None where the peak
+            was not planned (see `ElasticMBS.plan`).
     """
 
     size: int | None
@@ -37,14 +39,26 @@ class SizeModel:
         """What a track knows."""
         elements, fitted = track.expected()[1], track.time.coefficients()
         gamma, delta = (None, None) if fitted is None else (fitted[0] * elements, fitted[1])
-        memory = type(track.memory).restored(track.memory.state())  # a copy: the track goes on learning
+        # a copy: the track goes on learning
+        memory = type(track.memory).restored(track.memory.state())
         spread = memory.spread if isinstance(memory, PeakModel) else None
-        return cls(None if track.size >= WHOLE // elements else track.size, elements, gamma, delta, spread, memory)
+        return cls(
+            None if track.size >= WHOLE // elements else track.size,
+            elements,
+            gamma,
+            delta,
+            spread,
+            memory,
+        )
 
     @property
     def knee(self) -> float | None:
         """The size above which more saves less than a tenth: 10·δ/γ samples; None while it is not known."""
-        return None if not self.seconds_per_sample or self.seconds_per_piece is None else KNEE * self.seconds_per_piece / self.seconds_per_sample
+        return (
+            None
+            if not self.seconds_per_sample or self.seconds_per_piece is None
+            else KNEE * self.seconds_per_piece / self.seconds_per_sample
+        )
 
     def efficiency(self, size: int) -> float | None:
         """The speed of pieces of `size` samples, as a fraction of the best; None while it is not known."""

@@ -20,7 +20,8 @@ def piece_count(samples: int, size: int, *, minimum: int = 1, align: int = 1) ->
     if samples <= size:
         return 1
     units = -(-samples // align)
-    gap = units * align - samples  # missing in the last unit, which is in one of the shortest pieces where all are as long
+    # missing in the last unit, which is in one of the shortest pieces where all are as long
+    gap = units * align - samples
     count = min(-(-units // max(1, size // align)), max(1, samples // minimum))
     while count > 1 and units // count * align - (0 if units % count else gap) < minimum:
         count -= 1
@@ -40,15 +41,22 @@ def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
 
 
 @lru_cache(maxsize=8)  # few: of a long range in small pieces each takes megabytes
-def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1) -> tuple[tuple[int, int], ...]:
-    """Cuts `[start, stop)` into pieces of up to `size` samples; `align` and `minimum` win over it. Lengths differ by at most one `align`."""
+def partition(
+    start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1
+) -> tuple[tuple[int, int], ...]:
+    """Cuts `[start, stop)` into pieces of up to `size` samples; `align` and `minimum` win over it.
+
+    Lengths differ by at most one `align`.
+    """
     count = piece_count(stop - start, size, minimum=minimum, align=align)
     if count == 0:
         return ()
     short, extra = divmod(-((stop - start) // -align), count)
-    lengths = [short + 1] * extra + [short] * (count - extra)  # longer ones first: the allocator's blocks serve all that follow
+    # longer ones first: the allocator's blocks serve all that follow
+    lengths = [short + 1] * extra + [short] * (count - extra)
     if extra and (stop - start) % align:
-        # The last unit is not full: the last piece must be one of the longer ones, or it would differ by more than one unit.
+        # The last unit is not full: the last piece must be one of the longer ones, or it would
+        # differ by more than one unit.
         lengths.append(lengths.pop(0))
     pieces = []
     for length in lengths:
@@ -61,9 +69,11 @@ def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int 
 class Costs:
     """The elements of each sample of a batch whose samples differ, in an order in which they fall: a piece costs its length times its first sample.
 
-    A size m is to be read here as "what m samples of the longest take": a piece holds as many samples as cost no more, which are m of the longest and
-    more of the shorter ones. So the first piece is the worst that a size means, m samples of as many elements as are modelled, and a failure is of as
-    many as its piece was worth. The batch itself is worth `samples`: all its elements, without padding. A size of that many cuts a few pieces.
+    A size m is to be read here as "what m samples of the longest take": a piece holds as many
+    samples as cost no more, which are m of the longest and more of the shorter ones. So the first
+    piece is the worst that a size means, m samples of as many elements as are modelled, and a
+    failure is of as many as its piece was worth. The batch itself is worth `samples`: all its
+    elements, without padding. A size of that many cuts a few pieces.
     """
 
     each: Sequence[int]
@@ -77,9 +87,12 @@ class Costs:
         """How many of the longest sample of the batch a piece is worth, rounded up."""
         return -(-(stop - start) * self.each[start] // self.each[0])
 
-    def partition(self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int) -> tuple[tuple[int, int], ...]:
+    def partition(
+        self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
+    ) -> tuple[tuple[int, int], ...]:
         """Cuts `[start, stop)` into pieces worth up to `size` and of up to `most` samples; `align` and `minimum`, in samples, win over both."""
-        # Not more than the controller takes the longest piece to be, and exactly that where it is the first: what is measured then belongs to it.
+        # Not more than the controller takes the longest piece to be, and exactly that where it is
+        # the first: what is measured then belongs to it.
         limit = longest(self.samples, size, minimum=minimum, align=align) * self.each[0]
         least = -(-minimum // align) * align
         pieces = []

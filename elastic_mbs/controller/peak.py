@@ -1,7 +1,8 @@
 """Peak memory as planned: a maximum of affine functions of the size, of which the part that scales is corrected by what is measured.
 
-The live bytes at each operation of a step are affine in the size, so their maximum is convex and piecewise linear, and exact for any size. What an
-allocator adds (temporaries inside operations, rounding) grows with the activations: one factor κ for them, from measured peaks, corrects it.
+The live bytes at each operation of a step are affine in the size, so their maximum is convex and
+piecewise linear, and exact for any size. What an allocator adds (temporaries inside operations,
+rounding) grows with the activations: one factor κ for them, from measured peaks, corrects it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
         while hull and line.at(hull[-1][0]) >= hull[-1][1].at(hull[-1][0]):
             hull.pop()
         last = hull[-1][1] if hull else None
-        hull.append((1.0 if last is None else (last.at(0) - line.at(0)) / (line.slope - last.slope), line))
+        hull.append(
+            (1.0 if last is None else (last.at(0) - line.at(0)) / (line.slope - last.slope), line)
+        )
     return tuple(line for _, line in hull)
 
 
@@ -53,13 +56,22 @@ class PeakModel:
 
     STRIDE = 2**20  # times the present size that it may grow to at once: any
 
-    def __init__(self, later: Iterable[Line], first: Iterable[Line], *, held: int, step: int = 0, reach: int | None = None) -> None:
+    def __init__(
+        self,
+        later: Iterable[Line],
+        first: Iterable[Line],
+        *,
+        held: int,
+        step: int = 0,
+        reach: int | None = None,
+    ) -> None:
         self._later, self._first = envelope(later), envelope(first)
         if not (self._later and self._first):
             raise ValueError("a peak without a line")
         self._planned, self._step, self._reach = held, step, reach
         self._held: int | None = None  # as reported
-        self._seen: dict[int, tuple[float, float, float]] = {}  # by size, the latest last: bytes that scale, as measured and as planned; and the rest
+        # by size, the latest last: bytes that scale, as measured and as planned; and the rest
+        self._seen: dict[int, tuple[float, float, float]] = {}
         self.kappa, self.spread = 1.0, 0.0  # a plan keeps the margin of the policy free instead
 
     @property
@@ -73,7 +85,10 @@ class PeakModel:
         return self.kappa * self._later[-1].slope
 
     def hold(self, held: int) -> None:
-        """Takes the bytes in use when a call begins, without gradients. Where they are less than planned, the optimizer's state is still to come."""
+        """Takes the bytes in use when a call begins, without gradients.
+
+        Where they are less than planned, the optimizer's state is still to come.
+        """
         self._held = held
 
     def line(self, x: int, *, first: bool = False) -> Line:
@@ -83,7 +98,8 @@ class PeakModel:
     def add(self, x: int, peak: int, *, first: bool = False) -> None:
         """Takes one measurement of a call's forward and backward: κ is the ratio of what was measured to what was planned, over the latest sizes.
 
-        A peak that the optimizer's step could have made says nothing of them, and one without activations in it is no such peak.
+        A peak that the optimizer's step could have made says nothing of them, and one without
+        activations in it is no such peak.
         """
         held = self._planned if self._held is None else self._held
         line = self.line(x, first=first)
@@ -99,8 +115,13 @@ class PeakModel:
     def _fit(self) -> None:
         """κ, and the largest relative residual of a peak: by as much a prediction may be wrong."""
         if self._seen:
-            self.kappa = sum(measured for measured, _, _ in self._seen.values()) / sum(planned for _, planned, _ in self._seen.values())
-            off = [abs(self.kappa * planned - measured) / (rest + measured) for measured, planned, rest in self._seen.values()]
+            self.kappa = sum(measured for measured, _, _ in self._seen.values()) / sum(
+                planned for _, planned, _ in self._seen.values()
+            )
+            off = [
+                abs(self.kappa * planned - measured) / (rest + measured)
+                for measured, planned, rest in self._seen.values()
+            ]
             self.spread = max(off) if len(off) > 1 else UNCHECKED
 
     def predict(self, x: int, *, first: bool = False) -> float | None:
@@ -118,7 +139,10 @@ class PeakModel:
     def fits(self, x: int, budget: float, *, first: bool = False) -> bool:
         """Whether the predicted peak is at most `budget` bytes; beyond what was measured with its uncertainty."""
         predicted = self.predict(x, first=first)
-        return predicted is not None and predicted * (1 + (self.spread if x > self.largest_observed else 0.0)) <= budget
+        return (
+            predicted is not None
+            and predicted * (1 + (self.spread if x > self.largest_observed else 0.0)) <= budget
+        )
 
     def state(self) -> dict[str, object]:
         """What is known, as JSON."""
@@ -136,12 +160,25 @@ class PeakModel:
         """The model that `state()` was taken from; KeyError, TypeError or ValueError if it is malformed."""
         reach = None if state["reach"] is None else checked(state["reach"], int, 1)
         held, step = checked(state["held"], int), checked(state["step"], int)
-        model = cls(_lines(state["later"]), _lines(state["first"]), held=held, step=step, reach=reach)
+        model = cls(
+            _lines(state["later"]), _lines(state["first"]), held=held, step=step, reach=reach
+        )
         for x, measured, planned, rest in state["seen"]:
-            model._seen[checked(x, int, 1)] = checked(measured, float, 1e-9), checked(planned, float, 1e-9), checked(rest, float)
+            model._seen[checked(x, int, 1)] = (
+                checked(measured, float, 1e-9),
+                checked(planned, float, 1e-9),
+                checked(rest, float),
+            )
         model._fit()
         return model
 
 
 def _lines(rows: Sequence[Sequence[Any]]) -> list[Line]:
-    return [Line(checked(fixed, float), checked(work, float, -(2.0**62)), checked(slope, float, -(2.0**62))) for fixed, work, slope in rows]
+    return [
+        Line(
+            checked(fixed, float),
+            checked(work, float, -(2.0**62)),
+            checked(slope, float, -(2.0**62)),
+        )
+        for fixed, work, slope in rows
+    ]

@@ -31,9 +31,11 @@ class Capacity(NamedTuple):
 class Plan(NamedTuple):
     """How to run a call."""
 
-    size: int  # micro-batch in samples; never above the batch, and aligned unless it is the whole batch
+    # micro-batch in samples; never above the batch, and aligned unless it is the whole batch
+    size: int
     learning: bool  # peaks are wanted in this call
-    wants_reading: bool = False  # with a newer reading of the memory its end could be followed by a growth
+    # with a newer reading of the memory its end could be followed by a growth
+    wants_reading: bool = False
 
 
 class CallOutcome(NamedTuple):
@@ -42,12 +44,15 @@ class CallOutcome(NamedTuple):
     samples: int  # length of the batch
     elements: int  # per sample
     pieces: int  # pieces that committed
-    peak: int | None  # highest allocation during the call in bytes; None if it was not measured or is not reliable
-    fragmentation: float  # peak reserved / peak allocated; at least 1. An upper bound, where something was cached before
+    # highest allocation during the call in bytes; None if it was not measured or is not reliable
+    peak: int | None
+    # peak reserved / peak allocated; at least 1. An upper bound, where something was cached before
+    fragmentation: float
     seconds: float | None  # time of the whole call, where it is known
     retries: int  # allocator retries during the call
     ooms: int = 0  # failures during the call
-    least_fragmentation: float | None = None  # a lower bound of `fragmentation`; None where that is exact
+    # a lower bound of `fragmentation`; None where that is exact
+    least_fragmentation: float | None = None
     lost: float = 0.0  # seconds that the failures have cost
     fresh: bool = False  # its only piece has made the gradients
 

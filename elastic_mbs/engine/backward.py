@@ -57,7 +57,9 @@ def run_backward(state: CallState, attempt: Attempt, loss: torch.Tensor, weight:
 
 def _backward_of_the_rest(state: CallState, attempt: Attempt, loss: torch.Tensor) -> None:
     """To the leaves that have not committed yet."""
-    missing = [leaf for leaf in attempt.leaves or () if not state.is_marked(leaf, attempt.piece.committed)]
+    missing = [
+        leaf for leaf in attempt.leaves or () if not state.is_marked(leaf, attempt.piece.committed)
+    ]
     if missing:
         torch.autograd.backward(loss, inputs=missing)
 
@@ -65,7 +67,11 @@ def _backward_of_the_rest(state: CallState, attempt: Attempt, loss: torch.Tensor
 def backward(loss: torch.Tensor, weight: float = 1.0) -> None:
     """`torch.autograd.backward(loss * weight)`, to the same bits: the gradient begins with the weight, so that no operation has to multiply by it."""
     seed = torch.full_like(loss, weight)
-    if _PRIVATE_ENTRY and type(loss) is torch.Tensor and not (_is_torch_function_mode_enabled() or _are_functorch_transforms_active()):
+    if (
+        _PRIVATE_ENTRY
+        and type(loss) is torch.Tensor
+        and not (_is_torch_function_mode_enabled() or _are_functorch_transforms_active())
+    ):
         enter = _ENGINE.run_backward if loss.is_cpu else graph._engine_run_backward
         enter((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
@@ -78,11 +84,19 @@ def backward(loss: torch.Tensor, weight: float = 1.0) -> None:
 def _take_census(state: CallState, attempt: Attempt) -> None:
     """Once per loss function; once a call where it reaches leaves outside the model; always after a failure."""
     profile = state.profile
-    if profile.census_taken and (state.census_taken or not profile.extra_leaves) and not state.failures:
+    if (
+        profile.census_taken
+        and (state.census_taken or not profile.extra_leaves)
+        and not state.failures
+    ):
         return
     census = _census(attempt)
     _add_leaves(state, census.leaves)
-    profile.normalises_batch = profile.normalises_batch or census.normalises_batch or state.context.model.normalises_batch()
+    profile.normalises_batch = (
+        profile.normalises_batch
+        or census.normalises_batch
+        or state.context.model.normalises_batch()
+    )
     profile.census_taken = state.census_taken = True
 
 
@@ -100,8 +114,10 @@ def _add_leaves(state: CallState, leaves: tuple[torch.Tensor, ...]) -> None:
     full = [leaf for leaf in extra if leaf.grad is not None]
     if state.restarts and full:  # their gradients can be from the dropped attempts
         raise ReplayUnsafeError(
-            f"a leaf of shape {tuple(full[0].shape)} outside the model appeared in the middle of the batch, so its gradient can hold samples that "
-            "are now being replayed: call zero_grad() on it and run the batch again, or give its module in model=[...]"
+            f"a leaf of shape {tuple(full[0].shape)} outside the model appeared in the middle of "
+            "the batch, so its gradient can hold samples that "
+            "are now being replayed: call zero_grad() on it and run the batch again, or give its "
+            "module in model=[...]"
         )
     state.had_gradient.update(map(id, full))
     state.profile.extra_leaves = state.profile.extra_leaves or bool(extra)
@@ -117,9 +133,14 @@ def _add_inner_leaves(state: CallState, leaves: tuple[torch.Tensor, ...]) -> Non
 
 
 def _isolate(state: CallState) -> None:
-    """Sets gradients aside where a failure inside backward could not be undone otherwise. Decided before anything has committed."""
+    """Sets gradients aside where a failure inside backward could not be undone otherwise.
+
+    Decided before anything has committed.
+    """
     settings, profile, ledger = state.context.settings, state.profile, state.context.ledger
-    unsure = state.indistinct or (bool(state.had_gradient) and (profile.mixes or not profile.commits))
+    unsure = state.indistinct or (
+        bool(state.had_gradient) and (profile.mixes or not profile.commits)
+    )
     if state.isolation is None and (unsure or profile.hidden or settings.isolates):
         state.isolation = Isolation(settings.gradients.accumulate_dtype)
     if state.isolation is not None:
@@ -137,14 +158,20 @@ def commit(state: CallState, attempt: Attempt) -> None:
     changed = ledger.changed()
     _check_cleared(state, attempt, changed)
     committed = [leaf for leaf in changed if leaf.grad is not None]
-    if len(committed) not in profile.commits and attempt.root is not None and not attempt.piece.committed:
+    if (
+        len(committed) not in profile.commits
+        and attempt.root is not None
+        and not attempt.piece.committed
+    ):
         _learn(state, attempt, committed)
         state.settled = state.settled and state.is_settled()
     separate_gradients(state)
     if state.isolation is not None:
         state.modified = True
         if context.noise is not None:
-            attempt.squared_norm = context.retry("take the norm of a piece's gradient", lambda: squared_norm(context.model.leaves))
+            attempt.squared_norm = context.retry(
+                "take the norm of a piece's gradient", lambda: squared_norm(context.model.leaves)
+            )
         context.retry("add a piece's gradient to the batch's", state.isolation.fold)
     ledger.note()
 
@@ -152,7 +179,8 @@ def commit(state: CallState, attempt: Attempt) -> None:
 def measure_noise(state: CallState) -> NoiseScale | None:
     """The noise scale with what this call has shown, once its gradient is whole.
 
-    A single piece says nothing of how samples differ, nor do gradients that were there before, nor pieces without a loss of their own.
+    A single piece says nothing of how samples differ, nor do gradients that were there before, nor
+    pieces without a loss of their own.
     """
     context, noise = state.context, state.context.noise
     if noise is None or not state.training:
@@ -163,14 +191,22 @@ def measure_noise(state: CallState) -> NoiseScale | None:
         return sum(map(float, norms)) / scale**2
 
     pieces = [(len(attempt.piece), read(attempt.squared_norm)) for attempt in state.committed]
-    pieces += [(stop - start, 0.0) for start, stop in state.schedule.skipped]  # what counts nothing adds nothing
-    if len(pieces) > 1 and not state.had_gradient and all(attempt.loss is not None for attempt in state.committed):
+    # what counts nothing adds nothing
+    pieces += [(stop - start, 0.0) for start, stop in state.schedule.skipped]
+    if (
+        len(pieces) > 1
+        and not state.had_gradient
+        and all(attempt.loss is not None for attempt in state.committed)
+    ):
         noise.add(*estimate(pieces, read(squared_norm(context.model.leaves))))
     return noise.latest
 
 
 def separate_gradients(state: CallState) -> None:
-    """Separates what this call has made. Gradients that were there when it began are the user's, and so is where they lie."""
+    """Separates what this call has made.
+
+    Gradients that were there when it began are the user's, and so is where they lie.
+    """
     made = [leaf for leaf in state.context.ledger.leaves() if id(leaf) not in state.had_gradient]
     state.context.retry("give each gradient memory of its own", lambda: separate(made))
 
@@ -186,20 +222,29 @@ def _learn(state: CallState, attempt: Attempt, committed: list[torch.Tensor]) ->
     profile.hidden = profile.hidden or len(set(ids)) < len(ids) or not reached.issuperset(ids)
     start = state.streams
     assert start is not None
-    profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start)) or profile.draws
+    profile.draws = (
+        context.retry("read the random streams", lambda: context.streams.learn(start))
+        or profile.draws
+    )
     profile.commits.add(len(ids))
     for leaf in committed:
         if has_hook(leaf):
             context.warn_once(
                 "tensor-hook",
-                f"{context.model.name_of(leaf)} has a hook on its gradient, which runs once per micro-batch: it must be linear (no clamp, no norm) "
+                f"{context.model.name_of(leaf)} has a hook on its gradient, which runs once per "
+                "micro-batch: it must be linear (no clamp, no norm) "
                 "for the gradient to be the whole batch's",
             )
 
 
 def _check_cleared(state: CallState, attempt: Attempt, changed: list[torch.Tensor]) -> None:
-    """Checks that leaves which committed still have their gradient. A custom function can return None for an input, which then never has one."""
-    cleared = [leaf for leaf in state.context.ledger.leaves() if leaf.grad is None and has_hook(leaf)]
+    """Checks that leaves which committed still have their gradient.
+
+    A custom function can return None for an input, which then never has one.
+    """
+    cleared = [
+        leaf for leaf in state.context.ledger.leaves() if leaf.grad is None and has_hook(leaf)
+    ]
     if cleared and attempt.root is not None and not attempt.piece.committed:
         reached = set(map(id, walk(attempt.root).leaves))
         cleared = [leaf for leaf in cleared if id(leaf) in reached]

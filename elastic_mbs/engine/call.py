@@ -1,7 +1,10 @@
-"""The loop with all side effects: pieces → forward → backward → commit, or recover → replay. `state.py` draws its phases.
+"""The loop with all side effects: pieces → forward → backward → commit, or recover → replay.
 
-A `Call` is the work on one batch: an iterator over attempts, each begun, run backward and ended by its `MicroBatch`. All doors run exactly this loop.
-Recovery runs in `__next__`, when the exception of the failed attempt and its traceback are gone: they would keep the attempt's tensors alive.
+`state.py` draws its phases.
+
+A `Call` is the work on one batch: an iterator over attempts, each begun, run backward and ended by
+its `MicroBatch`. All doors run exactly this loop. Recovery runs in `__next__`, when the exception
+of the failed attempt and its traceback are gone: they would keep the attempt's tensors alive.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from elastic_mbs.engine.failure import note_failure
 from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
 from elastic_mbs.engine.result import StoredOutput, check_not_overwritten
 from elastic_mbs.engine.state import Attempt, CallState, Phase
-from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, LossError, MicroBatchFloorError, NestedCallError, StepInsideError, UsageError
+from elastic_mbs.errors import (
+    ElasticMBSError,
+    IncompleteBatchError,
+    LossError,
+    MicroBatchFloorError,
+    NestedCallError,
+    StepInsideError,
+    UsageError,
+)
 from elastic_mbs.memory import oom
 from elastic_mbs.options import OutputPlace
 
@@ -33,7 +44,8 @@ Take = Callable[[Attempt, Any], None]
 class Call:
     """The work on one batch, from its split to its result.
 
-    Arguments are those of `CallState`; `name` is in its `key`, and `own_graph` asks for its `table`.
+    Arguments are those of `CallState`; `name` is in its `key`, and `own_graph` asks for its
+    `table`.
     """
 
     def __init__(
@@ -52,7 +64,16 @@ class Call:
         self.context = context
         key = Key(name, "train" if training else "eval", shape_class(view.elements))
         try:
-            self.state = CallState(context, view, counts, key, identity, training=training, outputs=outputs, own_graph=own_graph)
+            self.state = CallState(
+                context,
+                view,
+                counts,
+                key,
+                identity,
+                training=training,
+                outputs=outputs,
+                own_graph=own_graph,
+            )
             misuse.enter_call(self)
         except BaseException:
             misuse.leave_call(self)
@@ -81,7 +102,13 @@ class Call:
         if error is not None:
             self.abort(error)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], take: Take | None = None) -> None:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        take: Take | None = None,
+    ) -> None:
         """Runs `fn` on every piece: backward of the loss that it returns, or, in an evaluation, its outputs are kept; or what `take` does with it."""
         take = take or (self.backward if self.state.training else self.keep)
         for attempt in self:
@@ -135,11 +162,14 @@ class Call:
             else:
                 if context.buffers.busy:
                     context.buffers.begin_piece()  # before all else that can fail
-                # A step that was never seen to draw has probably not moved them since the call began. A failure compares, and where they have moved
-                # the batch starts over (`recovery._streams_lost`), which it cannot where there were gradients.
+                # A step that was never seen to draw has probably not moved them since the call
+                # began. A failure compares, and where they have moved the batch starts over
+                # (`recovery._streams_lost`), which it cannot where there were gradients.
                 draws = state.profile.draws or state.had_gradient or not state.settled
                 attempt.streams = context.streams.read() if draws else state.streams
-            attempt.data = state.loader.load(piece, state.schedule, cloned=state.profile.edits_batch)
+            attempt.data = state.loader.load(
+                piece, state.schedule, cloned=state.profile.edits_batch
+            )
         except Exception as error:
             if not note_failure(state, attempt, error):
                 raise
@@ -151,7 +181,9 @@ class Call:
         """Starts the attempt."""
         state, context = self.state, self.context
         if attempt is not state.attempt or state.phase is not Phase.WAITING:
-            raise IncompleteBatchError("this micro-batch is over: each is entered once, in the loop that yields it")
+            raise IncompleteBatchError(
+                "this micro-batch is over: each is entered once, in the loop that yields it"
+            )
         try:
             if state.table is not None:
                 attempt.first_node = torch._C._autograd._get_sequence_nr()
@@ -159,10 +191,15 @@ class Call:
                 hook.__enter__()
             if context.guard is not None:
                 context.guard.renew()
-            attempt.grad_enabled, attempt.training = torch.is_grad_enabled(), context.model.training()
+            attempt.grad_enabled, attempt.training = (
+                torch.is_grad_enabled(),
+                context.model.training(),
+            )
             state.modes = state.modes or attempt.training
             if misuse.fault_injector is not None:
-                misuse.fault_injector.begin(self, context.model.modules, ready=state.failures_in_row == 0)
+                misuse.fault_injector.begin(
+                    self, context.model.modules, ready=state.failures_in_row == 0
+                )
             state.phase = Phase.FORWARD
             return
         except BaseException as error:
@@ -175,8 +212,11 @@ class Call:
         """Weighs the loss and runs backward."""
         state = self.state
         if attempt is not state.attempt or state.phase is not Phase.FORWARD or not state.training:
-            raise LossError("micro.backward(loss) is called once, inside its own `with micro:` block")
-        if not torch.is_grad_enabled():  # the loss can have a graph all the same, and `loss.backward()` would use it
+            raise LossError(
+                "micro.backward(loss) is called once, inside its own `with micro:` block"
+            )
+        # the loss can have a graph all the same, and `loss.backward()` would use it
+        if not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.enable_grad():
                 self.backward(attempt, value)
             return
@@ -189,7 +229,8 @@ class Call:
             terms: tuple[torch.Tensor, ...] = (value,)
         else:
             named, outputs = read_losses(value, state.count_names)
-            # Stored before backward: once something has committed, nothing but backward itself should be left that can fail.
+            # Stored before backward: once something has committed, nothing but backward itself
+            # should be left that can fail.
             if attempt.outputs is None:  # what `micro.keep` was given comes first
                 self.keep(attempt, outputs)
             terms, loss, weight = tuple(named.values()), weighted_sum(named, weights), 1.0
@@ -197,7 +238,8 @@ class Call:
             attempt.terms = terms
         attempt.loss, attempt.graph = loss.detach() * weight, loss
         if state.plan.wants_reading and not state.committed:
-            self.context.monitor.request_reading(rested=True)  # now, because the monitor's thread needs Python and a backward does not
+            # now, because the monitor's thread needs Python and a backward does not
+            self.context.monitor.request_reading(rested=True)
         run_backward(state, attempt, loss, weight)
         attempt.seen = self.context.ledger.observe(kept=state.settled)
         state.phase = Phase.COMMIT
@@ -206,7 +248,10 @@ class Call:
         """Keeps the outputs of the piece where the user wants them."""
         if outputs is not None and self.state.outputs is not None:
             if attempt.outputs is not None:
-                raise UsageError("this micro-batch has outputs already: give all of them to one micro.keep(outputs)")
+                raise UsageError(
+                    "this micro-batch has outputs already: give all of them to one "
+                    "micro.keep(outputs)"
+                )
             attempt.outputs = StoredOutput(outputs, self.state.outputs)
 
     def end(self, attempt: Attempt, error: BaseException | None) -> bool:
@@ -221,10 +266,14 @@ class Call:
                 hook.__exit__(None, None, None)
             if error is None:
                 if state.phase is Phase.DONE:
-                    raise IncompleteBatchError("the runtime was closed inside a `with micro:` block, so its batch is incomplete")
+                    raise IncompleteBatchError(
+                        "the runtime was closed inside a `with micro:` block, so its batch is "
+                        "incomplete"
+                    )
                 self._commit(attempt)
                 if not state.schedule:
-                    self._finish()  # here and not in the next turn of the loop, which a `break` would leave out
+                    # here and not in the next turn of the loop, which a `break` would leave out
+                    self._finish()
                 return False
             torch.set_grad_enabled(attempt.grad_enabled)
             context.model.restore(attempt.training)
@@ -245,10 +294,15 @@ class Call:
                 state.check_gradients()
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
             assert attempt.seen is not None
-            if state.isolation is not None or not context.ledger.advance(attempt.seen, state.profile.commits):
-                commit(state, attempt)  # what has changed since backward is seen by the next check where this is left out
+            if state.isolation is not None or not context.ledger.advance(
+                attempt.seen, state.profile.commits
+            ):
+                # what has changed since backward is seen by the next check where this is left out
+                commit(state, attempt)
         if context.buffers.watched:
-            state.profile.changes_buffers = context.retry("compare the buffers with their copies", context.buffers.end_clean_piece)
+            state.profile.changes_buffers = context.retry(
+                "compare the buffers with their copies", context.buffers.end_clean_piece
+            )
         state.add_committed(attempt)
         if not state.settled:
             state.notice_edits()
@@ -264,15 +318,22 @@ class Call:
         state.notice_edits()
         if state.had_gradient and not state.profile.draws and state.streams is not None:
             start = state.streams
-            state.profile.draws = context.retry("read the random streams", lambda: context.streams.learn(start))
+            state.profile.draws = context.retry(
+                "read the random streams", lambda: context.streams.learn(start)
+            )
         if state.outputs == "device":
             check_not_overwritten([attempt.outputs for attempt in state.committed])
         attempts = state.in_order()
         result = state.make_result(attempts)
         if not state.training:
-            context.retry('join the outputs on the device (to="cpu" keeps them on the host)', lambda: result.outputs)
+            context.retry(
+                'join the outputs on the device (to="cpu" keeps them on the host)',
+                lambda: result.outputs,
+            )
         if context.noise is not None:
-            result.noise_scale = context.retry("read the norms of the gradients", lambda: measure_noise(state))
+            result.noise_scale = context.retry(
+                "read the norms of the gradients", lambda: measure_noise(state)
+            )
         state.inform_controller()
         misuse.leave_call(self)
         state.phase = Phase.WHOLE  # a callback may step, or evaluate
@@ -293,7 +354,8 @@ class Call:
         if state.phase is not Phase.WHOLE:
             misuse.leave_call(self)
         state.drop_committed()
-        context.ledger.forget()  # last: where an interrupt strikes before it, everything can still be put back
+        # last: where an interrupt strikes before it, everything can still be put back
+        context.ledger.forget()
         state.phase = Phase.DONE
 
     # ------------------------------------------------------------------ what ends a call early
@@ -304,7 +366,10 @@ class Call:
         if self.state.phase is not Phase.DONE and not isinstance(error, ElasticMBSError):
             verdict = oom.classify(error, self.context.settings.recovery.is_oom)
             if verdict is not None:
-                typed = MicroBatchFloorError(f"there is no room for the library's own bookkeeping after an out-of-memory error: {verdict.message}")
+                typed = MicroBatchFloorError(
+                    "there is no room for the library's own bookkeeping after an out-of-memory "
+                    f"error: {verdict.message}"
+                )
         self.abort(typed or error)
         return typed
 
@@ -313,7 +378,8 @@ class Call:
         state, interrupt = self.state, None
         if state.phase is Phase.DONE:
             return
-        for last in (False, True):  # once more where an interrupt or a lack of memory has struck in the middle
+        # once more where an interrupt or a lack of memory has struck in the middle
+        for last in (False, True):
             try:
                 self._drop_attempt()
                 unwind(state, error)
@@ -321,7 +387,10 @@ class Call:
                 break
             except Exception as problem:
                 if last:  # a lost device: the error that is on its way says more
-                    error.add_note(f"elastic_mbs: buffers could not be restored: {type(problem).__name__}: {problem}")
+                    error.add_note(
+                        f"elastic_mbs: buffers could not be restored: {type(problem).__name__}: "
+                        f"{problem}"
+                    )
                     self._close()
             except BaseException as problem:
                 error = interrupt = problem
@@ -333,13 +402,15 @@ class Call:
 
     def _drop_attempt(self) -> None:
         state = self.state
-        if self.inside or state.phase is Phase.FAILED:  # what is switched between two attempts is the user's doing
+        # what is switched between two attempts is the user's doing
+        if self.inside or state.phase is Phase.FAILED:
             self.context.model.restore(state.modes)
         if state.attempt is not None:
             state.attempt.drop()  # a variable of the user's can still hold it
             state.attempt = None
         for hook in state.hooks:
-            hook.__exit__(None, None, None)  # an interrupt between the lines can have left it in place
+            # an interrupt between the lines can have left it in place
+            hook.__exit__(None, None, None)
         if state.table is not None:
             state.table.empty()
         self.context.controller.abandon(state.key)
@@ -347,33 +418,51 @@ class Call:
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses a step of an optimizer over the leaves of this batch while it is incomplete."""
         ledger = self.context.ledger
-        if not any(parameter in ledger for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(
+            parameter in ledger for group in optimizer.param_groups for parameter in group["params"]
+        ):
             return  # an optimizer of the step's own, over tensors that it makes itself
         if self.inside:
             raise StepInsideError(
-                f"{type(optimizer).__name__}.step() ran inside the step function, on a part of the gradient: step once, after the batch"
+                f"{type(optimizer).__name__}.step() ran inside the step function, on a part of "
+                "the gradient: step once, after the batch"
             )
-        error = self.left_early(f"{type(optimizer).__name__}.step() ran before the whole batch was accumulated")
+        error = self.left_early(
+            f"{type(optimizer).__name__}.step() ran before the whole batch was accumulated"
+        )
         self.abort(error)
         raise error
 
     def check_inside(self, attempt: Attempt, what: str) -> None:
         """Refuses what is given to an attempt that has not begun or is over: it would be lost."""
         if attempt is not self.state.attempt or not self.inside:
-            raise UsageError(f"{what} is called inside its own `with micro:` block, where it belongs to the samples of that block")
+            raise UsageError(
+                f"{what} is called inside its own `with micro:` block, where it belongs to the "
+                "samples of that block"
+            )
 
     @property
     def inside(self) -> bool:
         """Whether an attempt is being made, or a sink runs, as opposed to the loop standing between two."""
-        return self.state.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT) or self.context.log.emitting
+        return (
+            self.state.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT)
+            or self.context.log.emitting
+        )
 
-    def left_early(self, what: str = "a loop over micro-batches was left early") -> IncompleteBatchError:
+    def left_early(
+        self, what: str = "a loop over micro-batches was left early"
+    ) -> IncompleteBatchError:
         """The error for a loop that did not run to its end, with what is missing."""
         state = self.state
         missing = state.schedule.missing()
         missing += [each.piece for each in (state.attempt, state.failure) if each is not None]
-        ranges = ", ".join(f"{rest.start}:{rest.stop}" for rest in sorted(missing, key=lambda rest: rest.start))
-        return IncompleteBatchError(f"{what}: samples {ranges} of {state.view.length} were not run. Its gradients have been emptied")
+        ranges = ", ".join(
+            f"{rest.start}:{rest.stop}" for rest in sorted(missing, key=lambda rest: rest.start)
+        )
+        return IncompleteBatchError(
+            f"{what}: samples {ranges} of {state.view.length} were not run. Its gradients have "
+            "been emptied"
+        )
 
 
 # ---------------------------------------------------------------------- how a call begins
@@ -388,6 +477,7 @@ def _check_outer(context: Context, training: bool) -> None:
         raise error
     if outer is not None and (training or outer.context is context):
         raise NestedCallError(
-            "a call was started inside the step function of another one, or in a function of on_event while it runs, and could not be undone "
+            "a call was started inside the step function of another one, or in a function of "
+            "on_event while it runs, and could not be undone "
             "when that one is replayed: take it out of there (an eval by another runtime may stay)"
         )

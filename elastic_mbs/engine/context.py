@@ -17,7 +17,18 @@ from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.timing import Telemetry, Timed
 from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
-from elastic_mbs.memory import Headroom, HostGuard, MemoryBudget, Monitor, Reading, UsageMeter, margin_of, oom, refuse_devices, sensor_for
+from elastic_mbs.memory import (
+    Headroom,
+    HostGuard,
+    MemoryBudget,
+    Monitor,
+    Reading,
+    UsageMeter,
+    margin_of,
+    oom,
+    refuse_devices,
+    sensor_for,
+)
 from elastic_mbs.memory.sensor import trouble_with
 from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings
@@ -31,7 +42,9 @@ T = TypeVar("T")
 class Context:
     """What a runtime lends to its calls."""
 
-    def __init__(self, settings: Settings, model: TrainedModel, log: EventLog, *, enabled: bool = True) -> None:
+    def __init__(
+        self, settings: Settings, model: TrainedModel, log: EventLog, *, enabled: bool = True
+    ) -> None:
         policy, memory = settings.policy, settings.memory
         self.settings, self.plain = settings, settings.plain
         self.model = model
@@ -48,12 +61,20 @@ class Context:
         self.ledger.set_leaves(model.leaves)
         self.buffers = BufferCopies()
         self.profiles: dict[object, tuple[int, LossProfile]] = {}
-        self.noise = None if settings.gradients.noise_scale is None else Smoothed(settings.gradients.noise_scale)
+        self.noise = (
+            None
+            if settings.gradients.noise_scale is None
+            else Smoothed(settings.gradients.noise_scale)
+        )
         self.cache_is_stale = False  # the allocator's cache holds what a failed attempt had
         self.sleep: Callable[[float], None] = time.sleep
         self.guard: HostGuard | None = None
         if memory.host_guard is not False and enabled:
-            self.guard = HostGuard(margin_of(memory.host_guard), modules=model.modules, warn=partial(self.warn, "host_guard"))
+            self.guard = HostGuard(
+                margin_of(memory.host_guard),
+                modules=model.modules,
+                warn=partial(self.warn, "host_guard"),
+            )
         self._retries: int | None = None  # of the allocator, when they were last asked for
         self._reading: Reading | None = None
         self._capacity: Capacity | None = None
@@ -71,7 +92,11 @@ class Context:
         if isinstance(found, MemoryBudget):
             found.track(*self.model.roots)
         self.streams = RandomStreams(settings.recovery.generators, self.devices)
-        self.monitor = Monitor(memory.sensor or found, interval=memory.monitor_interval, on_change=self._on_sensor_change)
+        self.monitor = Monitor(
+            memory.sensor or found,
+            interval=memory.monitor_interval,
+            on_change=self._on_sensor_change,
+        )
         self.meter: UsageMeter = memory.sensor if isinstance(memory.sensor, UsageMeter) else meter
         self.piece_device = choose_device(memory.device, self.devices)
 
@@ -98,7 +123,11 @@ class Context:
 
     def _on_sensor_change(self, reading: Reading) -> None:
         problem, name = trouble_with(reading), self.settings.name
-        self.log.emit(SensorLost(name, problem) if problem is not None else SensorBack(name, getattr(reading, "source", "")))
+        self.log.emit(
+            SensorLost(name, problem)
+            if problem is not None
+            else SensorBack(name, getattr(reading, "source", ""))
+        )
 
     def warn(self, kind: str, text: str) -> None:
         self.log.emit(Warned(self.settings.name, kind, text))
@@ -112,17 +141,25 @@ class Context:
         return reading if isinstance(reading, Headroom) else None
 
     def capacity(self) -> Capacity | None:
-        """The latest reading for the controller, and the same object until there is another. None where it is in doubt: then nothing grows."""
+        """The latest reading for the controller, and the same object until there is another.
+
+        None where it is in doubt: then nothing grows.
+        """
         reading = self.monitor.latest()
         if reading is not self._reading:
             self._reading = reading
-            self._capacity = Capacity(reading.capacity, reading.at) if isinstance(reading, Headroom) and reading.doubt is None else None
+            self._capacity = (
+                Capacity(reading.capacity, reading.at)
+                if isinstance(reading, Headroom) and reading.doubt is None
+                else None
+            )
         return self._capacity
 
     def drop_stale_cache(self) -> None:
         """Empties the allocator's cache once after a failure, before peaks are learned.
 
-        It still holds what the failed attempt had, of which smaller pieces use a part: reserved memory would say nothing of what they need.
+        It still holds what the failed attempt had, of which smaller pieces use a part: reserved
+        memory would say nothing of what they need.
         """
         if self.cache_is_stale:
             self.cache_is_stale = False

@@ -30,12 +30,22 @@ def note_failure(state: CallState, attempt: Attempt, error: Exception) -> bool:
     normalises_batch = surprising = False
     if (root := attempt.root) is not None:
         census = walk(root)
-        unknown = tuple(str(tuple(leaf.shape)) for leaf in census.leaves if leaf.grad is not None and leaf not in ledger)
+        unknown = tuple(
+            str(tuple(leaf.shape))
+            for leaf in census.leaves
+            if leaf.grad is not None and leaf not in ledger
+        )
         normalises_batch = census.normalises_batch
         ids = set(map(id, committed))
-        surprising = len(ids) < len(committed) or not ids <= set(map(id, census.leaves)) or not census.custom <= state.profile.custom
+        surprising = (
+            len(ids) < len(committed)
+            or not ids <= set(map(id, census.leaves))
+            or not census.custom <= state.profile.custom
+        )
     edited = state.view.versions() != state.batch_versions and not state.edited
-    state.profile.edits_batch = state.profile.edits_batch or (edited and not state.view.whole_edited(state.batch_versions))
+    state.profile.edits_batch = state.profile.edits_batch or (
+        edited and not state.view.whole_edited(state.batch_versions)
+    )
     state.failure = Failure(
         piece=attempt.piece,
         phase=phase,
@@ -60,12 +70,15 @@ def _classify(state: CallState, attempt: Attempt, error: Exception) -> oom.Verdi
         return verdict
     if context.guard is not None and context.guard.explains(verdict.message):
         return replace(verdict, kind=oom.Kind.HOST)
-    if state.tried_masked or not state.schedule.can_split(attempt.piece, max(1, state.schedule.worth(attempt.piece) // 2)):
+    if state.tried_masked or not state.schedule.can_split(
+        attempt.piece, max(1, state.schedule.worth(attempt.piece) // 2)
+    ):
         return None
     state.tried_masked = True
     context.warn_once(
         f"masked:{verdict.message}",
-        f"this error is often a hidden out-of-memory; trying once with half the micro-batch: {verdict.message}",
+        "this error is often a hidden out-of-memory; trying once with half the micro-batch: "
+        f"{verdict.message}",
     )
     return verdict
 
@@ -76,7 +89,13 @@ def _drop(state: CallState, attempt: Attempt, error: Exception) -> None:
         state.table.empty()
         for loss in attempt.terms:
             node = loss.grad_fn
-            if node is not None and node._sequence_nr() >= attempt.first_node and not loss._is_view():  # an older graph is the user's
-                loss.detach_()  # the caller still holds it, and through it whatever checkpointing was recomputing
+            # an older graph is the user's
+            if (
+                node is not None
+                and node._sequence_nr() >= attempt.first_node
+                and not loss._is_view()
+            ):
+                # the caller still holds it, and through it whatever checkpointing was recomputing
+                loss.detach_()
     attempt.drop()
     oom.clear_traceback(error)

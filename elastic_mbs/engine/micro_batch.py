@@ -52,7 +52,12 @@ class MicroBatch:
         self._owner.begin(self._attempt)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         """Ends the attempt: commits it, or swallows an out-of-memory error so that the loop can replay the piece."""
         return self._owner.end(self._attempt, error)
 
@@ -60,8 +65,9 @@ class MicroBatch:
         """Accumulates the gradient of this piece's loss, weighted by its share of the batch.
 
         Args:
-            value: the loss as a scalar mean over the piece's counts (`reduction="sum"`: a sum); or `(loss, outputs)`, an object with `.loss`, a dict
-                with "loss", or a dict of losses where `count` is a dict.
+            value: the loss as a scalar mean over the piece's counts (`reduction="sum"`: a sum); or
+                `(loss, outputs)`, an object with `.loss`, a dict with "loss", or a dict of losses
+                where `count` is a dict.
 
         Raises:
             LossError: there is no scalar loss with a graph in it.
@@ -76,7 +82,8 @@ class MicroBatch:
     def on_commit(self, fn: Callable[[], object]) -> None:
         """Runs `fn` once the whole batch is accumulated, in the batch's order, if this attempt is the one that counts.
 
-        It waits for the batch because until then a piece can still be replayed. What `fn` refers to stays in memory until then, too.
+        It waits for the batch because until then a piece can still be replayed. What `fn` refers to
+        stays in memory until then, too.
         """
         self._owner.check_inside(self._attempt, "micro.on_commit(fn)")
         self._attempt.callbacks += (fn,)
@@ -87,7 +94,8 @@ def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
     try:
         yield from map(partial(MicroBatch, call), call)
     except GeneratorExit:  # left early: the next call, or the end of the `with` block, says so
-        if call.inside:  # an interrupt between the lines of the engine itself: nobody could say so inside a piece
+        # an interrupt between the lines of the engine itself: nobody could say so inside a piece
+        if call.inside:
             call.abort(call.left_early())
         raise
     except BaseException as error:
@@ -101,7 +109,14 @@ def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
 class DisabledPass:
     """What `enabled=False` does: one plain pass over the whole batch, with nothing caught and nothing watched."""
 
-    def __init__(self, settings: Settings, batch: Any, count_names: tuple[str, ...] | None, totals: Any, length: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        batch: Any,
+        count_names: tuple[str, ...] | None,
+        totals: Any,
+        length: int,
+    ) -> None:
         self.totals = totals
         self._settings = settings
         self._names = count_names
@@ -131,7 +146,9 @@ class DisabledPass:
         attempt.loss = loss.detach()
         if self._settings.scaler is not None:
             loss = self._settings.scaler.scale(loss)
-        torch.autograd.backward(loss) if self._settings.gradients.backward is None else self._settings.gradients.backward(loss)
+        torch.autograd.backward(
+            loss
+        ) if self._settings.gradients.backward is None else self._settings.gradients.backward(loss)
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
         """Keeps the outputs where the user wants them."""

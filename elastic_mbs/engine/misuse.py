@@ -16,7 +16,9 @@ fault_injector: Any = None
 """The `elastic_mbs.testing.faults.RandomFaults` of a test: it hears of each attempt's begin and end, and makes some fail. Read through the module."""
 
 _thread = threading.local()
-_running: list[Any] = []  # the calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step there
+# the calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step
+# there
+_running: list[Any] = []
 
 
 def running_call() -> Any:
@@ -41,7 +43,9 @@ def leave_call(call: Any) -> None:
         _running.remove(call)
 
 
-@functools.cache  # one hook for all calls, which stays: putting it on and off for each would cost more than all its runs
+# one hook for all calls, which stays: putting it on and off for each would cost more than all its
+# runs
+@functools.cache
 def hook_steps() -> None:
     """Has every step of an optimizer checked before it begins."""
     register_optimizer_step_pre_hook(_on_step)
@@ -55,25 +59,33 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             call.check_step(optimizer)
 
 
-def check_gradients_stayed(committed: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
+def check_gradients_stayed(
+    committed: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]
+) -> None:
     """Refuses a backward in which a leaf that committed has lost its gradient."""
     for leaf in committed:
         if leaf.grad is None:
             raise OptimizerInBackwardError(
-                f"{name_of(leaf)} lost its gradient during backward: an optimizer steps inside backward (a post-accumulate hook that steps and "
-                "clears .grad). Each piece would then be a step of its own; take the hook off and step once after the batch"
+                f"{name_of(leaf)} lost its gradient during backward: an optimizer steps inside "
+                "backward (a post-accumulate hook that steps and "
+                "clears .grad). Each piece would then be a step of its own; take the hook off and "
+                "step once after the batch"
             )
 
 
 def check_function(fn: object, usage: str) -> None:
     """Refuses a loss, a batch or anything else in the place of the function."""
     if not callable(fn):
-        raise UsageError(f"mbs.{usage}: the function comes first and is called on pieces of the batch; got a {type(fn).__name__} in its place")
+        raise UsageError(
+            f"mbs.{usage}: the function comes first and is called on pieces of the batch; got a "
+            f"{type(fn).__name__} in its place"
+        )
 
 
 def check_capture() -> None:
     """Refuses to run while a CUDA graph is being captured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # cuda-only
         raise UnsupportedError(
-            "a CUDA graph is being captured: an out-of-memory error could not be recovered from inside it. Run the step outside the capture"
+            "a CUDA graph is being captured: an out-of-memory error could not be recovered from "
+            "inside it. Run the step outside the capture"
         )

@@ -24,7 +24,8 @@ class TrainedModel:
         self.modules: list[nn.Module] = []
         self.leaves: list[torch.Tensor] = []  # trainable parameters
         self.generation = 0  # counts the changes found
-        self.group = 1  # samples that have to stay together: a module with a `batch_group` normalises over so many
+        # samples that have to stay together: a module with a `batch_group` normalises over so many
+        self.group = 1
         self._children: list[nn.Module | None] | None = None
         self._parameters: list[nn.Parameter | None] = []
         self._trainable: list[bool] | None = None
@@ -35,12 +36,16 @@ class TrainedModel:
     def refresh(self) -> bool:
         """Looks again at which leaves are trainable; returns whether anything changed since the last time.
 
-        Runs in every call, so it runs no line of Python for each module or parameter while nothing has changed.
+        Runs in every call, so it runs no line of Python for each module or parameter while nothing
+        has changed.
         """
-        # The children of every module, compared by identity: a module can be added, or put in place of another.
+        # The children of every module, compared by identity: a module can be added, or put in place
+        # of another.
         children = _values(_MODULES, self.modules)
         if children != self._children:
-            modules = list(dict.fromkeys(chain.from_iterable(root.modules() for root in self.roots)))
+            modules = list(
+                dict.fromkeys(chain.from_iterable(root.modules() for root in self.roots))
+            )
             self._set_group(math.lcm(*(getattr(module, "batch_group", 1) for module in modules)))
             self.modules, self._children = modules, _values(_MODULES, modules)
         parameters = _values(_PARAMETERS, self.modules)
@@ -55,7 +60,8 @@ class TrainedModel:
     def _set_group(self, group: int) -> None:
         if self._children is not None and self.group % group:
             raise UsageError(
-                f"a module that normalises over groups of {group} samples came into the model after its ElasticMBS was made, which cuts batches at "
+                f"a module that normalises over groups of {group} samples came into the model "
+                "after its ElasticMBS was made, which cuts batches at "
                 f"multiples of {self.group}: convert the model first"
             )
         self.group = group
@@ -73,7 +79,8 @@ class TrainedModel:
         for module, training in zip(self.modules, modes, strict=False):
             module.training = training
         for leaf in self.leaves:
-            if not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):  # it may have been quantised
+            # it may have been quantised
+            if not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):
                 leaf.requires_grad_()
 
     def name_of(self, leaf: torch.Tensor) -> str:
@@ -86,7 +93,9 @@ class TrainedModel:
     def devices(self) -> list[torch.device]:
         """The devices of the parameters and buffers, in the order met; the CPU for a model without either."""
         tensors = [*_values(_PARAMETERS, self.modules), *_values(_BUFFERS, self.modules)]
-        return list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)) or [torch.device("cpu")]
+        return list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)) or [
+            torch.device("cpu")
+        ]
 
     def normalises_batch(self) -> bool:
         """Whether a BatchNorm in the model would use the statistics of the whole piece now."""
@@ -94,10 +103,16 @@ class TrainedModel:
 
     def batch_norms(self) -> list[nn.modules.batchnorm._BatchNorm]:
         """Those without a group of their own."""
-        return [m for m in self.modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and not hasattr(m, "batch_group")]
+        return [
+            m
+            for m in self.modules
+            if isinstance(m, nn.modules.batchnorm._BatchNorm) and not hasattr(m, "batch_group")
+        ]
 
 
-_MODULES, _PARAMETERS, _BUFFERS, _TRAINING = map(attrgetter, ("_modules", "_parameters", "_buffers", "training"))
+_MODULES, _PARAMETERS, _BUFFERS, _TRAINING = map(
+    attrgetter, ("_modules", "_parameters", "_buffers", "training")
+)
 
 
 def _values(owned: attrgetter[dict[str, Any]], modules: Iterable[nn.Module]) -> list[Any]:
@@ -107,9 +122,14 @@ def _values(owned: attrgetter[dict[str, Any]], modules: Iterable[nn.Module]) -> 
 def modules_of(model: object) -> Sequence[nn.Module]:
     """The modules that `model=` stands for."""
     modules = [model] if isinstance(model, nn.Module) else model
-    if not (isinstance(modules, Sequence) and modules and all(isinstance(module, nn.Module) for module in modules)):
+    if not (
+        isinstance(modules, Sequence)
+        and modules
+        and all(isinstance(module, nn.Module) for module in modules)
+    ):
         raise UsageError(
-            f"model={str(model)[:80]!r} is a {type(model).__name__}; give a torch.nn.Module or a sequence of them, of one at least "
+            f"model={str(model)[:80]!r} is a {type(model).__name__}; give a torch.nn.Module or a "
+            "sequence of them, of one at least "
             "(a callable only to elastic_step, for methods)"
         )
     return modules
@@ -122,13 +142,19 @@ def _check(module: nn.Module) -> None:
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(
-            f"{module.original_name} is compiled by torch.jit, which hides its parameters and buffers: give the module that it was made from. One "
+            f"{module.original_name} is compiled by torch.jit, which hides its parameters and "
+            "buffers: give the module that it was made from. One "
             "that is not trained can stay outside of the model, and be called in loss_fn"
         )
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        raise UsageError(f"{kind} has parameters without a shape yet: run one batch through the model first, under torch.no_grad()")
+        raise UsageError(
+            f"{kind} has parameters without a shape yet: run one batch through the model first, "
+            "under torch.no_grad()"
+        )
     if not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__):
         raise UnsupportedError(
-            f"{kind} runs collectives or replicas inside forward and backward, and a replay in one would leave the others waiting or half done. "
-            "Give the module itself, with one process per device; distributed training is not supported yet"
+            f"{kind} runs collectives or replicas inside forward and backward, and a replay in "
+            "one would leave the others waiting or half done. "
+            "Give the module itself, with one process per device; distributed training is not "
+            "supported yet"
         )

@@ -1,12 +1,16 @@
 """After a failed attempt: which replay is exact, what is put back for it, and how small the next piece is.
 
-- PIECE: the failed piece is replayed. Leaves that had committed are left out (`backward(inputs=…)`), so that each gets every sample once.
-- STEP: all gradients of the call are dropped and the batch is replayed from its start, because the piece had partly committed and a replay in halves
-  would mix two masks or two batch statistics in one gradient, or because it is not known what had committed.
-- ISOLATED: gradients had been set aside, so that the failed piece left nothing behind, and is replayed.
+- PIECE: the failed piece is replayed. Leaves that had committed are left out
+  (`backward(inputs=…)`), so that each gets every sample once.
+- STEP: all gradients of the call are dropped and the batch is replayed from its start, because the
+  piece had partly committed and a replay in halves would mix two masks or two batch statistics in
+  one gradient, or because it is not known what had committed.
+- ISOLATED: gradients had been set aside, so that the failed piece left nothing behind, and is
+  replayed.
 
-Everything else is refused. What a mode needs prepared before the failure is in `backward._isolate`. `recover` runs when the exception is gone: its
-traceback would keep the failed attempt's tensors. `unwind` is for a call that ends by an error.
+Everything else is refused. What a mode needs prepared before the failure is in `backward._isolate`.
+`recover` runs when the exception is gone: its traceback would keep the failed attempt's tensors.
+`unwind` is for a call that ends by an error.
 Source: shared/reference/autograd.md and errors.md.
 """
 
@@ -24,7 +28,12 @@ import torch
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.backward import separate_gradients
 from elastic_mbs.engine.state import CallState, Failure, Phase
-from elastic_mbs.errors import MicroBatchFloorError, PoisonedDeviceError, RecoveryError, ReplayUnsafeError
+from elastic_mbs.errors import (
+    MicroBatchFloorError,
+    PoisonedDeviceError,
+    RecoveryError,
+    ReplayUnsafeError,
+)
 from elastic_mbs.events import Escalated, OutOfMemory, WaitingForMemory, format_bytes
 from elastic_mbs.memory import Headroom, oom
 from elastic_mbs.memory.processes import describe
@@ -32,7 +41,10 @@ from elastic_mbs.rollback.graph import drain, drop_unrun
 
 
 class Mode(Enum):
-    """What is replayed. The values are the words of `OutOfMemory.mode`, but for REFUSED, which is raised."""
+    """What is replayed.
+
+    The values are the words of `OutOfMemory.mode`, but for REFUSED, which is raised.
+    """
 
     PIECE = "piece"
     STEP = "step"
@@ -56,7 +68,12 @@ def _before_backward(state: CallState, failure: Failure) -> bool:
 
 
 def _can_be_late(state: CallState, failure: Failure) -> bool:
-    return _before_backward(state, failure) and state.training and bool(state.committed) and not failure.verdict.synchronous
+    return (
+        _before_backward(state, failure)
+        and state.training
+        and bool(state.committed)
+        and not failure.verdict.synchronous
+    )
 
 
 def _streams_lost(state: CallState, failure: Failure) -> bool:
@@ -64,47 +81,83 @@ def _streams_lost(state: CallState, failure: Failure) -> bool:
     if start is None or failure.streams is None:
         return False
     if failure.streams is start:  # only the call's first piece has read them
-        return bool(state.committed) and state.context.retry("read the random streams", lambda: streams.moved(start))
+        return bool(state.committed) and state.context.retry(
+            "read the random streams", lambda: streams.moved(start)
+        )
     return failure.streams.hosts is None and streams.hosts_moved(start)
 
 
 def _depends_on_the_piece(state: CallState, failure: Failure) -> bool:
-    return state.profile.normalises_batch or failure.normalises_batch or state.context.buffers.changed()
+    return (
+        state.profile.normalises_batch
+        or failure.normalises_batch
+        or state.context.buffers.changed()
+    )
 
 
 def _drew(state: CallState, failure: Failure) -> bool:
     start, streams = failure.streams, state.context.streams
-    return start is not None and state.context.retry("read the random streams", lambda: streams.moved(start))
+    return start is not None and state.context.retry(
+        "read the random streams", lambda: streams.moved(start)
+    )
 
 
 _EDITED = (
-    "samples {start}:{stop} were changed in place by loss_fn before memory ran out, so they cannot be run again as they were: work on a copy "
-    "(x = x.clone()) inside loss_fn. From the next call on samples that are edited are copies, and this is recovered from"
+    "samples {start}:{stop} were changed in place by loss_fn before memory ran out, so they "
+    "cannot be run again as they were: work on a copy "
+    "(x = x.clone()) inside loss_fn. From the next call on samples that are edited are copies, "
+    "and this is recovered from"
 )
 _UNKNOWN_LEAF = (
-    "a leaf of shape {unknown} outside the model appeared in the middle of the batch; whether the failed attempt reached its gradient is not known. "
+    "a leaf of shape {unknown} outside the model appeared in the middle of the batch; whether the "
+    "failed attempt reached its gradient is not known. "
     "Give its module in model=[...] so that it is known from the start"
 )
 _ASYNCHRONOUS = "the error can be asynchronous, so it is not known which gradients it reached"
-_INDISTINCT = "gradients share memory or have new hooks, so it is not known which of them it reached"
+_INDISTINCT = (
+    "gradients share memory or have new hooks, so it is not known which of them it reached"
+)
 _NO_INPUTS = "backward= gives no way to leave out the leaves that had committed"
 
-_PIECE, _ISOLATED, _step, _refused = Replay(Mode.PIECE), Replay(Mode.ISOLATED), partial(Replay, Mode.STEP), partial(Replay, Mode.REFUSED)
+_PIECE, _ISOLATED, _step, _refused = (
+    Replay(Mode.PIECE),
+    Replay(Mode.ISOLATED),
+    partial(Replay, Mode.STEP),
+    partial(Replay, Mode.REFUSED),
+)
 _RULES: tuple[tuple[Replay, Callable[[CallState, Failure], bool]], ...] = (
     (_refused(_EDITED), lambda state, failure: failure.edited),
     (_refused(_UNKNOWN_LEAF), lambda state, failure: bool(failure.unknown)),
-    (_step("random numbers were drawn from streams that were not read at the piece's start"), _streams_lost),
+    (
+        _step("random numbers were drawn from streams that were not read at the piece's start"),
+        _streams_lost,
+    ),
     (_step("the error can belong to an earlier operation"), _can_be_late),
-    (_step("smaller pieces would not be those whose embeddings loss= has seen"), lambda state, failure: state.bound),
+    (
+        _step("smaller pieces would not be those whose embeddings loss= has seen"),
+        lambda state, failure: state.bound,
+    ),
     (_PIECE, _before_backward),
     (_step(_ASYNCHRONOUS), lambda state, failure: not failure.verdict.synchronous),
     (_ISOLATED, lambda state, failure: state.isolation is not None),
-    (_step("no backward of this loss function has succeeded yet"), lambda state, failure: not state.profile.commits),
-    (_step("its backward may have run another one inside, so it is not known what it reached"), lambda state, failure: failure.surprising),
+    (
+        _step("no backward of this loss function has succeeded yet"),
+        lambda state, failure: not state.profile.commits,
+    ),
+    (
+        _step("its backward may have run another one inside, so it is not known what it reached"),
+        lambda state, failure: failure.surprising,
+    ),
     (_PIECE, lambda state, failure: not failure.committed),
     (_step(_INDISTINCT), lambda state, failure: failure.indistinct),
-    (_step(_NO_INPUTS), lambda state, failure: state.context.settings.gradients.backward is not None),
-    (_step("the piece had partly committed and depends on which samples are in it"), _depends_on_the_piece),
+    (
+        _step(_NO_INPUTS),
+        lambda state, failure: state.context.settings.gradients.backward is not None,
+    ),
+    (
+        _step("the piece had partly committed and depends on which samples are in it"),
+        _depends_on_the_piece,
+    ),
     (_step("the piece had partly committed and drew random numbers"), _drew),
     (_PIECE, lambda state, failure: True),
 )
@@ -116,15 +169,28 @@ def choose_replay(state: CallState, failure: Failure) -> Replay:
     replay = next(replay for replay, applies in _RULES if applies(state, failure))
     if replay.mode is Mode.REFUSED:
         unknown = failure.unknown[0] if failure.unknown else ""
-        return Replay(Mode.REFUSED, replay.reason.format(start=failure.piece.start, stop=failure.piece.stop, unknown=unknown))
+        return Replay(
+            Mode.REFUSED,
+            replay.reason.format(
+                start=failure.piece.start, stop=failure.piece.stop, unknown=unknown
+            ),
+        )
     if replay.mode is Mode.STEP and (state.had_gradient or state.edited):
-        isolate = "" if state.isolation is not None else ", or use recovery=RecoveryOptions(replay='isolate')"
+        isolate = (
+            ""
+            if state.isolation is not None
+            else ", or use recovery=RecoveryOptions(replay='isolate')"
+        )
         obstacle = (
-            f".grad was not empty when it began, so its part is not known: call zero_grad() before each batch{isolate}"
+            ".grad was not empty when it began, so its part is not known: call zero_grad() "
+            f"before each batch{isolate}"
             if state.had_gradient
             else "loss_fn had edited earlier samples in place: work on a copy inside loss_fn"
         )
-        return Replay(Mode.REFUSED, f"the batch has to be replayed from its start ({replay.reason}), but {obstacle}")
+        return Replay(
+            Mode.REFUSED,
+            f"the batch has to be replayed from its start ({replay.reason}), but {obstacle}",
+        )
     return replay
 
 
@@ -144,12 +210,18 @@ def recover(state: CallState) -> None:
     _check_device(state, failure)
     state.loader.stop()
     capacity = context.capacity() if context.monitor.renew() else None
-    size = context.controller.out_of_memory(state.key, state.schedule.worth(failure.piece), capacity)
+    size = context.controller.out_of_memory(
+        state.key, state.schedule.worth(failure.piece), capacity
+    )
     replay = choose_replay(state, failure)
     if replay.mode is Mode.REFUSED:
         raise ReplayUnsafeError(replay.reason)
     _roll_back(state, failure, replay.mode)
-    smaller = state.schedule.halve(failure.piece) if size is None else state.schedule.can_split(failure.piece, size)
+    smaller = (
+        state.schedule.halve(failure.piece)
+        if size is None
+        else state.schedule.can_split(failure.piece, size)
+    )
     oom.release(devices=context.devices, thorough=state.failures_in_row > 2 or not smaller)
     context.cache_is_stale = True
     if size is not None:
@@ -162,7 +234,8 @@ def recover(state: CallState) -> None:
     cap = 16 + 4 * state.view.length.bit_length()
     if state.failures_in_row > cap or state.restarts > cap:
         raise MicroBatchFloorError(
-            f"gave up after {state.failures} out-of-memory errors in one batch of {state.view.length} samples: {failure.verdict.message}"
+            f"gave up after {state.failures} out-of-memory errors in one batch of "
+            f"{state.view.length} samples: {failure.verdict.message}"
         )
     state.failure, state.phase = None, Phase.WAITING
 
@@ -171,11 +244,14 @@ def _check_device(state: CallState, failure: Failure) -> None:
     verdict = failure.verdict
     reason = verdict.message if verdict.kind is oom.Kind.POISONED else None
     if reason is None and not verdict.synchronous:
-        answers = [answer for device in state.context.devices if (answer := oom.probe(device)) is not None]
+        answers = [
+            answer for device in state.context.devices if (answer := oom.probe(device)) is not None
+        ]
         reason = answers[0] if answers else None
     if reason is not None:
         raise PoisonedDeviceError(
-            f"the device or its allocator cannot be trusted after this error; save what you need and restart the process: {reason}"
+            "the device or its allocator cannot be trusted after this error; save what you need "
+            f"and restart the process: {reason}"
         )
 
 
@@ -189,18 +265,26 @@ def _roll_back(state: CallState, failure: Failure, mode: Mode) -> None:
         state.context.model.restore(state.modes)
         if state.streams is not None:
             start, streams, profile = state.streams, state.context.streams, state.profile
-            profile.draws = state.context.retry("read the random streams", lambda: streams.learn(start)) or profile.draws
+            profile.draws = (
+                state.context.retry("read the random streams", lambda: streams.learn(start))
+                or profile.draws
+            )
         state.replayed_samples += sum(map(len, state.committed)) + len(failure.piece)
         if state.isolation is not None:
             state.isolation.rewind()
             state.isolation = None
-        for leaf in ledger.leaves() if state.training else ():  # an evaluation has added nothing to what can be there
+        # an evaluation has added nothing to what can be there
+        for leaf in ledger.leaves() if state.training else ():
             leaf.grad = None
         state.schedule.restart()
         state.drop_committed()
     else:
         state.replayed_samples += len(failure.piece)
-        committed = failure.piece.committed if mode is Mode.ISOLATED else failure.piece.committed | failure.committed
+        committed = (
+            failure.piece.committed
+            if mode is Mode.ISOLATED
+            else failure.piece.committed | failure.committed
+        )
         state.schedule.push(Range(failure.piece.start, failure.piece.stop, committed))
         if state.training:
             separate_gradients(state)
@@ -213,21 +297,32 @@ def restore(state: CallState, failure: Failure | None = None) -> None:
     to_call_start, streams = failure is None, state.streams if failure is None else failure.streams
     if streams is not None:
         state.context.streams.restore(streams)
-    elif failure is not None:  # nothing of it has run, and what is kept of the buffers can be from the start of the piece before
+    elif failure is not None:
+        # nothing of it has run, and what is kept of the buffers can be from the start of the piece
+        # before
         return
     buffers = state.context.buffers
-    lost = state.context.retry("restore the buffers", lambda: buffers.restore(to_call_start=to_call_start))
+    lost = state.context.retry(
+        "restore the buffers", lambda: buffers.restore(to_call_start=to_call_start)
+    )
     if lost is not None:
         raise ReplayUnsafeError(
-            f"the buffer {lost} changed for the first time in this batch, so its earlier value was not kept; from the next batch on it is. "
+            f"the buffer {lost} changed for the first time in this batch, so its earlier value "
+            "was not kept; from the next batch on it is. "
             "Load the last checkpoint, or set the buffer, before going on"
         )
 
 
 def reset_half_made(scaler: torch.amp.GradScaler | None) -> None:
-    """A GradScaler makes two tensors when it is first used. Where there was room for the first only, it would never make the other."""
+    """A GradScaler makes two tensors when it is first used.
+
+    Where there was room for the first only, it would never make the other.
+    """
     missing = object()
-    if getattr(scaler, "_scale", None) is not None and getattr(scaler, "_growth_tracker", missing) is None:
+    if (
+        getattr(scaler, "_scale", None) is not None
+        and getattr(scaler, "_growth_tracker", missing) is None
+    ):
         scaler._scale = None  # type: ignore[union-attr]  # there is one
 
 
@@ -260,20 +355,27 @@ def _report(state: CallState, failure: Failure, mode: Mode, lost: float) -> None
 
 # ---------------------------------------------------------------------- at the floor
 
-_TRIES = 2  # the first failure at the floor is tried again after releasing everything, the second one after a wait
+# the first failure at the floor is tried again after releasing everything, the second one after a
+# wait
+_TRIES = 2
 _NAP = 0.25  # longest time between two looks at the memory while waiting, in seconds
-_OTHERS = 16  # waiting can help when others hold at least 1/16 of the device: the driver and our own context count as others, too
+# waiting can help when others hold at least 1/16 of the device: the driver and our own context
+# count as others, too
+_OTHERS = 16
 
 
 def _wait_or_give_up(state: CallState, failure: Failure) -> None:
     """Returns when a piece that cannot be cut may be tried again, or raises what was asked for, what is free, who has the rest, and the ways out."""
     piece, verdict = failure.piece, failure.verdict
-    # Counted for one piece: after the batch is replayed from its start other pieces commit first, and that is no progress.
+    # Counted for one piece: after the batch is replayed from its start other pieces commit first,
+    # and that is no progress.
     state.failures_at_floor = state.failures_at_floor + 1 if state.floor_start == piece.start else 1
     state.floor_start = piece.start
     reading = state.context.monitor.latest()
     seen = reading if isinstance(reading, Headroom) else None
-    exceeds_device = seen is not None and verdict.requested is not None and verdict.requested > seen.total
+    exceeds_device = (
+        seen is not None and verdict.requested is not None and verdict.requested > seen.total
+    )
     if not exceeds_device:
         if state.failures_at_floor < _TRIES:
             return
@@ -286,11 +388,14 @@ def _wait_or_give_up(state: CallState, failure: Failure) -> None:
     used = f", not even with {' and '.join(escalate)}" if escalate and state.training else ""
     facts = reading.in_words()
     raise MicroBatchFloorError(
-        f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest allowed, does not fit{used}. "
-        f"It asked for {format_bytes(verdict.requested)}; {facts}{'. The request is larger than the whole device' if exceeds_device else ''}. "
+        f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest "
+        f"allowed, does not fit{used}. "
+        f"It asked for {format_bytes(verdict.requested)}; "
+        f"{facts}{'. The request is larger than the whole device' if exceeds_device else ''}. "
         f"Ways out: {'free what others hold; ' if seen is None or seen.held_by_others else ''}"
         f"{f'a lower min_micro_batch_size (now {limits.minimum}, align {limits.align}); ' if max(limits.minimum, limits.align) > 1 else ''}"
-        f"smaller samples; {_ESCALATE if state.training and len(escalate) < 2 else ''}a smaller optimizer state. The error was: {verdict.message}"
+        f"smaller samples; {_ESCALATE if state.training and len(escalate) < 2 else ''}a smaller "
+        f"optimizer state. The error was: {verdict.message}"
     )
 
 
@@ -307,16 +412,31 @@ def _escalate(state: CallState, failure: Failure) -> bool:
     state.escalate()
     context.controller.needs_less(state.key)
     state.failures_at_floor = state.failures_in_row = 0
-    context.log.emit(Escalated(context.settings.name, failure.piece.start, failure.piece.stop, left[0], str(state.key)))
+    context.log.emit(
+        Escalated(
+            context.settings.name, failure.piece.start, failure.piece.stop, left[0], str(state.key)
+        )
+    )
     return True
 
 
 def _wait(state: CallState, seen: Headroom) -> bool:
-    """Waits until there is more capacity than there was; returns whether there is. The waits of a call share one limit."""
+    """Waits until there is more capacity than there was; returns whether there is.
+
+    The waits of a call share one limit.
+    """
     context = state.context
     if state.wait_left <= 0:
         return False
-    context.log.emit(WaitingForMemory(context.settings.name, state.wait_left, seen.free, seen.held_by_others, describe(seen.holders)))
+    context.log.emit(
+        WaitingForMemory(
+            context.settings.name,
+            state.wait_left,
+            seen.free,
+            seen.held_by_others,
+            describe(seen.holders),
+        )
+    )
     while state.wait_left > 0:
         nap = min(_NAP, state.wait_left)
         context.sleep(nap)
@@ -333,7 +453,8 @@ def _wait(state: CallState, seen: Headroom) -> bool:
 def unwind(state: CallState, error: BaseException) -> None:
     """Puts back what a call has changed: gradients that were empty are emptied, buffers and random streams go back to its start.
 
-    What cannot be put back is said in a note on the error. Can be repeated, after an error in the middle too.
+    What cannot be put back is said in a note on the error. Can be repeated, after an error in the
+    middle too.
     """
     with suppress(RuntimeError):  # the device can be lost
         state.loader.stop()
@@ -352,7 +473,11 @@ def _unwind_buffers(state: CallState, error: BaseException) -> None:
     state.context.streams.restore(state.streams)
     lost = state.context.buffers.restore(to_call_start=True)
     if lost is not None:
-        _add_note(error, f"elastic_mbs: the buffer {lost} changed for the first time in this batch and could not be restored.")
+        _add_note(
+            error,
+            f"elastic_mbs: the buffer {lost} changed for the first time in this batch and could "
+            "not be restored.",
+        )
 
 
 def _unwind_gradients(state: CallState, error: BaseException) -> None:
@@ -369,11 +494,17 @@ def _unwind_gradients(state: CallState, error: BaseException) -> None:
     if dirty:
         _add_note(
             error,
-            "elastic_mbs: gradients that were not empty when this batch began may hold a part of it: call zero_grad() before you go on. "
-            "Gradients that were empty are empty again; buffers and random streams are as they were.",
+            "elastic_mbs: gradients that were not empty when this batch began may hold a part of "
+            "it: call zero_grad() before you go on. "
+            "Gradients that were empty are empty again; buffers and random streams are as they "
+            "were.",
         )
     if state.table is not None and "saved tensor hooks" in str(error):
-        _add_note(error, 'elastic_mbs: torch.func transforms inside the block need micro_batches(batch, own_graph=False), and no escalate="offload".')
+        _add_note(
+            error,
+            "elastic_mbs: torch.func transforms inside the block need micro_batches(batch, "
+            'own_graph=False), and no escalate="offload".',
+        )
 
 
 def call_on_fatal(state: CallState, error: BaseException) -> None:

@@ -24,7 +24,9 @@ from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import OutputPlace
 
-MUCH = 2**30  # bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a decoder's cache
+# bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
+# decoder's cache
+MUCH = 2**30
 
 
 @dataclass(eq=False)
@@ -32,13 +34,17 @@ class StepResult:
     """The outcome of one call.
 
     Attributes:
-        partition: the committed pieces as (start, stop) ranges of samples, in the batch's order, or in `order`.
-        micro_batch_size: the size in force when the call ended, in samples; of a sorted batch in what so many of its longest samples take.
+        partition: the committed pieces as (start, stop) ranges of samples, in the batch's order, or
+            in `order`.
+        micro_batch_size: the size in force when the call ended, in samples; of a sorted batch in
+            what so many of its longest samples take.
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
         skipped: ranges that were not run because all their counts are zero; they have no outputs.
-        noise_scale: the gradient noise scale up to this call, where `GradientOptions(noise_scale=)` wants it; None before the first estimate.
-        order: with `pieces="by_length"`, the batch's samples in the order in which they were cut; None where they were not sorted.
+        noise_scale: the gradient noise scale up to this call, where `GradientOptions(noise_scale=)`
+            wants it; None before the first estimate.
+        order: with `pieces="by_length"`, the batch's samples in the order in which they were cut;
+            None where they were not sorted.
     """
 
     partition: tuple[tuple[int, int], ...]
@@ -50,31 +56,51 @@ class StepResult:
     order: tuple[int, ...] | None = field(default=None, repr=False)
     _lengths: Sequence[int] = field(default=(), repr=False)  # of the samples in that order
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighted
-    _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)  # of the pieces, until they are read
+    # of the pieces, until they are read
+    _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)
     _per_piece: set[Path] | None = field(default=None, repr=False)  # see `join`
     _joined: Any = field(default=None, repr=False)
 
     @property
     def loss(self) -> Tensor:
-        """The loss of the whole batch: detached, unscaled, a scalar on the model's device. Reading its value is what synchronises."""
+        """The loss of the whole batch: detached, unscaled, a scalar on the model's device.
+
+        Reading its value is what synchronises.
+        """
         if not self._losses:
             return torch.zeros(())
         if len(self._losses) > 1:
             losses, last = self._losses, self._losses[-1]
-            total = oom.retry("add up the losses", lambda: torch.stack([loss.to(last.dtype) for loss in losses]).sum(), {last.device})
+            total = oom.retry(
+                "add up the losses",
+                lambda: torch.stack([loss.to(last.dtype) for loss in losses]).sum(),
+                {last.device},
+            )
             self._losses = (total,)
         return self._losses[0]
 
     def __float__(self) -> float:
         """The loss as a number; waits for the device."""
-        return oom.retry("read the loss", lambda: float(self.loss), {loss.device for loss in self._losses})
+        return oom.retry(
+            "read the loss", lambda: float(self.loss), {loss.device for loss in self._losses}
+        )
 
     def loss_on_host(self) -> float | None:
-        """The loss where reading it waits for nothing. Takes no memory, as a sum of tensors would."""
-        return None if any(loss.device.type != "cpu" for loss in self._losses) else sum(map(float, self._losses))
+        """The loss where reading it waits for nothing.
+
+        Takes no memory, as a sum of tensors would.
+        """
+        return (
+            None
+            if any(loss.device.type != "cpu" for loss in self._losses)
+            else sum(map(float, self._losses))
+        )
 
     def __format__(self, spec: str) -> str:
-        """The loss in an f-string: `f"{result:.4f}"`; waits for the device. Without a format, the whole result."""
+        """The loss in an f-string: `f"{result:.4f}"`; waits for the device.
+
+        Without a format, the whole result.
+        """
         return format(float(self), spec) if spec else str(self)
 
     @property
@@ -83,8 +109,17 @@ class StepResult:
         if self._outputs:
             lengths = [stop - start for start, stop in self.partition]
             with on_host(all(stored is None or stored.on_host for stored in self._outputs)):
-                order = None if self.order is None else Order.of(self.order, self._lengths, self.partition)
-                self._joined = join([None if stored is None else stored.get() for stored in self._outputs], lengths, self._per_piece, order)
+                order = (
+                    None
+                    if self.order is None
+                    else Order.of(self.order, self._lengths, self.partition)
+                )
+                self._joined = join(
+                    [None if stored is None else stored.get() for stored in self._outputs],
+                    lengths,
+                    self._per_piece,
+                    order,
+                )
             self._outputs = []
         elif isinstance(self._joined, StoredOutput):
             self._joined = self._joined.get()
@@ -94,14 +129,22 @@ class StepResult:
         """The same, with outputs that come once for the whole batch."""
         return replace(self, _outputs=[], _joined=stored)
 
-    def check_size(self, name: str, place: OutputPlace, warn_once: Callable[[str, str], None]) -> None:
+    def check_size(
+        self, name: str, place: OutputPlace, warn_once: Callable[[str, str], None]
+    ) -> None:
         """Warns where the outputs of the function called `name` take much memory."""
-        size = sum([stored.nbytes for stored in self._outputs if stored is not None]) if self._outputs else 0
+        size = (
+            sum([stored.nbytes for stored in self._outputs if stored is not None])
+            if self._outputs
+            else 0
+        )
         if size > MUCH:
             warn_once(
                 f"outputs of {name}",
-                f"what {name} returns besides the loss takes {format_bytes(size)} for this batch (outputs={place!r}): return what you "
-                "read of it only (a decoder of transformers needs use_cache=False for that), or say outputs=None",
+                f"what {name} returns besides the loss takes {format_bytes(size)} for this batch "
+                f"(outputs={place!r}): return what you "
+                "read of it only (a decoder of transformers needs use_cache=False for that), or "
+                "say outputs=None",
             )
 
 
@@ -116,7 +159,8 @@ class Stats:
         ooms: out-of-memory errors survived, those of `eval` too.
         replayed_samples: samples that were run again, those of `eval` too.
         sizes: how many calls ended at each micro-batch size.
-        graphs: graphs that `torch.compile` made while a call ran: a piece of a new length can need one.
+        graphs: graphs that `torch.compile` made while a call ran: a piece of a new length can need
+            one.
     """
 
     calls: int = 0
@@ -149,16 +193,23 @@ class StoredOutput:
         self.on_host = place == "cpu"
         self.nbytes = 0  # of their dense tensors
         self._event: torch.cuda.Event | None = None
-        self.kept: dict[int, tuple[Tensor, int]] = {}  # by their address, with their versions: those that stay in memory of the function's
+        # by their address, with their versions: those that stay in memory of the function's
+        self.kept: dict[int, tuple[Tensor, int]] = {}
         self._value = map_outputs(value, self._to_host if place == "cpu" else self._where_it_is)
 
     def _where_it_is(self, tensor: Tensor) -> Tensor:
-        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference() and tensor.numel():
+        if (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and not tensor.is_inference()
+            and tensor.numel()
+        ):
             self.kept[tensor.data_ptr()] = tensor.detach(), tensor._version
         return self._detached(tensor)
 
     def _detached(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and not tensor.is_nested:  # the size of others is not known
+        # the size of others is not known
+        if tensor.layout is torch.strided and not tensor.is_nested:
             self.nbytes += tensor.nbytes
         return tensor.detach()
 
@@ -174,7 +225,8 @@ class StoredOutput:
             return pinned
         virtual = (budget := MemoryBudget.current()) is not None and budget.covers(tensor.device)
         with on_host(virtual):
-            return tensor.to("cpu", copy=virtual or not own)  # what the step did not compute (a buffer, say) can change later
+            # what the step did not compute (a buffer, say) can change later
+            return tensor.to("cpu", copy=virtual or not own)
 
     def get(self) -> Any:
         """The outputs, once the copy is done."""
@@ -187,20 +239,37 @@ def check_not_overwritten(stored: list[StoredOutput | None]) -> None:
     """Refuses outputs on the device that a later piece has written over."""
     kept = [piece.kept for piece in stored if piece is not None]
     pieces = Counter(chain.from_iterable(kept))
-    if any(pieces[address] > 1 and tensor._version != version for each in kept for address, (tensor, version) in each.items()):
+    if any(
+        pieces[address] > 1 and tensor._version != version
+        for each in kept
+        for address, (tensor, version) in each.items()
+    ):
         raise UsageError(
-            "an output was overwritten by a later piece: the function returns the same memory each time. Return a copy (output.clone()), or have "
+            "an output was overwritten by a later piece: the function returns the same memory "
+            "each time. Return a copy (output.clone()), or have "
             'outputs moved to the host piece by piece (eval: to="cpu"; otherwise outputs="cpu")'
         )
 
 
-_CLOSED = (nn.Module, torch.optim.Optimizer, Dataset, DataLoader, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_CLOSED = (
+    nn.Module,
+    torch.optim.Optimizer,
+    Dataset,
+    DataLoader,
+    torch.Generator,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    ModuleType,
+)
 
 
 def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """A copy of `value`, of whatever objects it is made (a decoder's cache, say), with `fn` applied to each tensor once.
 
-    Objects from which no tensor is reached are handed on. Those that cannot be deep-copied are, too, and the tensors inside keep their graph.
+    Objects from which no tensor is reached are handed on. Those that cannot be deep-copied are,
+    too, and the tensors inside keep their graph.
     """
     if kind_of(type(value)).role is Role.TENSOR:
         return fn(value)
@@ -209,7 +278,9 @@ def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return copy.deepcopy(value, memo)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception:  # an object that is not to be copied can say so in any way, and a chain of objects can be too long
+    except Exception:
+        # an object that is not to be copied can say so in any way, and a chain of objects can be
+        # too long
         return map_tensors(value, fn)
 
 
@@ -228,7 +299,8 @@ def _copied(value: Any, fn: Callable[[Tensor], Tensor]) -> dict[int, Any]:
         kind = kind_of(cls)
         if kind.role is Role.TENSOR or kind.splitter is not None:
             mapped[id(each)] = map_tensors(each, fn)
-        elif not issubclass(cls, _CLOSED) and not hasattr(cls, "__del__"):  # a finaliser would run for the copy, too
+        elif not issubclass(cls, _CLOSED) and not hasattr(cls, "__del__"):
+            # a finaliser would run for the copy, too
             parts = gc.get_referents(each)
             for part in parts:
                 holders[id(part)].append(id(each))

@@ -61,7 +61,10 @@ class Phase(Enum):
 
 
 class Attempt:
-    """One attempt at one piece of the batch. Made for every piece, so it is cheap: an instance holds only what differs from the defaults."""
+    """One attempt at one piece of the batch.
+
+    Made for every piece, so it is cheap: an instance holds only what differs from the defaults.
+    """
 
     data: Any = None  # the piece, in the batch's own container type
     streams: StreamState | None = None  # random streams at its start; None until they were read
@@ -70,10 +73,13 @@ class Attempt:
     first_node: int = 0  # number of the first node of autograd's that it makes
     graph: torch.Tensor | None = None  # where backward begins
     loss: torch.Tensor | None = None  # times the piece's weight, detached
-    terms: tuple[torch.Tensor, ...] = ()  # losses of the user's, where the user's frame can still hold them
-    leaves: tuple[torch.Tensor, ...] | None = None  # that its graph reaches, where a census was taken
+    # losses of the user's, where the user's frame can still hold them
+    terms: tuple[torch.Tensor, ...] = ()
+    # that its graph reaches, where a census was taken
+    leaves: tuple[torch.Tensor, ...] | None = None
     custom: frozenset[str] = frozenset()  # functions written in Python in its graph
-    seen: Observation | None = None  # all gradients after its backward: what changes them from then on is not the engine
+    # all gradients after its backward: what changes them from then on is not the engine
+    seen: Observation | None = None
     squared_norm: Sequence[torch.Tensor] = ()  # of its gradient, where the noise scale is wanted
     outputs: StoredOutput | None = None
     callbacks: tuple[Callable[[], object], ...] = ()
@@ -102,10 +108,15 @@ class Failure:
     phase: Phase
     verdict: Verdict
     committed: frozenset[int]  # ids of the leaves that committed in this attempt
-    unknown: tuple[str, ...]  # shapes of leaves with a gradient that the graph reaches and the ledger lacks: their commits cannot be counted
+    # shapes of leaves with a gradient that the graph reaches and the ledger lacks: their commits
+    # cannot be counted
+    unknown: tuple[str, ...]
     normalises_batch: bool  # its graph normalises with statistics of the batch
-    surprising: bool  # it has custom functions without a clean backward so far, or committed to leaves in ways the graph does not show
-    indistinct: bool  # gradients share memory or have hooks, so versions do not tell which of them has a commit
+    # it has custom functions without a clean backward so far, or committed to leaves in ways the
+    # graph does not show
+    surprising: bool
+    # gradients share memory or have hooks, so versions do not tell which of them has a commit
+    indistinct: bool
     edited: bool  # it changed its piece of the batch in place
     streams: StreamState | None  # random streams at its start
 
@@ -117,7 +128,8 @@ class CallState:
     """
 
     blocks: CheckpointedBlocks | None = None  # that run again in backward
-    hooks: tuple[SavedTensorTable | CheckpointedBlocks, ...] = ()  # both, in place while an attempt is made. Leaving one can be repeated
+    # both, in place while an attempt is made. Leaving one can be repeated
+    hooks: tuple[SavedTensorTable | CheckpointedBlocks, ...] = ()
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None  # the one that runs
     failure: Failure | None = None  # of the latest attempt, until it is recovered from
@@ -126,30 +138,47 @@ class CallState:
     modes: Modes = ()  # of the modules, when the first attempt began
     census_taken: bool = False  # in this call
     isolation: Isolation | None = None
-    streams: StreamState | None = None  # random streams at the call's start; None until the snapshot of the call was taken
-    indistinct: bool = False  # gradients that were there share memory or have hooks, so versions do not tell which of them has a commit
+    # random streams at the call's start; None until the snapshot of the call was taken
+    streams: StreamState | None = None
+    # gradients that were there share memory or have hooks, so versions do not tell which of them
+    # has a commit
+    indistinct: bool = False
     modified: bool = False  # something of this call can be in a gradient that was there before it
     edited: bool = False  # an earlier piece of this call edited its samples in place
-    bound: bool = False  # its pieces are those of an earlier pass over the batch (`elastic_mbs.embeddings`)
+    # its pieces are those of an earlier pass over the batch (`elastic_mbs.embeddings`)
+    bound: bool = False
 
     failures: int = 0
     failures_in_row: int = 0  # since a piece committed
     failures_at_floor: int = 0
-    floor_start: int | None = None  # first sample of the piece that failed at the floor and has not committed yet
+    # first sample of the piece that failed at the floor and has not committed yet
+    floor_start: int | None = None
     restarts: int = 0
     replayed_samples: int = 0
-    tried_masked: bool = False  # an error that is perhaps a hidden out-of-memory was tried with half the size
+    # an error that is perhaps a hidden out-of-memory was tried with half the size
+    tried_masked: bool = False
 
     def __init__(
-        self, context: Context, view: BatchView, counts: Counts, key: Key, identity: object, *, training: bool, outputs: OutputPlace, own_graph: bool
+        self,
+        context: Context,
+        view: BatchView,
+        counts: Counts,
+        key: Key,
+        identity: object,
+        *,
+        training: bool,
+        outputs: OutputPlace,
+        own_graph: bool,
     ) -> None:
         settings, ledger, limits = context.settings, context.ledger, context.settings.limits
-        context.buffers.end_call()  # of the last call, whose snapshot this one must not restore before it has its own
+        # of the last call, whose snapshot this one must not restore before it has its own
+        context.buffers.end_call()
         if context.model.refresh():
             ledger.set_leaves(context.model.leaves)
         self.context = context
         self.view = view  # the batch
-        self.totals, self.count_names = counts.total, counts.names  # its counts: a number, or a dict where losses have names
+        # its counts: a number, or a dict where losses have names
+        self.totals, self.count_names = counts.total, counts.names
         self.key = key  # limits and sizes are kept by it
         self.identity = identity  # of the loss function; what is known of its buffers is kept by it
         self.training = training
@@ -157,11 +186,20 @@ class CallState:
         self.profile = context.profile_of((key.name, identity))
         if training:
             ledger.note()
-        self.had_gradient: set[int] = ledger.with_gradient() if training else set()  # ids of the leaves whose `.grad` was not empty
+        # ids of the leaves whose `.grad` was not empty
+        self.had_gradient: set[int] = ledger.with_gradient() if training else set()
         self.plan = context.controller.begin(key, view.worth, view.elements)
         self.size = self.plan.size  # micro-batch in samples
-        self.schedule = Schedule(counts, reduction=settings.reduction, minimum=limits.minimum, align=limits.align, costs=view.costs)
-        self.loader = Loader(view, context.piece_device, settings.memory.prefetch, longer_than=self.profile.too_full)
+        self.schedule = Schedule(
+            counts,
+            reduction=settings.reduction,
+            minimum=limits.minimum,
+            align=limits.align,
+            costs=view.costs,
+        )
+        self.loader = Loader(
+            view, context.piece_device, settings.memory.prefetch, longer_than=self.profile.too_full
+        )
         self.batch_versions = view.versions()  # of the batch's tensors at the start
         self.committed: list[Attempt] = []
         self.marked: dict[int, TensorWeakRef] = {}  # leaves that failed attempts have committed to
@@ -173,20 +211,23 @@ class CallState:
             self.escalate()
         if self.had_gradient:
             self.indistinct = ledger.share_memory() or any(map(has_hook_after, ledger.leaves()))
-        self.settled = self.is_settled()  # nothing is left to find out before a backward, and no gradient has to be set aside
+        # nothing is left to find out before a backward, and no gradient has to be set aside
+        self.settled = self.is_settled()
         self._begin_measuring()
 
     def _begin_measuring(self) -> None:
         context = self.context
         if self.plan.learning:
             context.drop_stale_cache()
-            if isinstance(context.meter, MemoryBudget):  # it would see the batch in the first piece, as a part of what that needs
+            # it would see the batch in the first piece, as a part of what that needs
+            if isinstance(context.meter, MemoryBudget):
                 context.meter.track(self.view.tensors)
             context.meter.reset_peak()
             context.controller.holds(self.key, self._held_at_start())
         self.resets = context.meter.resets  # of the memory statistics, before the call
         self.watch = Stopwatch(context.asynchronous)
-        if self.plan.wants_reading and not self.training:  # a training call asks when its first backward begins
+        # a training call asks when its first backward begins
+        if self.plan.wants_reading and not self.training:
             context.monitor.request_reading(rested=True)
 
     def _held_at_start(self) -> int | None:
@@ -195,11 +236,17 @@ class CallState:
         if usage is None:
             return None
         grads = (leaf.grad for leaf in self.context.model.leaves if id(leaf) in self.had_gradient)
-        return usage.allocated - sum(grad.nbytes for grad in grads if grad is not None and grad.layout is torch.strided)
+        return usage.allocated - sum(
+            grad.nbytes for grad in grads if grad is not None and grad.layout is torch.strided
+        )
 
     def escalate(self) -> None:
         """Has the attempts from here on made with what this loss function has been escalated to."""
-        used = self.context.settings.recovery.escalate[: self.profile.escalated] if self.training else ()
+        used = (
+            self.context.settings.recovery.escalate[: self.profile.escalated]
+            if self.training
+            else ()
+        )
         if "offload" in used:
             self.table = OffloadedTensors(self._resident)
         if "checkpoint" in used:
@@ -208,7 +255,9 @@ class CallState:
 
     def _resident(self) -> Iterable[torch.Tensor]:
         """What is in memory for the whole attempt."""
-        yield from chain.from_iterable(chain(root.parameters(), root.buffers()) for root in self.context.model.roots)
+        yield from chain.from_iterable(
+            chain(root.parameters(), root.buffers()) for root in self.context.model.roots
+        )
         if self.attempt is not None:
             yield from tensors_in(self.attempt.data)
 
@@ -220,7 +269,10 @@ class CallState:
         attempt.data = attempt.graph = attempt.seen = attempt.leaves = attempt.streams = None
         attempt.terms = ()  # its loss and outputs stay
         self.failures_in_row = 0
-        if self.floor_start is not None and attempt.piece.start <= self.floor_start < attempt.piece.stop:
+        if (
+            self.floor_start is not None
+            and attempt.piece.start <= self.floor_start < attempt.piece.stop
+        ):
             self.floor_start, self.failures_at_floor = None, 0
 
     def drop_committed(self) -> None:
@@ -258,18 +310,32 @@ class CallState:
 
     def is_settled(self) -> bool:
         """Whether backward adds to the gradients in place and nothing has to be found out: then a piece's backward is only that."""
-        return self.context.plain and self.profile.settled and not (self.had_gradient and (self.indistinct or self.profile.mixes))
+        return (
+            self.context.plain
+            and self.profile.settled
+            and not (self.had_gradient and (self.indistinct or self.profile.mixes))
+        )
 
     def check_gradients(self) -> None:
-        """Checks that no other code has changed a gradient since the last piece. Before the first one the caller can clear them."""
+        """Checks that no other code has changed a gradient since the last piece.
+
+        Before the first one the caller can clear them.
+        """
         ledger = self.context.ledger
-        if not self.committed and not self.failures and all(leaf.grad is None for leaf in ledger.changed()):
+        if (
+            not self.committed
+            and not self.failures
+            and all(leaf.grad is None for leaf in ledger.changed())
+        ):
             ledger.note()
             self.had_gradient &= ledger.with_gradient()
         ledger.check_unchanged()
 
     def mark(self, leaves: Iterable[torch.Tensor]) -> frozenset[int]:
-        """The ids of leaves that a failed attempt committed to. Weak: a step can make leaves of its own, which end with it."""
+        """The ids of leaves that a failed attempt committed to.
+
+        Weak: a step can make leaves of its own, which end with it.
+        """
         found = {id(leaf): TensorWeakRef(leaf) for leaf in leaves}
         self.marked.update(found)
         return frozenset(found)
@@ -286,8 +352,10 @@ class CallState:
             self.profile.edits_batch = self.edited = True
         elif len(self.committed) > 1 or self.schedule:
             raise BatchError(
-                "a tensor that every piece gets whole was changed in place by loss_fn, so later pieces would see it changed: work on a copy "
-                "(w = w.clone()) inside loss_fn, and keep what lasts from step to step in a buffer of the model"
+                "a tensor that every piece gets whole was changed in place by loss_fn, so later "
+                "pieces would see it changed: work on a copy "
+                "(w = w.clone()) inside loss_fn, and keep what lasts from step to step in a "
+                "buffer of the model"
             )
 
     # ------------------------------------------------------------------ what others learn of the call
@@ -297,7 +365,8 @@ class CallState:
         context, plan = self.context, self.plan
         # Once a size is learned, only an allocator that can thrash has something to show.
         usage = context.meter.usage() if plan.learning or not context.on_cpu else None
-        # A peak counts when it belongs to this call alone: other code can have reset the process's statistics meanwhile.
+        # A peak counts when it belongs to this call alone: other code can have reset the process's
+        # statistics meanwhile.
         own_peak = plan.learning and context.meter.resets == self.resets
         return CallOutcome(
             samples=self.view.worth,
@@ -325,7 +394,16 @@ class CallState:
         move = context.controller.end(self.key, seen, capacity)
         if move is not None:
             available = None if capacity is None else capacity.bytes
-            context.log.emit(Resized(context.settings.name, move.before, move.after, move.reason, str(self.key), available))
+            context.log.emit(
+                Resized(
+                    context.settings.name,
+                    move.before,
+                    move.after,
+                    move.reason,
+                    str(self.key),
+                    available,
+                )
+            )
 
     def done_event(self, result: StepResult) -> CallDone:
         """`CallDone`; its times and its loss are not known yet."""
@@ -350,7 +428,15 @@ class CallState:
     def failed_event(self, error: BaseException) -> CallFailed:
         """`CallFailed`; its times are not known yet."""
         message = next(iter(str(error).splitlines()), "")
-        return CallFailed(self.context.settings.name, str(self.key), type(error).__name__, message, self.failures, 0.0, 0.0)
+        return CallFailed(
+            self.context.settings.name,
+            str(self.key),
+            type(error).__name__,
+            message,
+            self.failures,
+            0.0,
+            0.0,
+        )
 
 
 _START = attrgetter("piece.start")

@@ -23,7 +23,9 @@ class Stopwatch:
     """Times one call: by the host's clock, or by events in the queue of work of the `device` that is given, which is asynchronous."""
 
     # Defaults, so that making one is cheap.
-    lost = 0.0  # seconds of failed attempts, always the host's: an allocator refuses there, while the device still runs earlier work
+    # seconds of failed attempts, always the host's: an allocator refuses there, while the device
+    # still runs earlier work
+    lost = 0.0
     _seconds: float | None = None  # where the host knows them
     _start: torch.cuda.Event | None = None
     _end: torch.cuda.Event | None = None
@@ -79,7 +81,8 @@ class Stopwatch:
             return None
 
 
-Timed = deque[tuple[Stopwatch, T]]  # calls that have ended on the host, each with what its seconds are wanted for
+# calls that have ended on the host, each with what its seconds are wanted for
+Timed = deque[tuple[Stopwatch, T]]
 
 
 def known(timed: Timed[T], *, wait: bool = False) -> Iterator[tuple[T, float | None]]:
@@ -90,7 +93,10 @@ def known(timed: Timed[T], *, wait: bool = False) -> Iterator[tuple[T, float | N
 
 
 class Telemetry:
-    """Emits a `CallDone` for each call of one runtime. A runtime has one only where something listens."""
+    """Emits a `CallDone` for each call of one runtime.
+
+    A runtime has one only where something listens.
+    """
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -98,28 +104,48 @@ class Telemetry:
         self._pid = os.getpid()
 
     def done(self, event: CallDone, watch: Stopwatch, result: StepResult | None) -> None:
-        """A call has finished, with a `result` if it trained. Fills in times and losses, and emits what is known by now."""
+        """A call has finished, with a `result` if it trained.
+
+        Fills in times and losses, and emits what is known by now.
+        """
         loss = None if result is None else _fetch(result, watch.device)
         watch = copy.copy(watch)
         watch.stop()  # again: its callbacks have run since, and the loss is being copied
-        self._timed.append((watch, (replace(event, seconds_lost=watch.lost, ended=monotonic()), loss)))
+        self._timed.append(
+            (watch, (replace(event, seconds_lost=watch.lost, ended=monotonic()), loss))
+        )
         self._emit(wait=False)
 
     def ended(self, event: CallFailed, watch: Stopwatch, error: BaseException) -> None:
-        """A call has ended by `error`. A sink that fails now is noted on it: it must not take its place."""
+        """A call has ended by `error`.
+
+        A sink that fails now is noted on it: it must not take its place.
+        """
         try:
             self._log.emit(replace(event, seconds=watch.elapsed(), seconds_lost=watch.lost))
         except Exception as problem:
-            error.add_note(f"elastic_mbs: a function in on_event failed at CallFailed: {type(problem).__name__}: {problem}")
+            error.add_note(
+                "elastic_mbs: a function in on_event failed at CallFailed: "
+                f"{type(problem).__name__}: {problem}"
+            )
 
     def rest(self) -> None:
-        """Emits what is still open, waiting for the device: for the end of a runtime. Does nothing in a forked child, which has no device to ask."""
+        """Emits what is still open, waiting for the device: for the end of a runtime.
+
+        Does nothing in a forked child, which has no device to ask.
+        """
         if self._pid == os.getpid():
             self._emit(wait=True)
 
     def _emit(self, *, wait: bool) -> None:
         for (event, loss), seconds in known(self._timed, wait=wait):
-            self._log.emit(replace(event, seconds=seconds, loss=None if loss is None or seconds is None else float(loss)))
+            self._log.emit(
+                replace(
+                    event,
+                    seconds=seconds,
+                    loss=None if loss is None or seconds is None else float(loss),
+                )
+            )
 
 
 def _stamp(device: torch.device) -> torch.cuda.Event | None:
@@ -137,7 +163,9 @@ def _fetch(result: StepResult, device: torch.device | None) -> float | torch.Ten
     try:
         if device is None or not (loss := result.loss).is_cuda:
             return result.loss_on_host()
-        found = torch.empty_like(loss, device="cpu", pin_memory=True).copy_(loss, non_blocking=True)  # cuda-only
+        found = torch.empty_like(loss, device="cpu", pin_memory=True).copy_(
+            loss, non_blocking=True
+        )  # cuda-only
         if loss.device != device and (copied := _stamp(loss.device)) is not None:  # cuda-only
             torch.cuda.current_stream(device).wait_event(copied)
         return found  # cuda-only
@@ -149,7 +177,10 @@ def memory_figures(meter: UsageMeter, monitor: Monitor) -> dict[str, Any]:
     """The fields of `CallDone` about memory: our own use by the meter, the rest by the monitor's latest reading. Asks the device nothing."""
     usage, reading = meter.usage(), monitor.cached()
     seen = reading if isinstance(reading, Headroom) else None
-    figures = {name: getattr(usage, name, None) for name in ("allocated", "reserved", "peak_allocated", "peak_reserved")}
+    figures = {
+        name: getattr(usage, name, None)
+        for name in ("allocated", "reserved", "peak_allocated", "peak_reserved")
+    }
     figures |= {name: getattr(seen, name, None) for name in ("free", "held_by_others", "total")}
     if usage is None and seen is not None:
         figures["reserved"] = seen.capacity - seen.free

@@ -54,43 +54,75 @@ Losses = dict[str | None, float]  # by name
 class _Comparison:
     """The losses of a few samples, taken whole and in pieces."""
 
-    def __init__(self, context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], streams: StreamState) -> None:
+    def __init__(
+        self,
+        context: Context,
+        view: BatchView,
+        counts: Counts,
+        loss_fn: Callable[[Any], Any],
+        streams: StreamState,
+    ) -> None:
         self.context, self.view, self.counts, self.loss_fn = context, view, counts, loss_fn
         self.streams = streams  # at the start of every evaluation
         self.reduction = context.settings.reduction
         n = view.length
         self.whole = self._losses(0, n)
-        self.ones, self.halves = ([(a, min(a + size, n), self._losses(a, min(a + size, n))) for a in range(0, n, size)] for size in (1, -(-n // 2)))
+        self.ones, self.halves = (
+            [(a, min(a + size, n), self._losses(a, min(a + size, n))) for a in range(0, n, size)]
+            for size in (1, -(-n // 2))
+        )
 
     def _losses(self, start: int, stop: int) -> Losses:
         self.context.streams.restore(self.streams)
         self.context.buffers.restore(to_call_start=True)
-        with torch.enable_grad():  # a loss without a graph is an error that should be found here as well
-            piece = to_device(map_tensors(self.view.piece(start, stop), torch.clone), self.context.piece_device)
+        # a loss without a graph is an error that should be found here as well
+        with torch.enable_grad():
+            piece = to_device(
+                map_tensors(self.view.piece(start, stop), torch.clone), self.context.piece_device
+            )
             terms: Terms = read_losses(self.loss_fn(piece), self.counts.names)[0]
         self.dtype = next(iter(terms.values())).dtype
         return {name: float(term.detach()) for name, term in terms.items()}
 
     def report(self) -> VerifyReport:
         wrong = [name for name in self.whole if not self._adds_up(name, self.reduction)]
-        findings = [f"{'the loss' if name is None else f'the loss {name!r}'} {self._reason(name)}" for name in wrong]
+        findings = [
+            f"{'the loss' if name is None else f'the loss {name!r}'} {self._reason(name)}"
+            for name in wrong
+        ]
         if self.context.model.batch_norms():
             findings.append(
-                "the model has BatchNorm: in training its statistics are those of each micro-batch, so gradients depend on the split "
-                "(compared here in eval mode); recipes.convert_ghost_batchnorm makes them the whole batch's"
+                "the model has BatchNorm: in training its statistics are those of each "
+                "micro-batch, so gradients depend on the split "
+                "(compared here in eval mode); recipes.convert_ghost_batchnorm makes them the "
+                "whole batch's"
             )
         split = sum(self._joined(self.ones, name, self.reduction) for name in self.whole)
         return VerifyReport(not wrong, sum(self.whole.values()), split, tuple(findings))
 
-    def _joined(self, pieces: list[tuple[int, int, Losses]], name: str | None, reduction: str) -> float:
-        weights = [(self.counts.weights(start, stop, reduction=reduction) or {}).get(name) for start, stop, _ in pieces]
-        return sum(losses[name] * weight for (_, _, losses), weight in zip(pieces, weights, strict=True) if weight)
+    def _joined(
+        self, pieces: list[tuple[int, int, Losses]], name: str | None, reduction: str
+    ) -> float:
+        weights = [
+            (self.counts.weights(start, stop, reduction=reduction) or {}).get(name)
+            for start, stop, _ in pieces
+        ]
+        return sum(
+            losses[name] * weight
+            for (_, _, losses), weight in zip(pieces, weights, strict=True)
+            if weight
+        )
 
     def _near(self, a: float, b: float) -> bool:
-        return abs(a - b) <= TOLERANCE.get(self.dtype, 2e-2) * max(1e-12, *map(abs, self.whole.values()))
+        return abs(a - b) <= TOLERANCE.get(self.dtype, 2e-2) * max(
+            1e-12, *map(abs, self.whole.values())
+        )
 
     def _adds_up(self, name: str | None, reduction: str) -> bool:
-        return all(self._near(self.whole[name], self._joined(pieces, name, reduction)) for pieces in (self.ones, self.halves))
+        return all(
+            self._near(self.whole[name], self._joined(pieces, name, reduction))
+            for pieces in (self.ones, self.halves)
+        )
 
     def _reason(self, name: str | None) -> str:
         whole = self.whole[name]
@@ -103,9 +135,12 @@ class _Comparison:
             return f"is a {other} over the samples, but reduction={self.reduction!r}: use reduction={other!r}"
         found = self._missing_count(whole) if self.reduction == "mean" else self._extra_term(name)
         return found or (
-            "of a batch is not made up of its samples' losses: it compares samples with each other (contrastive, in-batch negatives; exact as "
-            "mbs.backward(embed_fn, batch, loss=over_embeddings)), normalises by something that count= does not say, or depends on the batch's "
-            "size, or on padding, of which pieces by length have less. Its split gradient is not the whole batch's"
+            "of a batch is not made up of its samples' losses: it compares samples with each "
+            "other (contrastive, in-batch negatives; exact as "
+            "mbs.backward(embed_fn, batch, loss=over_embeddings)), normalises by something that "
+            "count= does not say, or depends on the batch's "
+            "size, or on padding, of which pieces by length have less. Its split gradient is not "
+            "the whole batch's"
         )
 
     def _missing_count(self, whole: float) -> str | None:
@@ -114,32 +149,51 @@ class _Comparison:
             return None
         labels = dict(self.view.named_tensors())[label]
         found = (labels != -100).reshape(len(labels), -1)
-        for how, over, counted in (("", "", found), (", shift=True", ", from the second of each sample on", found[:, 1:])):
+        for how, over, counted in (
+            ("", "", found),
+            (", shift=True", ", from the second of each sample on", found[:, 1:]),
+        ):
             tokens = counted.sum(1).tolist()
-            terms = sum(losses[None] * tokens[start] for start, _, losses in self.ones if tokens[start])
+            terms = sum(
+                losses[None] * tokens[start] for start, _, losses in self.ones if tokens[start]
+            )
             if sum(tokens) and self._near(whole, terms / sum(tokens)):
                 return f"is a mean over the labels that are not -100{over}: give count=count_tokens({label!r}{how})"
         return None
 
     def _extra_term(self, name: str | None) -> str | None:
         """A term that is added once per call shows up (pieces - 1) times too often."""
-        surplus = [sum(losses[name] for _, _, losses in pieces) - self.whole[name] for pieces in (self.ones, self.halves)]
+        surplus = [
+            sum(losses[name] for _, _, losses in pieces) - self.whole[name]
+            for pieces in (self.ones, self.halves)
+        ]
         by_ones, by_halves = surplus[0] / (len(self.ones) - 1), surplus[1]
         if not self._near(by_ones, by_halves):
             return None
         return (
-            f"has a part of about {by_ones:.6g} that does not come from samples (a regulariser, say), and under "
-            "reduction='sum' it is added once per piece: scale it with len(batch) / N, or use reduction='mean'"
+            f"has a part of about {by_ones:.6g} that does not come from samples (a regulariser, "
+            "say), and under "
+            "reduction='sum' it is added once per piece: scale it with len(batch) / N, or use "
+            "reduction='mean'"
         )
 
 
-def verify(context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[Any], Any]) -> VerifyReport:
-    """Compares whole and split losses of a few samples, and leaves no trace. See `ElasticMBS.verify`."""
+def verify(
+    context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[Any], Any]
+) -> VerifyReport:
+    """Compares whole and split losses of a few samples, and leaves no trace.
+
+    See `ElasticMBS.verify`.
+    """
     if few.length < 2:
-        raise UsageError(f"verify compares a whole with its parts, so it needs at least 2 samples, not {few.length}")
+        raise UsageError(
+            "verify compares a whole with its parts, so it needs at least 2 samples, not "
+            f"{few.length}"
+        )
     modules, buffers = context.model.modules, context.buffers
     modes = [(module, module.training) for module in modules]
-    grads = [(leaf, leaf.grad) for leaf in context.model.leaves]  # set aside, whatever loss_fn does: nothing here adds to them
+    # set aside, whatever loss_fn does: nothing here adds to them
+    grads = [(leaf, leaf.grad) for leaf in context.model.leaves]
     streams = context.retry("read the random streams", lambda: context.streams.read(hosts=True))
 
     def put_back() -> None:
@@ -160,4 +214,6 @@ def verify(context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[
         for leaf, _ in grads:
             leaf.grad = None
         what = f"run {few.length} samples whole: verify takes fewer with samples="
-        return context.retry(what, lambda: _Comparison(context, few, counts, loss_fn, streams).report())
+        return context.retry(
+            what, lambda: _Comparison(context, few, counts, loss_fn, streams).report()
+        )

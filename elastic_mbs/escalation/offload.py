@@ -1,7 +1,8 @@
 """Saved tensors on the host: what the forward saves for backward waits there, and comes back when backward needs it.
 
-As torch.autograd.graph.save_on_cpu does it; but what the model or the batch holds anyway stays where it is, and so does what is small. The same slots
-can be emptied, so that the graph of a failed attempt holds nothing: autograd asks one pair of hooks only.
+As torch.autograd.graph.save_on_cpu does it; but what the model or the batch holds anyway stays
+where it is, and so does what is small. The same slots can be emptied, so that the graph of a failed
+attempt holds nothing: autograd asks one pair of hooks only.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ SMALL = 4096  # bytes: below that copies cost more than they save
 
 
 class HostSlot(Slot):
-    """A copy in host memory, pinned on CUDA. It is there when `__init__` returns, so that any stream may bring it back."""
+    """A copy in host memory, pinned on CUDA.
+
+    It is there when `__init__` returns, so that any stream may bring it back.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         source = tensor.detach()
         self.device, self.version = source.device, -1
         with on_host():
-            self.tensor = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source)
+            self.tensor = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(
+                source
+            )
 
     def get(self) -> torch.Tensor:
         """A copy on the device."""
@@ -45,15 +51,24 @@ class OffloadedTensors(SavedTensorTable):
         self._stay: set[int] = set()
 
     def __enter__(self) -> Self:
-        self._stay = {tensor.untyped_storage()._cdata for tensor in self._resident() if _is_plain(tensor)}
+        self._stay = {
+            tensor.untyped_storage()._cdata for tensor in self._resident() if _is_plain(tensor)
+        }
         super().__enter__()
         return self
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
-        stays = not _is_plain(tensor) or tensor.nbytes < SMALL or tensor.untyped_storage()._cdata in self._stay
+        stays = (
+            not _is_plain(tensor)
+            or tensor.nbytes < SMALL
+            or tensor.untyped_storage()._cdata in self._stay
+        )
         return Slot(tensor) if stays else HostSlot(tensor)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is dense and no subclass but a fake: of others it is not known where their data lies."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor) and tensor.layout is torch.strided
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+        and tensor.layout is torch.strided
+    )

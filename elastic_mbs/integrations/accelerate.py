@@ -27,11 +27,15 @@ from elastic_mbs.integrations.frameworks import ACCELERATE
 from elastic_mbs.runtime import ElasticMBS
 
 
-def elastic(accelerator: Accelerator, model: nn.Module | Sequence[nn.Module], **options: Any) -> ElasticMBS:
+def elastic(
+    accelerator: Accelerator, model: nn.Module | Sequence[nn.Module], **options: Any
+) -> ElasticMBS:
     """The runtime for prepared models: `mbs.backward(loss_fn, batch)` stands for `accelerator.backward(loss_fn(batch))`.
 
-    Everything else of the loop stays: `accelerator.clip_grad_norm_`, `optimizer.step()` (or `mbs.optimizer_step(optimizer)`), schedules, and
-    checkpoints, where `accelerator.register_for_checkpointing(mbs)` adds what was learned of sizes. `loss_fn` calls the prepared model.
+    Everything else of the loop stays: `accelerator.clip_grad_norm_`, `optimizer.step()` (or
+    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, where
+    `accelerator.register_for_checkpointing(mbs)` adds what was learned of sizes. `loss_fn` calls
+    the prepared model.
 
     Args:
         accelerator: of one process; its `gradient_accumulation_steps` is 1.
@@ -39,15 +43,21 @@ def elastic(accelerator: Accelerator, model: nn.Module | Sequence[nn.Module], **
         **options: those of `ElasticMBS`, but for `scaler` and `backward`, which are accelerate's.
 
     Raises:
-        UsageError: an argument makes no sense, or gradients are accumulated by accelerate, too (also later, by a call).
-        UnsupportedError: more than one process, DeepSpeed, FSDP, Megatron, XLA, FP8, or a version of accelerate that is too old.
+        UsageError: an argument makes no sense, or gradients are accumulated by accelerate, too
+            (also later, by a call).
+        UnsupportedError: more than one process, DeepSpeed, FSDP, Megatron, XLA, FP8, or a version
+            of accelerate that is too old.
     """
     ACCELERATE.check()
     if not isinstance(accelerator, Accelerator):
-        raise UsageError(f"accelerator={str(accelerator)[:80]!r} is no accelerate.Accelerator: elastic(accelerator, model)")
+        raise UsageError(
+            f"accelerator={str(accelerator)[:80]!r} is no accelerate.Accelerator: "
+            "elastic(accelerator, model)"
+        )
     if accelerator.distributed_type != DistributedType.NO:
         raise UnsupportedError(
-            f"accelerator.distributed_type is {accelerator.distributed_type.value} ({accelerator.num_processes} processes): {ONE_PROCESS}"
+            f"accelerator.distributed_type is {accelerator.distributed_type.value} "
+            f"({accelerator.num_processes} processes): {ONE_PROCESS}"
         )
     if accelerator.mixed_precision == "fp8":
         raise UnsupportedError(f"mixed_precision='fp8': {NO_FP8}")
@@ -65,6 +75,8 @@ def _check_steps(accelerator: Accelerator) -> None:
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
         raise UsageError(
-            f"gradient_accumulation_steps={steps}: the runtime accumulates by itself, in pieces that fit. Give the loader the batch that the "
-            "optimizer is to see, leave accelerator.accumulate() out, and set gradient_accumulation_steps=1"
+            f"gradient_accumulation_steps={steps}: the runtime accumulates by itself, in pieces "
+            "that fit. Give the loader the batch that the "
+            "optimizer is to see, leave accelerator.accumulate() out, and set "
+            "gradient_accumulation_steps=1"
         )

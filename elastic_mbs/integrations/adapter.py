@@ -21,7 +21,8 @@ from elastic_mbs.rehearsal import LossFn
 from elastic_mbs.runtime import ElasticMBS
 
 ONE_PROCESS = (
-    "distributed training is not supported, because a replay in one process would leave the others waiting: run one process on one device, without "
+    "distributed training is not supported, because a replay in one process would leave the "
+    "others waiting: run one process on one device, without "
     "DeepSpeed, FSDP, Megatron or XLA"
 )
 NO_FP8 = "FP8 remembers the largest values that it has seen, and a replay could not put them back: use bf16"
@@ -34,7 +35,8 @@ class Adapter:
     Attributes:
         framework: its name, for errors.
         unwrap: takes the wrappers off a module.
-        check: runs before each training call; raises where the loop has come to ask for what cannot be.
+        check: runs before each training call; raises where the loop has come to ask for what cannot
+            be.
         scaler: the scaler of the loss, where the engine may apply it.
         backward: the framework's own backward, where there is no way around it.
         steps_scaled: whether the step runs through a scaler of the framework's.
@@ -55,20 +57,36 @@ class AdaptedMBS(ElasticMBS):
         adapter.check()
         check_names(f"elastic() for {adapter.framework}", options)
         gradients = options.pop("gradients", None) or GradientOptions()
-        if options.pop("scaler", None) is not None or getattr(gradients, "backward", None) is not None:
-            raise UsageError(f"scaler= and GradientOptions(backward=) are {adapter.framework}'s part: leave them out")
+        if (
+            options.pop("scaler", None) is not None
+            or getattr(gradients, "backward", None) is not None
+        ):
+            raise UsageError(
+                f"scaler= and GradientOptions(backward=) are {adapter.framework}'s part: leave "
+                "them out"
+            )
         if adapter.backward is not None and isinstance(gradients, GradientOptions):
             gradients = replace(gradients, backward=adapter.backward)
         modules = [adapter.unwrap(module) for module in modules_of(model)]
         super().__init__(modules, scaler=adapter.scaler, gradients=gradients, **options)
         self._adapter = adapter
 
-    def backward(self, loss_fn: LossFn, batch: Any, /, *args: Any, loss: OverEmbeddings | None = None, **kwargs: Any) -> StepResult:
+    def backward(
+        self,
+        loss_fn: LossFn,
+        batch: Any,
+        /,
+        *args: Any,
+        loss: OverEmbeddings | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
         """See `ElasticMBS.backward`."""
         self._adapter.check()
         return super().backward(loss_fn, batch, *args, loss=loss, **kwargs)
 
-    def micro_batches(self, batch: Any, *, name: str = "loop", own_graph: bool = True) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, batch: Any, *, name: str = "loop", own_graph: bool = True
+    ) -> Iterator[MicroBatch]:
         """See `ElasticMBS.micro_batches`."""
         self._adapter.check()
         return super().micro_batches(batch, name=name, own_graph=own_graph)
@@ -80,7 +98,8 @@ class AdaptedMBS(ElasticMBS):
             optimizer.step()
         elif self._adapter.steps_scaled:
             raise UnsupportedError(
-                f"in fp16 {self._adapter.framework} unscales, steps and updates its scaler in one go, of which no part can be made "
+                f"in fp16 {self._adapter.framework} unscales, steps and updates its scaler in one "
+                "go, of which no part can be made "
                 "again: call optimizer.step(), or use bf16"
             )
         elif inner is optimizer or closure is not None:
@@ -91,7 +110,8 @@ class AdaptedMBS(ElasticMBS):
     def _step_inside(self, wrapper: Optimizer, inner: Optimizer) -> None:
         """The wrapper's step, in which the one of the optimizer itself is guarded."""
         attributes, guard = vars(inner), super().optimizer_step
-        hung = {"step": attributes["step"]} if "step" in attributes else {}  # by a schedule, which counts steps
+        # by a schedule, which counts steps
+        hung = {"step": attributes["step"]} if "step" in attributes else {}
 
         def put_back() -> None:
             attributes.pop("step", None)

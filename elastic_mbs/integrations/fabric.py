@@ -30,8 +30,10 @@ from elastic_mbs.runtime import ElasticMBS
 def elastic(fabric: Fabric, model: nn.Module | Sequence[nn.Module], **options: Any) -> ElasticMBS:
     """The runtime for models that Fabric has set up: `mbs.backward(loss_fn, batch)` stands for `fabric.backward(loss_fn(batch))`.
 
-    Everything else of the loop stays: `fabric.clip_gradients`, `optimizer.step()` (or `mbs.optimizer_step(optimizer)`), schedules, and checkpoints,
-    where `fabric.save(path, {"model": model, "elastic": mbs})` adds what was learned of sizes. `loss_fn` calls the model of `fabric.setup`.
+    Everything else of the loop stays: `fabric.clip_gradients`, `optimizer.step()` (or
+    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, where `fabric.save(path, {"model":
+    model, "elastic": mbs})` adds what was learned of sizes. `loss_fn` calls the model of
+    `fabric.setup`.
 
     Args:
         fabric: of one process and one device.
@@ -40,18 +42,26 @@ def elastic(fabric: Fabric, model: nn.Module | Sequence[nn.Module], **options: A
 
     Raises:
         UsageError: an argument makes no sense.
-        UnsupportedError: more than one process, DeepSpeed, FSDP, XLA, FP8, or a version of lightning that is too old.
+        UnsupportedError: more than one process, DeepSpeed, FSDP, XLA, FP8, or a version of
+            lightning that is too old.
     """
     LIGHTNING.check()
     if not isinstance(fabric, Fabric):
-        raise UsageError(f"fabric={str(fabric)[:80]!r} is no lightning.fabric.Fabric: elastic(fabric, model)")
+        raise UsageError(
+            f"fabric={str(fabric)[:80]!r} is no lightning.fabric.Fabric: elastic(fabric, model)"
+        )
     strategy = fabric.strategy
     if type(strategy) is not SingleDeviceStrategy:
-        raise UnsupportedError(f"the strategy is {type(strategy).__name__} ({fabric.world_size} processes): {ONE_PROCESS}")
+        raise UnsupportedError(
+            f"the strategy is {type(strategy).__name__} ({fabric.world_size} processes): "
+            f"{ONE_PROCESS}"
+        )
     if "transformer-engine" in strategy.precision.precision:
         raise UnsupportedError(f"precision={strategy.precision.precision!r}: {NO_FP8}")
     scaled = getattr(strategy.precision, "scaler", None) is not None
-    return AdaptedMBS(model, Adapter("Fabric", _unwrap, backward=fabric.backward, steps_scaled=scaled), options)
+    return AdaptedMBS(
+        model, Adapter("Fabric", _unwrap, backward=fabric.backward, steps_scaled=scaled), options
+    )
 
 
 def _unwrap(module: nn.Module) -> nn.Module:

@@ -33,7 +33,12 @@ class Framework:
     def tested(self) -> bool | None:
         """Whether the installed version lies in the tested range, whatever its patch release; None where none is installed."""
         found = self.installed
-        return None if found is None else _release(self.oldest) <= _release(found) and _release(found)[:2] <= _release(self.newest)[:2]
+        return (
+            None
+            if found is None
+            else _release(self.oldest) <= _release(found)
+            and _release(found)[:2] <= _release(self.newest)[:2]
+        )
 
     def check(self) -> None:
         """Raises an `UnsupportedError` for a version older than all that were tested, and warns of one that is newer."""
@@ -42,11 +47,13 @@ class Framework:
             return
         if _release(found) < _release(self.oldest):
             raise UnsupportedError(
-                f"{self.package} {found} is older than the oldest version that elastic_mbs was tested with ({self.oldest}): "
+                f"{self.package} {found} is older than the oldest version that elastic_mbs was "
+                f"tested with ({self.oldest}): "
                 f"pip install '{self.package}>={self.oldest}'"
             )
         warnings.warn(
-            f"{self.package} {found} is newer than what elastic_mbs was tested with ({self.oldest} to {self.newest}); "
+            f"{self.package} {found} is newer than what elastic_mbs was tested with "
+            f"({self.oldest} to {self.newest}); "
             "compare the first losses with a run without it",
             stacklevel=3,
         )

@@ -25,12 +25,15 @@ from elastic_mbs.runtime import ElasticMBS
 class ElasticCallback(Callback):
     """Keeps a Lightning `Trainer` alive through out-of-memory errors: the loader gives the batch wanted, the runtime cuts it. One in a Trainer.
 
-    `Trainer(callbacks=[ElasticCallback()])`. `training_step` gets pieces of the batch, and may get the same samples again; so do `validation_step`,
-    `test_step` and `predict_step`. What they log is recorded once per batch. With manual optimisation `training_step` gets the whole batch, and calls
-    `callback.runtime.backward(loss_fn, batch)`. What was learned about sizes is saved in Lightning's checkpoints.
+    `Trainer(callbacks=[ElasticCallback()])`. `training_step` gets pieces of the batch, and may get
+    the same samples again; so do `validation_step`, `test_step` and `predict_step`. What they log
+    is recorded once per batch. With manual optimisation `training_step` gets the whole batch, and
+    calls `callback.runtime.backward(loss_fn, batch)`. What was learned about sizes is saved in
+    Lightning's checkpoints.
 
     Args:
-        **options: those of `ElasticMBS`, but `model`, `scaler` and `GradientOptions(backward=)`, which are Lightning's.
+        **options: those of `ElasticMBS`, but `model`, `scaler` and `GradientOptions(backward=)`,
+            which are Lightning's.
 
     Raises:
         UsageError: an option makes no sense here.
@@ -40,11 +43,21 @@ class ElasticCallback(Callback):
     def __init__(self, **options: Any) -> None:
         LIGHTNING.check()
         check_names("ElasticCallback", options)
-        if options.get("scaler") is not None or getattr(options.get("gradients"), "backward", None) is not None:
-            raise UsageError("scaler= and GradientOptions(backward=) are Lightning's: Trainer(precision='16-mixed'), LightningModule.backward")
+        if (
+            options.get("scaler") is not None
+            or getattr(options.get("gradients"), "backward", None) is not None
+        ):
+            raise UsageError(
+                "scaler= and GradientOptions(backward=) are Lightning's: "
+                "Trainer(precision='16-mixed'), LightningModule.backward"
+            )
         if isinstance(options.get("count"), Mapping):
-            raise UsageError("count= is a dict of several losses, and training_step returns one: give one function, or count_tokens(...)")
-        ElasticMBS(torch.nn.Identity(), **options | {"log": None})  # refuses what makes no sense now, and not when training begins
+            raise UsageError(
+                "count= is a dict of several losses, and training_step returns one: give one "
+                "function, or count_tokens(...)"
+            )
+        # refuses what makes no sense now, and not when training begins
+        ElasticMBS(torch.nn.Identity(), **options | {"log": None})
         self._options = options
         self._state: dict[str, Any] = {}  # from a checkpoint, until there is a runtime
         self._module: LightningModule | None = None
@@ -56,7 +69,10 @@ class ElasticCallback(Callback):
         """The runtime, once the Trainer has begun: its `stats`, its `last_result`, its doors for manual optimisation."""
         if self._runtime is None:
             if self._module is None:
-                raise UsageError("ElasticCallback.runtime is there once a Trainer with this callback has begun to fit, validate, test or predict")
+                raise UsageError(
+                    "ElasticCallback.runtime is there once a Trainer with this callback has begun "
+                    "to fit, validate, test or predict"
+                )
             self._runtime = ElasticMBS(self._module, **self._options | self._backward(self._module))
             if self._state:
                 self._runtime.load_state_dict(self._state)
@@ -68,7 +84,10 @@ class ElasticCallback(Callback):
         if not module.automatic_optimization:
             return {"gradients": replace(gradients, backward=module.manual_backward)}
         own = module.backward if is_overridden("backward", module) else None
-        return {"gradients": replace(gradients, backward=own), "scaler": getattr(module.trainer.precision_plugin, "scaler", None)}
+        return {
+            "gradients": replace(gradients, backward=own),
+            "scaler": getattr(module.trainer.precision_plugin, "scaler", None),
+        }
 
     # ------------------------------------------------------------------ called by Lightning
 
@@ -84,7 +103,9 @@ class ElasticCallback(Callback):
         """Gives the steps back."""
         self._leave()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Gives the steps back."""
         self._leave()
 
@@ -108,22 +129,37 @@ class ElasticCallback(Callback):
 def _check(trainer: Trainer, module: LightningModule) -> None:
     if not isinstance(trainer, Trainer):
         raise UsageError(
-            f"the Trainer is {type(trainer).__module__}.{type(trainer).__qualname__}, and ElasticCallback works with that of `lightning`: "
-            "import Trainer and LightningModule from lightning.pytorch in place of pytorch_lightning (pip install lightning)"
+            f"the Trainer is {type(trainer).__module__}.{type(trainer).__qualname__}, and "
+            "ElasticCallback works with that of `lightning`: "
+            "import Trainer and LightningModule from lightning.pytorch in place of "
+            "pytorch_lightning (pip install lightning)"
         )
     if not isinstance(trainer.strategy, SingleDeviceStrategy) or trainer.world_size > 1:
         raise UnsupportedError(
-            f"{type(trainer.strategy).__name__} over {trainer.world_size} processes: a replay on one of them would leave the others waiting. Use one "
+            f"{type(trainer.strategy).__name__} over {trainer.world_size} processes: a replay on "
+            "one of them would leave the others waiting. Use one "
             "device, Trainer(devices=1, strategy='auto'); distributed training is not supported yet"
         )
     plugin = type(trainer.precision_plugin)
-    if (plugin.backward, plugin.post_backward) != (Precision.backward, Precision.post_backward) or plugin.pre_backward not in _PRE_BACKWARD:
-        raise UnsupportedError(f"{plugin.__name__} has a backward of its own, which a replay could not undo: use one of Trainer(precision=...)")
+    if (plugin.backward, plugin.post_backward) != (
+        Precision.backward,
+        Precision.post_backward,
+    ) or plugin.pre_backward not in _PRE_BACKWARD:
+        raise UnsupportedError(
+            f"{plugin.__name__} has a backward of its own, which a replay could not undo: use one "
+            "of Trainer(precision=...)"
+        )
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
-        raise UnsupportedError("BatchSizeFinder waits for an out-of-memory error, and there will be none: leave it out and give the batch you want")
+        raise UnsupportedError(
+            "BatchSizeFinder waits for an out-of-memory error, and there will be none: leave it "
+            "out and give the batch you want"
+        )
     for name in ("training_step", *EVALUATIONS):
         if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
-            raise UnsupportedError(f"{name}(dataloader_iter) fetches its batches itself, so they cannot be cut: write {name}(batch, batch_idx)")
+            raise UnsupportedError(
+                f"{name}(dataloader_iter) fetches its batches itself, so they cannot be cut: "
+                f"write {name}(batch, batch_idx)"
+            )
 
 
 _PRE_BACKWARD = (Precision.pre_backward, MixedPrecision.pre_backward)

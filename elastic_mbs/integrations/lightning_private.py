@@ -1,4 +1,8 @@
-"""A Trainer's steps in pieces. All that has no public name in Lightning is used here, and held by `tests/integrations/test_lightning_private.py`."""
+"""A Trainer's steps in pieces.
+
+All that has no public name in Lightning is used here, and held by
+`tests/integrations/test_lightning_private.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +28,36 @@ from elastic_mbs.runtime import ElasticMBS
 
 EVALUATIONS = ("validation_step", "test_step", "predict_step")
 _SKIPPED = (
-    "training_step returned None for some pieces of a batch and a loss for others, so whether the batch is skipped is not known: decide by what all "
+    "training_step returned None for some pieces of a batch and a loss for others, so whether the "
+    "batch is skipped is not known: decide by what all "
     "samples share, or return a loss of zero (0.0 * loss) for what does not count"
 )
 
 
 class Steps:
-    """Takes the place of a Trainer's steps until `put_back`. Only these instances change: progress, checkpoints and other Trainers do not."""
+    """Takes the place of a Trainer's steps until `put_back`.
 
-    def __init__(self, trainer: Trainer, runtime: Callable[[], ElasticMBS], count: Callable[[Any], Any] | None) -> None:
+    Only these instances change: progress, checkpoints and other Trainers do not.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        runtime: Callable[[], ElasticMBS],
+        count: Callable[[Any], Any] | None,
+    ) -> None:
         self._trainer, self._runtime, self._count = trainer, runtime, count
-        self._fit_loop, self._loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.automatic_optimization
+        self._fit_loop, self._loop = (
+            trainer.fit_loop,
+            trainer.fit_loop.epoch_loop.automatic_optimization,
+        )
         self._loop._make_closure = self._make_closure
         for name in EVALUATIONS:
-            setattr(trainer.strategy, name, partial(self._evaluate, name, getattr(trainer.strategy, name)))
+            setattr(
+                trainer.strategy,
+                name,
+                partial(self._evaluate, name, getattr(trainer.strategy, name)),
+            )
 
     def put_back(self) -> None:
         """Gives the steps back."""
@@ -45,17 +65,29 @@ class Steps:
         for name in EVALUATIONS:
             vars(self._trainer.strategy).pop(name, None)
 
-    def _make_closure(self, kwargs: Mapping[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+    def _make_closure(
+        self, kwargs: Mapping[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> Closure:
         """Of Lightning's closure (training_step, zero_grad, backward) the first does all, because gradients are there before the others would run."""
         if isinstance(optimizer, LBFGS):
-            raise UnsupportedError("LBFGS runs the batch several times in a step, which could not be undone half-way: use another optimizer")
+            raise UnsupportedError(
+                "LBFGS runs the batch several times in a step, which could not be undone "
+                "half-way: use another optimizer"
+            )
         return Closure(step_fn=partial(self._train, kwargs, optimizer, batch_idx))
 
-    def _train(self, arguments: Mapping[str, Any], optimizer: Optimizer, index: int) -> ClosureResult:
+    def _train(
+        self, arguments: Mapping[str, Any], optimizer: Optimizer, index: int
+    ) -> ClosureResult:
         """The gradients of one batch."""
-        plugin, module, log = self._trainer.precision_plugin, self._trainer.lightning_module, _BatchLog(self._trainer, self._count)
+        plugin, module, log = (
+            self._trainer.precision_plugin,
+            self._trainer.lightning_module,
+            _BatchLog(self._trainer, self._count),
+        )
         zero_grad = self._loop._make_zero_grad_fn(index, optimizer)
-        forward_only = self._loop._skip_backward  # in the epoch in which StochasticWeightAveraging reads the statistics of BatchNorm
+        # in the epoch in which StochasticWeightAveraging reads the statistics of BatchNorm
+        forward_only = self._loop._skip_backward
         skipped = set[bool]()
 
         @wraps(module.training_step)
@@ -66,30 +98,43 @@ class Steps:
             if len(skipped) > 1:
                 raise UsageError(_SKIPPED)
             if loss is None:
-                return torch.zeros((), device=module.device, requires_grad=True), None  # reaches no parameter
+                # reaches no parameter
+                return torch.zeros((), device=module.device, requires_grad=True), None
             if not forward_only:
-                Precision.pre_backward(plugin, loss, module)  # on_before_backward; what else plugins do there is the engine's
+                # on_before_backward; what else plugins do there is the engine's
+                Precision.pre_backward(plugin, loss, module)
             return loss, result.extra or None
 
         if zero_grad is not None:
             zero_grad()
         door = self._runtime().eval if forward_only else self._runtime().backward
         result = log.run(door, step, arguments["batch"])
-        loss, extra = result if forward_only else (result.loss, log.retry("join the outputs of the pieces", lambda: result.outputs))
+        loss, extra = (
+            result
+            if forward_only
+            else (result.loss, log.retry("join the outputs of the pieces", lambda: result.outputs))
+        )
         if not forward_only:
             self._end_window(optimizer, index)
         if True in skipped:
             return ClosureResult(None)
         if not forward_only:
             Precision.post_backward(plugin, loss, module)  # on_after_backward
-        return log.retry("copy the loss", lambda: ClosureResult(log.whole(loss), extra=log.whole(extra) or {}))
+        return log.retry(
+            "copy the loss", lambda: ClosureResult(log.whole(loss), extra=log.whole(extra) or {})
+        )
 
     def _end_window(self, optimizer: Optimizer, index: int) -> None:
         """Makes gradients the mean over a window of `accumulate_grad_batches` that ends early: each loss was divided by the length of a whole one."""
         whole = self._trainer.accumulate_grad_batches
         batches = (index + 1) % whole
         if batches and not self._fit_loop._should_accumulate():
-            for parameter in (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None):
+            for parameter in (
+                each
+                for group in optimizer.param_groups
+                for each in group["params"]
+                if each.grad is not None
+            ):
                 parameter.grad.mul_(whole / batches)
 
     def _evaluate(self, name: str, whole_step: Callable[..., Any], batch: Any, *others: Any) -> Any:
@@ -107,13 +152,27 @@ class _Piece:
 
     def __init__(self, samples: int, metrics: Sequence[Metric]) -> None:
         self.worth: Any = samples  # its loss terms, which weigh its means
-        self.logged: list[tuple[tuple[str, str, int], Any, dict[str, Any]]] = []  # hook, name and which time; value; options
-        self._metrics = [(metric, dict(vars(metric)), [(state, _copy(state)) for state in metric.metric_state.values()]) for metric in metrics]
+        # hook, name and which time; value; options
+        self.logged: list[tuple[tuple[str, str, int], Any, dict[str, Any]]] = []
+        self._metrics = [
+            (
+                metric,
+                dict(vars(metric)),
+                [(state, _copy(state)) for state in metric.metric_state.values()],
+            )
+            for metric in metrics
+        ]
 
     def log(self, hook: str, name: str, value: Any, **options: Any) -> None:
         """In place of Lightning's own; of a metric, which goes on changing, what its last `forward` returned."""
         times = sum(each[:2] == (hook, name) for each, _, _ in self.logged)
-        self.logged.append(((hook, name, times), (value, value._forward_cache) if isinstance(value, Metric) else value, options))
+        self.logged.append(
+            (
+                (hook, name, times),
+                (value, value._forward_cache) if isinstance(value, Metric) else value,
+                options,
+            )
+        )
 
     def undo(self) -> None:
         """Puts the metrics back. Takes no memory."""
@@ -131,7 +190,12 @@ class _BatchLog:
     """Has the pieces of one batch log what the whole batch would have: once, whatever failed."""
 
     def __init__(self, trainer: Trainer, count: Callable[[Any], Any] | None) -> None:
-        self._trainer, self._module, self._results, self._count = trainer, trainer.lightning_module, trainer._results, count
+        self._trainer, self._module, self._results, self._count = (
+            trainer,
+            trainer.lightning_module,
+            trainer._results,
+            count,
+        )
         self._metrics = [module for module in self._module.modules() if isinstance(module, Metric)]
         self._pieces: dict[int, _Piece] = {}  # by the first sample
 
@@ -150,9 +214,16 @@ class _BatchLog:
         self._record(logged)
         return result
 
-    def _record(self, logged: Mapping[tuple[str, str, int], list[tuple[Any, dict[str, Any], Any]]]) -> None:
-        """Hands what the batch has logged to Lightning, all of it or nothing. It makes new tensors for its sums, so names are enough to keep."""
-        before = {key: (metric, dict(vars(metric))) for key, metric in (self._results or {}).items()}
+    def _record(
+        self, logged: Mapping[tuple[str, str, int], list[tuple[Any, dict[str, Any], Any]]]
+    ) -> None:
+        """Hands what the batch has logged to Lightning, all of it or nothing.
+
+        It makes new tensors for its sums, so names are enough to keep.
+        """
+        before = {
+            key: (metric, dict(vars(metric))) for key, metric in (self._results or {}).items()
+        }
 
         def put_back() -> None:
             for key in [key for key in self._results or () if key not in before]:
@@ -176,7 +247,9 @@ class _BatchLog:
     def _attempt(self, step: Callable[[Any], Any], data: Any) -> Any:
         """One attempt: an earlier one at the same samples, or at later ones, has failed or is made again."""
         call = running_call()
-        start, samples = (0, 1) if call is None else (call.state.attempt.piece.start, len(call.state.attempt))
+        start, samples = (
+            (0, 1) if call is None else (call.state.attempt.piece.start, len(call.state.attempt))
+        )
         self._rewind(start)
         piece = self._pieces[start] = _Piece(samples, self._metrics)
         if self._results is not None:  # `predict_step` cannot log
@@ -201,9 +274,16 @@ class _BatchLog:
     def _whole(self, values: PerPiece) -> Any:
         if len(values) == 1:
             return values[0]
-        if not all(isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()) for value in values):
+        if not all(
+            isinstance(value, float)
+            or (isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point())
+            for value in values
+        ):
             return values
-        return self.retry("take the mean of the outputs", partial(_mean, values, [piece.worth for piece in self._pieces.values()]))
+        return self.retry(
+            "take the mean of the outputs",
+            partial(_mean, values, [piece.worth for piece in self._pieces.values()]),
+        )
 
     def retry(self, what: str, operation: Callable[[], Any]) -> Any:
         """Of what does not change anything until it has succeeded."""
@@ -233,13 +313,19 @@ def _together(entries: Sequence[tuple[Any, dict[str, Any], Any]]) -> tuple[Any, 
     return (_mean(values, weights) if combine is None else reduce(combine, values)), options
 
 
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def _mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
     """The weighted mean, in float32 at least. What weighs nothing may be NaN."""
     if isinstance(values[0], float):
         return float(_mean([torch.tensor(value, dtype=torch.float64) for value in values], weights))
-    stacked = torch.stack([value.to(torch.promote_types(value.dtype, torch.float32)) for value in values])
+    stacked = torch.stack(
+        [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
+    )
     shares = torch.stack([torch.as_tensor(weight, device=stacked.device) for weight in weights])
     return (stacked * shares).masked_fill(shares == 0, 0).sum() / shares.sum()

@@ -13,21 +13,30 @@ from elastic_mbs.errors import UnsupportedError, UsageError
 
 def check_class(cls: type, mixin: type) -> None:
     """Raises for a subclass whose batches mean more than their samples, and for one with the mixin in the wrong place."""
-    trainers = [base for base in cls.__mro__ if issubclass(base, Trainer) and not issubclass(base, mixin)]
+    trainers = [
+        base for base in cls.__mro__ if issubclass(base, Trainer) and not issubclass(base, mixin)
+    ]
     if trainers and cls.__mro__.index(trainers[0]) < cls.__mro__.index(mixin):
         name = trainers[0].__name__
-        raise UsageError(f"{cls.__name__}: {mixin.__name__} goes left of {name}, or its methods are never called: class X({mixin.__name__}, {name})")
+        raise UsageError(
+            f"{cls.__name__}: {mixin.__name__} goes left of {name}, or its methods are never "
+            f"called: class X({mixin.__name__}, {name})"
+        )
     for base in trainers:
         package = base.__module__.partition(".")[0]
         if package == "sentence_transformers":
             raise UnsupportedError(
-                f"{base.__name__}: the losses of sentence_transformers compare the samples of a batch with each other, so pieces have another loss. "
-                "Write the loop with mbs.backward(embed_fn, batch, loss=over_embeddings), which is exact"
+                f"{base.__name__}: the losses of sentence_transformers compare the samples of a "
+                "batch with each other, so pieces have another loss. "
+                "Write the loop with mbs.backward(embed_fn, batch, loss=over_embeddings), which "
+                "is exact"
             )
         if package == "trl" and base.__name__ not in ("SFTTrainer", "_BaseTrainer"):
             raise UnsupportedError(
-                f"{base.__name__}: of trl only SFTTrainer is supported. The others keep state between steps (GRPO, RLOO) or pair the rows of a batch "
-                "(DPO, reward), which a cut would separate. Use it as it is, with a smaller per_device_train_batch_size"
+                f"{base.__name__}: of trl only SFTTrainer is supported. The others keep state "
+                "between steps (GRPO, RLOO) or pair the rows of a batch "
+                "(DPO, reward), which a cut would separate. Use it as it is, with a smaller "
+                "per_device_train_batch_size"
             )
 
 
@@ -36,35 +45,50 @@ def check_trainer(trainer: Any, *, optimizer_step: bool, exact: bool) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     if args.auto_find_batch_size:
         raise UsageError(
-            "auto_find_batch_size=True starts again with another batch when memory runs out, and this trainer keeps the batch: leave it out"
+            "auto_find_batch_size=True starts again with another batch when memory runs out, and "
+            "this trainer keeps the batch: leave it out"
         )
     if args.parallel_mode is ParallelMode.NOT_DISTRIBUTED:
         raise UnsupportedError(
-            f"the Trainer would put the model on {args.n_gpu} GPUs by nn.DataParallel, whose replicas cannot be replayed: CUDA_VISIBLE_DEVICES=0 "
+            f"the Trainer would put the model on {args.n_gpu} GPUs by nn.DataParallel, whose "
+            "replicas cannot be replayed: CUDA_VISIBLE_DEVICES=0 "
             "shows it one"
         )
-    kinds = (accelerator.distributed_type, args.parallel_mode, getattr(accelerator, "parallelism_config", None))
-    spread = [kind for kind in kinds if kind not in (DistributedType.NO, ParallelMode.NOT_PARALLEL, None)]
+    kinds = (
+        accelerator.distributed_type,
+        args.parallel_mode,
+        getattr(accelerator, "parallelism_config", None),
+    )
+    spread = [
+        kind for kind in kinds if kind not in (DistributedType.NO, ParallelMode.NOT_PARALLEL, None)
+    ]
     if spread:
         raise UnsupportedError(
-            f"distributed training ({getattr(spread[0], 'value', type(spread[0]).__name__)}) is not supported yet: a replay in one would leave "
+            f"distributed training ({getattr(spread[0], 'value', type(spread[0]).__name__)}) is "
+            "not supported yet: a replay in one would leave "
             "the others waiting. Run one process, without DeepSpeed, FSDP and parallelism_config"
         )
     if optimizer_step and accelerator.scaler is not None:
-        raise UnsupportedError("optimizer_step=True does not go with fp16=True, where accelerate steps through its own scaler: use bf16=True")
+        raise UnsupportedError(
+            "optimizer_step=True does not go with fp16=True, where accelerate steps through its "
+            "own scaler: use bf16=True"
+        )
     if getattr(args, "activation_offloading", False):
         raise UnsupportedError(
-            "activation_offloading=True keeps what a failed forward has offloaded, and refuses the next one. Leave it out, and have it done where it "
+            "activation_offloading=True keeps what a failed forward has offloaded, and refuses "
+            "the next one. Leave it out, and have it done where it "
             'is needed: elastic={"recovery": RecoveryOptions(escalate=("offload",))}'
         )
     collator = trainer.data_collator
     if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
         raise UnsupportedError(
-            f"{type(collator).__name__} makes one row of a batch (padding-free), which cannot be cut into samples: say padding_free=False, or "
+            f"{type(collator).__name__} makes one row of a batch (padding-free), which cannot be "
+            "cut into samples: say padding_free=False, or "
             'packing_strategy="wrapped" where packing=True'
         )
     if exact and getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
         raise UnsupportedError(
-            "output_router_logits=True adds the router's loss, which is no sum over samples: leave it out, or take it piece by piece, as gradient "
+            "output_router_logits=True adds the router's loss, which is no sum over samples: "
+            "leave it out, or take it piece by piece, as gradient "
             'accumulation does, by elastic={"verify": False}'
         )

@@ -1,7 +1,8 @@
 """The runtime in `transformers.Trainer` and its subclasses: `per_device_train_batch_size` is the batch wanted, the runtime picks the micro-batch.
 
-Every piece runs through the trainer's own `training_step`. Where the loss is normalised by `num_items_in_batch`, it gets the piece's own number,
-so that any loss is the mean over its piece, whatever the model's signature says. The engine weighs it by the piece's labels.
+Every piece runs through the trainer's own `training_step`. Where the loss is normalised by
+`num_items_in_batch`, it gets the piece's own number, so that any loss is the mean over its piece,
+whatever the model's signature says. The engine weighs it by the piece's labels.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ else:
 STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
 _OWN = {"optimizer_step": False, "verify": True}
 _TAKEN = ("outputs", "reduction", "scaler")  # options of the runtime that follow from the trainer
-_ROUGH, _FINE = 2e-2, 1e-4  # relative difference of two losses that says nothing: in half precision or TF32, and otherwise
+# relative difference of two losses that says nothing: in half precision or TF32, and otherwise
+_ROUGH, _FINE = 2e-2, 1e-4
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
 
@@ -47,15 +49,18 @@ class ElasticTrainerMixin(_Base):
 
     Args:
         *args: the trainer's.
-        elastic: options of `ElasticMBS` by name (`micro_batch_size`, `policy`, `log`, `memory`, …), but for those that follow from the trainer.
-            `count` is for a loss that is no mean over the labels that are not -100: a function batch → one count per sample, None for samples.
-            `optimizer_step=True` sends the optimizer's step through `ElasticMBS.optimizer_step`. `verify=False` leaves out the comparison, at the
-            first step, of a few samples' loss with the one put together from pieces.
+        elastic: options of `ElasticMBS` by name (`micro_batch_size`, `policy`, `log`, `memory`, …),
+            but for those that follow from the trainer. `count` is for a loss that is no mean over
+            the labels that are not -100: a function batch → one count per sample, None for samples.
+            `optimizer_step=True` sends the optimizer's step through `ElasticMBS.optimizer_step`.
+            `verify=False` leaves out the comparison, at the first step, of a few samples' loss with
+            the one put together from pieces.
         **kwargs: the trainer's.
 
     Raises:
         UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
-        UnsupportedError: its batches cannot be cut and replayed: several processes, DataParallel, padding-free batches, and the like.
+        UnsupportedError: its batches cannot be cut and replayed: several processes, DataParallel,
+            padding-free batches, and the like.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -73,10 +78,18 @@ class ElasticTrainerMixin(_Base):
 
     @property
     def elastic(self) -> ElasticMBS:
-        """The runtime, for its `stats`, `last_result`, `plan` and the like. Another model (`model_init`) gets another one."""
+        """The runtime, for its `stats`, `last_result`, `plan` and the like.
+
+        Another model (`model_init`) gets another one.
+        """
         if self._elastic_of is None or self._elastic_of[0] is not self.model:
-            options = {name: value for name, value in self._elastic_options.items() if name not in _OWN} | {"count": self._elastic_count}
-            self._elastic_of = self.model, ElasticMBS(self.model, **options, scaler=self.accelerator.scaler, outputs=None)
+            options = {
+                name: value for name, value in self._elastic_options.items() if name not in _OWN
+            } | {"count": self._elastic_count}
+            self._elastic_of = (
+                self.model,
+                ElasticMBS(self.model, **options, scaler=self.accelerator.scaler, outputs=None),
+            )
         return self._elastic_of[1]
 
     def _elastic_checked(self) -> ElasticMBS:
@@ -99,12 +112,17 @@ class ElasticTrainerMixin(_Base):
                     metrics.restore()
                     self._elastic_piece(model, micro, num_items_in_batch)
                     if metrics.kept:
-                        micro.on_commit(functools.partial(notes.append, metrics.note(self._elastic_count(micro.data).sum())))
+                        micro.on_commit(
+                            functools.partial(
+                                notes.append, metrics.note(self._elastic_count(micro.data).sum())
+                            )
+                        )
         except BaseException as error:
             metrics.restore()
             if not isinstance(error, CountError) or self._elastic_count(inputs).any():
                 raise
-            return torch.zeros((), device=self.args.device)  # no label in the whole batch: it adds nothing
+            # no label in the whole batch: it adds nothing
+            return torch.zeros((), device=self.args.device)
         metrics.join(notes)
         result = mbs.last_result
         assert result is not None
@@ -117,15 +135,21 @@ class ElasticTrainerMixin(_Base):
         def backward(loss: Tensor, **kwargs: Any) -> None:
             if kwargs:
                 raise UnsupportedError(
-                    f"accelerator.backward(loss, {', '.join(kwargs)}=…) is not supported (LOMO's is one): the engine runs backward"
+                    f"accelerator.backward(loss, {', '.join(kwargs)}=…) is not supported (LOMO's "
+                    "is one): the engine runs backward"
                 )
             if steps > 1 and (num_items is None or "count" in self._elastic_options):
                 loss = loss / steps
             elif steps > 1:
-                loss = loss * total / num_items  # in this order: their quotient alone would be rounded to float32
+                # in this order: their quotient alone would be rounded to float32
+                loss = loss * total / num_items
             micro.backward(loss)
 
-        items = None if num_items is None else self._get_num_items_in_batch([micro.data], self.args.device)
+        items = (
+            None
+            if num_items is None
+            else self._get_num_items_in_batch([micro.data], self.args.device)
+        )
         self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
         try:
             super().training_step(model, micro.data, items)
@@ -136,7 +160,11 @@ class ElasticTrainerMixin(_Base):
         """Loss terms of each sample."""
         count = self._elastic_options.get("count", self._elastic_labels)
         found = None if count is None else count(inputs)
-        return torch.ones(find_batch_size(inputs), dtype=torch.long) if found is None else torch.as_tensor(found)
+        return (
+            torch.ones(find_batch_size(inputs), dtype=torch.long)
+            if found is None
+            else torch.as_tensor(found)
+        )
 
     def _elastic_labels(self, inputs: Any) -> Tensor | None:
         """Labels that are not -100 in each sample, as the trainer counts them; None where there are no labels."""
@@ -145,13 +173,21 @@ class ElasticTrainerMixin(_Base):
             labels = inputs["shift_labels"]
         elif self._loss_shifts_labels and isinstance(labels, Tensor):
             labels = labels[..., 1:]
-        return labels.ne(-100).reshape(len(labels), -1).sum(1) if isinstance(labels, Tensor) and labels.ndim else None
+        return (
+            labels.ne(-100).reshape(len(labels), -1).sum(1)
+            if isinstance(labels, Tensor) and labels.ndim
+            else None
+        )
 
     def _elastic_verify(self, inputs: Any) -> None:
         """Compares the loss of a few samples with the one put together from pieces: in the first step, and after the first batch that was split."""
         last = self.elastic.last_result
         split = last is not None and len(last.partition) > 1
-        if not self._elastic_options["verify"] or split in self._elastic_verified or (find_batch_size(inputs) or 1) < 2:
+        if (
+            not self._elastic_options["verify"]
+            or split in self._elastic_verified
+            or (find_batch_size(inputs) or 1) < 2
+        ):
             return
         metrics, drawn = BatchMetrics(self), list[bool]()
 
@@ -159,7 +195,9 @@ class ElasticTrainerMixin(_Base):
             before = _streams(self.args.device)
             with torch.no_grad(), self.compute_loss_context_manager():
                 items = self._get_num_items_in_batch([piece], self.args.device)
-                loss = self.compute_loss(self.model, self._prepare_inputs(piece), num_items_in_batch=items)
+                loss = self.compute_loss(
+                    self.model, self._prepare_inputs(piece), num_items_in_batch=items
+                )
             drawn.append(not all(map(torch.equal, before, _streams(self.args.device))))
             return loss.detach().requires_grad_()  # a graph would take memory
 
@@ -168,15 +206,25 @@ class ElasticTrainerMixin(_Base):
         except CountError:  # there are no labels in these samples: the next batch will have some
             return
         except RecoveryError as error:
-            logger.warning("the loss of a batch was not compared with the one of its pieces: %s", error)
+            logger.warning(
+                "the loss of a batch was not compared with the one of its pieces: %s", error
+            )
         else:
-            half = self.args.bf16 or self.args.fp16 or any(leaf.dtype.itemsize < 4 for leaf in self.model.parameters())
+            half = (
+                self.args.bf16
+                or self.args.fp16
+                or any(leaf.dtype.itemsize < 4 for leaf in self.model.parameters())
+            )
             rough = half or torch.get_float32_matmul_precision() != "highest"
-            same = report.ok or abs(report.whole - report.split) <= (_ROUGH if rough else _FINE) * abs(report.whole)
+            same = report.ok or abs(report.whole - report.split) <= (
+                _ROUGH if rough else _FINE
+            ) * abs(report.whole)
             if not (same or any(drawn)):  # what draws random numbers cannot be compared
                 raise UsageError(
-                    f"{report}\n  Where the loss is no mean over the labels that are not -100, say what it is a mean over: "
-                    'elastic={"count": batch → one count per sample}, None for samples. Where the difference is meant: elastic={"verify": False}'
+                    f"{report}\n  Where the loss is no mean over the labels that are not -100, "
+                    "say what it is a mean over: "
+                    'elastic={"count": batch → one count per sample}, None for samples. Where the '
+                    'difference is meant: elastic={"verify": False}'
                 )
         finally:
             metrics.restore()
@@ -184,26 +232,53 @@ class ElasticTrainerMixin(_Base):
 
     # ------------------------------------------------------------------ evaluation
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
         """The trainer's own step on every piece: loss, logits and labels of the whole batch, on the host where `eval_accumulation_steps` is set."""
         mbs, to = self.elastic, "device" if self.args.eval_accumulation_steps is None else "cpu"
         if not mbs.enabled:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
         metrics = BatchMetrics(self)
         try:
-            found = mbs.eval(self._elastic_predict, inputs, model, prediction_loss_only, ignore_keys, metrics, to=to)  # type: ignore[arg-type]  # one of the two
+            found = mbs.eval(
+                self._elastic_predict,
+                inputs,
+                model,
+                prediction_loss_only,
+                ignore_keys,
+                metrics,
+                to=to,
+            )  # type: ignore[arg-type]  # one of the two
         except BaseException:
             metrics.restore()
             raise
         losses, logits, labels, counts, notes = found
         metrics.join(notes)
         what, device = "join what the pieces have predicted", self.args.device
-        return oom.retry(what, lambda: (_mean(losses, counts), _joined(logits), _joined(labels)), (device,))
+        return oom.retry(
+            what, lambda: (_mean(losses, counts), _joined(logits), _joined(labels)), (device,)
+        )
 
-    def _elastic_predict(self, inputs: Any, model: Any, prediction_loss_only: bool, ignore_keys: list[str] | None, metrics: BatchMetrics) -> Any:
+    def _elastic_predict(
+        self,
+        inputs: Any,
+        model: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None,
+        metrics: BatchMetrics,
+    ) -> Any:
         metrics.restore()
         count = self._elastic_count(inputs).sum()
-        return *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys), count, metrics.note(count)
+        return (
+            *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys),
+            count,
+            metrics.note(count),
+        )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's; the monitor stops with it where no training runs."""
@@ -216,7 +291,10 @@ class ElasticTrainerMixin(_Base):
     # ------------------------------------------------------------------ around the loop
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's, inside the runtime's block. Here, because `train` makes the model anew where there is a `model_init`."""
+        """The trainer's, inside the runtime's block.
+
+        Here, because `train` makes the model anew where there is a `model_init`.
+        """
         self._elastic_verified = set()
         with self._elastic_checked():
             return super()._inner_training_loop(*args, **kwargs)
@@ -232,7 +310,10 @@ class ElasticTrainerMixin(_Base):
         """The trainer's, with what the runtime has been through beside each training loss."""
         result, stats = self.elastic.last_result, self.elastic.stats
         if "loss" in logs and result is not None:
-            logs |= {"elastic/micro_batch_size": result.micro_batch_size, "elastic/pieces": len(result.partition)}
+            logs |= {
+                "elastic/micro_batch_size": result.micro_batch_size,
+                "elastic/pieces": len(result.partition),
+            }
             logs |= {"elastic/ooms": stats.ooms, "elastic/replayed_samples": stats.replayed_samples}
         super().log(logs, *args, **kwargs)
 
@@ -247,7 +328,9 @@ class ElasticTrainerMixin(_Base):
             try:
                 self.elastic.load_state_dict(json.loads(path.read_text()))
             except (UsageError, json.JSONDecodeError) as error:
-                raise UsageError(f"{path}: {error}. Remove the file to resume without it") from error
+                raise UsageError(
+                    f"{path}: {error}. Remove the file to resume without it"
+                ) from error
 
 
 @functools.cache
@@ -259,10 +342,14 @@ def elastic_trainer(trainer_class: TrainerClass) -> TrainerClass:
 
     Raises:
         UsageError: it is no class of trainers.
-        UnsupportedError: its batches mean more than their samples (other trainers of trl, sentence_transformers).
+        UnsupportedError: its batches mean more than their samples (other trainers of trl,
+            sentence_transformers).
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
-        raise UsageError(f"elastic_trainer({trainer_class!r}): give a class of trainers, transformers.Trainer or a subclass")
+        raise UsageError(
+            f"elastic_trainer({trainer_class!r}): give a class of trainers, transformers.Trainer "
+            "or a subclass"
+        )
     if issubclass(trainer_class, ElasticTrainerMixin):
         return trainer_class
     return types.new_class(f"Elastic{trainer_class.__name__}", (ElasticTrainerMixin, trainer_class))  # type: ignore[return-value]  # a class made here
@@ -275,7 +362,10 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(options.get(name, True), bool):
             raise UsageError(f"elastic={{{name!r}: {options[name]!r}}} is neither True nor False")
     if not (options.get("count") is None or callable(options["count"])):
-        raise UsageError(f"elastic={{'count': {options['count']!r}}}: give a function of the batch that returns one count per sample, or None")
+        raise UsageError(
+            f"elastic={{'count': {options['count']!r}}}: give a function of the batch that "
+            "returns one count per sample, or None"
+        )
     return {**_OWN, **options}
 
 
@@ -298,7 +388,10 @@ def _guard(optimizer: torch.optim.Optimizer, runtime: Callable[[], ElasticMBS]) 
 
 
 def _streams(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)])]
+    return [
+        torch.get_rng_state(),
+        *([] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]),
+    ]
 
 
 def _mean(losses: list[Tensor] | None, counts: list[Tensor]) -> Tensor | None:
@@ -317,4 +410,8 @@ def _joined(outputs: Any) -> Any:
     if isinstance(outputs, tuple | list):
         return type(outputs)(map(_joined, outputs))
     kind: Any = type(outputs)
-    return kind(**{name: _joined(value) for name, value in outputs.items()}) if isinstance(outputs, Mapping) else outputs
+    return (
+        kind(**{name: _joined(value) for name, value in outputs.items()})
+        if isinstance(outputs, Mapping)
+        else outputs
+    )

@@ -14,13 +14,22 @@ class Note:
 
 
 class BatchMetrics:
-    """The metrics of a trainer at a batch's start, and what its pieces add to them. Does nothing for a trainer that keeps none."""
+    """The metrics of a trainer at a batch's start, and what its pieces add to them.
+
+    Does nothing for a trainer that keeps none.
+    """
 
     def __init__(self, trainer: Any) -> None:
-        self.kept = any(base.__name__ == "SFTTrainer" and base.__module__.startswith("trl.") for base in type(trainer).__mro__)
+        self.kept = any(
+            base.__name__ == "SFTTrainer" and base.__module__.startswith("trl.")
+            for base in type(trainer).__mro__
+        )
         self._state = vars(trainer)
         self._metrics = self._state["_metrics"] if self.kept else {}
-        self._before = {mode: {name: list(values) for name, values in named.items()} for mode, named in self._metrics.items()}
+        self._before = {
+            mode: {name: list(values) for name, values in named.items()}
+            for mode, named in self._metrics.items()
+        }
         self._tokens = self._state.get("_total_train_tokens", 0)
 
     def restore(self) -> None:
@@ -33,10 +42,18 @@ class BatchMetrics:
     def note(self, count: Any) -> Note:
         """What the attempt has added."""
         new = {
-            mode: {name: values[-1] for name, values in named.items() if name != "num_tokens" and values != self._before[mode].get(name)}
+            mode: {
+                name: values[-1]
+                for name, values in named.items()
+                if name != "num_tokens" and values != self._before[mode].get(name)
+            }
             for mode, named in self._metrics.items()
         }
-        return Note(new, self._state.get("_total_train_tokens", 0) - self._tokens, float(count) if self.kept else 0.0)
+        return Note(
+            new,
+            self._state.get("_total_train_tokens", 0) - self._tokens,
+            float(count) if self.kept else 0.0,
+        )
 
     def join(self, notes: Sequence[Note]) -> None:
         """Adds the means of the pieces' values as one entry each."""
@@ -44,7 +61,12 @@ class BatchMetrics:
         for mode, named in self._metrics.items():
             noted = [note for note in notes if note.values[mode] and note.count]
             for name in noted[0].values[mode] if noted else ():
-                named[name].append(sum(note.values[mode][name] * note.count for note in noted) / sum(note.count for note in noted))
+                named[name].append(
+                    sum(note.values[mode][name] * note.count for note in noted)
+                    / sum(note.count for note in noted)
+                )
             if noted:
-                self._state["_total_train_tokens"] = self._tokens + sum(note.tokens for note in notes)
+                self._state["_total_train_tokens"] = self._tokens + sum(
+                    note.tokens for note in notes
+                )
                 named["num_tokens"] = [self._state["_total_train_tokens"]]

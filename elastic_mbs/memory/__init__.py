@@ -8,8 +8,43 @@ from elastic_mbs.memory.host import HostMeter, HostSensor
 from elastic_mbs.memory.host_guard import HostGuard, margin_of, refuse_devices
 from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.processes import Holder
-from elastic_mbs.memory.sensor import Headroom, MemorySensor, Reading, Unavailable, Usage, UsageMeter, parse_bytes, trouble_with
+from elastic_mbs.memory.sensor import (
+    Headroom,
+    MemorySensor,
+    Reading,
+    Unavailable,
+    Usage,
+    UsageMeter,
+    parse_bytes,
+    trouble_with,
+)
 
-__all__ = ["CgroupMemory", "CudaMeter", "CudaSensor", "Headroom", "Holder", "HostGuard", "HostMeter", "HostSensor", "MemoryBudget"]
-__all__ += ["MemorySensor", "Monitor", "NoMeter", "NoSensor", "Reading", "Unavailable", "Usage", "UsageMeter"]
-__all__ += ["cgroup_memory", "margin_of", "parse_bytes", "refuse_devices", "sensor_for", "trouble_with"]
+__all__ = [
+    "CgroupMemory",
+    "CudaMeter",
+    "CudaSensor",
+    "Headroom",
+    "Holder",
+    "HostGuard",
+    "HostMeter",
+    "HostSensor",
+    "MemoryBudget",
+]
+__all__ += [
+    "MemorySensor",
+    "Monitor",
+    "NoMeter",
+    "NoSensor",
+    "Reading",
+    "Unavailable",
+    "Usage",
+    "UsageMeter",
+]
+__all__ += [
+    "cgroup_memory",
+    "margin_of",
+    "parse_bytes",
+    "refuse_devices",
+    "sensor_for",
+    "trouble_with",
+]

@@ -2,14 +2,16 @@
 
 ```
             operation ──► __torch_dispatch__ ──► the operation itself ──► outputs
-                             │ inputs not known yet                        │ storages not known yet, or grown
-                             ▼                                             ▼
-                         counted                                       counted ──► above the limit? drop the outputs, raise
+                             │ inputs not known yet                        │ storages not known yet,
+                             or grown ▼                                             ▼
+                         counted                                       counted ──► above the limit?
+                         drop the outputs, raise
    a storage dies ──► its weak reference goes on a queue ──► settled before anyone reads the count
 ```
 
-A storage can die in any thread and at any byte code, also inside a section that holds our lock. So the finaliser is `deque.append`, one atomic call
-into C; whoever wants the count empties the queue first, under a lock, which is re-entrant because a signal handler or a `__del__` may read a budget.
+A storage can die in any thread and at any byte code, also inside a section that holds our lock. So
+the finaliser is `deque.append`, one atomic call into C; whoever wants the count empties the queue
+first, under a lock, which is re-entrant because a signal handler or a `__del__` may read a budget.
 """
 
 from __future__ import annotations
@@ -34,10 +36,18 @@ from elastic_mbs.events import format_bytes
 from elastic_mbs.memory.sensor import Headroom, Reading, Usage, parse_bytes
 
 _lock = threading.RLock()  # held to change the counts of any budget
-_active: list[_CountingMode] = []  # one for each block that is open, by whatever thread, in the order of entering
+# one for each block that is open, by whatever thread, in the order of entering
+_active: list[_CountingMode] = []
 
-_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-_PARTS = {torch.sparse_coo: ("_indices", "_values"), torch.sparse_csr: _BY_ROW, torch.sparse_bsr: _BY_ROW}
+_BY_ROW, _BY_COLUMN = (
+    ("crow_indices", "col_indices", "values"),
+    ("ccol_indices", "row_indices", "values"),
+)
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+}
 _PARTS |= {torch.sparse_csc: _BY_COLUMN, torch.sparse_bsc: _BY_COLUMN}
 
 
@@ -52,8 +62,9 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 class MemoryBudget:
     """A limit on the bytes of live tensors on one device, which can be moved while training runs.
 
-    Inside the block every operation that brings the live bytes above the limit raises `torch.OutOfMemoryError`, as a device's allocator would, in
-    forward and in backward. A test of a training loop needs no GPU and no big model:
+    Inside the block every operation that brings the live bytes above the limit raises
+    `torch.OutOfMemoryError`, as a device's allocator would, in forward and in backward. A test of a
+    training loop needs no GPU and no big model:
 
     ```python
     with MemoryBudget("64MiB", track=(model, optimizer)) as budget:
@@ -63,24 +74,33 @@ class MemoryBudget:
     assert budget.ooms == 1
     ```
 
-    Each untyped storage counts once, from the operation that brought it to its end; one that no operation brought (`from_numpy`) when first seen.
-    Wrapper subclasses (DTensor, jagged nested tensors) count through the plain tensors inside them; meta and fake tensors, other devices and mkldnn
-    tensors not at all. Budgets nest: all of them count, each has its limit. `ElasticMBS` inside the block takes it as sensor and meter by itself.
+    Each untyped storage counts once, from the operation that brought it to its end; one that no
+    operation brought (`from_numpy`) when first seen. Wrapper subclasses (DTensor, jagged nested
+    tensors) count through the plain tensors inside them; meta and fake tensors, other devices and
+    mkldnn tensors not at all. Budgets nest: all of them count, each has its limit. `ElasticMBS`
+    inside the block takes it as sensor and meter by itself.
 
     How it differs from an allocator:
 
-    - The error comes *after* the operation: its outputs are gone, but buffers that it updated and random numbers that it drew stay so.
-    - Operations in place never raise: what they enlarge (`resize_`, `out=`, a sparse tensor) is counted, and fails the next allocation.
-    - Temporaries inside an operation are not seen (peaks of convolution nets were up to 6 % low); nothing is rounded up or fragmented.
-    - Until the error is dropped, its traceback keeps the *inputs* of the failed operation alive: retry outside the `except` block.
-    - Code under `torch.compile` runs eagerly inside the block: torch switches compilation off under a dispatch mode.
-    - It counts the threads that entered it, each by its own `with`, and autograd's. In a forked child (a DataLoader's worker) nothing counts.
+    - The error comes *after* the operation: its outputs are gone, but buffers that it updated and
+      random numbers that it drew stay so.
+    - Operations in place never raise: what they enlarge (`resize_`, `out=`, a sparse tensor) is
+      counted, and fails the next allocation.
+    - Temporaries inside an operation are not seen (peaks of convolution nets were up to 6 % low);
+      nothing is rounded up or fragmented.
+    - Until the error is dropped, its traceback keeps the *inputs* of the failed operation alive:
+      retry outside the `except` block.
+    - Code under `torch.compile` runs eagerly inside the block: torch switches compilation off under
+      a dispatch mode.
+    - It counts the threads that entered it, each by its own `with`, and autograd's. In a forked
+      child (a DataLoader's worker) nothing counts.
     - It costs about 5 µs for each operation.
 
     Args:
         limit: bytes, or a string such as `"2GiB"`.
         track: modules, optimizers, tensors (or containers of them) that exist already; see `track`.
-        device: device whose storages are counted; a type alone ("cuda") counts all devices of that type.
+        device: device whose storages are counted; a type alone ("cuda") counts all devices of that
+            type.
         clock: gives the time stamps of readings, in seconds.
 
     Attributes:
@@ -104,8 +124,16 @@ class MemoryBudget:
         self._live = self._peak = 0
         self._storages: dict[int, _Storage] = {}
         self._gone: deque[_Storage] = deque()
-        self._on_death = cast(Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append)
-        self.track(*([track] if isinstance(track, Tensor | torch.nn.Module | torch.optim.Optimizer | Mapping) else track))
+        self._on_death = cast(
+            Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append
+        )
+        self.track(
+            *(
+                [track]
+                if isinstance(track, Tensor | torch.nn.Module | torch.optim.Optimizer | Mapping)
+                else track
+            )
+        )
 
     def covers(self, device: torch.device) -> bool:
         """Whether tensors on `device` are counted."""
@@ -113,7 +141,10 @@ class MemoryBudget:
 
     @property
     def limit(self) -> int:
-        """Bytes allowed; may be set at any time and from any thread (as to the class). Below `live`, the next allocation fails."""
+        """Bytes allowed; may be set at any time and from any thread (as to the class).
+
+        Below `live`, the next allocation fails.
+        """
         return self._limit
 
     @limit.setter
@@ -144,7 +175,8 @@ class MemoryBudget:
         """Counts what exists already. Never raises for memory, and keeps no reference.
 
         Args:
-            objects: modules, optimizers, tensors (all with their gradients), and lists, tuples, sets or dicts of those.
+            objects: modules, optimizers, tensors (all with their gradients), and lists, tuples,
+                sets or dicts of those.
 
         Raises:
             UsageError: an object is none of these.
@@ -155,9 +187,19 @@ class MemoryBudget:
         self._check(0, may_refuse=False)
 
     def read(self) -> Reading:
-        """Headroom under the limit. `total` is the largest limit that was ever set, and what is missing from it counts as held by others."""
+        """Headroom under the limit.
+
+        `total` is the largest limit that was ever set, and what is missing from it counts as held
+        by others.
+        """
         with _lock:
-            return Headroom(max(0, self._limit - self.live), self._total, self._total - self._limit, "budget", self._clock())
+            return Headroom(
+                max(0, self._limit - self.live),
+                self._total,
+                self._total - self._limit,
+                "budget",
+                self._clock(),
+            )
 
     def usage(self) -> Usage:
         """Live bytes and their peak. A budget has no cache: reserved is allocated."""
@@ -171,15 +213,26 @@ class MemoryBudget:
         return next((mode.budget for mode in reversed(_active) if not mode.forked), None)
 
     def __enter__(self) -> MemoryBudget:
-        """Starts counting the operations of this thread. MisuseError: it is inside this budget already."""
+        """Starts counting the operations of this thread.
+
+        MisuseError: it is inside this budget already.
+        """
         if self._mode() is not None:
-            raise MisuseError(f"{self!r} is already active in this thread: use one `with` block, or a second MemoryBudget to nest limits")
+            raise MisuseError(
+                f"{self!r} is already active in this thread: use one `with` block, or a second "
+                "MemoryBudget to nest limits"
+            )
         mode = _CountingMode(self)
         mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         _active.append(mode)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """Stops counting new storages in this thread; those counted so far are still followed to their end."""
         mode = self._mode()
         if mode is None:
@@ -198,7 +251,8 @@ class MemoryBudget:
         """Takes the storages that have died out of the count. Call with the lock held."""
         while self._gone:
             gone = self._gone[0]
-            # no call between these two lines: neither Ctrl-C nor the collector can come between, and what is interrupted later can be repeated
+            # no call between these two lines: neither Ctrl-C nor the collector can come between,
+            # and what is interrupted later can be repeated
             self._live -= gone.nbytes
             gone.nbytes = 0
             # a new storage may live at the address by now, and be in the table under it
@@ -208,7 +262,10 @@ class MemoryBudget:
                 self._gone.popleft()
 
     def _admit(self, value: Any) -> int:
-        """Counts the storages in a result or an argument of an operation unless that has been done. Returns the bytes that they added."""
+        """Counts the storages in a result or an argument of an operation unless that has been done.
+
+        Returns the bytes that they added.
+        """
         if not isinstance(value, Tensor):
             return sum(map(self._admit, value)) if isinstance(value, list | tuple) else 0
         try:
@@ -217,7 +274,9 @@ class MemoryBudget:
             return self._admit(_parts_of(value))
         key, nbytes = id(storage), storage.nbytes()
         known = self._storages.get(key)
-        if (known is not None and known.nbytes == nbytes and known() is storage) or not self.covers(storage.device):
+        if (known is not None and known.nbytes == nbytes and known() is storage) or not self.covers(
+            storage.device
+        ):
             return 0
         with _lock:
             self._settle()
@@ -261,7 +320,9 @@ def _tensors_of(item: Any) -> Iterable[Tensor]:
     elif isinstance(item, torch.nn.Module):
         yield from _tensors_of([*item.parameters(), *item.buffers()])
     elif isinstance(item, torch.optim.Optimizer):
-        state = torch.utils._pytree.tree_leaves([dict(own) for own in item.state.values() if isinstance(own, Mapping)])
+        state = torch.utils._pytree.tree_leaves(
+            [dict(own) for own in item.state.values() if isinstance(own, Mapping)]
+        )
         yield from _tensors_of([leaf for leaf in state if isinstance(leaf, Tensor)])
     elif isinstance(item, Mapping):
         yield from _tensors_of(list(item.values()))
@@ -269,13 +330,20 @@ def _tensors_of(item: Any) -> Iterable[Tensor]:
         for value in item:
             yield from _tensors_of(value)
     else:
-        raise UsageError(f"cannot track {type(item).__name__!r}: give modules, optimizers, tensors, or containers of them")
+        raise UsageError(
+            f"cannot track {type(item).__name__!r}: give modules, optimizers, tensors, or "
+            "containers of them"
+        )
 
 
 class _CountingMode(TorchDispatchMode):
-    """What sees the operations of one thread. One for each entered block: torch keeps its stack of modes per thread."""
+    """What sees the operations of one thread.
 
-    supports_higher_order_operators = True  # torch 2.8 does not ask, and refuses `torch.cond` and its like under any mode
+    One for each entered block: torch keeps its stack of modes per thread.
+    """
+
+    # torch 2.8 does not ask, and refuses `torch.cond` and its like under any mode
+    supports_higher_order_operators = True
 
     def __init__(self, budget: MemoryBudget) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -284,11 +352,22 @@ class _CountingMode(TorchDispatchMode):
         self.paused = 0  # how many reasons there are not to count
         self.forked = False  # entered by the process that this one was forked from
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if types and any(kind.__torch_dispatch__ is not _NO_HANDLER for kind in types):
-            # a wrapper subclass runs plain operations inside its own handler, and those come back to this one; fake tensors have no memory, and
-            # their handler refuses when it is asked in the place of their mode
-            return func(*args, **(kwargs or {})) if any(issubclass(kind, FakeTensor) for kind in types) else NotImplemented
+            # a wrapper subclass runs plain operations inside its own handler, and those come back
+            # to this one; fake tensors have no memory, and their handler refuses when it is asked
+            # in the place of their mode
+            return (
+                func(*args, **(kwargs or {}))
+                if any(issubclass(kind, FakeTensor) for kind in types)
+                else NotImplemented
+            )
         if self.paused:
             return func(*args, **(kwargs or {}))
         budget = self.budget
@@ -296,7 +375,8 @@ class _CountingMode(TorchDispatchMode):
             budget._check(0, may_refuse=False)
         out = func(*args, **kwargs) if kwargs else func(*args)
         new = budget._admit(out)
-        # `_live` may still hold what has died since; while even that is below peak and limit, the usual case in training, there is nothing to note
+        # `_live` may still hold what has died since; while even that is below peak and limit, the
+        # usual case in training, there is nothing to note
         if new and (budget._live > budget._peak or budget._live > budget._limit):
             refusal = budget._check(new, may_refuse=not _in_place(func))
             if refusal is not None:
@@ -311,7 +391,9 @@ _NO_HANDLER = Tensor.__torch_dispatch__
 def _in_place(func: Any) -> bool:
     """Whether all that an operation returns is what it was given to write to: refused after the fact, it would be done twice."""
     schema = getattr(func, "_schema", None)  # a higher-order operator has none
-    return schema is not None and all(value.alias_info is not None and value.alias_info.is_write for value in schema.returns)
+    return schema is not None and all(
+        value.alias_info is not None and value.alias_info.is_write for value in schema.returns
+    )
 
 
 def _modes_of_this_thread() -> list[_CountingMode]:

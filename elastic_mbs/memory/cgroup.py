@@ -1,9 +1,10 @@
 """The memory limit of this process's control group (cgroup), version 2 or 1: what a container may use.
 
-/proc/self/cgroup has our group's path, /proc/self/mountinfo where its hierarchy is mounted and from which group on. Each of the nested groups limits
-the sum of what it contains, so the one with the least left counts. What lies above a container's mount is out of sight (version 1 still shows the
-tightest limit of all). Page cache counts as available, since the kernel drops it before it kills, except for what is mapped
-(shared/reference/cpu_memory.md, "RLIMIT fence").
+/proc/self/cgroup has our group's path, /proc/self/mountinfo where its hierarchy is mounted and from
+which group on. Each of the nested groups limits the sum of what it contains, so the one with the
+least left counts. What lies above a container's mount is out of sight (version 1 still shows the
+tightest limit of all). Page cache counts as available, since the kernel drops it before it kills,
+except for what is mapped (shared/reference/cpu_memory.md, "RLIMIT fence").
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
-_NO_LIMIT = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page: more than any machine has
+# version 1 writes "no limit" as the largest multiple of a page: more than any machine has
+_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,17 @@ class CgroupMemory:
     """The group that binds: of all that this process is nested in, the one with the least memory available. All sizes are in bytes."""
 
     version: Literal[1, 2]  # of the hierarchy that the memory controller is in
-    path: str  # the group, counted from the root of the mount: "/" for a container's own group inside of it
-    limit: int  # what the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and `memory.high`, where it throttles
+    # the group, counted from the root of the mount: "/" for a container's own group inside of it
+    path: str
+    # what the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and
+    # `memory.high`, where it throttles
+    limit: int
     current: int  # charged to the group now, page cache included
-    reclaimable: int  # page cache in `current` that is not mapped, which the kernel drops when it must
-    available: int  # what could still be charged to the group: `limit - (current - reclaimable)`, between 0 and `limit`
+    # page cache in `current` that is not mapped, which the kernel drops when it must
+    reclaimable: int
+    # what could still be charged to the group: `limit - (current - reclaimable)`, between 0 and
+    # `limit`
+    available: int
     source: str  # the file that the limit is from
 
 
@@ -39,7 +47,9 @@ def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
         root: the folder taken for `/` (a copy of another machine's files).
     """
     membership = content_of(root / "proc/self/cgroup") or b""
-    found = [memory for group in groups_of(root, membership) if (memory := group.read()) is not None]
+    found = [
+        memory for group in groups_of(root, membership) if (memory := group.read()) is not None
+    ]
     return min(found, key=lambda memory: memory.available, default=None)
 
 
@@ -55,8 +65,20 @@ class _Names(NamedTuple):
 
 _NAMES: dict[Literal[1, 2], _Names] = {
     # version 1 counts a group alone, and under names with "total_" together with those inside it
-    1: _Names(1, ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"), "total_mapped_file"),
-    2: _Names(2, ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"), "file_mapped"),
+    1: _Names(
+        1,
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+        "total_mapped_file",
+    ),
+    2: _Names(
+        2,
+        ("memory.max", "memory.high"),
+        "memory.current",
+        ("inactive_file", "active_file"),
+        "file_mapped",
+    ),
 }
 
 
@@ -71,12 +93,17 @@ class Group:
     def read(self) -> CgroupMemory | None:
         """Its figures now; None where it has no limit."""
         names = self.names
-        limits = [(limit, source) for source in names.limits if (limit := self._number(source)) is not None]
+        limits = [
+            (limit, source)
+            for source in names.limits
+            if (limit := self._number(source)) is not None
+        ]
         current = self._number(names.usage) if limits else None
         if current is None:
             return None
         stat = self._statistics()
-        if names.version == 1:  # the tightest of all groups around it, also of those above the root of the mount
+        # the tightest of all groups around it, also of those above the root of the mount
+        if names.version == 1:
             limits.append((stat.get("hierarchical_memory_limit", _NO_LIMIT), "memory.stat"))
         limit, source = min(limits)
         if limit >= _NO_LIMIT:
@@ -84,15 +111,23 @@ class Group:
         cache = sum(stat.get(name, 0) for name in names.cache)
         reclaimable = min(current, max(0, cache - stat.get(names.mapped, 0)))
         available = min(limit, max(0, limit - current + reclaimable))
-        return CgroupMemory(names.version, self.path, limit, current, reclaimable, available, source)
+        return CgroupMemory(
+            names.version, self.path, limit, current, reclaimable, available, source
+        )
 
     def _number(self, name: str) -> int | None:
         return _as_number((content_of(self.folder + name) or b"").strip())
 
     def _statistics(self) -> dict[str, int]:
         """`memory.stat`; lines that are not a name and a number are left out."""
-        lines = [line.split() for line in (content_of(self.folder + "memory.stat") or b"").splitlines()]
-        pairs = [(line[0].decode(errors="replace"), _as_number(line[1])) for line in lines if len(line) == 2]
+        lines = [
+            line.split() for line in (content_of(self.folder + "memory.stat") or b"").splitlines()
+        ]
+        pairs = [
+            (line[0].decode(errors="replace"), _as_number(line[1]))
+            for line in lines
+            if len(line) == 2
+        ]
         return {name: number for name, number in pairs if number is not None}
 
 
@@ -108,26 +143,49 @@ def groups_of(root: Path, membership: bytes) -> tuple[Group, ...]:
         elif hierarchy == "0" and not controllers:
             paths[2] = path
     found = []
-    # in a hybrid the controller is in one of the two, and the other's folders have no memory files; version 1 says so in its list of controllers
+    # in a hybrid the controller is in one of the two, and the other's folders have no memory files;
+    # version 1 says so in its list of controllers
     for version, path in sorted(paths.items()):
-        mounts = [(root / folder, _inside(path, top)) for kind, top, folder in _mounts(root) if kind == version]
-        seen = [(folder, inside) for folder, inside in mounts if inside is not None and os.path.isdir(folder / inside)]
+        mounts = [
+            (root / folder, _inside(path, top))
+            for kind, top, folder in _mounts(root)
+            if kind == version
+        ]
+        seen = [
+            (folder, inside)
+            for folder, inside in mounts
+            if inside is not None and os.path.isdir(folder / inside)
+        ]
         # where no mount shows our group, the root of one is at least one of its ancestors
         for folder, inside in seen or [(folder, PurePosixPath()) for folder, _ in mounts[:1]]:
             nested = (inside, *inside.parents)
-            found += [Group(_NAMES[version], os.path.join(folder, relative, ""), str(PurePosixPath("/") / relative)) for relative in nested]
+            found += [
+                Group(
+                    _NAMES[version],
+                    os.path.join(folder, relative, ""),
+                    str(PurePosixPath("/") / relative),
+                )
+                for relative in nested
+            ]
     return tuple(found)
 
 
 def _mounts(root: Path) -> Iterator[tuple[Literal[1, 2], str, str]]:
     """The hierarchies that are mounted: version, group that is the root of the mount, and folder relative to the root of the file system."""
-    for line in (content_of(root / "proc/self/mountinfo") or b"").decode(errors="surrogateescape").splitlines():
+    for line in (
+        (content_of(root / "proc/self/mountinfo") or b"")
+        .decode(errors="surrogateescape")
+        .splitlines()
+    ):
         mount, separator, file_system = line.partition(" - ")
         fields, kind = mount.split(" "), file_system.split(" ")
         if not separator or len(fields) < 5 or len(kind) < 3:
             continue
         # mountinfo writes spaces, tabs, newlines and backslashes in octal
-        top, folder = (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
+        top, folder = (
+            re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+            for field in fields[3:5]
+        )
         if kind[0] == "cgroup2":
             yield 2, top, folder.lstrip("/")
         elif kind[0] == "cgroup" and "memory" in kind[2].split(","):

@@ -13,7 +13,8 @@ from elastic_mbs.memory.sensor import MemorySensor, Reading, Unavailable, Usage,
 def sensor_for(device: torch.device | str) -> tuple[MemorySensor, UsageMeter]:
     """The sensor and the meter of a device: the active `MemoryBudget` if it counts that device, else the device's own.
 
-    On any device but CUDA and the CPU a sensor that always answers `Unavailable`, with which training goes on but never grows.
+    On any device but CUDA and the CPU a sensor that always answers `Unavailable`, with which
+    training goes on but never grows.
     """
     device = torch.device(device)
     budget = MemoryBudget.current()

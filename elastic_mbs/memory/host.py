@@ -21,7 +21,9 @@ except ImportError:  # Windows
 class HostSensor:
     """Headroom of the machine or of the cgroup (a container's limit), whichever leaves less; `root` is the folder taken for `/`."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")
+    ) -> None:
         self._clock = clock
         self._root = root
 
@@ -30,7 +32,8 @@ class HostSensor:
         at = self._clock()
         try:
             before, memory = psutil.Process().memory_info().rss, psutil.virtual_memory()
-            ours = min(before, psutil.Process().memory_info().rss)  # a backward can take memory meanwhile; no byte is counted twice
+            # a backward can take memory meanwhile; no byte is counted twice
+            ours = min(before, psutil.Process().memory_info().rss)
         except (OSError, psutil.Error) as error:
             return Unavailable(f"host memory: {type(error).__name__}: {error}", at)
         free, total, source = memory.available, memory.total, "host"
@@ -45,8 +48,9 @@ class HostSensor:
 class HostMeter:
     """Resident memory of this process.
 
-    The kernel's high-water mark cannot be reset, so it is the peak of an interval only if it rose in it; else the peak is not known, and `usage` is
-    None. So peaks are known for sizes that set a new record, which are those that matter for growth.
+    The kernel's high-water mark cannot be reset, so it is the peak of an interval only if it rose
+    in it; else the peak is not known, and `usage` is None. So peaks are known for sizes that set a
+    new record, which are those that matter for growth.
     """
 
     def __init__(self) -> None:

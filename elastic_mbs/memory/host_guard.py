@@ -1,9 +1,11 @@
 """A limit on this process's own memory, so that its allocator fails before the kernel kills it.
 
-On a CPU there is no out-of-memory error: Linux hands out addresses freely, and kills when they are written to and no page is left. RLIMIT_DATA
-limits the addresses themselves: beyond it torch's allocator raises, and the piece is replayed in halves. The limit is what the cgroup has, less
-others and a margin, and not what is free now on top of what is mapped: what the heap has handed back to the kernel is still mapped and can be
-written to again without a request (shared/reference/cpu_memory.md, "RLIMIT fence").
+On a CPU there is no out-of-memory error: Linux hands out addresses freely, and kills when they are
+written to and no page is left. RLIMIT_DATA limits the addresses themselves: beyond it torch's
+allocator raises, and the piece is replayed in halves. The limit is what the cgroup has, less others
+and a margin, and not what is free now on top of what is mapped: what the heap has handed back to
+the kernel is still mapped and can be written to again without a request
+(shared/reference/cpu_memory.md, "RLIMIT fence").
 """
 
 from __future__ import annotations
@@ -34,29 +36,35 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
 
 _NEEDS = "host_guard needs Linux, which holds all private memory of a process to RLIMIT_DATA"
-_LEAST_MARGIN, _MARGIN_SHARE = 32 << 20, 128  # bytes, and a share of the limit: page tables and what the kernel counts late grow with it
+# bytes, and a share of the limit: page tables and what the kernel counts late grow with it
+_LEAST_MARGIN, _MARGIN_SHARE = 32 << 20, 128
 _NEAR = 4  # an ambiguous error counts when less than this fraction (1/4) of the limit was left
 
 
 class HostGuard:
     """Lowers the soft limit of RLIMIT_DATA around each piece, to what the cgroup (or the machine) leaves to this process.
 
-    `renew` before a piece, `lift` after it, so that everything between two pieces runs under the user's own limits, which are never exceeded. Guards
-    nest and the lowest limit counts. Other threads and programs started from within a piece are under it, too; a forked child is not.
+    `renew` before a piece, `lift` after it, so that everything between two pieces runs under the
+    user's own limits, which are never exceeded. Guards nest and the lowest limit counts. Other
+    threads and programs started from within a piece are under it, too; a forked child is not.
 
     What it cannot do:
 
-    - The limit counts addresses, and what the heap keeps of freed memory: a process may be refused memory somewhat before the group is full. If
-      others grow into what our heap has mapped already, nothing holds them.
-    - A thread that cannot be made ends the process. torch's own are made before the first piece; libraries with threads of their own, imports and
-      `torch.compile` should run once before.
-    - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape, and a model with convolutions is warned.
+    - The limit counts addresses, and what the heap keeps of freed memory: a process may be refused
+      memory somewhat before the group is full. If others grow into what our heap has mapped
+      already, nothing holds them.
+    - A thread that cannot be made ends the process. torch's own are made before the first piece;
+      libraries with threads of their own, imports and `torch.compile` should run once before.
+    - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape, and a
+      model with convolutions is warned.
     - Only pieces are guarded: `optimizer.step()` and the data loader run without a limit.
 
     Args:
-        margin: bytes left to the kernel and to others while one piece runs, or a string such as `"64MiB"`. None: 1/128 of the limit, at least 32 MiB.
+        margin: bytes left to the kernel and to others while one piece runs, or a string such as
+            `"64MiB"`. None: 1/128 of the limit, at least 32 MiB.
         modules: what is trained, to be looked through for convolutions.
-        warn: called with one sentence, once each, where the guard turns itself off, where others hold what we had, and where there are convolutions.
+        warn: called with one sentence, once each, where the guard turns itself off, where others
+            hold what we had, and where there are convolutions.
         root: the folder taken for `/` (in tests).
 
     Attributes:
@@ -64,7 +72,8 @@ class HostGuard:
         limit: the limit set by the latest `renew`, in bytes of addresses.
 
     Raises:
-        UsageError: the margin is no size, or this system does not hold a process to RLIMIT_DATA (macOS, Windows, gVisor).
+        UsageError: the margin is no size, or this system does not hold a process to RLIMIT_DATA
+            (macOS, Windows, gVisor).
     """
 
     def __init__(
@@ -83,7 +92,10 @@ class HostGuard:
         self._ready: tuple[int, int] | None = None
         self._overrun = False
         if resource is None or sys.platform != "linux":
-            raise UsageError(f"{_NEEDS}; this is {sys.platform}: leave it off (a MemoryBudget limits tensors anywhere)")
+            raise UsageError(
+                f"{_NEEDS}; this is {sys.platform}: leave it off (a MemoryBudget limits tensors "
+                "anywhere)"
+            )
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
         try:
             enforced = _process.enforced()
@@ -91,16 +103,28 @@ class HostGuard:
             self._turn_off(error)
             return
         if not enforced:
-            raise UsageError(f"{_NEEDS}, and this kernel maps memory beyond it (gVisor, or booted with ignore_rlimit_data): leave it off")
-        convolutions = (module for module in modules if isinstance(module, _ConvNd) and module.weight.dtype != torch.float64)
+            raise UsageError(
+                f"{_NEEDS}, and this kernel maps memory beyond it (gVisor, or booted with "
+                "ignore_rlimit_data): leave it off"
+            )
+        convolutions = (
+            module
+            for module in modules
+            if isinstance(module, _ConvNd) and module.weight.dtype != torch.float64
+        )
         if torch.backends.mkldnn.enabled and any(convolutions):
             self._warn(
-                "the host guard and convolutions: oneDNN crashes the process when it has no memory to make a convolution of a new shape. Run every "
-                "size that fits once without the guard and set max_micro_batch_size, or set torch.backends.mkldnn.enabled = False"
+                "the host guard and convolutions: oneDNN crashes the process when it has no "
+                "memory to make a convolution of a new shape. Run every "
+                "size that fits once without the guard and set max_micro_batch_size, or set "
+                "torch.backends.mkldnn.enabled = False"
             )
 
     def renew(self) -> None:
-        """Sets the limit from a new reading; about 0.1 ms. Does not raise: where the limit cannot be set the guard warns once and is off."""
+        """Sets the limit from a new reading; about 0.1 ms.
+
+        Does not raise: where the limit cannot be set the guard warns once and is off.
+        """
         if self.trouble is not None:
             return
         self._make_threads()
@@ -116,11 +140,20 @@ class HostGuard:
             return
         if mapped > self.limit and not self._overrun:
             self._overrun = True
-            ours, theirs = format_bytes(self.limit), "others hold the rest, or its heap keeps memory that was freed"
-            self._warn(f"the host guard leaves {ours} to this process, which has mapped {format_bytes(mapped)} already: {theirs}")
+            ours, theirs = (
+                format_bytes(self.limit),
+                "others hold the rest, or its heap keeps memory that was freed",
+            )
+            self._warn(
+                f"the host guard leaves {ours} to this process, which has mapped "
+                f"{format_bytes(mapped)} already: {theirs}"
+            )
 
     def lift(self) -> None:
-        """Puts the user's limit back, unless another guard is still up. May be called at any time; does not raise."""
+        """Puts the user's limit back, unless another guard is still up.
+
+        May be called at any time; does not raise.
+        """
         try:
             _process.release(self)
         except (OSError, ValueError) as error:
@@ -140,7 +173,11 @@ class HostGuard:
         reading, (anonymous, _) = self._sensor.read(), own_memory()
         if isinstance(reading, Unavailable):
             raise OSError(reading.reason)
-        margin = max(_LEAST_MARGIN, reading.total // _MARGIN_SHARE) if self._margin is None else self._margin
+        margin = (
+            max(_LEAST_MARGIN, reading.total // _MARGIN_SHARE)
+            if self._margin is None
+            else self._margin
+        )
         return max(0, min(reading.total, anonymous + reading.free) - margin)
 
     def _make_threads(self) -> None:
@@ -148,26 +185,41 @@ class HostGuard:
         ready = os.getpid(), torch.get_num_threads()
         if ready == self._ready:
             return
-        with torch.inference_mode(False), torch.enable_grad(), contextlib.suppress(torch.OutOfMemoryError):  # of a MemoryBudget
-            torch.zeros((1 << 15) * ready[1], dtype=torch.uint8).add_(1)  # so many elements torch gives to one thread at least
-            # autograd's, in a build that knows other devices; and what the first backward with a given gradient imports (sympy), which would stay
-            # half imported for the rest of the process
+        # of a MemoryBudget
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            contextlib.suppress(torch.OutOfMemoryError),
+        ):
+            # so many elements torch gives to one thread at least
+            torch.zeros((1 << 15) * ready[1], dtype=torch.uint8).add_(1)
+            # autograd's, in a build that knows other devices; and what the first backward with a
+            # given gradient imports (sympy), which would stay half imported for the rest of the
+            # process
             torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
         self._ready = ready
 
     def _turn_off(self, error: Exception) -> None:
         if self.trouble is not None:
             return
-        self.trouble = f"the host guard is off, its limit cannot be set here: {type(error).__name__}: {error}"
+        self.trouble = (
+            f"the host guard is off, its limit cannot be set here: {type(error).__name__}: {error}"
+        )
         self._warn(self.trouble)
 
 
 def margin_of(host_guard: bool | str) -> int | None:
-    """The margin that the argument `host_guard` asks for, in bytes; None for the default. UsageError: it is neither a bool nor a size."""
+    """The margin that the argument `host_guard` asks for, in bytes; None for the default.
+
+    UsageError: it is neither a bool nor a size.
+    """
     if isinstance(host_guard, bool):
         return None
     if not isinstance(host_guard, str):
-        raise UsageError(f"host_guard={host_guard!r} is neither True nor False; a margin is a string with its unit, such as '64MiB'")
+        raise UsageError(
+            f"host_guard={host_guard!r} is neither True nor False; a margin is a string with its "
+            "unit, such as '64MiB'"
+        )
     return parse_bytes(host_guard)
 
 
@@ -175,12 +227,17 @@ def refuse_devices(devices: Iterable[torch.device]) -> None:
     """UsageError where a part of the model is not on the CPU: a device's allocator raises by itself, its driver may not survive a refused mapping."""
     for device in devices:
         if device.type != "cpu":
-            raise UsageError(f"host_guard is for models that train on the CPU, and this one is on {str(device)!r}: leave it off")
+            raise UsageError(
+                "host_guard is for models that train on the CPU, and this one is on "
+                f"{str(device)!r}: leave it off"
+            )
 
 
 def own_memory() -> tuple[int, int]:
     """Bytes of this process: in memory and its own alone (RssAnon), and those that count against RLIMIT_DATA (VmData, and the stack)."""
-    _, resident, shared, _, _, data, *_ = [int(pages) * mmap.PAGESIZE for pages in Path("/proc/self/statm").read_bytes().split()]
+    _, resident, shared, _, _, data, *_ = [
+        int(pages) * mmap.PAGESIZE for pages in Path("/proc/self/statm").read_bytes().split()
+    ]
     return max(0, resident - shared), data
 
 
@@ -193,7 +250,10 @@ class _ProcessLimit:
         self._users = (0, 0)  # soft and hard, as they were before the first guard
 
     def lower(self, guard: object, limit: int) -> int:
-        """Adds a guard, or renews its limit; returns the limit now in force. OSError or ValueError: refused by the system, nothing has changed."""
+        """Adds a guard, or renews its limit; returns the limit now in force.
+
+        OSError or ValueError: refused by the system, nothing has changed.
+        """
         with self._lock:
             users = self._users if self._wanted else resource.getrlimit(resource.RLIMIT_DATA)
             wanted = {**self._wanted, guard: limit}
@@ -203,11 +263,19 @@ class _ProcessLimit:
             return lowest
 
     def release(self, guard: object) -> None:
-        """Removes a guard, if it is up. The last one is removed without a new object: there may be no memory for any."""
+        """Removes a guard, if it is up.
+
+        The last one is removed without a new object: there may be no memory for any.
+        """
         with self._lock:
             if self._wanted.pop(guard, None) is not None:
                 others = self._wanted
-                resource.setrlimit(resource.RLIMIT_DATA, (_lowest(*others.values(), *self._users), self._users[1]) if others else self._users)
+                resource.setrlimit(
+                    resource.RLIMIT_DATA,
+                    (_lowest(*others.values(), *self._users), self._users[1])
+                    if others
+                    else self._users,
+                )
 
     def enforced(self) -> bool:
         """Whether the kernel refuses a mapping beyond the limit; tried out, far above what other threads need meanwhile."""

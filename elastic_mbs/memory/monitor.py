@@ -19,7 +19,8 @@ OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
 _WAIT = 0.1  # seconds
-REST = 500  # times what a reading takes: where every step asks for one, they take at most 1/500 of the time
+# times what a reading takes: where every step asks for one, they take at most 1/500 of the time
+REST = 500
 
 _process = [object()]
 """Stands for this process. Each call asks whether the thread runs in it, and a look at its number would be a system call."""
@@ -31,14 +32,19 @@ if hasattr(os, "register_at_fork"):
 class Monitor:
     """Reads a sensor once per interval in a daemon thread and keeps the latest reading.
 
-    A monitor that is garbage-collected ends its thread. A forked child has none until `start` is called there.
+    A monitor that is garbage-collected ends its thread. A forked child has none until `start` is
+    called there.
 
     Args:
-        sensor: what to read. One that raises, or returns something else than a reading, counts as unavailable.
-        interval: seconds between readings. 0 means no thread: every `latest` reads in the caller's thread, for tests and simulated sensors.
-        clock: gives the time stamps, in seconds: each reading gets the time just before the sensor was read, whatever stamp it brought.
-        on_change: called with the reading when the sensor is lost (there is none, or it is in doubt), and when it is back. Called in the thread that
-            read; an error in it is logged in the monitor's thread and passes through in the caller's. A bound method is held weakly.
+        sensor: what to read. One that raises, or returns something else than a reading, counts as
+            unavailable.
+        interval: seconds between readings. 0 means no thread: every `latest` reads in the caller's
+            thread, for tests and simulated sensors.
+        clock: gives the time stamps, in seconds: each reading gets the time just before the sensor
+            was read, whatever stamp it brought.
+        on_change: called with the reading when the sensor is lost (there is none, or it is in
+            doubt), and when it is back. Called in the thread that read; an error in it is logged in
+            the monitor's thread and passes through in the caller's. A bound method is held weakly.
 
     Raises:
         UsageError: the interval is negative or not a number.
@@ -56,14 +62,20 @@ class Monitor:
             raise UsageError(f"monitor_interval={interval!r} must be a number of seconds >= 0")
         self._sensor, self._interval, self._clock = sensor, interval, clock
         self._on_change: Callable[[], OnChange | None]
-        self._on_change = weakref.WeakMethod(on_change) if isinstance(on_change, MethodType) else lambda: on_change
+        self._on_change = (
+            weakref.WeakMethod(on_change)
+            if isinstance(on_change, MethodType)
+            else lambda: on_change
+        )
         self._reading: Reading = Unavailable("no reading yet")
         self._available = True
         self._rested_at = -math.inf
-        self._thread: threading.Thread | None = None  # the one that reads; another one that finds this changed ends
+        # the one that reads; another one that finds this changed ends
+        self._thread: threading.Thread | None = None
         self._wake = threading.Event()  # ends the thread's sleep: to read, or to end
         self._news = threading.Condition()  # there is a new reading
-        self._started: object = None  # what `_process` was when the thread was started; None without one
+        # what `_process` was when the thread was started; None without one
+        self._started: object = None
 
     @property
     def running(self) -> bool:
@@ -71,13 +83,22 @@ class Monitor:
         return self._started is _process[0] or self._interval == 0
 
     def start(self) -> None:
-        """Starts the thread, unless it runs already or the interval is 0. Where there can be no thread the sensor counts as unavailable."""
+        """Starts the thread, unless it runs already or the interval is 0.
+
+        Where there can be no thread the sensor counts as unavailable.
+        """
         if self.running:
             return
-        self._started, self._wake, self._news = _process[0], threading.Event(), threading.Condition()
+        self._started, self._wake, self._news = (
+            _process[0],
+            threading.Event(),
+            threading.Condition(),
+        )
         weakref.finalize(self, self._wake.set)
         arguments = weakref.ref(self), self._wake, self._interval
-        self._thread = threading.Thread(target=_watch, args=arguments, name="elastic-mbs-monitor", daemon=True)
+        self._thread = threading.Thread(
+            target=_watch, args=arguments, name="elastic-mbs-monitor", daemon=True
+        )
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -85,7 +106,10 @@ class Monitor:
             self._publish(Unavailable(f"no thread for the memory monitor: {error}", self._clock()))
 
     def stop(self) -> None:
-        """Ends the thread, waiting at most two seconds for a sensor that hangs. The latest reading stays."""
+        """Ends the thread, waiting at most two seconds for a sensor that hangs.
+
+        The latest reading stays.
+        """
         thread = self._thread if self.running else None
         self._thread = self._started = None
         if thread is not None:
@@ -145,14 +169,19 @@ class Monitor:
         except Exception as error:  # whatever a sensor does wrong stops growth, never training
             return Unavailable(f"{type(error).__name__}: {error}", at)
         if not isinstance(reading, Headroom | Unavailable):
-            return Unavailable(f"{type(self._sensor).__name__}.read returned {type(reading).__name__}, not Headroom or Unavailable", at)
+            return Unavailable(
+                f"{type(self._sensor).__name__}.read returned {type(reading).__name__}, not "
+                "Headroom or Unavailable",
+                at,
+            )
         return replace(reading, at=at)
 
 
 def _watch(reference: weakref.ref[Monitor], wake: threading.Event, interval: float) -> None:
     """The thread: it holds its monitor, and so the user's model, only while it reads."""
     while (monitor := reference()) is not None:
-        wake.clear()  # before all else: what is set from here on asks for another reading, or for the end
+        # before all else: what is set from here on asks for another reading, or for the end
+        wake.clear()
         if monitor._thread is not threading.current_thread():
             return
         reading = monitor._read()

@@ -1,16 +1,20 @@
 """Free memory of one GPU by NVML, co-tenants included, without a CUDA context.
 
-A device is found by UUID because CUDA and NVML number them differently (CUDA orders by speed, and CUDA_VISIBLE_DEVICES hides and reorders).
+A device is found by UUID because CUDA and NVML number them differently (CUDA orders by speed, and
+CUDA_VISIBLE_DEVICES hides and reorders).
 
 ```
    absent ◄── no library, no driver, device unknown ── first try ──► answering ◄──────────────┐
-      │ asked again every ten seconds                                   │ any error            │ it answers again
-      ▼                                                                 ▼                      │
-   as at the first try                                               lost: reference given back, asked again every ten seconds
+      │ asked again every ten seconds                                   │ any error            │ it
+      answers again ▼                                                                 ▼
+      │
+   as at the first try                                               lost: reference given back,
+   asked again every ten seconds
 ```
 
-A device that NVML never knew can be read by other means. One that it *lost* is in doubt, and so are the other figures: the driver was unloaded under
-the job, the GPU fell off the bus, or the container lost its rights.
+A device that NVML never knew can be read by other means. One that it *lost* is in doubt, and so are
+the other figures: the driver was unloaded under the job, the GPU fell off the bus, or the container
+lost its rights.
 """
 
 from __future__ import annotations
@@ -25,8 +29,11 @@ from typing import Any
 from elastic_mbs.memory.processes import Holder, holders_on
 
 RETRY_EVERY = 10.0  # seconds from a failure to the next try
-HOLDERS_EVERY = 5.0  # seconds for which a list of holders is good enough: it is for messages, and costs the driver more than the figures
-# At the first try these mean that NVML is not there or does not serve this device, which says nothing bad of the device itself.
+# seconds for which a list of holders is good enough: it is for messages, and costs the driver more
+# than the figures
+HOLDERS_EVERY = 5.0
+# At the first try these mean that NVML is not there or does not serve this device, which says
+# nothing bad of the device itself.
 _ABSENT = "LibraryNotFound DriverNotLoaded FunctionNotFound LibRmVersionMismatch NotFound InvalidArgument NoPermission NotSupported"
 
 
@@ -54,21 +61,28 @@ class NvmlDevice:
         self._holders_at: float | None = None
 
     def memory(self) -> int | NoAnswer:
-        """Free bytes, or why they are not known. Does not raise, and asks NVML only when a try is due."""
+        """Free bytes, or why they are not known.
+
+        Does not raise, and asks NVML only when a try is due.
+        """
         with self._lock:
             if self._failure is not None and self._clock() < self._retry_at:
                 return self._failure
             return self._read()
 
     def holders(self) -> tuple[Holder, ...]:
-        """Which other processes have memory on the device, the biggest first. Does not raise: unknown is empty."""
+        """Which other processes have memory on the device, the biggest first.
+
+        Does not raise: unknown is empty.
+        """
         with self._lock:
             if self._handle is None:
                 return ()
             now = self._clock()
             if self._holders_at is None or now - self._holders_at >= HOLDERS_EVERY:
                 self._holders_at, self._holders = now, ()
-                with suppress(Exception):  # telemetry: refused (MIG, vGPU) or garbled, it must not cost the reading
+                # telemetry: refused (MIG, vGPU) or garbled, it must not cost the reading
+                with suppress(Exception):
                     import pynvml
 
                     self._holders = holders_on(pynvml, self._handle)
@@ -77,7 +91,8 @@ class NvmlDevice:
     def _read(self) -> int | NoAnswer:
         try:
             import pynvml
-        except Exception as error:  # the deprecated package warns when it is imported, and a warning may be an error here
+        except Exception as error:
+            # the deprecated package warns when it is imported, and a warning may be an error here
             return self._fail(None, f"NVML: {type(error).__name__}: {error}", absent=True)
         try:
             if self._handle is None:
@@ -85,8 +100,13 @@ class NvmlDevice:
                 self._initialised = True
                 self._handle = self._open(pynvml)
             info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
-        except Exception as error:  # what is no NVMLError is a binding too old, or not NVIDIA's: that says nothing bad of the device either
-            absent = not isinstance(error, pynvml.NVMLError) or type(error).__name__.removeprefix("NVMLError_") in _ABSENT.split()
+        except Exception as error:
+            # what is no NVMLError is a binding too old, or not NVIDIA's: that says nothing bad of
+            # the device either
+            absent = (
+                not isinstance(error, pynvml.NVMLError)
+                or type(error).__name__.removeprefix("NVMLError_") in _ABSENT.split()
+            )
             return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=absent)
         if not info.total:
             return self._fail(pynvml, "NVML gives no memory figures for this device", absent=True)

@@ -1,6 +1,7 @@
 """Whether an error is out of memory, and releasing what a failed attempt holds.
 
-A verdict holds strings and numbers only: an exception that is kept keeps its frames, and those every tensor of the failed attempt.
+A verdict holds strings and numbers only: an exception that is kept keeps its frames, and those
+every tensor of the failed attempt.
 """
 
 from __future__ import annotations
@@ -24,30 +25,56 @@ from elastic_mbs.memory import oom_patterns as patterns
 T = TypeVar("T")
 
 _MESSAGE_LENGTH = 300  # characters of an error's first line that are kept
-_TEXT_LENGTH = 8192  # characters of an error's text that are looked at: C++ stacks make some of them very long
+# characters of an error's text that are looked at: C++ stacks make some of them very long
+_TEXT_LENGTH = 8192
 _CHAIN_LENGTH = 32  # links of a chain of exceptions that are followed
 _OUT_OF_MEMORY_CODE = 2  # cudaErrorMemoryAllocation and hipErrorOutOfMemory
-_WINDOWS_CODES = frozenset({8, 14, 1455})  # not enough memory, out of memory, the paging file is too small
+# not enough memory, out of memory, the paging file is too small
+_WINDOWS_CODES = frozenset({8, 14, 1455})
 
 # A mistake inside a handler is a mistake, not a wrapper of what was being handled.
-_MISTAKES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, ImportError, LookupError)
-_MISTAKES += (NameError, NotImplementedError, RecursionError, ReferenceError, StopAsyncIteration, StopIteration, SyntaxError, TypeError)
+_MISTAKES: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    EOFError,
+    ImportError,
+    LookupError,
+)
+_MISTAKES += (
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    ReferenceError,
+    StopAsyncIteration,
+    StopIteration,
+    SyntaxError,
+    TypeError,
+)
 _MISTAKES += (ValueError, Warning)
 
 
 class Kind(enum.Enum):
     """What sort of error it was, and so what may be done about it (`reference/errors.md`), in order of the caution it asks for."""
 
-    ALLOCATOR = "allocator"  # a device's caching allocator refused a request, synchronously: shrink and replay
+    # a device's caching allocator refused a request, synchronously: shrink and replay
+    ALLOCATOR = "allocator"
     HOST = "host"  # the host's allocator did, or Python's or C++'s own heap
-    LIBRARY = "library"  # a library (cuBLAS, cuDNN, cuSOLVER, hipBLAS) could not allocate its workspace
-    RUNTIME = "runtime"  # the device's runtime or driver ran out, perhaps in an earlier call: `probe` the device first
+    # a library (cuBLAS, cuDNN, cuSOLVER, hipBLAS) could not allocate its workspace
+    LIBRARY = "library"
+    # the device's runtime or driver ran out, perhaps in an earlier call: `probe` the device first
+    RUNTIME = "runtime"
     USER = "user"  # the user's `is_oom` said so
-    MASKED = "masked"  # often an out-of-memory in disguise, sometimes a bug: worth one shrink, with a warning, then it is raised
-    POISONED = "poisoned"  # allocator, device or communicator cannot be trusted any more: never replay
+    # often an out-of-memory in disguise, sometimes a bug: worth one shrink, with a warning, then it
+    # is raised
+    MASKED = "masked"
+    # allocator, device or communicator cannot be trusted any more: never replay
+    POISONED = "poisoned"
 
 
-_BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)  # each has a pattern of its name
+# each has a pattern of its name
+_BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)
 
 
 @dataclass(frozen=True)
@@ -64,19 +91,26 @@ class Verdict:
         return self.kind in (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY)
 
 
-def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None = None) -> Verdict | None:
+def classify(
+    exc: BaseException, is_oom: Callable[[BaseException], bool] | None = None
+) -> Verdict | None:
     """Tells whether `exc` is, or wraps, an out-of-memory error.
 
-    By type first, then by error code, then by text; texts count for RuntimeError, MemoryError and OSError only (a ValueError is the user's).
-    Followed are `raise … from …`, torch.compile's `inner_exception`, and an error that a handler raised in place of the one it was handling. Not
-    followed are `from None`, a mistake made inside a handler (TypeError, …), and an error that was already being handled when the caller's frame was
-    entered: it is not what failed now. This package's own errors are none, but for MicroBatchFloorError.
+    By type first, then by error code, then by text; texts count for RuntimeError, MemoryError and
+    OSError only (a ValueError is the user's). Followed are `raise … from …`, torch.compile's
+    `inner_exception`, and an error that a handler raised in place of the one it was handling. Not
+    followed are `from None`, a mistake made inside a handler (TypeError, …), and an error that was
+    already being handled when the caller's frame was entered: it is not what failed now. This
+    package's own errors are none, but for MicroBatchFloorError.
 
     Args:
         exc: an exception as caught, by the frame whose code is to be retried.
-        is_oom: the user's own predicate: it can add errors, not take away any. It is given `exc` itself and its errors pass through.
+        is_oom: the user's own predicate: it can add errors, not take away any. It is given `exc`
+            itself and its errors pass through.
     """
-    if not isinstance(exc, Exception) or (isinstance(exc, ElasticMBSError) and not isinstance(exc, MicroBatchFloorError)):
+    if not isinstance(exc, Exception) or (
+        isinstance(exc, ElasticMBSError) and not isinstance(exc, MicroBatchFloorError)
+    ):
         return None
     verdict = _classify(exc, set())
     if is_oom is not None and (verdict is None or verdict.kind is Kind.MASKED) and is_oom(exc):
@@ -85,17 +119,21 @@ def classify(exc: BaseException, is_oom: Callable[[BaseException], bool] | None 
 
 
 def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
-    """Releases the memory of a failed attempt. To be called outside of any `except` block, after its references were dropped. Never raises.
+    """Releases the memory of a failed attempt.
 
-    At first (not `thorough`) the memory went with the last reference or is in reference cycles of the attempt, which are young, and the allocator has
-    emptied its own cache before it raised. Later, or at the floor: all cycles (0.1 s and more), an error that an interactive shell has pinned, and
-    the caches.
+    To be called outside of any `except` block, after its references were dropped. Never raises.
+
+    At first (not `thorough`) the memory went with the last reference or is in reference cycles of
+    the attempt, which are young, and the allocator has emptied its own cache before it raised.
+    Later, or at the floor: all cycles (0.1 s and more), an error that an interactive shell has
+    pinned, and the caches.
     """
     if not thorough:
         gc.collect(1)
         return
     pinned = getattr(sys, "last_value", None)  # by an interactive shell
-    if isinstance(pinned, BaseException) and classify(pinned) is not None:  # other errors are there to be looked at
+    # other errors are there to be looked at
+    if isinstance(pinned, BaseException) and classify(pinned) is not None:
         clear_traceback(pinned)
     gc.collect()
     empty_caches(devices)
@@ -112,15 +150,16 @@ def retry(
 ) -> T:
     """Runs bookkeeping that can itself run out of memory and be repeated, releasing more before each retry; an `error` with `what` where that fails.
 
-    `operation` is done once it returns; after an error in the middle a second call goes on where the first one stopped. `passes` tells whether an
-    error is the user's own.
+    `operation` is done once it returns; after an error in the middle a second call goes on where
+    the first one stopped. `passes` tells whether an error is the user's own.
     """
     for attempt in range(3):
         try:
             return operation()
         except Exception as caught:
             verdict = classify(caught, is_oom)
-            if verdict is None or verdict.kind is Kind.MASKED or passes():  # a masked one says nothing of room by itself
+            # a masked one says nothing of room by itself
+            if verdict is None or verdict.kind is Kind.MASKED or passes():
                 raise
             message = verdict.message
         if not verdict.synchronous:  # it may be an earlier operation that failed, and has no result
@@ -134,7 +173,8 @@ def empty_caches(devices: Iterable[torch.device]) -> None:
     for backend in sorted({device.type for device in devices}):
         try:
             getattr(torch.get_device_module(backend), "empty_cache", lambda: None)()
-        except Exception as error:  # it can itself run out of memory, or find its device lost; the replay will show it
+        except Exception as error:
+            # it can itself run out of memory, or find its device lost; the replay will show it
             logger.debug("empty_cache on %s: %s", backend, _first_line(error))
 
 
@@ -154,8 +194,8 @@ def clear_traceback(exc: BaseException) -> None:
 def probe(device: torch.device) -> str | None:
     """Returns the first line of a device's error after one that may have been asynchronous: the device is poisoned; None if it is healthy.
 
-    Synchronises it and runs one tiny addition, twice at most: the first synchronisation may report what was left over. A device that is merely full
-    is healthy.
+    Synchronises it and runs one tiny addition, twice at most: the first synchronisation may report
+    what was left over. A device that is merely full is healthy.
     """
     if device.type == "cpu":
         return None
@@ -183,10 +223,17 @@ def _exercise(device: torch.device) -> None:  # cuda-only
 
 def _classify(exc: Exception, seen: set[int]) -> Verdict | None:
     """An exception with all that it wraps; `seen` holds the ids of those that lead to it."""
-    judged = [_members(link, seen) if isinstance(link, ExceptionGroup) else _verdict(_kind(link), link) for link in _links(exc, seen)]
+    judged = [
+        _members(link, seen) if isinstance(link, ExceptionGroup) else _verdict(_kind(link), link)
+        for link in _links(exc, seen)
+    ]
     found = [verdict for verdict in judged if verdict is not None]
     # a poisoned one decides, and one that is certain comes before one that is masked
-    return min(found, key=lambda verdict: (verdict.kind is not Kind.POISONED, verdict.kind is Kind.MASKED), default=None)
+    return min(
+        found,
+        key=lambda verdict: (verdict.kind is not Kind.POISONED, verdict.kind is Kind.MASKED),
+        default=None,
+    )
 
 
 def _members(group: ExceptionGroup[Exception], seen: set[int]) -> Verdict | None:
@@ -207,21 +254,33 @@ def _links(exc: Exception, seen: set[int]) -> Iterator[Exception]:
     while isinstance(current, Exception) and id(current) not in seen and len(seen) < _CHAIN_LENGTH:
         seen.add(id(current))
         yield current
-        if isinstance(current, AssertionError | ExceptionGroup) or patterns.OTHER.search(_text(current)):
+        if isinstance(current, AssertionError | ExceptionGroup) or patterns.OTHER.search(
+            _text(current)
+        ):
             return
         # torch.compile raises `from None`, with the original as an attribute
-        inner = getattr(current, "inner_exception", None) if type(current).__module__.startswith("torch.") else None
+        inner = (
+            getattr(current, "inner_exception", None)
+            if type(current).__module__.startswith("torch.")
+            else None
+        )
         current = current.__cause__ or inner or _replaced(current, own)
 
 
 def _replaced(exc: Exception, own: FrameType | None) -> BaseException | None:
     """The exception in whose handler `exc` was raised, if that handler ran inside the guarded code.
 
-    A traceback starts at the frame that caught the exception. If that frame is one of those that `exc` has come through, below the one which
-    has caught `exc` (`own`), the handler was inside. Otherwise it was further out, and was running before the guarded code began.
+    A traceback starts at the frame that caught the exception. If that frame is one of those that
+    `exc` has come through, below the one which has caught `exc` (`own`), the handler was inside.
+    Otherwise it was further out, and was running before the guarded code began.
     """
     context = exc.__context__
-    if context is None or exc.__suppress_context__ or isinstance(exc, _MISTAKES) or context.__traceback__ is None:
+    if (
+        context is None
+        or exc.__suppress_context__
+        or isinstance(exc, _MISTAKES)
+        or context.__traceback__ is None
+    ):
         return None
     handler = context.__traceback__.tb_frame
     frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
@@ -229,7 +288,11 @@ def _replaced(exc: Exception, own: FrameType | None) -> BaseException | None:
 
 
 def _verdict(kind: Kind | None, exc: Exception) -> Verdict | None:
-    return None if kind is None else Verdict(kind, _first_line(exc), patterns.requested_bytes(_text(exc)))
+    return (
+        None
+        if kind is None
+        else Verdict(kind, _first_line(exc), patterns.requested_bytes(_text(exc)))
+    )
 
 
 def _kind(exc: Exception) -> Kind | None:
@@ -240,10 +303,15 @@ def _kind(exc: Exception) -> Kind | None:
         return Kind.POISONED
     if isinstance(exc, torch.OutOfMemoryError):
         return Kind.ALLOCATOR
-    refused = isinstance(exc, OSError) and (exc.errno == errno.ENOMEM or getattr(exc, "winerror", None) in _WINDOWS_CODES)
+    refused = isinstance(exc, OSError) and (
+        exc.errno == errno.ENOMEM or getattr(exc, "winerror", None) in _WINDOWS_CODES
+    )
     if refused or isinstance(exc, MemoryError):
         return Kind.HOST
-    if isinstance(exc, torch.AcceleratorError) and (code := getattr(exc, "error_code", None)) is not None:
+    if (
+        isinstance(exc, torch.AcceleratorError)
+        and (code := getattr(exc, "error_code", None)) is not None
+    ):
         return Kind.RUNTIME if code == _OUT_OF_MEMORY_CODE else None
     return next((kind for kind in _BY_TEXT if getattr(patterns, kind.name).search(text)), None)
 
@@ -256,4 +324,6 @@ def _text(exc: BaseException) -> str:
 
 
 def _first_line(exc: BaseException) -> str:
-    return next((line.strip() for line in _text(exc).splitlines() if line.strip()), type(exc).__name__)[:_MESSAGE_LENGTH]
+    return next(
+        (line.strip() for line in _text(exc).splitlines() if line.strip()), type(exc).__name__
+    )[:_MESSAGE_LENGTH]

@@ -1,10 +1,11 @@
 """What out-of-memory errors, and errors that look like them, say: regular expressions for each table of `reference/errors.md`.
 
-A sentence ("CUDA out of memory. …") must open the text, so that a user's "cache is out of memory slots" is none. A status code
-(`CUBLAS_STATUS_ALLOC_FAILED`) must open it or follow a colon, a bracket or a parenthesis, as libraries print it. Spellings are
-PyTorch's own (c10, ATen), those of its extensions (torch_npu, IPEX) and of the libraries that it calls, and of the issue trackers.
-"CUDA out of memory" and its like come as a plain RuntimeError from extensions that were built against old releases.
-Texts count for some types of error only: those are in `oom.py`, `_kind`.
+A sentence ("CUDA out of memory. …") must open the text, so that a user's "cache is out of memory
+slots" is none. A status code (`CUBLAS_STATUS_ALLOC_FAILED`) must open it or follow a colon, a
+bracket or a parenthesis, as libraries print it. Spellings are PyTorch's own (c10, ATen), those of
+its extensions (torch_npu, IPEX) and of the libraries that it calls, and of the issue trackers.
+"CUDA out of memory" and its like come as a plain RuntimeError from extensions that were built
+against old releases. Texts count for some types of error only: those are in `oom.py`, `_kind`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ def _any(*alternatives: str) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{alternative})" for alternative in alternatives))
 
 
-_CODE: Final = r"^(?:[^\n]*(?:: |\] |\())?"  # what may stand before a status code, in the first line
+# what may stand before a status code, in the first line
+_CODE: Final = r"^(?:[^\n]*(?:: |\] |\())?"
 _END: Final = r"(?=\.|\n| \(|$)"
 _ENFORCE: Final = r"^(?:\[enforce fail at [^\]\n]*\][^\n]*?\W)?"  # c10's macro for the host
 
@@ -28,7 +30,8 @@ ALLOCATOR: Final = _any(
     r"^Invalid buffer size: \d",
 )
 HOST: Final = _any(
-    _ENFORCE + r"(?:DefaultCPUAllocator: (?:can't allocate|not enough) memory|posix_memalign failed)\b",
+    _ENFORCE
+    + r"(?:DefaultCPUAllocator: (?:can't allocate|not enough) memory|posix_memalign failed)\b",
     r"^unable to mmap \d+ bytes from file [^\n]*: Cannot allocate memory \(12\)",
     r"^std::bad_alloc$",
 )
@@ -45,21 +48,25 @@ RUNTIME: Final = _any(
     _CODE + r"RESOURCE_EXHAUSTED: Out of memory\b",
 )
 
-# What oneDNN says of everything. A failed primitive *descriptor* is an operation that it does not have.
+# What oneDNN says of everything. A failed primitive *descriptor* is an operation that it does not
+# have.
 ONEDNN: Final = _any(r"^could not (?:create|execute) a primitive\b(?! descriptor)")
 
 # Table B: out of memory often enough for one shrink.
 MASKED: Final = _any(
-    _CODE + r"CUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR|NOT_INITIALIZED)\b",  # the last: no room for its handle, made at the first convolution
+    # the last: no room for its handle, made at the first convolution
+    _CODE + r"CUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR|NOT_INITIALIZED)\b",
     r"^(?:\w+ was )?unable to find an engine to execute this computation\b",
     r"^Unable to find a valid cuDNN algorithm\b",
-    _CODE + r"(?:CUBLAS_STATUS_NOT_INITIALIZED|CUSOLVER_STATUS_INTERNAL_ERROR|CUFFT_INTERNAL_ERROR)\b",
+    _CODE
+    + r"(?:CUBLAS_STATUS_NOT_INITIALIZED|CUSOLVER_STATUS_INTERNAL_ERROR|CUFFT_INTERNAL_ERROR)\b",
     ONEDNN.pattern,
     r"^NVML_SUCCESS == r INTERNAL ASSERT FAILED at [^\n]*CUDACachingAllocator",
     r"^[^\n]*\bmore than INT_MAX elements\b",
 )
 
-# Table C: the allocator, the device or the communicator cannot be trusted any more, or the request is a bug. NCCL tells the cause in a later line.
+# Table C: the allocator, the device or the communicator cannot be trusted any more, or the request
+# is a bug. NCCL tells the cause in a later line.
 POISONED: Final = _any(
     r"^!handles_\.at\(i\) INTERNAL ASSERT FAILED\b",
     r"^CUDA driver error: device not ready\b",
@@ -72,13 +79,15 @@ POISONED: Final = _any(
 # Table D: not out of memory, whatever it was raised from.
 OTHER: Final = _any(
     r"^(?:OutOfResources: )?out of resource: ",
-    r"^(?:CUDA|HIP) error: (?:(?:an )?illegal memory access|unspecified launch failure|device-side assert)\b",
+    r"^(?:CUDA|HIP) error: (?:(?:an )?illegal memory access|unspecified launch "
+    r"failure|device-side assert)\b",
     _CODE + r"CUBLAS_STATUS_EXECUTION_FAILED\b",
     r"^[^\n]*\bWatchdog caught collective operation timeout\b",
 )
 
 REQUEST: Final = re.compile(
-    r"(?:tried to allocate|trying to allocate|unable to allocate|invalid buffer size:)\s+(\d+(?:\.\d+)?)\s*(?:([KMGTPE])i?B\b|bytes?\b|B\b)",
+    r"(?:tried to allocate|trying to allocate|unable to allocate|invalid buffer "
+    r"size:)\s+(\d+(?:\.\d+)?)\s*(?:([KMGTPE])i?B\b|bytes?\b|B\b)",
     re.IGNORECASE,
 )
 
@@ -89,4 +98,8 @@ def requested_bytes(text: str) -> int | None:
     if found is None:
         return None
     number, prefix = found.groups()
-    return int(number.partition(".")[0]) if prefix is None else round(float(number) * 1024 ** ("KMGTPE".index(prefix.upper()) + 1))
+    return (
+        int(number.partition(".")[0])
+        if prefix is None
+        else round(float(number) * 1024 ** ("KMGTPE".index(prefix.upper()) + 1))
+    )

@@ -1,7 +1,10 @@
-"""Which other processes have memory on a GPU, as far as NVML knows. Advisory: for messages, never for a decision.
+"""Which other processes have memory on a GPU, as far as NVML knows.
 
-On Windows (WDDM) and WSL the bytes of a process are not known. In a container the list is empty or has the host's PIDs, which mean nothing there: no
-name is looked up then (it would be another process's), and our own entry cannot be told from the others.
+Advisory: for messages, never for a decision.
+
+On Windows (WDDM) and WSL the bytes of a process are not known. In a container the list is empty or
+has the host's PIDs, which mean nothing there: no name is looked up then (it would be another
+process's), and our own entry cannot be told from the others.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import psutil
 from elastic_mbs.events import format_bytes
 
 SHOWN = 3  # holders that are named in a message, the biggest
-_INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the kernel gives the host's own PID namespace this fixed number (PROC_PID_INIT_INO)
+# the kernel gives the host's own PID namespace this fixed number (PROC_PID_INIT_INO)
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class Holder:
     """A process that has memory on the device."""
 
     pid: int  # its process id for the driver, which in a container is the host's
-    name: str | None = None  # the program's; None where it cannot be read, or the PID means nothing here
+    # the program's; None where it cannot be read, or the PID means nothing here
+    name: str | None = None
     bytes: int | None = None  # what it holds on the device; None where the driver does not know
 
 
@@ -35,7 +40,9 @@ def describe(holders: Iterable[Holder]) -> str:
     for holder in holders:
         name = f"PID {holder.pid}" if holder.name is None else f"{holder.name} (PID {holder.pid})"
         words.append(name if holder.bytes is None else f"{name} {format_bytes(holder.bytes)}")
-    return ", ".join(words if len(words) <= SHOWN else [*words[:SHOWN], f"and {len(words) - SHOWN} more"])
+    return ", ".join(
+        words if len(words) <= SHOWN else [*words[:SHOWN], f"and {len(words) - SHOWN} more"]
+    )
 
 
 def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
@@ -44,7 +51,9 @@ def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
     for kind in ("Compute", "Graphics"):
         for process in getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle):
             # one with both kinds of context is in both lists, with the same figure
-            sizes = [size for size in (process.usedGpuMemory, found.get(process.pid)) if size is not None]
+            sizes = [
+                size for size in (process.usedGpuMemory, found.get(process.pid)) if size is not None
+            ]
             found[process.pid] = max(sizes, default=None)
     ours = os.getpid()
     named = ours in found or pids_are_ours()

@@ -1,6 +1,7 @@
 """What a memory reading is, and the two protocols behind it: a sensor reads a device from outside, a meter its allocator from inside.
 
-A new kind of device gets a module beside `cuda.py` and `host.py` and a line in `devices.py`. Neither synchronises the device.
+A new kind of device gets a module beside `cuda.py` and `host.py` and a line in `devices.py`.
+Neither synchronises the device.
 """
 
 from __future__ import annotations
@@ -23,17 +24,28 @@ _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 class Headroom:
     """One reading of a device's memory in bytes, all figures taken together."""
 
-    free: int  # what this process could still get from the device, without what its own allocator keeps in reserve
+    # what this process could still get from the device, without what its own allocator keeps in
+    # reserve
+    free: int
     total: int  # what the device has
-    held_by_others: int  # what this process cannot get: co-tenants or the driver have it, or a cap on this process keeps it away
+    # what this process cannot get: co-tenants or the driver have it, or a cap on this process keeps
+    # it away
+    held_by_others: int
     source: str  # "nvml", "cuda", "host", "cgroup" or "budget"
-    at: float  # time of the reading, in seconds of the reader's clock (monotonic unless another was injected)
-    doubt: str | None = None  # why growth must not rely on this reading, which is good enough for a message and for waiting; None where it may
-    holders: tuple[Holder, ...] = ()  # other processes known to hold memory here, the biggest first; advisory, and often incomplete
+    # time of the reading, in seconds of the reader's clock (monotonic unless another was injected)
+    at: float
+    # why growth must not rely on this reading, which is good enough for a message and for waiting;
+    # None where it may
+    doubt: str | None = None
+    # other processes known to hold memory here, the biggest first; advisory, and often incomplete
+    holders: tuple[Holder, ...] = ()
 
     @property
     def capacity(self) -> int:
-        """Bytes this process could hold in all: what is free and what it holds already. Hold a predicted peak against this."""
+        """Bytes this process could hold in all: what is free and what it holds already.
+
+        Hold a predicted peak against this.
+        """
         return self.total - self.held_by_others
 
     def in_words(self) -> str:
@@ -47,7 +59,10 @@ class Headroom:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """No reading, and why (in words), at what time of the reader's clock, in seconds. It stops growth, never training."""
+    """No reading, and why (in words), at what time of the reader's clock, in seconds.
+
+    It stops growth, never training.
+    """
 
     reason: str
     at: float = 0.0
@@ -61,7 +76,10 @@ Reading = Headroom | Unavailable
 
 
 def trouble_with(reading: Reading) -> str | None:
-    """Why growth must not rely on a reading: there is none, or it is in doubt. None where it may."""
+    """Why growth must not rely on a reading: there is none, or it is in doubt.
+
+    None where it may.
+    """
     return reading.doubt if isinstance(reading, Headroom) else reading.reason
 
 
@@ -73,7 +91,8 @@ class Usage:
     reserved: int  # what the allocator holds from the device now
     peak_allocated: int
     peak_reserved: int
-    retries: int  # how often the allocator has emptied its cache and tried again, since the process began
+    # how often the allocator has emptied its cache and tried again, since the process began
+    retries: int
     idle: int = 0  # what its cache held when the peaks were last reset
 
     @property
@@ -124,5 +143,8 @@ def parse_bytes(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise UsageError(f"cannot read {size!r} as a number of bytes: write an int, or a string such as '2GiB' (1024³) or '2GB' (1000³)")
+        raise UsageError(
+            f"cannot read {size!r} as a number of bytes: write an int, or a string such as '2GiB' "
+            "(1024³) or '2GB' (1000³)"
+        )
     return int(match[1]) * unit if "." not in match[1] else int(float(match[1]) * unit)

@@ -2,10 +2,12 @@
 
 Copies are taken of what the step changes, and it is tried:
 
-    as it is  ──OOM──►  rolled back; caches released, copies on the host  ──OOM──►  rolled back; one parameter at a time  ──OOM──►  error
+    as it is  ──OOM──►  rolled back; caches released, copies on the host  ──OOM──►  rolled back; one
+    parameter at a time  ──OOM──►  error
 
-The copies make it exact: a step that failed half-way has changed some values and not others, and neither going on nor starting over from there is
-right (shared/reference/autograd.md, "optimizer.step()"). A fused step whose state exists allocates nothing, so it gets none.
+The copies make it exact: a step that failed half-way has changed some values and not others, and
+neither going on nor starting over from there is right (shared/reference/autograd.md,
+"optimizer.step()"). A fused step whose state exists allocates nothing, so it gets none.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 
 T = TypeVar("T")
 
-WAYS = ("as it is", "with the caches let go of", "one parameter at a time")  # from the fastest to the one that needs least memory
+# from the fastest to the one that needs least memory
+WAYS = ("as it is", "with the caches let go of", "one parameter at a time")
 ONE_BY_ONE = len(WAYS) - 1
 LONGEST_PAUSE = 64  # most steps between two tries of the fastest way
 _TRIES = 4  # to roll back, each after releasing what can be released
-_HUNG = ("step", "grad_scale", "found_inf", "param_groups")  # what the scaler and we put on the optimizer for the length of a step
+# what the scaler and we put on the optimizer for the length of a step
+_HUNG = ("step", "grad_scale", "found_inf", "param_groups")
 
 
 class GuardedStep:
@@ -44,27 +48,42 @@ class GuardedStep:
     def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
         """See `ElasticMBS.optimizer_step`."""
         if closure is not None:
-            raise UsageError("optimizer_step() takes no closure, which would run forward and backward with every try: call mbs.backward first")
+            raise UsageError(
+                "optimizer_step() takes no closure, which would run forward and backward with "
+                "every try: call mbs.backward first"
+            )
         if not self._enabled:
             scaler = self._context.settings.scaler
             optimizer.step() if scaler is None else scaler.step(optimizer)
             return
         _check(optimizer)
         if not any(with_gradient(optimizer)):
-            optimizer.step()  # it changes nothing: for its hooks, and for a scheduler that counts steps
+            # it changes nothing: for its hooks, and for a scheduler that counts steps
+            optimizer.step()
             return
         what = "keep the optimizer's state"
         step = _retry(self._context, what, lambda: _Step(optimizer, self._context, self._order))
         _retry(self._context, what, step.make, passes=step.passes)
 
 
-def _retry(context: Context, what: str, operation: Callable[[], T], *, passes: Callable[[], bool] = lambda: False) -> T:
+def _retry(
+    context: Context,
+    what: str,
+    operation: Callable[[], T],
+    *,
+    passes: Callable[[], bool] = lambda: False,
+) -> T:
     is_oom = context.settings.recovery.is_oom
-    return oom.retry(what, operation, context.devices, is_oom, error=OptimizerStepError, passes=passes)
+    return oom.retry(
+        what, operation, context.devices, is_oom, error=OptimizerStepError, passes=passes
+    )
 
 
 class _Step:
-    """One step of one optimizer. Whatever ends `make`, the step is whole, or everything is as it was, or the error has a note."""
+    """One step of one optimizer.
+
+    Whatever ends `make`, the step is whole, or everything is as it was, or the error has a note.
+    """
 
     def __init__(self, optimizer: Optimizer, context: Context, order: AttemptOrder) -> None:
         self._optimizer, self._context, self._order = optimizer, context, order
@@ -72,7 +91,8 @@ class _Step:
         self._hooks = _DeferredHooks(optimizer)
         self._hung = {name: value for name, value in vars(optimizer).items() if name in _HUNG}
         states = getattr(context.settings.scaler, "_per_optimizer_states", None)
-        self._scaler_state: dict[str, Any] = {} if states is None else states[id(optimizer)]  # whether it has unscaled, and has stepped
+        # whether it has unscaled, and has stepped
+        self._scaler_state: dict[str, Any] = {} if states is None else states[id(optimizer)]
         self._made = False
         self._lost = False  # it ended half-way, and there are no copies
         self._half_made = False  # until all that belongs to it has been done, or been rolled back
@@ -82,7 +102,10 @@ class _Step:
         return self._hooks.running or self._lost
 
     def make(self) -> None:
-        """Makes the step. After an out-of-memory error it can be called again, and goes on from what has been done."""
+        """Makes the step.
+
+        After an out-of-memory error it can be called again, and goes on from what has been done.
+        """
         try:
             if not self._made:
                 _retry(self._context, "unscale the gradients", self._unscale)
@@ -109,10 +132,16 @@ class _Step:
             return
         if self._half_made:
             self._roll_back()
-        gradients = [parameter.grad for _, parameter in with_gradient(self._optimizer) if parameter.grad is not None]
+        gradients = [
+            parameter.grad
+            for _, parameter in with_gradient(self._optimizer)
+            if parameter.grad is not None
+        ]
         self._remember(OptimizerSnapshot.of_gradients(self._optimizer))
         # Those of one type are unscaled by one operation in place, which happens or does not.
-        if len({(grad.device, grad.dtype) for grad in gradients}) > 1 or any(grad.is_sparse for grad in gradients):
+        if len({(grad.device, grad.dtype) for grad in gradients}) > 1 or any(
+            grad.is_sparse for grad in gradients
+        ):
             self._snapshot.take(host=True)
             self._half_made = True
         try:
@@ -125,14 +154,26 @@ class _Step:
     def _try_in_order(self) -> None:
         key, name = _key(self._optimizer), type(self._optimizer).__name__
         # a step without copies allocates nothing, one parameter at a time or all of them
-        last = ONE_BY_ONE if self._snapshot.complete and one_by_one(self._optimizer) else ONE_BY_ONE - 1
+        last = (
+            ONE_BY_ONE
+            if self._snapshot.complete and one_by_one(self._optimizer)
+            else ONE_BY_ONE - 1
+        )
         began = min(self._order.first(key), last)
         verdict: oom.Verdict | None = None
         # A way that worked before is tried twice: the last one leaves no other.
         for way in [*([began] if began else ()), *range(began, last + 1)]:
             if verdict is not None:
                 self._context.monitor.request_reading()  # the next reading explains it
-                self._context.log.emit(OptimizerOutOfMemory(self._context.settings.name, name, WAYS[way], verdict.kind.name.lower(), verdict.message))
+                self._context.log.emit(
+                    OptimizerOutOfMemory(
+                        self._context.settings.name,
+                        name,
+                        WAYS[way],
+                        verdict.kind.name.lower(),
+                        verdict.message,
+                    )
+                )
                 oom.release(devices=self._context.devices, thorough=True)
             verdict = self._attempt(way)
             if verdict is None:
@@ -143,15 +184,22 @@ class _Step:
         assert verdict is not None
         how = ", not even one parameter at a time" if last == ONE_BY_ONE else ""
         raise OptimizerStepError(
-            f"{name}.step() does not fit{how}. It asked for {format_bytes(verdict.requested)}; {self._context.monitor.latest().in_words()}. "
-            f"Copies of what it changes take {format_bytes(self._snapshot.nbytes)}: without them a step that fails half-way could not go back. "
-            "Parameters and state are as they were before it and the gradients are there, so it may be called again. "
-            "Ways out: free what others hold; fused=True (no copies, no temporaries) or foreach=False; an optimizer with a smaller state; "
+            f"{name}.step() does not fit{how}. It asked for {format_bytes(verdict.requested)}; "
+            f"{self._context.monitor.latest().in_words()}. "
+            f"Copies of what it changes take {format_bytes(self._snapshot.nbytes)}: without them "
+            "a step that fails half-way could not go back. "
+            "Parameters and state are as they were before it and the gradients are there, so it "
+            "may be called again. "
+            "Ways out: free what others hold; fused=True (no copies, no temporaries) or "
+            "foreach=False; an optimizer with a smaller state; "
             f"optimizer.step() without this guard. The error was: {verdict.message}"
         )
 
     def _attempt(self, way: int) -> oom.Verdict | None:
-        """Tries to step. Returns why there was no memory, with everything as it was before, or None after a success."""
+        """Tries to step.
+
+        Returns why there was no memory, with everything as it was before, or None after a success.
+        """
         self._half_made = True
         try:
             self._hooks.defer()
@@ -160,11 +208,19 @@ class _Step:
             return None
         except Exception as error:
             verdict = oom.classify(error, self._context.settings.recovery.is_oom)
-            if verdict is None or verdict.kind is oom.Kind.MASKED or self._hooks.running or self._runs_without_copies():
+            if (
+                verdict is None
+                or verdict.kind is oom.Kind.MASKED
+                or self._hooks.running
+                or self._runs_without_copies()
+            ):
                 raise
             oom.clear_traceback(error)
         if verdict.kind is oom.Kind.POISONED:
-            raise PoisonedDeviceError(f"the device cannot be trusted after this error; save what you need and restart the process: {verdict.message}")
+            raise PoisonedDeviceError(
+                "the device cannot be trusted after this error; save what you need and restart "
+                f"the process: {verdict.message}"
+            )
         self._roll_back()
         return verdict
 
@@ -172,7 +228,12 @@ class _Step:
         """Runs one try, through the scaler where there is one: it skips the step where a gradient is not finite."""
         injector, scaler, hooks = misuse.fault_injector, self._context.settings.scaler, self._hooks
         if injector is not None:
-            injector.begin(self, (), ready=self._snapshot.complete and not hooks.begun, protected=lambda: hooks.running)
+            injector.begin(
+                self,
+                (),
+                ready=self._snapshot.complete and not hooks.begun,
+                protected=lambda: hooks.running,
+            )
         try:
             if scaler is None:
                 make()
@@ -201,7 +262,12 @@ class _Step:
         self._take_off()
         self._made = self._made or self._hooks.ended
         self._lost, self._half_made = not self._made, False
-        return "this step has been made" if self._made else "a fused step, of which no copies are taken, ended half-way: load the last checkpoint"
+        return (
+            "this step has been made"
+            if self._made
+            else "a fused step, of which no copies are taken, ended half-way: load the last "
+            "checkpoint"
+        )
 
     def _roll_back(self) -> None:
         """Puts everything back, through all errors: half restored is worse than an interrupt that is raised a little later."""
@@ -243,11 +309,13 @@ class _Step:
 class AttemptOrder:
     """Remembers which way of stepping has worked, by kind of step: to fail first every time takes seconds for what takes milliseconds.
 
-    The fastest way is tried again at longer and longer intervals, because memory may have come back.
+    The fastest way is tried again at longer and longer intervals, because memory may have come
+    back.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[int, int, int]] = {}  # the way, steps until the fastest is tried again, and how many they were at first
+        # the way, steps until the fastest is tried again, and how many they were at first
+        self._known: dict[Hashable, tuple[int, int, int]] = {}
 
     def first(self, key: Hashable) -> int:
         """The way to begin with."""
@@ -268,7 +336,11 @@ class AttemptOrder:
 def _key(optimizer: Optimizer) -> Hashable:
     """What a step needs depends on: the class, the parameters' sizes, and whether some of them have no state yet."""
     own = [parameter for _, parameter in with_gradient(optimizer)]
-    return type(optimizer), sum(p.numel() * p.element_size() for p in own), all(has_state(optimizer, p) for p in own)
+    return (
+        type(optimizer),
+        sum(p.numel() * p.element_size() for p in own),
+        all(has_state(optimizer, p) for p in own),
+    )
 
 
 class _DeferredHooks:
@@ -279,7 +351,10 @@ class _DeferredHooks:
         self.ended = False  # the latest call of `step` has ended
         self.running = False  # a hook of the user's runs, or has failed
         self._optimizer = optimizer
-        self._before, self._after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        self._before, self._after = (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+        )
         self._left = list(self._before.values())  # to be run
 
     def defer(self) -> None:
@@ -287,7 +362,10 @@ class _DeferredHooks:
         self._optimizer._optimizer_step_post_hooks = OrderedDict({0: self._end})
 
     def put_back(self) -> None:
-        self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks = self._before, self._after
+        self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks = (
+            self._before,
+            self._after,
+        )
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.begun:
@@ -296,7 +374,10 @@ class _DeferredHooks:
         while self._left:
             self.running = True
             if self._left.pop(0)(optimizer, args, kwargs) is not None:
-                raise MisuseError("a step hook that changes the arguments of step() does not go with optimizer_step(), which passes none")
+                raise MisuseError(
+                    "a step hook that changes the arguments of step() does not go with "
+                    "optimizer_step(), which passes none"
+                )
             self.running = False
         self.defer()
         self._left, self.begun = list(self._after.values()), True
@@ -313,14 +394,24 @@ class _DeferredHooks:
 
 
 def _check(optimizer: object) -> None:
-    # accelerate's wrapper is a torch.optim.Optimizer by its class, and has nothing of one: neither hooks nor a step that can be made again.
+    # accelerate's wrapper is a torch.optim.Optimizer by its class, and has nothing of one: neither
+    # hooks nor a step that can be made again.
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
-        hint = f": pass the {type(inner).__name__} inside it, its .optimizer, if that loses nothing" if isinstance(inner, Optimizer) else ""
-        kind = "is no torch.optim.Optimizer" if not isinstance(optimizer, Optimizer) else "never called Optimizer.__init__"
+        hint = (
+            f": pass the {type(inner).__name__} inside it, its .optimizer, if that loses nothing"
+            if isinstance(inner, Optimizer)
+            else ""
+        )
+        kind = (
+            "is no torch.optim.Optimizer"
+            if not isinstance(optimizer, Optimizer)
+            else "never called Optimizer.__init__"
+        )
         raise UsageError(f"optimizer_step() got a {type(optimizer).__name__}, which {kind}{hint}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS runs its closure, and with it forward and backward, several times in one step, so a step cannot be rolled back and made again: "
+            "LBFGS runs its closure, and with it forward and backward, several times in one step, "
+            "so a step cannot be rolled back and made again: "
             "call optimizer.step(closure) yourself, with mbs.backward inside the closure"
         )

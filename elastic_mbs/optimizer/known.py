@@ -31,7 +31,8 @@ def is_independent(optimizer: Optimizer) -> bool:
 def one_by_one(optimizer: Optimizer) -> bool:
     """Whether its parameters may be stepped one after the other with the same result."""
     own = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    return is_independent(optimizer) and len(own) == len(set(own))  # one that is listed twice is stepped twice
+    # one that is listed twice is stepped twice
+    return is_independent(optimizer) and len(own) == len(set(own))
 
 
 def has_state(optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -43,6 +44,9 @@ def has_state(optimizer: Optimizer, parameter: Tensor) -> bool:
 def only_in_place(optimizer: Optimizer) -> bool:
     """Whether a step allocates nothing: fused, with its state there."""
     return is_independent(optimizer) and all(
-        group.get("fused") is True and has_state(optimizer, parameter) and parameter.grad is not None and not parameter.grad.is_sparse
+        group.get("fused") is True
+        and has_state(optimizer, parameter)
+        and parameter.grad is not None
+        and not parameter.grad.is_sparse
         for group, parameter in with_gradient(optimizer)
     )

@@ -15,7 +15,8 @@ from elastic_mbs.memory.budget import on_host
 from elastic_mbs.optimizer.known import is_independent, only_in_place
 
 _SCALARS = (bool, int, float, str, type(None))
-_OWN = frozenset({"state", "param_groups", "defaults"})  # attributes of every optimizer that are looked at by themselves
+# attributes of every optimizer that are looked at by themselves
+_OWN = frozenset({"state", "param_groups", "defaults"})
 
 
 @dataclass
@@ -24,10 +25,13 @@ class OptimizerSnapshot:
 
     optimizer: Optimizer
     state: dict[Any, Any]
-    groups: list[tuple[dict[str, Any], dict[str, Any]]]  # each group, and what it held besides its parameters
+    # each group, and what it held besides its parameters
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
     attributes: dict[str, Any]
-    names: frozenset[str]  # of all attributes, so that one that the step has added can be taken away
-    gradients: list[tuple[Tensor, Tensor | None]]  # of each parameter, where the step may change them
+    # of all attributes, so that one that the step has added can be taken away
+    names: frozenset[str]
+    # of each parameter, where the step may change them
+    gradients: list[tuple[Tensor, Tensor | None]]
     nested: list[OptimizerSnapshot]  # of the optimizers that this one wraps
     tensors: list[Tensor] = field(default_factory=list)  # to be copied
     complete: bool = True  # whether there are copies of all that the step changes
@@ -36,7 +40,10 @@ class OptimizerSnapshot:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerSnapshot:
-        """The snapshot before a step, without copies yet. A step that only works in place gets none: memory cannot end it half-way."""
+        """The snapshot before a step, without copies yet.
+
+        A step that only works in place gets none: memory cannot end it half-way.
+        """
         snapshot = _structure(optimizer, foreign=not is_independent(optimizer))
         snapshot.complete = not only_in_place(optimizer)
         snapshot.tensors = _unique(_changed(snapshot)) if snapshot.complete else []
@@ -46,7 +53,9 @@ class OptimizerSnapshot:
     def of_gradients(cls, optimizer: Optimizer) -> OptimizerSnapshot:
         """The snapshot before an operation that changes nothing but the gradients."""
         snapshot = _structure(optimizer, foreign=True)
-        snapshot.tensors = _unique(gradient for _, gradient in snapshot.gradients if gradient is not None)
+        snapshot.tensors = _unique(
+            gradient for _, gradient in snapshot.gradients if gradient is not None
+        )
         return snapshot
 
     @property
@@ -58,7 +67,10 @@ class OptimizerSnapshot:
         """Copies the values, all or none of them, to the tensors' own devices or to the host."""
         self._copies, self._on_host = [], host
         with torch.no_grad(), torch.inference_mode(False), on_host(host):
-            copies = [torch.empty_like(tensor, device="cpu" if host else tensor.device) for tensor in self.tensors]
+            copies = [
+                torch.empty_like(tensor, device="cpu" if host else tensor.device)
+                for tensor in self.tensors
+            ]
             _copy(self.tensors, copies)
         self._copies = copies
 
@@ -88,25 +100,57 @@ class OptimizerSnapshot:
 
 
 def _structure(optimizer: Optimizer, *, foreign: bool) -> OptimizerSnapshot:
-    """A snapshot without tensors. A foreign optimizer may change gradients, and keep state in attributes and in optimizers that it wraps."""
+    """A snapshot without tensors.
+
+    A foreign optimizer may change gradients, and keep state in attributes and in optimizers that it
+    wraps.
+    """
     kinds = (*_SCALARS, dict, list, tuple, Tensor) if foreign else _SCALARS
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _OWN and "hook" not in name}
+    attributes = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OWN and "hook" not in name
+    }
     return OptimizerSnapshot(
         optimizer,
         state=_renewed(dict(optimizer.state)),
-        groups=[(group, _renewed({key: value for key, value in group.items() if key != "params"})) for group in optimizer.param_groups],
-        attributes={name: _renewed(value) for name, value in attributes.items() if isinstance(value, kinds)},
+        groups=[
+            (group, _renewed({key: value for key, value in group.items() if key != "params"}))
+            for group in optimizer.param_groups
+        ],
+        attributes={
+            name: _renewed(value) for name, value in attributes.items() if isinstance(value, kinds)
+        },
         names=frozenset(vars(optimizer)),
-        gradients=[(p, p.grad) for group in optimizer.param_groups for p in group["params"]] if foreign else [],
-        nested=[_structure(value, foreign=True) for value in attributes.values() if isinstance(value, Optimizer)] if foreign else [],
+        gradients=[(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        if foreign
+        else [],
+        nested=[
+            _structure(value, foreign=True)
+            for value in attributes.values()
+            if isinstance(value, Optimizer)
+        ]
+        if foreign
+        else [],
     )
 
 
 def _changed(snapshot: OptimizerSnapshot) -> Iterator[Tensor]:
     """The tensors that a step may change in place."""
     for group in snapshot.optimizer.param_groups:
-        yield from (parameter for parameter in group["params"] if parameter.grad is not None or snapshot.gradients)
-    yield from _tensors_in([snapshot.state, [others for _, others in snapshot.groups], snapshot.attributes, [g for _, g in snapshot.gradients]])
+        yield from (
+            parameter
+            for parameter in group["params"]
+            if parameter.grad is not None or snapshot.gradients
+        )
+    yield from _tensors_in(
+        [
+            snapshot.state,
+            [others for _, others in snapshot.groups],
+            snapshot.attributes,
+            [g for _, g in snapshot.gradients],
+        ]
+    )
     for nested in snapshot.nested:
         yield from _changed(nested)
 

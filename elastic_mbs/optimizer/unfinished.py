@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.engine import misuse
@@ -21,7 +24,10 @@ class StepWatch:
     def start(self) -> None:
         if not self._hooks:
             misuse.hook_steps()  # before our own hook: a step that is refused has not begun
-            self._hooks = register_optimizer_step_pre_hook(self._on_begin), register_optimizer_step_post_hook(self._on_end)
+            self._hooks = (
+                register_optimizer_step_pre_hook(self._on_begin),
+                register_optimizer_step_post_hook(self._on_end),
+            )
 
     def stop(self) -> None:
         for hook in self._hooks:
@@ -36,7 +42,8 @@ class StepWatch:
         return f"`{begun}.step()` did not end; parameters and state may be half changed: load the last checkpoint, or use `mbs.optimizer_step`"
 
     def _on_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        closure = len(args) > 1 or kwargs  # runs forward and backward, and with them this very code, inside the step
+        # runs forward and backward, and with them this very code, inside the step
+        closure = len(args) > 1 or kwargs
         self.begun = None if closure else type(optimizer).__name__
 
     def _on_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,7 @@
-"""Fake tensors in place of a model's and an optimizer's own, and back. The real ones are not touched."""
+"""Fake tensors in place of a model's and an optimizer's own, and back.
+
+The real ones are not touched.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,26 @@ class Fakes:
     """The fakes of one trace, one for each real tensor however often it is found."""
 
     def __init__(self) -> None:
-        # A tensor that loss_fn has from elsewhere becomes a fake where it is used. No operation is run for real to see what shape it makes.
+        # A tensor that loss_fn has from elsewhere becomes a fake where it is used. No operation is
+        # run for real to see what shape it makes.
         self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # each with its original, whose id must stay taken
+        # each with its original, whose id must stay taken
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, real: Tensor) -> Tensor:
-        """The fake of a tensor, without a gradient. A single number on the host keeps its value: an optimizer may read the step that it is at."""
+        """The fake of a tensor, without a gradient.
+
+        A single number on the host keeps its value: an optimizer may read the step that it is at.
+        """
         if isinstance(real, FakeTensor):
             return real
         if type(real) not in (Tensor, nn.Parameter):
             raise TypeError(f"a {type(real).__name__} is no plain tensor")
         if id(real) not in self._made:
             if real.numel() == 1 and real.device.type == "cpu" and not real.requires_grad:
-                fake: Tensor = self.mode.fake_tensor_converter.from_real_tensor(self.mode, real.detach().clone(), make_constant=True)
+                fake: Tensor = self.mode.fake_tensor_converter.from_real_tensor(
+                    self.mode, real.detach().clone(), make_constant=True
+                )
             else:
                 fake = self.mode.from_tensor(real)
                 fake.grad = None
@@ -51,8 +61,15 @@ class Fakes:
 
         What the modules bind, keep or switch meanwhile is put back as well.
         """
-        attributes: list[tuple[Any, Any]] = [(module.__dict__, dict(module.__dict__)) for module in modules]
-        boxes = [(box, copy(box)) for _, values in attributes for box in values.values() if isinstance(box, list | dict)]
+        attributes: list[tuple[Any, Any]] = [
+            (module.__dict__, dict(module.__dict__)) for module in modules
+        ]
+        boxes = [
+            (box, copy(box))
+            for _, values in attributes
+            for box in values.values()
+            if isinstance(box, list | dict)
+        ]
 
         def put_back() -> None:
             for box, content in (*boxes, *attributes):
@@ -69,30 +86,50 @@ class Fakes:
                 if isinstance(box, list):
                     box[:] = [self._in_place(value) for value in content]
                 else:
-                    box.update({name: self._in_place(value) for name, value in content.items() if isinstance(value, Tensor | tuple)})
+                    box.update(
+                        {
+                            name: self._in_place(value)
+                            for name, value in content.items()
+                            if isinstance(value, Tensor | tuple)
+                        }
+                    )
             yield
 
     def _in_place(self, value: Any) -> Any:
         return self.of(value) if isinstance(value, Tensor) or type(value) is tuple else value
 
 
-def step_of(optimizer: Optimizer, fakes: Fakes) -> tuple[Callable[[], object], Callable[[], list[Tensor]]]:
+def step_of(
+    optimizer: Optimizer, fakes: Fakes
+) -> tuple[Callable[[], object], Callable[[], list[Tensor]]]:
     """A step of a copy of the optimizer that knows the fakes only, without anyone's hooks; and a function that lists the tensors of its state."""
     fake: Any = object.__new__(type(optimizer))
-    own = {name: value.copy() if isinstance(value, list | dict) else value for name, value in vars(optimizer).items()}
+    own = {
+        name: value.copy() if isinstance(value, list | dict) else value
+        for name, value in vars(optimizer).items()
+    }
     own.pop("step", None)  # a scheduler's wrapper, which knows the real one
     vars(fake).update(own | {name: type(own[name])() for name in HOOKS})
     fake.param_groups = [fakes.of({**group, **_how(group)}) for group in optimizer.param_groups]
-    fake.state = defaultdict(dict, {fakes.of(key): fakes.of(state) for key, state in optimizer.state.items()})
-    run = inspect.unwrap(type(optimizer).step)  # the wrappers count steps and run the hooks of the process
-    return lambda: run(fake), lambda: [leaf for state in fake.state.values() for leaf in tensors_of(state)]
+    fake.state = defaultdict(
+        dict, {fakes.of(key): fakes.of(state) for key, state in optimizer.state.items()}
+    )
+    # the wrappers count steps and run the hooks of the process
+    run = inspect.unwrap(type(optimizer).step)
+    return lambda: run(fake), lambda: [
+        leaf for state in fake.state.values() for leaf in tensors_of(state)
+    ]
 
 
 def _how(group: dict[str, Any]) -> dict[str, bool]:
     """Whether the group's step works on all tensors at once: for fakes torch would not choose as for the real ones."""
     if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
         return {}
-    return {"foreach": _default_to_fused_or_foreach(group["params"], group.get("differentiable", False), use_fused=False)[1]}
+    return {
+        "foreach": _default_to_fused_or_foreach(
+            group["params"], group.get("differentiable", False), use_fused=False
+        )[1]
+    }
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -102,5 +139,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def storage_bytes(tensors: Sequence[Tensor | None], device: torch.device) -> int:
     """Bytes of the storages behind these tensors on the device, each counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None and tensor.device == device]
+    storages = [
+        tensor.untyped_storage()
+        for tensor in tensors
+        if tensor is not None and tensor.device == device
+    ]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -37,11 +37,15 @@ class Lines(NamedTuple):
 def lines_of(trace: Callable[[int], Trace], floor: int, samples: int, elements: int) -> Lines:
     """Lines through traces of a small piece and of the whole batch.
 
-    Where their operations differ (a loop over samples, another kernel for larger ones), sizes between are traced, each the double of the one before.
+    Where their operations differ (a loop over samples, another kernel for larger ones), sizes
+    between are traced, each the double of the one before.
     """
     small = min(samples, max(floor, min(2, samples // 2)))
     traces = {small: trace(small)}
-    for size in (samples, *(small << k for k in range(1, samples.bit_length()) if small << k < samples)):
+    for size in (
+        samples,
+        *(small << k for k in range(1, samples.bit_length()) if small << k < samples),
+    ):
         try:
             traces[size] = traces.get(size) or trace(size)
         except TooLong:
@@ -56,7 +60,12 @@ def lines_of(trace: Callable[[int], Trace], floor: int, samples: int, elements: 
                 traces[size],
             )
     known = [traces[size] for size in sorted(traces)]
-    return Lines(by_peak(known, elements), known[-1].gradients, known[-1].size * elements * (2 if len(known) > 1 else 1), known[-1])
+    return Lines(
+        by_peak(known, elements),
+        known[-1].gradients,
+        known[-1].size * elements * (2 if len(known) > 1 else 1),
+        known[-1],
+    )
 
 
 def by_operation(small: Trace, large: Trace, elements: int) -> list[Line]:
@@ -64,15 +73,25 @@ def by_operation(small: Trace, large: Trace, elements: int) -> list[Line]:
     lines = []
     for one, other in zip(small.points, large.points, strict=True):
         slope = (other.live - one.live) / (large.size - small.size) / elements
-        lines.append(Line(one.gradients, one.live - one.gradients - slope * small.size * elements, slope))
+        lines.append(
+            Line(one.gradients, one.live - one.gradients - slope * small.size * elements, slope)
+        )
     return lines
 
 
 def by_peak(traces: Sequence[Trace], elements: int) -> list[Line]:
-    """Chords between the peaks: they lie above a convex function. Of a single trace there is its peak alone."""
-    peaks = [(trace.size * elements, max(point.live - point.gradients for point in trace.points)) for trace in traces]
+    """Chords between the peaks: they lie above a convex function.
+
+    Of a single trace there is its peak alone.
+    """
+    peaks = [
+        (trace.size * elements, max(point.live - point.gradients for point in trace.points))
+        for trace in traces
+    ]
     gradients = traces[-1].gradients
     if len(peaks) == 1:
         return [Line(gradients, peaks[0][1], 0)]
     slopes = [(b - a) / (y - x) for (x, a), (y, b) in pairwise(peaks)]
-    return [Line(gradients, a - slope * x, slope) for (x, a), slope in zip(peaks, slopes, strict=False)]
+    return [
+        Line(gradients, a - slope * x, slope) for (x, a), slope in zip(peaks, slopes, strict=False)
+    ]

@@ -24,19 +24,32 @@ from elastic_mbs.planning.trace import Tracer, UntraceableStepError
 from elastic_mbs.planning.ways import Known, NoWayError, Way, seconds_to_move, weighed
 
 _REASONS: dict[type[Exception], str] = {
-    fake_tensor.DataDependentOutputException: "loss_fn reads the value of a tensor (.item(), `if tensor`), and fake tensors have none",
-    fake_tensor.DynamicOutputShapeException: "loss_fn has an operation whose output has a shape that depends on values (a mask as an index, nonzero)",
-    fake_tensor.UnsupportedOperatorException: "loss_fn has an operation that cannot say what shapes it makes: see torch.library.register_fake",
+    fake_tensor.DataDependentOutputException: "loss_fn reads the value of a tensor (.item(), `if "
+    "tensor`), and fake tensors have none",
+    fake_tensor.DynamicOutputShapeException: "loss_fn has an operation whose output has a shape "
+    "that depends on values (a mask as an index, nonzero)",
+    fake_tensor.UnsupportedOperatorException: "loss_fn has an operation that cannot say what "
+    "shapes it makes: see torch.library.register_fake",
     UntraceableStepError: "the optimizer's step cannot be traced, plan without optimizer=",
 }
 
 
 def plan(
-    context: Context, view: BatchView, counts: Counts, loss_fn: Callable[[Any], Any], optimizer: Optimizer | None, budget: Budget, *, compare: bool
+    context: Context,
+    view: BatchView,
+    counts: Counts,
+    loss_fn: Callable[[Any], Any],
+    optimizer: Optimizer | None,
+    budget: Budget,
+    *,
+    compare: bool,
 ) -> PlanReport:
     """Traces a step on fake tensors, and leaves no trace itself; with `compare` also with less memory and more work. See `ElasticMBS.plan`."""
     if len(context.devices) > 1:
-        return PlanReport(view.length, reason=f"the model is on {len(context.devices)} devices, and a plan is for one")
+        return PlanReport(
+            view.length,
+            reason=f"the model is on {len(context.devices)} devices, and a plan is for one",
+        )
     streams = context.streams.read(hosts=True)
     try:
         traced = _trace(Tracer(context, view, counts, loss_fn, Fakes()), optimizer, compare=compare)
@@ -53,7 +66,8 @@ class Budget(NamedTuple):
     """What there is."""
 
     memory: int | None  # bytes; None: what this process could hold now
-    time: tuple[float, float] | None  # γ, in seconds per element, and δ, in seconds per piece, as far as calls have shown them
+    # γ, in seconds per element, and δ, in seconds per piece, as far as calls have shown them
+    time: tuple[float, float] | None
 
 
 def _trace(tracer: Tracer, optimizer: Optimizer | None, *, compare: bool) -> _Traced:
@@ -61,14 +75,22 @@ def _trace(tracer: Tracer, optimizer: Optimizer | None, *, compare: bool) -> _Tr
     with tracer.fakes.inside(context.model.modules):
         floor = context.settings.policy.limits.floor
         lines = lines_of(partial(tracer.piece, count=compare), floor, view.worth, view.elements)
-        ways = {way: _lines_of(way, tracer, floor) for way in (Way.OFFLOAD, Way.CHECKPOINT) if compare}
+        ways = {
+            way: _lines_of(way, tracer, floor) for way in (Way.OFFLOAD, Way.CHECKPOINT) if compare
+        }
         state, step = (0, 0) if optimizer is None else tracer.step(optimizer)
     timelines = tracer.timelines
     del tracer
-    if any(timeline.live for timeline in timelines) and gc.collect() and (left := sum(timeline.live for timeline in timelines)):
+    if (
+        any(timeline.live for timeline in timelines)
+        and gc.collect()
+        and (left := sum(timeline.live for timeline in timelines))
+    ):
         raise UsageError(
-            f"loss_fn, or something that it calls, has kept {left} bytes of tensors: while planning they are fakes, which training cannot use. Clear "
-            "what keeps them (a list, a cache), return what is wanted as outputs, and plan with a loss_fn that keeps nothing"
+            f"loss_fn, or something that it calls, has kept {left} bytes of tensors: while "
+            "planning they are fakes, which training cannot use. Clear "
+            "what keeps them (a list, a cache), return what is wanted as outputs, and plan with a "
+            "loss_fn that keeps nothing"
         )
     return _Traced(context, view, optimizer, lines, ways, state, step)
 
@@ -77,7 +99,12 @@ def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:
     """Lines of pieces made in this way, or why there are none."""
     samples = tracer.view.worth
     try:  # from half the batch on: of a small piece some tensors are too small to be moved
-        return lines_of(partial(tracer.piece, way=way, count=True), max(floor, samples // 2), samples, tracer.view.elements)
+        return lines_of(
+            partial(tracer.piece, way=way, count=True),
+            max(floor, samples // 2),
+            samples,
+            tracer.view.elements,
+        )
     except (ElasticMBSError, NoWayError) as error:
         return str(error)
     except Exception as error:
@@ -85,7 +112,10 @@ def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:
 
 
 def _why(error: Exception) -> str:
-    known = next((words for kind, words in _REASONS.items() if isinstance(error, kind)), "loss_fn cannot be traced on fake tensors")
+    known = next(
+        (words for kind, words in _REASONS.items() if isinstance(error, kind)),
+        "loss_fn cannot be traced on fake tensors",
+    )
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{known} ({type(error).__name__}: {text[:200]})"
 
@@ -112,17 +142,55 @@ class _Traced:
         held = parameters + other + self.state
         model = self._model(self.lines, held, step)
         largest = None if usable is None else self._largest(model, usable)
-        time = None if budget.time is None else (budget.time[0] * self.view.elements, budget.time[1])
-        sizes = {self._clamp(-(-samples >> k)) for k in range(samples.bit_length())} | {largest or 0}
-        rows = tuple(self._row(model, size, parameters, other, usable, time) for size in sorted(sizes - {0}, reverse=True))
-        ways = self._weighed(largest, usable, held, step, time) if usable is not None and largest is not None else ()
-        return PlanReport(self.view.length, rows, largest, capacity, usable, step and held + step, None, model, ways)
+        time = (
+            None if budget.time is None else (budget.time[0] * self.view.elements, budget.time[1])
+        )
+        sizes = {self._clamp(-(-samples >> k)) for k in range(samples.bit_length())} | {
+            largest or 0
+        }
+        rows = tuple(
+            self._row(model, size, parameters, other, usable, time)
+            for size in sorted(sizes - {0}, reverse=True)
+        )
+        ways = (
+            self._weighed(largest, usable, held, step, time)
+            if usable is not None and largest is not None
+            else ()
+        )
+        return PlanReport(
+            self.view.length,
+            rows,
+            largest,
+            capacity,
+            usable,
+            step and held + step,
+            None,
+            model,
+            ways,
+        )
 
-    def _weighed(self, largest: int, usable: int, held: int, step: int, time: tuple[float, float] | None) -> tuple[PlannedWay, ...]:
+    def _weighed(
+        self, largest: int, usable: int, held: int, step: int, time: tuple[float, float] | None
+    ) -> tuple[PlannedWay, ...]:
         """The ways beside none, where they were traced."""
-        known = Known(time, seconds_to_move(self.context.devices[0]) if time is not None and Way.OFFLOAD in self.ways else None)
-        of = partial(weighed, none=self.lines.largest, samples=self.view.worth, before=self._pieces(largest), known=known)
-        found = [of(Way.NONE, trace=self.lines.largest, largest=largest, pieces=self._pieces(largest))] if self.ways else []
+        known = Known(
+            time,
+            seconds_to_move(self.context.devices[0])
+            if time is not None and Way.OFFLOAD in self.ways
+            else None,
+        )
+        of = partial(
+            weighed,
+            none=self.lines.largest,
+            samples=self.view.worth,
+            before=self._pieces(largest),
+            known=known,
+        )
+        found = (
+            [of(Way.NONE, trace=self.lines.largest, largest=largest, pieces=self._pieces(largest))]
+            if self.ways
+            else []
+        )
         for way, lines in self.ways.items():
             if isinstance(lines, str):
                 found.append(PlannedWay(way.value, reason=lines))
@@ -138,21 +206,50 @@ class _Traced:
         """Bytes of parameters and buffers, and of all else that the process holds but gradients and optimizer state."""
         context, now = self.context, self.context.meter.usage()
         device = context.devices[0]
-        owned = [tensor for root in context.model.roots for tensor in (*root.parameters(), *root.buffers())]
-        parameters, gradients = storage_bytes(owned, device), storage_bytes([leaf.grad for leaf in context.model.leaves], device)
-        state = 0 if self.optimizer is None else storage_bytes(tensors_of(list(self.optimizer.state.values())), device)
-        ours = now.allocated if now is not None else seen.capacity - seen.free if seen is not None else 0
+        owned = [
+            tensor
+            for root in context.model.roots
+            for tensor in (*root.parameters(), *root.buffers())
+        ]
+        parameters, gradients = (
+            storage_bytes(owned, device),
+            storage_bytes([leaf.grad for leaf in context.model.leaves], device),
+        )
+        state = (
+            0
+            if self.optimizer is None
+            else storage_bytes(tensors_of(list(self.optimizer.state.values())), device)
+        )
+        ours = (
+            now.allocated
+            if now is not None
+            else seen.capacity - seen.free
+            if seen is not None
+            else 0
+        )
         return parameters, max(0, ours - parameters - gradients - state)
 
     def _model(self, found: Lines, held: int, step: int) -> PeakModel:
-        """Pieces that find gradients there, and a call's only piece, which makes them. What is isolated makes them once more beside the ones kept."""
+        """Pieces that find gradients there, and a call's only piece, which makes them.
+
+        What is isolated makes them once more beside the ones kept.
+        """
         settings, lines = self.context.settings, found.lines
         wide = settings.gradients.accumulate_dtype
         kept = found.gradients
         if not settings.isolates:
-            return PeakModel([line._replace(fixed=kept) for line in lines], lines, held=held, step=step, reach=found.reach)
+            return PeakModel(
+                [line._replace(fixed=kept) for line in lines],
+                lines,
+                held=held,
+                step=step,
+                reach=found.reach,
+            )
         if wide is not None:
-            kept = sum(leaf.numel() * max(wide.itemsize, leaf.itemsize) for leaf in self.context.model.leaves)
+            kept = sum(
+                leaf.numel() * max(wide.itemsize, leaf.itemsize)
+                for leaf in self.context.model.leaves
+            )
         lines = [line._replace(fixed=kept + line.fixed) for line in lines]
         return PeakModel(lines, lines, held=held, step=step, reach=found.reach)
 
@@ -164,19 +261,33 @@ class _Traced:
 
     def _is_first(self, size: int) -> bool:
         """Whether pieces of that size are a whole call each, which begins without gradients."""
-        return size >= self.view.length and all(leaf.grad is None for leaf in self.context.model.leaves)
+        return size >= self.view.length and all(
+            leaf.grad is None for leaf in self.context.model.leaves
+        )
 
     def _largest(self, model: PeakModel, usable: int) -> int:
         samples, elements = self.view.worth, self.view.elements
-        if self._clamp(samples) == samples and model.fits(samples * elements, usable, first=self._is_first(samples)):
+        if self._clamp(samples) == samples and model.fits(
+            samples * elements, usable, first=self._is_first(samples)
+        ):
             return samples
         return self._clamp(model.largest(usable, samples * elements) // elements)
 
-    def _row(self, model: PeakModel, size: int, parameters: int, other: int, usable: int | None, time: tuple[float, float] | None) -> PlannedSize:
+    def _row(
+        self,
+        model: PeakModel,
+        size: int,
+        parameters: int,
+        other: int,
+        usable: int | None,
+        time: tuple[float, float] | None,
+    ) -> PlannedSize:
         x, first = size * self.view.elements, self._is_first(size)
         line, peak = model.line(x, first=first), model.predict(x, first=first)
         pieces = self._pieces(size)
         seconds = None if time is None else time[0] * self.view.worth + time[1] * pieces
         fits = None if usable is None else model.fits(x, usable, first=first)
         at_peak = (parameters, round(line.fixed), self.state, other, round(line.at(x) - line.fixed))
-        return PlannedSize(size, pieces, *at_peak, None if peak is None else round(peak), fits, seconds)
+        return PlannedSize(
+            size, pieces, *at_peak, None if peak is None else round(peak), fits, seconds
+        )

@@ -20,10 +20,11 @@ class PlannedSize:
         optimizer: bytes of the optimizer's state; 0 where no optimizer was given.
         other: bytes that the process holds besides: the batch, other models.
         activations: bytes of activations and temporaries at the peak of forward and backward.
-        peak: bytes at the highest point of forward, backward and the optimizer's step, before any margin; None for a size that
-            nothing is known of.
+        peak: bytes at the highest point of forward, backward and the optimizer's step, before any
+            margin; None for a size that nothing is known of.
         fits: whether that fits, margin included; None where it is not known how much there is.
-        seconds: of a call on the batch in pieces of that size, forward and backward; None while no calls were timed at two sizes.
+        seconds: of a call on the batch in pieces of that size, forward and backward; None while no
+            calls were timed at two sizes.
     """
 
     size: int
@@ -43,15 +44,18 @@ class PlannedWay:
     """One way to make pieces: as they are, or with less memory and more time.
 
     Attributes:
-        name: "none", "offload" (saved tensors wait on the host) or "checkpoint" (blocks run again in backward).
+        name: "none", "offload" (saved tensors wait on the host) or "checkpoint" (blocks run again
+            in backward).
         largest: the largest size that fits, in samples; 0 if none does.
         pieces: how many of them the batch is cut into.
-        work: multiplications and additions of a sample, as a multiple of those without any way; None where the model has none in products.
+        work: multiplications and additions of a sample, as a multiple of those without any way;
+            None where the model has none in products.
         moved: bytes of a sample that go to the host and come back.
-        seconds: of a call on the batch in these pieces: the measured γ and δ, γ times `work`, δ times the operations, and with what was moved at the
-            speed of a copy; None while it is not known.
-        pays: where a piece costs as much time besides its samples as this many samples take (δ/γ) or more, "checkpoint" is faster than "none"; None
-            where it never is, and for the others.
+        seconds: of a call on the batch in these pieces: the measured γ and δ, γ times `work`, δ
+            times the operations, and with what was moved at the speed of a copy; None while it is
+            not known.
+        pays: where a piece costs as much time besides its samples as this many samples take (δ/γ)
+            or more, "checkpoint" is faster than "none"; None where it never is, and for the others.
         reason: why this way cannot be gone; None where it can.
     """
 
@@ -71,14 +75,16 @@ class PlanReport:
 
     Attributes:
         samples: length of the batch.
-        sizes: the whole batch, its halves, and the largest size that fits, largest first; empty where there is no plan.
+        sizes: the whole batch, its halves, and the largest size that fits, largest first; empty
+            where there is no plan.
         largest: the largest size that fits, in samples; 0 if none does, None where it is not known.
         capacity: bytes that the plan was held against; None where they are not known.
         usable: what the policy's margin leaves of them.
         step: bytes at the peak of the optimizer's step; 0 where no optimizer was given.
         reason: why there is no plan; None where there is one.
         model: the peak as a function of elements; None where there is no plan.
-        ways: the ways to make pieces; empty unless `compare=True` was asked for and it is known how much memory there is.
+        ways: the ways to make pieces; empty unless `compare=True` was asked for and it is known how
+            much memory there is.
     """
 
     samples: int
@@ -96,7 +102,8 @@ class PlanReport:
         """The way with which the batch takes the least time in this memory; None where none fits, or where too little is known of time."""
         fitting = [way for way in self.ways if way.largest]
         if len(fitting) == 1 or (fitting and fitting[0].name == "none" and fitting[0].pieces == 1):
-            return fitting[0].name  # the only one; or the batch is never split, and less work is faster
+            # the only one; or the batch is never split, and less work is faster
+            return fitting[0].name
         known = [(way.seconds, way.name) for way in fitting if way.seconds is not None]
         return min(known)[1] if known and len(known) == len(fitting) else None
 
@@ -108,22 +115,47 @@ class PlanReport:
         for planned in self.sizes:
             values = [getattr(planned, name) for name in rows[0]]
             sizes = ["?" if value is None else format_bytes(value) for value in values[2:-2]]
-            rows.append([*map(str, values[:2]), *sizes, {True: "yes", False: "no", None: "?"}[planned.fits], _in_words(planned.seconds)])
+            rows.append(
+                [
+                    *map(str, values[:2]),
+                    *sizes,
+                    {True: "yes", False: "no", None: "?"}[planned.fits],
+                    _in_words(planned.seconds),
+                ]
+            )
         step = [f"optimizer step: {format_bytes(self.step)}"] if self.step else []
-        return "\n".join([self._verdict(), *_table(rows), *step, *(self._comparison() if self.ways else [])])
+        return "\n".join(
+            [self._verdict(), *_table(rows), *step, *(self._comparison() if self.ways else [])]
+        )
 
     def _comparison(self) -> list[str]:
         """The ways, and the fastest."""
         rows, notes = [["way", "largest", "pieces", "work", "moved", "seconds"]], []
         for way in self.ways:
             work = "?" if way.work is None else f"{way.work:.2f} x"
-            rows.append([way.name, str(way.largest), str(way.pieces), work, format_bytes(way.moved), _in_words(way.seconds)])
+            rows.append(
+                [
+                    way.name,
+                    str(way.largest),
+                    str(way.pieces),
+                    work,
+                    format_bytes(way.moved),
+                    _in_words(way.seconds),
+                ]
+            )
             if way.reason is not None:
                 rows[-1][1:] = 5 * ["-"]
                 notes.append(f"{way.name}: {way.reason}")
             elif way.pays is not None:
-                notes.append(f"{way.name}: faster than none where a piece costs as much time besides as {way.pays:.3g} samples take")
-        unknown = "not known: no calls were timed at two sizes" if any(way.largest for way in self.ways) else "not even the smallest size fits"
+                notes.append(
+                    f"{way.name}: faster than none where a piece costs as much time besides as "
+                    f"{way.pays:.3g} samples take"
+                )
+        unknown = (
+            "not known: no calls were timed at two sizes"
+            if any(way.largest for way in self.ways)
+            else "not even the smallest size fits"
+        )
         return [*_table(rows), *notes, f"fastest: {self.fastest or unknown}"]
 
     def _verdict(self) -> str:
@@ -139,4 +171,7 @@ def _in_words(seconds: float | None) -> str:
 
 def _table(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]

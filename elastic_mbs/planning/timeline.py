@@ -33,11 +33,16 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 
 
 class Timeline(TorchDispatchMode):
-    """Counts the storages that operations make on one device, and notes the sum after each. What was there before is not counted."""
+    """Counts the storages that operations make on one device, and notes the sum after each.
+
+    What was there before is not counted.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device, count: Callable[[Any, Any, Any, Any], int] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, count: Callable[[Any, Any, Any, Any], int] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.points: list[Point] = []
         self.operations: list[Any] = []
@@ -50,7 +55,9 @@ class Timeline(TorchDispatchMode):
         self.elsewhere = False  # what is made now is made in other memory
         self.flops = 0  # in products, where they are counted
         self._count = count
-        self._on_death = cast(Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append)
+        self._on_death = cast(
+            Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append
+        )
 
     @property
     def live(self) -> int:
@@ -83,13 +90,20 @@ class Timeline(TorchDispatchMode):
             for each in value:
                 self._admit(each, made=made)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is _DEVICE:  # asked for more often than all else together
             return args[0].device
         self._admit(args, made=False)
         out = kept(func, args, func(*args, **(kwargs or {})))
         self._admit(out, made=not self.elsewhere)
-        if isinstance(out, Tensor | tuple | list):  # a question makes nothing, and is not asked every time
+        # a question makes nothing, and is not asked every time
+        if isinstance(out, Tensor | tuple | list):
             self.operations.append(func)
             self.note()
             if self._count is not None:

@@ -41,16 +41,29 @@ class Tracer:
     timelines: list[Timeline] = field(default_factory=list)
 
     def piece(self, size: int, way: Way = Way.NONE, *, count: bool = False) -> Trace:
-        """The first so many samples, with gradients empty before; those that it makes stay. With `count` the work is counted."""
+        """The first so many samples, with gradients empty before; those that it makes stay.
+
+        With `count` the work is counted.
+        """
         timeline = Timeline(self.context.devices[0], flops_of if count else None)
         self.timelines.append(timeline)
         data = map_tensors(self.view.piece(0, size), self.fakes)
-        weights = self.counts.weights(0, size, reduction=self.context.settings.reduction) or dict.fromkeys(self.counts.names or (None,), 1.0)
-        hooks = [leaf.register_post_accumulate_grad_hook(timeline.committed) for leaf in self.leaves()]
+        weights = self.counts.weights(
+            0, size, reduction=self.context.settings.reduction
+        ) or dict.fromkeys(self.counts.names or (None,), 1.0)
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(timeline.committed) for leaf in self.leaves()
+        ]
         for leaf in self.leaves():
             leaf.grad = None
         try:
-            with _rnn_in_operations(self.context.model.modules), self.fakes.mode, timeline, torch.inference_mode(False), torch.enable_grad():
+            with (
+                _rnn_in_operations(self.context.model.modules),
+                self.fakes.mode,
+                timeline,
+                torch.inference_mode(False),
+                torch.enable_grad(),
+            ):
                 data = to_device(data, self.context.piece_device)
                 with made(way, self.context, data, timeline) as moved:
                     value = self.loss_fn(data)
@@ -61,7 +74,13 @@ class Tracer:
             for hook in hooks:
                 hook.remove()
         timeline.note()  # the last leaf has its gradient only now
-        return Trace(size, timeline.operations, timeline.points, timeline.flops, 0 if moved is None else moved.bytes)
+        return Trace(
+            size,
+            timeline.operations,
+            timeline.points,
+            timeline.flops,
+            0 if moved is None else moved.bytes,
+        )
 
     def leaves(self) -> list[Tensor]:
         return [self.fakes(leaf) for leaf in self.context.model.leaves]
@@ -69,7 +88,11 @@ class Tracer:
     def _backward(self, loss: Tensor) -> None:
         """With the gradients of leaves outside the model set aside: those are real."""
         assert loss.grad_fn is not None
-        outside = [(leaf, leaf.grad) for leaf in walk(loss.grad_fn).leaves if not isinstance(leaf, FakeTensor)]
+        outside = [
+            (leaf, leaf.grad)
+            for leaf in walk(loss.grad_fn).leaves
+            if not isinstance(leaf, FakeTensor)
+        ]
         try:
             for leaf, _ in outside:
                 leaf.grad = None

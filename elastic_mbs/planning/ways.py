@@ -1,8 +1,10 @@
 """Which way of saving memory, if any, is the fastest: none, saved tensors on the host, or blocks that run again in backward.
 
-PAPAYA (arXiv 2303.14633): where C bytes may be used, and a piece of m samples takes α·m + β bytes and γ·m + δ seconds, a way that has α′ and γ′
-instead is faster exactly if its P-score (α − α′)/(γ′ − γ) is above the P-point (C − β)/δ: if γ′ + δ/m′ is below γ + δ/m for the largest sizes m′
-and m that fit. Here these sizes come from traces, not from a straight line, pieces are whole, and δ grows with the number of operations.
+PAPAYA (arXiv 2303.14633): where C bytes may be used, and a piece of m samples takes α·m + β bytes
+and γ·m + δ seconds, a way that has α′ and γ′ instead is faster exactly if its P-score (α − α′)/(γ′
+− γ) is above the P-point (C − β)/δ: if γ′ + δ/m′ is below γ + δ/m for the largest sizes m′ and m
+that fit. Here these sizes come from traces, not from a straight line, pieces are whole, and δ grows
+with the number of operations.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class NoWayError(Exception):
 class Known(NamedTuple):
     """What was measured."""
 
-    time: tuple[float, float] | None = None  # γ, in seconds per sample, and δ, in seconds per piece, without any of the ways
+    # γ, in seconds per sample, and δ, in seconds per piece, without any of the ways
+    time: tuple[float, float] | None = None
     move: float | None = None  # seconds for a byte to go to the host and come back
 
 
@@ -54,7 +57,11 @@ class _Moved(OffloadedTensors):
     """Saved tensors on the host, on fakes: what is there is not on the device."""
 
     def __init__(self, context: Context, data: Any, timeline: Timeline) -> None:
-        held = (tensor for root in context.model.roots for tensor in (*root.parameters(), *root.buffers()))
+        held = (
+            tensor
+            for root in context.model.roots
+            for tensor in (*root.parameters(), *root.buffers())
+        )
         once = iter([*held, *tensors_of(data)])  # it is entered once, and keeps no fakes
         super().__init__(lambda: once)
         self.bytes = 0
@@ -80,7 +87,10 @@ def made(way: Way, context: Context, data: Any, timeline: Timeline) -> Iterator[
     elif way is Way.CHECKPOINT:
         blocks = CheckpointedBlocks(context.model.roots, context.streams)
         if not blocks.blocks:
-            raise NoWayError("the model has no blocks: no gradient_checkpointing_enable(), no nn.ModuleList, no nn.Sequential")
+            raise NoWayError(
+                "the model has no blocks: no gradient_checkpointing_enable(), no nn.ModuleList, "
+                "no nn.Sequential"
+            )
         with blocks:
             yield None
     else:
@@ -102,13 +112,28 @@ def seconds_to_move(device: torch.device) -> float | None:
     return best / COPIED
 
 
-def weighed(way: Way, *, trace: Trace, none: Trace, samples: int, largest: int, pieces: int, before: int, known: Known) -> PlannedWay:
+def weighed(
+    way: Way,
+    *,
+    trace: Trace,
+    none: Trace,
+    samples: int,
+    largest: int,
+    pieces: int,
+    before: int,
+    known: Known,
+) -> PlannedWay:
     """What a way brings and costs, whose largest pieces cut the batch into `pieces`, where it were `before` without any; 0 where none fits."""
     work = trace.flops / trace.size / (none.flops / none.size) if none.flops else None
     calls = len(trace.operations) / len(none.operations)
     moved = trace.moved / trace.size
     seconds = pays = None
-    if pieces and known.time is not None and work is not None and (not moved or known.move is not None):
+    if (
+        pieces
+        and known.time is not None
+        and work is not None
+        and (not moved or known.move is not None)
+    ):
         per_sample = known.time[0] * work + moved * (known.move or 0.0)
         seconds = per_sample * samples + known.time[1] * calls * pieces
     if pieces and work is not None and not moved and (fewer := before - calls * pieces) > 0:

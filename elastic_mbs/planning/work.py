@@ -25,8 +25,12 @@ def _layer(args: Any) -> int:
 _ATEN = torch.ops.aten
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[_ATEN._scaled_dot_product_flash_attention_backward],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention
+    ],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
     _ATEN.mkldnn_rnn_layer: lambda *args, **kwargs: _layer(args),
     _ATEN.mkldnn_rnn_layer_backward: lambda *args, **kwargs: 2 * _layer(args),
 }

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from elastic_mbs.recipes.batch_sampler import ElasticBatchSampler
 from elastic_mbs.recipes.batch_schedule import BatchSchedule
-from elastic_mbs.recipes.ghost_batchnorm import GhostBatchNorm1d, GhostBatchNorm2d, GhostBatchNorm3d, convert_ghost_batchnorm
+from elastic_mbs.recipes.ghost_batchnorm import (
+    GhostBatchNorm1d,
+    GhostBatchNorm2d,
+    GhostBatchNorm3d,
+    convert_ghost_batchnorm,
+)
 from elastic_mbs.recipes.rate import gradual_warmup, linear_scaling, momentum_correction
 
 __all__ = [

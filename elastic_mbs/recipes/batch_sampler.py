@@ -15,7 +15,10 @@ from elastic_mbs.recipes.batch_schedule import BatchSchedule
 
 @dataclass
 class _Place:
-    """A place in a run. What comes next is determined by it alone, not by when it is read: workers read ahead."""
+    """A place in a run.
+
+    What comes next is determined by it alone, not by when it is read: workers read ahead.
+    """
 
     epoch: int = 0
     first: int = 0  # number of the epoch's first batch in the run
@@ -25,8 +28,9 @@ class _Place:
 class ElasticBatchSampler(Sampler[list[int]]):
     """Shuffles once per epoch and hands out batches of the schedule's size, as the `batch_sampler=` of a `DataLoader`.
 
-    Each `iter` begins the next epoch, and one that is left early counts as whole. The order depends on the seed and the epoch only, the sizes on the
-    place in the run, so neither workers nor a resumed run change either. The length is that of the epoch that runs, or of the next one.
+    Each `iter` begins the next epoch, and one that is left early counts as whole. The order depends
+    on the seed and the epoch only, the sizes on the place in the run, so neither workers nor a
+    resumed run change either. The length is that of the epoch that runs, or of the next one.
 
     Args:
         data: the dataset, or its length.
@@ -37,8 +41,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         drop_last: leaves out an epoch's last batch where it is not full.
 
     Raises:
-        UsageError: no data, or an unknown unit; from `iter`: the schedule has grown for batches that were handed out already (see `ahead`), or
-            `drop_last` would leave nothing.
+        UsageError: no data, or an unknown unit; from `iter`: the schedule has grown for batches
+            that were handed out already (see `ahead`), or `drop_last` would leave nothing.
     """
 
     def __init__(
@@ -67,26 +71,35 @@ class ElasticBatchSampler(Sampler[list[int]]):
         yield from self._run(place)
 
     def __len__(self) -> int:
-        place = self._upcoming() if self._place.batches == self._length(self._place) else self._place
+        place = (
+            self._upcoming() if self._place.batches == self._length(self._place) else self._place
+        )
         return self._length(place)
 
     def _upcoming(self) -> _Place:
         """Where the next `iter` begins."""
         place, length = self._place, self._length(self._place)
-        return _Place(place.epoch + 1, place.first + length) if self._begun or place.batches >= length else place
+        return (
+            _Place(place.epoch + 1, place.first + length)
+            if self._begun or place.batches >= length
+            else place
+        )
 
     def _run(self, place: _Place) -> Iterator[list[int]]:
         done, known = place.batches, self.schedule.changes
         order = torch.arange(self._samples)
         if self._shuffle:
-            order = torch.randperm(self._samples, generator=torch.Generator().manual_seed(self._seed + place.epoch))
+            order = torch.randperm(
+                self._samples, generator=torch.Generator().manual_seed(self._seed + place.epoch)
+            )
         for number, (start, stop) in enumerate(self._cuts(place)):
             if number < done:
                 continue
             grown = self.schedule.changes[len(known) :]
             if number > done and grown and grown[0][0] <= self._step(place, number - 1):
                 raise UsageError(
-                    f"the schedule has grown from step {grown[0][0]} on, when batches had been read up to step {self._step(place, number - 1)}: "
+                    f"the schedule has grown from step {grown[0][0]} on, when batches had been "
+                    f"read up to step {self._step(place, number - 1)}: "
                     "give it a larger ahead="
                 )
             place.batches, known = number + 1, self.schedule.changes
@@ -103,7 +116,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
             size = self.schedule.batch(self._step(place, number))
             if start + size > self._samples and self._drop_last:
                 if number == 0:
-                    raise UsageError(f"drop_last leaves nothing of {self._samples} samples in batches of {size}: give the schedule a lower limit")
+                    raise UsageError(
+                        f"drop_last leaves nothing of {self._samples} samples in batches of "
+                        f"{size}: give the schedule a lower limit"
+                    )
                 return
             yield start, min(start + size, self._samples)
             start, number = start + size, number + 1
@@ -115,7 +131,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """The place in the run, as JSON, to go on in the middle of an epoch.
 
         Args:
-            batches: how many of the epoch's batches were trained on, from its start. None: all that were handed out, which with workers is more.
+            batches: how many of the epoch's batches were trained on, from its start. None: all that
+                were handed out, which with workers is more.
 
         Raises:
             UsageError: so many were not handed out.
@@ -123,15 +140,33 @@ class ElasticBatchSampler(Sampler[list[int]]):
         place = self._place
         batches = place.batches if batches is None else batches
         if not 0 <= batches <= place.batches:
-            raise UsageError(f"batches={batches}, and {place.batches} of epoch {place.epoch} have been handed out")
-        return {"epoch": place.epoch, "first": place.first, "batches": batches, "data": self._data(), "schedule": self.schedule.state_dict()}
+            raise UsageError(
+                f"batches={batches}, and {place.batches} of epoch {place.epoch} have been handed "
+                "out"
+            )
+        return {
+            "epoch": place.epoch,
+            "first": place.first,
+            "batches": batches,
+            "data": self._data(),
+            "schedule": self.schedule.state_dict(),
+        }
 
     def _data(self) -> dict[str, Any]:
-        return {"samples": self._samples, "unit": self._unit, "shuffle": self._shuffle, "seed": self._seed, "drop_last": self._drop_last}
+        return {
+            "samples": self._samples,
+            "unit": self._unit,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_last": self._drop_last,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has the next `iter` go on where the saved run was; a `UsageError` where data, options or schedule are others."""
         if state["data"] != self._data():
-            raise UsageError(f"the saved run had {state['data']}, and this one has {self._data()}: they must be the same")
+            raise UsageError(
+                f"the saved run had {state['data']}, and this one has {self._data()}: they must "
+                "be the same"
+            )
         self.schedule.load_state_dict(state["schedule"])
         self._place, self._begun = _Place(state["epoch"], state["first"], state["batches"]), False

@@ -1,6 +1,7 @@
 """The batch size over a run: grown where a schedule would have decayed the rate, or where the gradient noise scale says that it pays.
 
-Source: Smith et al., "Don't decay the learning rate, increase the batch size" (ICLR 2018, arXiv 1711.00489); McCandlish et al. (arXiv 1812.06162).
+Source: Smith et al., "Don't decay the learning rate, increase the batch size" (ICLR 2018, arXiv
+1711.00489); McCandlish et al. (arXiv 1812.06162).
 """
 
 from __future__ import annotations
@@ -19,26 +20,33 @@ from elastic_mbs.noise_scale import NoiseScale
 
 
 class BatchSchedule:
-    """The batch size at each step, and the factor by which the rate is still decayed. It never shrinks. A step is an epoch or an update, as you like.
+    """The batch size at each step, and the factor by which the rate is still decayed.
+
+    It never shrinks. A step is an epoch or an update, as you like.
 
     ```python
-    schedule = BatchSchedule.from_scheduler(partial(MultiStepLR, milestones=[60, 120, 160], gamma=0.2), batch=128, steps=200, samples=50_000)
-    loader = DataLoader(dataset, batch_sampler=ElasticBatchSampler(dataset, schedule))
-    scheduler = schedule.scheduler(optimizer)     # what is left to decay, once the batch cannot grow any more
-    ```
+    schedule = BatchSchedule.from_scheduler(partial(MultiStepLR, milestones=[60, 120, 160],
+    gamma=0.2), batch=128, steps=200, samples=50_000) loader = DataLoader(dataset,
+    batch_sampler=ElasticBatchSampler(dataset, schedule))
+    scheduler = schedule.scheduler(optimizer)     # what is left to decay, once the batch cannot
+    grow any more ```
 
     Args:
-        changes: (step, batch) pairs: from that step on the batch has so many samples. The first is for step 0.
+        changes: (step, batch) pairs: from that step on the batch has so many samples. The first is
+            for step 0.
 
     Raises:
-        UsageError: there are none, steps do not rise from 0, or a batch is smaller than the one before.
+        UsageError: there are none, steps do not rise from 0, or a batch is smaller than the one
+            before.
     """
 
     def __init__(self, changes: Iterable[tuple[int, int]]) -> None:
         try:
             pairs = [(step, batch) for step, batch in changes]
         except (TypeError, ValueError):
-            raise UsageError(f"changes={changes!r} are no (step, batch) pairs: [(0, 64), (30, 128)]") from None
+            raise UsageError(
+                f"changes={changes!r} are no (step, batch) pairs: [(0, 64), (30, 128)]"
+            ) from None
         if not pairs or pairs[0][0] != 0:
             raise UsageError(f"changes={pairs!r} have no batch for step 0: begin with (0, batch)")
         self._steps: list[int] = []
@@ -51,52 +59,80 @@ class BatchSchedule:
 
     def _append(self, step: int, batch: int, rate: float = 1.0) -> None:
         if type(step) is not int or (self._steps and step <= self._steps[-1]):
-            raise UsageError(f"step {step!r} comes after step {self._steps[-1] if self._steps else '0'}: steps are whole numbers that rise")
+            raise UsageError(
+                f"step {step!r} comes after step {self._steps[-1] if self._steps else '0'}: steps "
+                "are whole numbers that rise"
+            )
         if type(batch) is not int or batch < 1:
-            raise UsageError(f"a batch of {batch!r} at step {step} is no whole number of samples of at least 1")
+            raise UsageError(
+                f"a batch of {batch!r} at step {step} is no whole number of samples of at least 1"
+            )
         if self._sizes and batch < self._sizes[-1]:
-            raise UsageError(f"the batch shrinks from {self._sizes[-1]} to {batch} at step {step}: it can only grow; lower the rate instead")
+            raise UsageError(
+                f"the batch shrinks from {self._sizes[-1]} to {batch} at step {step}: it can only "
+                "grow; lower the rate instead"
+            )
         self._steps.append(step)
         self._sizes.append(batch)
         self._rates.append(rate)
 
     @classmethod
     def from_scheduler(
-        cls, make: Callable[[Optimizer], LRScheduler], batch: int, *, steps: int, samples: int | None = None, limit: int | None = None
+        cls,
+        make: Callable[[Optimizer], LRScheduler],
+        batch: int,
+        *,
+        steps: int,
+        samples: int | None = None,
+        limit: int | None = None,
     ) -> Self:
         """Grows the batch by q where a scheduler of torch's divides the rate by q, up to a limit, and decays the rate from there on.
 
-        The quotient of rate and batch, on which the noise of training depends, is that of the scheduler at every step.
+        The quotient of rate and batch, on which the noise of training depends, is that of the
+        scheduler at every step.
 
         Args:
-            make: makes the scheduler from an optimizer: `partial(StepLR, step_size=30)`. It is run on an optimizer of its own.
+            make: makes the scheduler from an optimizer: `partial(StepLR, step_size=30)`. It is run
+                on an optimizer of its own.
             batch: samples of the first batch.
             steps: calls of its `step()` in the whole run.
             samples: in an epoch; the limit is a tenth of them.
             limit: samples of the largest batch, in place of that.
 
         Raises:
-            UsageError: the rate rises (a warm-up goes beside this: `gradual_warmup`), depends on a metric, or there is no limit or no room below it.
+            UsageError: the rate rises (a warm-up goes beside this: `gradual_warmup`), depends on a
+                metric, or there is no limit or no room below it.
         """
         schedule = cls([(0, batch)])
         limit = _limit(batch, samples, limit)
         if type(steps) is not int:
-            raise UsageError(f"steps={steps!r} is no whole number of calls of the scheduler's step()")
+            raise UsageError(
+                f"steps={steps!r} is no whole number of calls of the scheduler's step()"
+            )
         optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
         scheduler = make(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError(f"the rate of {type(scheduler).__name__} does not follow from its step: use MultiStepLR or the like, or pairs")
+            raise UsageError(
+                f"the rate of {type(scheduler).__name__} does not follow from its step: use "
+                "MultiStepLR or the like, or pairs"
+            )
         rates = []
         for _ in range(steps):
             rates.append(float(optimizer.param_groups[0]["lr"]))
             optimizer.step()
             scheduler.step()
         if not rates or rates[0] <= 0:
-            raise UsageError(f"steps={steps!r} of {type(scheduler).__name__} have no rate to begin with")
+            raise UsageError(
+                f"steps={steps!r} of {type(scheduler).__name__} have no rate to begin with"
+            )
         for step, (before, now) in enumerate(pairwise(rates), 1):
             if now > before * (1 + 1e-9):
-                raise UsageError(f"the rate rises at step {step}, so the batch would shrink: leave a warm-up out, and use gradual_warmup beside it")
-            wanted = round(batch * rates[0] / now) if now * limit > batch * rates[0] else limit  # the rate may end at 0
+                raise UsageError(
+                    f"the rate rises at step {step}, so the batch would shrink: leave a warm-up "
+                    "out, and use gradual_warmup beside it"
+                )
+            # the rate may end at 0
+            wanted = round(batch * rates[0] / now) if now * limit > batch * rates[0] else limit
             grown = max(schedule._sizes[-1], min(limit, wanted))
             rate = now / rates[0] * (grown / batch)
             if (grown, rate) != (schedule._sizes[-1], schedule._rates[-1]):
@@ -104,15 +140,18 @@ class BatchSchedule:
         return schedule
 
     @classmethod
-    def from_noise_scale(cls, batch: int, *, samples: int | None = None, limit: int | None = None, ahead: int = 1) -> Self:
+    def from_noise_scale(
+        cls, batch: int, *, samples: int | None = None, limit: int | None = None, ahead: int = 1
+    ) -> Self:
         """Doubles the batch once the gradient noise scale is known to be as large, up to a limit: see `follow`.
 
         Args:
             batch: samples of the first batch.
             samples: in an epoch; the limit is a tenth of them.
             limit: samples of the largest batch, in place of that.
-            ahead: steps from an estimate to the growth that follows. Where steps are updates and workers read ahead it must be more than what they
-                have read (`num_workers × prefetch_factor`), or the batch would depend on how fast they are.
+            ahead: steps from an estimate to the growth that follows. Where steps are updates and
+                workers read ahead it must be more than what they have read (`num_workers ×
+                prefetch_factor`), or the batch would depend on how fast they are.
 
         Raises:
             UsageError: there is no limit, no room below it, or `ahead` is below 1.
@@ -135,9 +174,16 @@ class BatchSchedule:
             UsageError: the schedule is a fixed one.
         """
         if self._limit is None:
-            raise UsageError("this schedule is fixed: make one that follows the noise scale by BatchSchedule.from_noise_scale")
+            raise UsageError(
+                "this schedule is fixed: make one that follows the noise scale by "
+                "BatchSchedule.from_noise_scale"
+            )
         batch = self._sizes[-1]
-        while noise is not None and 2 * batch <= self._limit and 2 * batch <= noise.value - noise.error:
+        while (
+            noise is not None
+            and 2 * batch <= self._limit
+            and 2 * batch <= noise.value - noise.error
+        ):
             batch *= 2
         if batch > self._sizes[-1] and step + self._ahead > self._steps[-1]:
             self._append(step + self._ahead, batch)
@@ -161,9 +207,12 @@ class BatchSchedule:
         return bisect_right(self._steps, step) - 1
 
     def scheduler(self, optimizer: Optimizer) -> MultiplicativeLR:
-        """A scheduler for `rate`. It multiplies the rate that others set, as a warm-up beside it in a `ChainedScheduler`.
+        """A scheduler for `rate`.
 
-        Not beside one that computes the rate anew at each step, as LambdaLR and OneCycleLR do: that overwrites it.
+        It multiplies the rate that others set, as a warm-up beside it in a `ChainedScheduler`.
+
+        Not beside one that computes the rate anew at each step, as LambdaLR and OneCycleLR do: that
+        overwrites it.
         """
 
         def factor(step: int) -> float:
@@ -182,13 +231,21 @@ class BatchSchedule:
         if self._limit is not None:
             self._steps, self._sizes, self._rates = loaded._steps, loaded._sizes, loaded._rates
         elif self.changes != loaded.changes:
-            raise UsageError(f"the saved run had another schedule, {loaded.changes}: give that, or start the sampler anew")
+            raise UsageError(
+                f"the saved run had another schedule, {loaded.changes}: give that, or start the "
+                "sampler anew"
+            )
 
 
 def _limit(batch: int, samples: int | None, limit: int | None) -> int:
     if (samples is None) == (limit is None):
-        raise UsageError("give samples=, of which the largest batch is a tenth, or limit=: one of the two")
+        raise UsageError(
+            "give samples=, of which the largest batch is a tenth, or limit=: one of the two"
+        )
     found = limit if limit is not None else (samples or 0) // 10
     if type(found) is not int or found < batch:
-        raise UsageError(f"{'limit' if limit is not None else 'a tenth of samples'} is {found!r}, below the first batch of {batch}")
+        raise UsageError(
+            f"{'limit' if limit is not None else 'a tenth of samples'} is {found!r}, below the "
+            f"first batch of {batch}"
+        )
     return found

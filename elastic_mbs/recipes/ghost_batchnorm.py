@@ -1,7 +1,7 @@
 """BatchNorm over fixed groups of samples, so that how a batch is split changes neither its gradient nor its running statistics.
 
-The size of the group is part of the loss that is trained, as the batch of one worker is in Goyal et al. (arXiv 1706.02677, section 2.3); the name is
-from Hoffer et al. (arXiv 1705.08741).
+The size of the group is part of the loss that is trained, as the batch of one worker is in Goyal et
+al. (arXiv 1706.02677, section 2.3); the name is from Hoffer et al. (arXiv 1705.08741).
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class _Grouped(_BatchNorm):
         """Normalises each group, and adds its statistics to the running ones, in the order of the groups; BatchNorm where those are used.
 
         Raises:
-            UsageError: one value per channel is left for the last group, which has no statistics then.
+            UsageError: one value per channel is left for the last group, which has no statistics
+                then.
         """
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if len(input) % self.batch_group == 1 and input[0, 0].numel() == 1:
             raise UsageError(
-                f"{len(input)} rows leave one for the last group of {self.batch_group}, and one value has no statistics: "
+                f"{len(input)} rows leave one for the last group of {self.batch_group}, and one "
+                "value has no statistics: "
                 f"use batches of a multiple of {self.batch_group} (drop_last=True)"
             )
         norm = super().forward
@@ -52,10 +54,12 @@ class GhostBatchNorm1d(_Grouped, nn.BatchNorm1d):
 class GhostBatchNorm2d(_Grouped, nn.BatchNorm2d):
     """`nn.BatchNorm2d` over groups of `group` samples: the first so many of the batch, and so on; what is left over at its end is a group as well.
 
-    In evaluation it is BatchNorm, and their states are each other's. `ElasticMBS` reads the group and cuts batches at its multiples only, so that
-    gradients and running statistics are those of the whole batch. A model that gives it several rows per sample must give the same number for each.
-    One that calls it several times in a forward gets running statistics that depend on the split, and samples that count nothing (`count=`) reach
-    them where something counts in their piece.
+    In evaluation it is BatchNorm, and their states are each other's. `ElasticMBS` reads the group
+    and cuts batches at its multiples only, so that gradients and running statistics are those of
+    the whole batch. A model that gives it several rows per sample must give the same number for
+    each. One that calls it several times in a forward gets running statistics that depend on the
+    split, and samples that count nothing (`count=`) reach them where something counts in their
+    piece.
 
     Args:
         num_features: channels.
@@ -91,7 +95,8 @@ def convert_ghost_batchnorm(model: nn.Module, group: int = 32) -> nn.Module:
         The model, or what stands for it where it is a BatchNorm itself.
 
     Raises:
-        UsageError: a kind of BatchNorm that has no ghost (`nn.SyncBatchNorm`, a lazy one, one of the user's), or a group below 1.
+        UsageError: a kind of BatchNorm that has no ghost (`nn.SyncBatchNorm`, a lazy one, one of
+            the user's), or a group below 1.
     """
     _checked(group)
     ghosts: dict[nn.Module, nn.Module] = {}
@@ -107,14 +112,20 @@ def convert_ghost_batchnorm(model: nn.Module, group: int = 32) -> nn.Module:
 
 def _ghost(module: nn.Module, name: str, group: int) -> nn.Module:
     if type(module) not in _KINDS:
-        raise UsageError(f"{name or 'the model'} is a {type(module).__name__}, which has no ghost: put nn.BatchNorm1d, 2d or 3d in its place first")
+        raise UsageError(
+            f"{name or 'the model'} is a {type(module).__name__}, which has no ghost: put "
+            "nn.BatchNorm1d, 2d or 3d in its place first"
+        )
     kind = _KINDS[type(module)]
     ghost = kind.__new__(kind)
-    ghost.__dict__ = vars(module) | {"batch_group": group}  # tensors and hooks are shared, not copied: an optimizer may hold them
+    # tensors and hooks are shared, not copied: an optimizer may hold them
+    ghost.__dict__ = vars(module) | {"batch_group": group}
     return ghost
 
 
 def _checked(group: int) -> int:
     if type(group) is not int or group < 1:
-        raise UsageError(f"group={group!r} is no whole number of samples of at least 1: Goyal et al. use 32")
+        raise UsageError(
+            f"group={group!r} is no whole number of samples of at least 1: Goyal et al. use 32"
+        )
     return group

@@ -13,7 +13,9 @@ from elastic_mbs.errors import UsageError
 
 
 def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
-    """The rate for a batch k times the reference batch: k times its rate. All else stays as it is, weight decay and momentum too.
+    """The rate for a batch k times the reference batch: k times its rate.
+
+    All else stays as it is, weight decay and momentum too.
 
     Args:
         lr: rate that is right for the reference batch. Goyal et al.: 0.1 for 256 images.
@@ -36,25 +38,30 @@ def gradual_warmup(optimizer: Optimizer, k: float, steps: int) -> LinearLR:
 
     ```python
     k = batch / reference_batch
-    optimizer = torch.optim.SGD(model.parameters(), lr=linear_scaling(0.1, batch, reference_batch), momentum=0.9)
-    scheduler = ChainedScheduler([gradual_warmup(optimizer, k, steps=5 * len(loader)), MultiStepLR(optimizer, milestones)])
-    ```
+    optimizer = torch.optim.SGD(model.parameters(), lr=linear_scaling(0.1, batch, reference_batch),
+    momentum=0.9) scheduler = ChainedScheduler([gradual_warmup(optimizer, k, steps=5 * len(loader)),
+    MultiStepLR(optimizer, milestones)]) ```
 
-    It goes before any of torch's schedulers in a `SequentialLR`. In a `ChainedScheduler` it multiplies the rate that others set, and goes with those
-    that do so, too (MultiStepLR, StepLR, ExponentialLR, PolynomialLR, CosineAnnealingLR). Those that compute the rate anew at each step (LambdaLR,
-    OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts) overwrite it there.
+    It goes before any of torch's schedulers in a `SequentialLR`. In a `ChainedScheduler` it
+    multiplies the rate that others set, and goes with those that do so, too (MultiStepLR, StepLR,
+    ExponentialLR, PolynomialLR, CosineAnnealingLR). Those that compute the rate anew at each step
+    (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts) overwrite it there.
     Weight decay is left alone.
 
     Args:
         optimizer: its rate is the large batch's, k times the reference rate.
         k: by how much the batch is larger than the reference batch.
-        steps: calls of `scheduler.step()`, once per batch, until its rate is reached: five epochs in the paper.
+        steps: calls of `scheduler.step()`, once per batch, until its rate is reached: five epochs
+            in the paper.
 
     Raises:
         UsageError: k is below 1, or there are no steps.
     """
     if not 1 <= k < math.inf:
-        raise UsageError(f"k={k!r} is no factor of at least 1: a smaller batch than the reference batch needs no warm-up")
+        raise UsageError(
+            f"k={k!r} is no factor of at least 1: a smaller batch than the reference batch needs "
+            "no warm-up"
+        )
     if type(steps) is not int or steps < 1:
         raise UsageError(f"steps={steps!r} is no whole number of at least 1: leave the warm-up out")
     return LinearLR(optimizer, start_factor=1 / k, end_factor=1.0, total_iters=steps)
@@ -66,8 +73,9 @@ _NOTED = "velocity_lr"  # in a parameter group, so that it goes with the optimiz
 def momentum_correction(optimizer: Optimizer, velocity: str = "momentum_buffer") -> RemovableHandle:
     """Corrects, at each change of the rate, an optimizer whose velocity has absorbed it: v ← m·v + η·g, w ← w - v.
 
-    Its v is made of earlier rates, and is multiplied by η_new/η_old before the step that uses the new one (section 3). `torch.optim.SGD` keeps the
-    rate out of its velocity and needs nothing, as all of torch's own.
+    Its v is made of earlier rates, and is multiplied by η_new/η_old before the step that uses the
+    new one (section 3). `torch.optim.SGD` keeps the rate out of its velocity and needs nothing, as
+    all of torch's own.
 
     Args:
         optimizer: one of that kind.
@@ -81,7 +89,8 @@ def momentum_correction(optimizer: Optimizer, velocity: str = "momentum_buffer")
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         raise UsageError(
-            f"torch.optim.{type(optimizer).__name__} keeps the rate out of its velocity, and a correction would be an error: leave it out"
+            f"torch.optim.{type(optimizer).__name__} keeps the rate out of its velocity, and a "
+            "correction would be an error: leave it out"
         )
 
     def correct(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Buffers that a forward changes (running statistics, spectral-norm vectors, codebooks): their snapshots and their rollback.
 
-Rollback needs no memory: values are copied back into the tensors that exist. Source: shared/reference/autograd.md, "State a failed attempt leaves
-behind".
+Rollback needs no memory: values are copied back into the tensors that exist. Source:
+shared/reference/autograd.md, "State a failed attempt leaves behind".
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _Snapshot(NamedTuple):
     tensors: list[Any]  # what hung in each place
     copies: list[Tensor | None]  # its value, where one was kept
     versions: list[int]  # where none was kept, a change is noticed by these
-    attributes: list[tuple[nn.Module, dict[str, Any]]]  # numbers, flags and strings of their modules
+    # numbers, flags and strings of their modules
+    attributes: list[tuple[nn.Module, dict[str, Any]]]
 
     def changed(self) -> list[int]:
         """Places where another tensor hangs now, or one with another version."""
@@ -55,12 +56,18 @@ class _Snapshot(NamedTuple):
         versions = _versions(now)
         if versions == self.versions and all(map(is_, now, self.tensors)):
             return []
-        return [i for i, tensor in enumerate(now) if tensor is not self.tensors[i] or versions[i] != self.versions[i]]
+        return [
+            i
+            for i, tensor in enumerate(now)
+            if tensor is not self.tensors[i] or versions[i] != self.versions[i]
+        ]
 
     def put_back(self, skip: Collection[int] = ()) -> str | None:
         """Hangs every tensor where it hung, with its value; returns the label of one whose value was not kept. Can be repeated after an error."""
         lost = None
-        for i, ((module, name), tensor, copy) in enumerate(zip(self.places.pairs, self.tensors, self.copies, strict=True)):
+        for i, ((module, name), tensor, copy) in enumerate(
+            zip(self.places.pairs, self.tensors, self.copies, strict=True)
+        ):
             if i in skip:
                 continue
             if tensor is _ABSENT:
@@ -70,9 +77,12 @@ class _Snapshot(NamedTuple):
             if copy is None:
                 lost = _label(module, name) if _versions([tensor]) != [self.versions[i]] else lost
             elif copy.shape != tensor.shape:
-                tensor.data = copy.to(tensor.device, copy=True)  # resized in place: the one case that takes memory
+                # resized in place: the one case that takes memory
+                tensor.data = copy.to(tensor.device, copy=True)
             else:
-                tensor.data.copy_(copy)  # `data` has a version of its own: graphs that saved a buffer which did not change stay valid
+                # `data` has a version of its own: graphs that saved a buffer which did not change
+                # stay valid
+                tensor.data.copy_(copy)
         for module, saved in self.attributes:
             present = vars(module)
             for name in _plain(present).keys() - saved.keys():
@@ -96,15 +106,21 @@ class _Memory:
 
     def take(self, tensors: list[Any]) -> list[Tensor | None]:
         """Copies the values; None for what cannot be copied."""
-        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)) or _shapes(tensors) != self._shapes:
+        if (
+            len(tensors) != len(self._tensors)
+            or not all(map(is_, tensors, self._tensors))
+            or _shapes(tensors) != self._shapes
+        ):
             self._prepare(tensors)
         for copies, sources in self._groups:
             torch._foreach_copy_(copies, sources)
         return self._copies
 
     def _prepare(self, tensors: list[Any]) -> None:
-        self._tensors, self._copies, self._groups = [], [], []  # until it is done: there may be no room
-        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}  # a kernel serves one type on one device
+        # until it is done: there may be no room
+        self._tensors, self._copies, self._groups = [], [], []
+        # a kernel serves one type on one device
+        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
         with torch.inference_mode(False):
             copies = [torch.empty_like(tensor) if _copyable(tensor) else None for tensor in tensors]
         for tensor, copy in zip(tensors, copies, strict=True):
@@ -113,7 +129,8 @@ class _Memory:
                 group[0].append(copy)
                 group[1].append(tensor.detach() if tensor.requires_grad else tensor)
         self._copies, self._groups, self._shapes = copies, list(groups.values()), _shapes(tensors)
-        if not any(map(getattr, tensors, repeat("requires_grad"), repeat(False))):  # detached ones can lie elsewhere the next time
+        # detached ones can lie elsewhere the next time
+        if not any(map(getattr, tensors, repeat("requires_grad"), repeat(False))):
             self._tensors = tensors
 
 
@@ -140,8 +157,9 @@ class _Layout:
 class BufferCopies:
     """Snapshots of the buffers that the forward changes, at the call's start and at the piece's start: a recovery goes back to either.
 
-    Learns per loss function which buffers change, by versions and identities; its first call copies the others to the host and compares values.
-    Running statistics that can change always count as changing, because eager BatchNorm does not bump their version.
+    Learns per loss function which buffers change, by versions and identities; its first call copies
+    the others to the host and compares values. Running statistics that can change always count as
+    changing, because eager BatchNorm does not bump their version.
     """
 
     def __init__(self) -> None:
@@ -163,12 +181,18 @@ class BufferCopies:
             modules: whose buffers.
             key: the loss function; what is known of one says nothing of another.
         """
-        self._call = self._piece = None  # until there is one: a failure before that leaves nothing to put back
+        # until there is one: a failure before that leaves nothing to put back
+        self._call = self._piece = None
         owners = list(map(_BUFFERS, modules))
         names = list(chain.from_iterable(owners))
         modes = tuple(map(_TRAINING, compress(modules, owners)))
         layout = self._layout
-        same = key == layout.key and modes == layout.modes and names == layout.names and modules == layout.modules
+        same = (
+            key == layout.key
+            and modes == layout.modes
+            and names == layout.names
+            and modules == layout.modules
+        )
         if not same or not all(map(is_, owners, layout.owners)):
             layout = self._look(_Layout(key, modes, list(modules), owners, names))
             self._use(layout, set())
@@ -188,16 +212,34 @@ class BufferCopies:
         known = (layout.key, layout.modes) in self._learned
         changing, still = list[tuple[nn.Module, str]](), list[tuple[nn.Module, str]]()
         for module in layout.modules:
-            # One of the user's can update them by a flag of its own, and a batch norm moves no version.
-            statistics = module.training if _keeps_statistics(module) else "running_mean" in module._buffers
+            # One of the user's can update them by a flag of its own, and a batch norm moves no
+            # version.
+            statistics = (
+                module.training if _keeps_statistics(module) else "running_mean" in module._buffers
+            )
             for name, tensor in module._buffers.items():
                 learned = (id(module._buffers), name) in self._changing
-                (changing if learned or (statistics and _copyable(tensor)) else still).append((module, name))
-        plain = [module for module in layout.modules if module._buffers and not _keeps_statistics(module)] if known else layout.modules
-        return replace(layout, known=known, changing=_Places.of(changing), still=_Places.of(still), plain=plain)
+                (changing if learned or (statistics and _copyable(tensor)) else still).append(
+                    (module, name)
+                )
+        plain = (
+            [
+                module
+                for module in layout.modules
+                if module._buffers and not _keeps_statistics(module)
+            ]
+            if known
+            else layout.modules
+        )
+        return replace(
+            layout, known=known, changing=_Places.of(changing), still=_Places.of(still), plain=plain
+        )
 
     def begin_piece(self) -> None:
-        """Takes the snapshot of the start of a piece that is not the call's first. Comes before all else of the piece that can fail."""
+        """Takes the snapshot of the start of a piece that is not the call's first.
+
+        Comes before all else of the piece that can fail.
+        """
         self._piece = None
         self._piece = self._take(1)
 
@@ -207,13 +249,19 @@ class BufferCopies:
         if not layout.changing.names:
             return _NOTHING._replace(attributes=attributes)
         tensors = layout.changing.hanging()
-        return _Snapshot(layout.changing, tensors, self._memory[memory].take(tensors), _versions(tensors), attributes)
+        return _Snapshot(
+            layout.changing,
+            tensors,
+            self._memory[memory].take(tensors),
+            _versions(tensors),
+            attributes,
+        )
 
     def end_clean_piece(self) -> bool:
         """Learns which buffers the forward changes; returns whether it changes any in a way that depends on the split.
 
-        After the first clean piece of a loss function values are compared too, on the host, so that a change that moves no version is seen, and
-        buffers that the forward has made are included.
+        After the first clean piece of a loss function values are compared too, on the host, so that
+        a change that moves no version is seen, and buffers that the forward has made are included.
         """
         layout, still = self._layout, self._still
         moved = set(still.changed()) - self._moved
@@ -222,8 +270,13 @@ class BufferCopies:
         made = []
         if not layout.known:
             made = self._made()
-            moved.update(i for i, copy in enumerate(still.copies) if copy is not None and not _same_bits(copy, still.tensors[i]))
-        # Where one of several running statistics has moved its version (the count does), a forward has put its module in training mode.
+            moved.update(
+                i
+                for i, copy in enumerate(still.copies)
+                if copy is not None and not _same_bits(copy, still.tensors[i])
+            )
+        # Where one of several running statistics has moved its version (the count does), a forward
+        # has put its module in training mode.
         owners = still.places.owners
         switched = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
         moved.update(i for i, owner in enumerate(owners) if id(owner) in switched)
@@ -231,32 +284,46 @@ class BufferCopies:
         self._changing |= new.ids()
         self._learned.add((layout.key, layout.modes))
         changing = _Places.of([*layout.changing.pairs, *new.pairs])
-        layout = replace(layout, key=_ABSENT, known=True, changing=changing)  # the next call looks again
+        # the next call looks again
+        layout = replace(layout, key=_ABSENT, known=True, changing=changing)
         self._use(layout, self._moved | moved)
         return layout.split_shows
 
     def _use(self, layout: _Layout, moved: set[int]) -> None:
-        watched, busy = bool(layout.still.names) or not layout.known, bool(layout.plain or layout.changing.names)
+        watched, busy = (
+            bool(layout.still.names) or not layout.known,
+            bool(layout.plain or layout.changing.names),
+        )
         self._layout, self._moved, self.watched, self.busy = layout, moved, watched, busy
 
     def _made(self, *, since_call: bool = False) -> list[tuple[nn.Module, str]]:
         """Buffers that hang where there was none when the call began, or, unless it is `since_call`, that are not known to be made."""
         call = self._call or _NOTHING
-        there = self._still.places.ids() | (call.places if since_call else self._layout.changing).ids()
-        return [(module, name) for module in self._layout.modules for name in module._buffers if (id(module._buffers), name) not in there]
+        there = (
+            self._still.places.ids() | (call.places if since_call else self._layout.changing).ids()
+        )
+        return [
+            (module, name)
+            for module in self._layout.modules
+            for name in module._buffers
+            if (id(module._buffers), name) not in there
+        ]
 
     def changed(self) -> bool:
         """Whether the piece can have changed a buffer in a way that depends on the split.
 
         Compares no values: that takes memory. What is known to change counts as changed.
         """
-        return self._call is not None and bool(self._layout.split_shows or self._still.changed() or self._made())
+        return self._call is not None and bool(
+            self._layout.split_shows or self._still.changed() or self._made()
+        )
 
     def restore(self, *, to_call_start: bool) -> str | None:
         """Puts every buffer back, as an object and in value; one that the forward has made is removed. Can be repeated after an error.
 
         Returns:
-            The label of a buffer whose earlier value was not kept (it changed for the first time in this very call), or None.
+            The label of a buffer whose earlier value was not kept (it changed for the first time in
+            this very call), or None.
         """
         snapshot = self._call if to_call_start else self._piece
         if self._call is None:
@@ -281,7 +348,12 @@ def _label(module: nn.Module, name: str) -> str:
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
     """Numbers, flags and strings: a cache and its length, a codebook and whether it was initialised, go back together."""
-    return {name: value for name, value in attributes.items() if isinstance(value, PLAIN) and name != "training"}  # the mode is the caller's to set
+    # the mode is the caller's to set
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, PLAIN) and name != "training"
+    }
 
 
 def _shapes(tensors: Sequence[Any]) -> list[torch.Size | None]:
@@ -292,7 +364,12 @@ def _versions(tensors: Sequence[Any]) -> list[int]:
     try:
         return list(map(getattr, tensors, repeat("_version"), repeat(-1)))
     except RuntimeError:  # inference tensors have none
-        return [-1 if isinstance(tensor, Tensor) and tensor.is_inference() else getattr(tensor, "_version", -1) for tensor in tensors]
+        return [
+            -1
+            if isinstance(tensor, Tensor) and tensor.is_inference()
+            else getattr(tensor, "_version", -1)
+            for tensor in tensors
+        ]
 
 
 def _copyable(tensor: Any) -> TypeGuard[Tensor]:
@@ -300,7 +377,13 @@ def _copyable(tensor: Any) -> TypeGuard[Tensor]:
     return (
         isinstance(tensor, Tensor)
         and tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_inference() or 0 in tensor.stride())
+        and not (
+            tensor.is_meta
+            or tensor.is_nested
+            or tensor.is_quantized
+            or tensor.is_inference()
+            or 0 in tensor.stride()
+        )
     )
 
 
@@ -312,9 +395,18 @@ def _on_host(tensor: Any) -> Tensor | None:
 def _same_bits(copy: Tensor, tensor: Tensor) -> bool:
     """Whether they hold the same. NaN is not equal to itself, so bits are compared."""
     a, b = copy.reshape(-1), tensor.detach().to("cpu").reshape(-1)
-    return copy.shape == tensor.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        copy.shape == tensor.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
-    """Whether it is one of torch's own with running statistics. One of the user's can put new tensors in their place, or count in an attribute."""
-    return "running_mean" in module._buffers and type(module).__module__.startswith("torch.nn.modules.")
+    """Whether it is one of torch's own with running statistics.
+
+    One of the user's can put new tensors in their place, or count in an attribute.
+    """
+    return "running_mean" in module._buffers and type(module).__module__.startswith(
+        "torch.nn.modules."
+    )

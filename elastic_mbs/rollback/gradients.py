@@ -1,11 +1,13 @@
 """The ledger of gradients: which leaves a backward has committed to.
 
-A *commit* is the moment a piece's contribution reaches a leaf's `.grad`. Autograd makes the gradient, or adds to it in place, which raises its
-version by one. So two looks at all gradients show which leaves a backward has committed to, without a hook on any of them, and whether other code has
-changed a gradient in the middle of a batch.
+A *commit* is the moment a piece's contribution reaches a leaf's `.grad`. Autograd makes the
+gradient, or adds to it in place, which raises its version by one. So two looks at all gradients
+show which leaves a backward has committed to, without a hook on any of them, and whether other code
+has changed a gradient in the middle of a batch.
 
-Versions belong to memory, not to tensors: where gradients are views of one buffer, a commit to one raises the version of all (`share_memory`).
-Source: torch/csrc/autograd/functions/accumulate_grad.h; shared/reference/autograd.md, "Gradients".
+Versions belong to memory, not to tensors: where gradients are views of one buffer, a commit to one
+raises the version of all (`share_memory`). Source: torch/csrc/autograd/functions/accumulate_grad.h;
+shared/reference/autograd.md, "Gradients".
 """
 
 from __future__ import annotations
@@ -25,15 +27,25 @@ from elastic_mbs.rollback.graph import has_hook
 
 Grads = list[torch.Tensor | None]
 
-NO_VERSION = -1  # of a gradient that is not there, or of an inference tensor, which autograd does not write to
+# of a gradient that is not there, or of an inference tensor, which autograd does not write to
+NO_VERSION = -1
 
-_GRAD, _VERSION, _CDATA, _HOOKS = map(attrgetter, ("grad", "_version", "_cdata", "_post_accumulate_grad_hooks"))
-_STORAGE, _OFFSET, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.storage_offset, torch.Tensor.data_ptr
+_GRAD, _VERSION, _CDATA, _HOOKS = map(
+    attrgetter, ("grad", "_version", "_cdata", "_post_accumulate_grad_hooks")
+)
+_STORAGE, _OFFSET, _ADDRESS = (
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage_offset,
+    torch.Tensor.data_ptr,
+)
 _is_tensor = partial(is_not, None)
 
 
 class _Extra(NamedTuple):
-    """A leaf outside the model, and its gradient as it was noted. Held weakly: a step can make a new leaf for every piece."""
+    """A leaf outside the model, and its gradient as it was noted.
+
+    Held weakly: a step can make a new leaf for every piece.
+    """
 
     leaf: TensorWeakRef
     grad: torch.Tensor | None
@@ -50,14 +62,16 @@ class Observation(NamedTuple):
     grads: Grads  # of the model's leaves
     versions: list[int]
     extra: dict[int, _Extra]
-    complete: bool = False  # all have a gradient with a version, no hook that could replace it, and none is extra: versions tell all
+    # all have a gradient with a version, no hook that could replace it, and none is extra: versions
+    # tell all
+    complete: bool = False
 
 
 class Ledger:
     """The leaves that a backward can reach, and their gradients as they were last noted.
 
-    Leaves of the model are known from the start. Extra leaves (a prompt, learned loss weights, a batch that requires grad) are added by the census of
-    a call and dropped at its end.
+    Leaves of the model are known from the start. Extra leaves (a prompt, learned loss weights, a
+    batch that requires grad) are added by the census of a call and dropped at its end.
     """
 
     def __init__(self) -> None:
@@ -70,7 +84,8 @@ class Ledger:
         """Makes these the model's leaves."""
         self._model = {id(leaf): leaf for leaf in leaves}
         self._leaves = list(self._model.values())
-        self._none = [NO_VERSION] * len(self._leaves)  # the versions where there is no gradient at all
+        # the versions where there is no gradient at all
+        self._none = [NO_VERSION] * len(self._leaves)
         self.forget()
 
     def add_extra(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -85,12 +100,16 @@ class Ledger:
 
     def leaves(self) -> list[torch.Tensor]:
         """Every leaf that is still there."""
-        return [*self._leaves, *(leaf for extra in self._noted.extra.values() if (leaf := extra.leaf()) is not None)]
+        return [
+            *self._leaves,
+            *(leaf for extra in self._noted.extra.values() if (leaf := extra.leaf()) is not None),
+        ]
 
     def observe(self, *, kept: bool = False) -> Observation:
         """All gradients as they are now; with `kept`, where all were there when they were noted, their versions alone.
 
-        That one was replaced then shows in `check_kept`, or at the call's end. To look at a leaf's gradient takes longer than at a version.
+        That one was replaced then shows in `check_kept`, or at the call's end. To look at a leaf's
+        gradient takes longer than at a version.
         """
         grads, _, extra, complete = self._noted
         if kept and complete:
@@ -101,7 +120,12 @@ class Ledger:
         if not any(map(is_not, grads, repeat(None))):
             return Observation(grads, self._none, extra)
         versions = _versions(grads)
-        return Observation(grads, versions, extra, not extra and NO_VERSION not in versions and not any(map(_HOOKS, self._leaves)))
+        return Observation(
+            grads,
+            versions,
+            extra,
+            not extra and NO_VERSION not in versions and not any(map(_HOOKS, self._leaves)),
+        )
 
     def note(self) -> None:
         """Notes all gradients as they are now."""
@@ -113,7 +137,11 @@ class Ledger:
 
     def with_gradient(self) -> set[int]:
         """The ids of the model's leaves that had a gradient."""
-        return set() if self._noted.versions is self._none else set(map(id, compress(self._leaves, map(is_not, self._noted.grads, repeat(None)))))
+        return (
+            set()
+            if self._noted.versions is self._none
+            else set(map(id, compress(self._leaves, map(is_not, self._noted.grads, repeat(None)))))
+        )
 
     def unchanged(self, *, kept: bool = False) -> bool:
         """Whether all gradients are the tensors that they were, and nothing was written to them; with `kept` only the latter (see `observe`)."""
@@ -129,7 +157,11 @@ class Ledger:
         """The leaves whose gradient was made, replaced or dropped since; and those whose gradient was written to, as often as it was."""
         before = since or self._noted
         noted = [*zip(self._leaves, before.grads, before.versions, strict=True)]
-        noted += [(leaf, extra.grad, extra.version) for extra in before.extra.values() if (leaf := extra.leaf()) is not None]
+        noted += [
+            (leaf, extra.grad, extra.version)
+            for extra in before.extra.values()
+            if (leaf := extra.leaf()) is not None
+        ]
         found: list[torch.Tensor] = []
         for leaf, noted_grad, version in noted:
             grad = leaf.grad
@@ -158,7 +190,9 @@ class Ledger:
         A hook can replace a gradient, and autograd where it is sparse.
         """
         pairs = zip(self._leaves, self._noted.grads, strict=False)
-        replaced = [(leaf, noted) for leaf, noted in pairs if noted is not None and leaf.grad is not noted]
+        replaced = [
+            (leaf, noted) for leaf, noted in pairs if noted is not None and leaf.grad is not noted
+        ]
         for leaf, noted in replaced if self._noted.complete else ():
             if noted.layout is torch.strided and not has_hook(leaf):
                 self._refuse(leaf)
@@ -180,23 +214,33 @@ class Ledger:
         if not changed:
             return
         before = since or self._noted
-        had = {id(leaf) for leaf, grad in zip(self._leaves, before.grads, strict=True) if grad is not None}
+        had = {
+            id(leaf)
+            for leaf, grad in zip(self._leaves, before.grads, strict=True)
+            if grad is not None
+        }
         had.update(key for key, extra in before.extra.items() if extra.grad is not None)
         if any(id(leaf) not in had and leaf.grad is not None for leaf in changed):
             raise BackwardInsideError(
-                "backward() ran inside the step function: return the loss (or hand it to micro.backward), and leave backward to the engine"
+                "backward() ran inside the step function: return the loss (or hand it to "
+                "micro.backward), and leave backward to the engine"
             )
         self._refuse(changed[0])
 
     def _refuse(self, leaf: torch.Tensor) -> NoReturn:
         raise GradientsChangedError(
-            f"the gradient of a leaf of shape {tuple(leaf.shape)} was {'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
-            "call zero_grad(), clip or edit gradients after the whole batch, next to optimizer.step(), and leave backward() to the engine"
+            f"the gradient of a leaf of shape {tuple(leaf.shape)} was "
+            f"{'cleared' if leaf.grad is None else 'changed'} in the middle of a batch: "
+            "call zero_grad(), clip or edit gradients after the whole batch, next to "
+            "optimizer.step(), and leave backward() to the engine"
         )
 
 
 def _versions(grads: Grads) -> list[int]:
-    """The versions of gradients. Runs in every call, so it runs no line of Python for each of them where all are there."""
+    """The versions of gradients.
+
+    Runs in every call, so it runs no line of Python for each of them where all are there.
+    """
     try:
         return list(map(_VERSION, grads))
     except (AttributeError, RuntimeError):  # of None, and of inference tensors
@@ -213,7 +257,8 @@ def _version(grad: torch.Tensor | None) -> int:
 def _share_memory(grads: Iterable[torch.Tensor | None]) -> bool:
     there: list[Any] = list(filter(_is_tensor, grads))
     with suppress(RuntimeError):  # some have no address
-        if len(set(map(_ADDRESS, there))) == len(there) and not any(map(_OFFSET, there)):  # each begins where its memory does: takes half the time
+        # each begins where its memory does: takes half the time
+        if len(set(map(_ADDRESS, there))) == len(there) and not any(map(_OFFSET, there)):
             return False
     try:
         memory = set(map(_CDATA, map(_STORAGE, there)))
@@ -225,16 +270,28 @@ def _share_memory(grads: Iterable[torch.Tensor | None]) -> bool:
 def separate(leaves: Sequence[torch.Tensor]) -> None:
     """Gives gradients memory of their own, where autograd has made several in one place.
 
-    Where two leaves meet in one addition, each through a view, both get views of one tensor, and what the next piece adds to one is added to both.
+    Where two leaves meet in one addition, each through a view, both get views of one tensor, and
+    what the next piece adds to one is added to both.
     """
-    held = [(grad.untyped_storage()._cdata, leaf, grad) for leaf in leaves if (grad := leaf.grad) is not None and grad.layout is torch.strided]
+    held = [
+        (grad.untyped_storage()._cdata, leaf, grad)
+        for leaf in leaves
+        if (grad := leaf.grad) is not None and grad.layout is torch.strided
+    ]
     if len({storage for storage, _, _ in held}) == len(held):
         return
     taken: dict[int, list[tuple[int, int]]] = {}
     for storage, leaf, grad in held:
         if grad.numel():
             start = int(grad.storage_offset()) * grad.itemsize
-            stop = start + int(1 + sum((n - 1) * step for n, step in zip(grad.shape, grad.stride(), strict=True))) * grad.itemsize
+            stop = (
+                start
+                + int(
+                    1
+                    + sum((n - 1) * step for n, step in zip(grad.shape, grad.stride(), strict=True))
+                )
+                * grad.itemsize
+            )
             places = taken.setdefault(storage, [])
             if any(start < end and begin < stop for begin, end in places):
                 leaf.grad = grad.clone()

@@ -20,8 +20,10 @@ class Census:
     """What one walk over a graph found."""
 
     leaves: tuple[torch.Tensor, ...]  # every leaf that a backward from the root reaches
-    normalises_batch: bool  # a node normalises with statistics of the piece, so that its samples depend on each other
-    custom: frozenset[str] = frozenset()  # functions written in Python; their backward can run another one that this walk does not see
+    # a node normalises with statistics of the piece, so that its samples depend on each other
+    normalises_batch: bool
+    # functions written in Python; their backward can run another one that this walk does not see
+    custom: frozenset[str] = frozenset()
 
 
 _GROUPED = "elastic_mbs: over a group of samples that are never apart"
@@ -51,8 +53,11 @@ def walk(root: Node) -> Census:
             leaves.append(node.variable)  # type: ignore[attr-defined]  # torch's stubs lack this attribute of the node
         if "BatchNorm" in name:
             notes: Any = node.metadata
-            # Frozen statistics (eval mode) leave the samples independent; where a backend does not say, the batch's are assumed.
-            normalises_batch = normalises_batch or (_GROUPED not in notes and bool(getattr(node, "_saved_training", True)))
+            # Frozen statistics (eval mode) leave the samples independent; where a backend does not
+            # say, the batch's are assumed.
+            normalises_batch = normalises_batch or (
+                _GROUPED not in notes and bool(getattr(node, "_saved_training", True))
+            )
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -66,7 +71,10 @@ def has_hook(leaf: torch.Tensor) -> bool:
 
 
 def has_hook_after(leaf: torch.Tensor) -> bool:
-    """Whether a hook runs after this leaf's commits. It can write to gradients, of other leaves too."""
+    """Whether a hook runs after this leaf's commits.
+
+    It can write to gradients, of other leaves too.
+    """
     return bool(leaf._post_accumulate_grad_hooks)
 
 
@@ -76,8 +84,9 @@ def has_hook_after(leaf: torch.Tensor) -> bool:
 def drain(leaves: Iterable[torch.Tensor]) -> None:
     """Runs a trivial backward on each device of the leaves, so that no autograd worker is still accumulating when commits are counted.
 
-    With leaves on several devices an error reaches the caller while another device's worker can still be at work; there is one worker per device,
-    and it takes its tasks in order. Views are all that it makes, so it takes no memory.
+    With leaves on several devices an error reaches the caller while another device's worker can
+    still be at work; there is one worker per device, and it takes its tasks in order. Views are all
+    that it makes, so it takes no memory.
     """
     one_each = {leaf.device: leaf for leaf in leaves}
     if len(one_each) > 1:
@@ -94,8 +103,9 @@ _LEAF, _SEED = torch.zeros((), device="cpu", requires_grad=True), torch.zeros(()
 def drop_unrun() -> None:
     """Drops what a failed backward has left in the queue of this thread; allocates nothing.
 
-    On a CPU autograd runs in the caller's thread, and an error leaves the branches that were ready in its queue, with their activations, until the
-    thread's next backward. Where autograd refuses to run at all (a forked child), the queue stays.
+    On a CPU autograd runs in the caller's thread, and an error leaves the branches that were ready
+    in its queue, with their activations, until the thread's next backward. Where autograd refuses
+    to run at all (a forked child), the queue stays.
     """
     with suppress(RuntimeError):
         torch.autograd.grad(_LEAF, _LEAF, _SEED)
@@ -133,14 +143,17 @@ def _watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
 def inner_backwards(root: Node, found: Found) -> Iterator[None]:
     """Gives `found` the leaves of each backward that a custom function runs inside the one from `root`, before any of them has a commit.
 
-    Recomputing functions (reentrant checkpointing, offloading, reversible blocks) build a graph during backward and call `torch.autograd.backward`
-    on it: that function is wrapped while such a backward of ours runs, for all threads. It looks only into backwards inside one of ours: autograd
-    numbers its running graphs, and a hook on a root notes the number, on whatever thread the root runs.
+    Recomputing functions (reentrant checkpointing, offloading, reversible blocks) build a graph
+    during backward and call `torch.autograd.backward` on it: that function is wrapped while such a
+    backward of ours runs, for all threads. It looks only into backwards inside one of ours:
+    autograd numbers its running graphs, and a hook on a root notes the number, on whatever thread
+    the root runs.
     """
     global _users, _original  # noqa: PLW0603  # what is wrapped belongs to the process
     with _lock:
         _users += 1
-        if torch.autograd.backward is not _watched:  # and not by the number of users, which an interrupt can leave too high
+        # and not by the number of users, which an interrupt can leave too high
+        if torch.autograd.backward is not _watched:
             _original, torch.autograd.backward = torch.autograd.backward, _watched
     handle = root.register_prehook(_join(found))
     try:

@@ -1,11 +1,13 @@
 """Isolation: a piece accumulates into empty gradients, which are added to the real ones only when the piece has succeeded.
 
-A failed piece then leaves nothing behind, whatever it committed and how often. It costs one extra copy of the gradients while a piece runs, so it is
-used where the cheaper ways are not exact (see `engine.recovery`), and for accumulation in a wider type, which needs the second copy anyway.
+A failed piece then leaves nothing behind, whatever it committed and how often. It costs one extra
+copy of the gradients while a piece runs, so it is used where the cheaper ways are not exact (see
+`engine.recovery`), and for accumulation in a wider type, which needs the second copy anyway.
 
     set_aside:   leaf.grad ─▶ held            leaf.grad = None
     backward:    leaf.grad  = the piece's contribution
-    fold:        held.add_(leaf.grad)         leaf.grad = held       (the same tensor object, changed in place)
+    fold:        held.add_(leaf.grad)         leaf.grad = held       (the same tensor object,
+        changed in place)
     discard:                                  leaf.grad = held
 """
 
@@ -22,8 +24,10 @@ from torch.utils.weak import TensorWeakRef
 class _Held:
     """One leaf's gradient while a piece runs."""
 
-    leaf: TensorWeakRef  # weakly: a step may make leaves of its own for each piece, and recomputation does
-    original: torch.Tensor | None  # what the user had in `.grad`, kept as an object because it may be a view into a bucket
+    # weakly: a step may make leaves of its own for each piece, and recomputation does
+    leaf: TensorWeakRef
+    # what the user had in `.grad`, kept as an object because it may be a view into a bucket
+    original: torch.Tensor | None
     total: torch.Tensor | None  # what pieces are added to: the original itself, or a wider copy
     wide: bool
     finished: bool = False
@@ -32,11 +36,13 @@ class _Held:
 class Isolation:
     """Sets gradients aside for the length of a call.
 
-    `fold` and `finish` can run out of memory. They work leaf by leaf and may be called again after an error: what was done is not done twice.
+    `fold` and `finish` can run out of memory. They work leaf by leaf and may be called again after
+    an error: what was done is not done twice.
     """
 
     def __init__(self, accumulate_dtype: torch.dtype | None = None) -> None:
-        self._dtype = accumulate_dtype  # in which half-precision gradients are summed; None: in their own
+        # in which half-precision gradients are summed; None: in their own
+        self._dtype = accumulate_dtype
         self._held: dict[int, _Held] = {}
 
     def set_aside(self, leaves: Iterable[torch.Tensor]) -> None:
@@ -45,7 +51,9 @@ class Isolation:
             held = self._held.get(id(leaf))
             if held is None or held.leaf() is not leaf:
                 wide = self._dtype is not None and leaf.dtype in (torch.float16, torch.bfloat16)
-                self._held[id(leaf)] = _Held(TensorWeakRef(leaf), leaf.grad, None if wide else leaf.grad, wide)
+                self._held[id(leaf)] = _Held(
+                    TensorWeakRef(leaf), leaf.grad, None if wide else leaf.grad, wide
+                )
             leaf.grad = None
 
     def _present(self) -> Iterator[tuple[torch.Tensor, _Held]]:
@@ -74,7 +82,8 @@ class Isolation:
         if held.total is None:
             held.total = new
         elif held.total.layout is not torch.strided and new.layout is torch.strided:
-            held.total = new.add_(held.total)  # a sparse tensor cannot take a dense one in place; autograd makes the sum dense too
+            # a sparse tensor cannot take a dense one in place; autograd makes the sum dense too
+            held.total = new.add_(held.total)
         else:
             held.total.add_(new)
 
@@ -95,9 +104,17 @@ class Isolation:
                     leaf.grad = held.original
                 else:
                     # Coalesced first, or the entries of a sparse total would be rounded one by one.
-                    total = held.total.coalesce() if held.total.layout is torch.sparse_coo else held.total
+                    total = (
+                        held.total.coalesce()
+                        if held.total.layout is torch.sparse_coo
+                        else held.total
+                    )
                     same = held.original is not None and held.original.layout is total.layout
-                    leaf.grad = held.original.copy_(total) if same and held.original is not None else total.to(leaf.dtype)
+                    leaf.grad = (
+                        held.original.copy_(total)
+                        if same and held.original is not None
+                        else total.to(leaf.dtype)
+                    )
                 held.finished, held.total = True, None
         self._held.clear()
 

@@ -27,8 +27,8 @@ class StreamState(NamedTuple):
 class RandomStreams:
     """Reads and restores every random stream that a step can draw from: the devices' default ones, the hosts', and the user's own `generators`.
 
-    torch's generators take 1 to 8 µs each. Python's and numpy's take 45 µs together: they are read at the call's start, and before each piece once
-    they have moved in a call.
+    torch's generators take 1 to 8 µs each. Python's and numpy's take 45 µs together: they are read
+    at the call's start, and before each piece once they have moved in a call.
     """
 
     def __init__(self, generators: Sequence[Any], devices: Iterable[torch.device]) -> None:
@@ -37,14 +37,26 @@ class RandomStreams:
             if device.type == "cuda":  # cuda-only
                 torch.cuda.init()
                 self._torch.append(torch.cuda.default_generators[device.index or 0])
-        self._torch += [generator for generator in generators if isinstance(generator, torch.Generator)]
-        self._hosts: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
-        self._hosts += [_accessors(generator) for generator in generators if not isinstance(generator, torch.Generator)]
+        self._torch += [
+            generator for generator in generators if isinstance(generator, torch.Generator)
+        ]
+        self._hosts: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+            (random.getstate, random.setstate)
+        ]
+        self._hosts += [
+            _accessors(generator)
+            for generator in generators
+            if not isinstance(generator, torch.Generator)
+        ]
         self._knows_numpy = False
         self.draws_on_host = False
 
     def read(self, *, hosts: bool = False) -> StreamState:
-        """The present states. Those of Python and numpy are among them where they are known to be drawn from, or asked for with `hosts`."""
+        """The present states.
+
+        Those of Python and numpy are among them where they are known to be drawn from, or asked for
+        with `hosts`.
+        """
         generators = tuple(map(_GET_STATE, self._torch))
         if not hosts and not self.draws_on_host:
             return StreamState(generators, None)
@@ -54,23 +66,38 @@ class RandomStreams:
         return StreamState(generators, tuple([get() for get, _ in self._hosts]))
 
     def restore(self, state: StreamState) -> None:
-        """Puts every stream that was read back to where it was. After an error it can be called again."""
+        """Puts every stream that was read back to where it was.
+
+        After an error it can be called again.
+        """
         for generator, value in zip(self._torch, state.generators, strict=True):
             generator.set_state(value)
-        # numpy can have been imported since: its stream is then left alone, nothing was drawn from it before.
+        # numpy can have been imported since: its stream is then left alone, nothing was drawn from
+        # it before.
         for (_, put), value in zip(self._hosts, state.hosts or (), strict=False):
             put(value)
 
     def moved(self, since: StreamState) -> bool:
         """Whether any stream that was read has moved. States are compared in the host's memory."""
-        return self.hosts_moved(since) or not all(torch.equal(g.get_state(), state) for g, state in zip(self._torch, since.generators, strict=True))
+        return self.hosts_moved(since) or not all(
+            torch.equal(g.get_state(), state)
+            for g, state in zip(self._torch, since.generators, strict=True)
+        )
 
     def hosts_moved(self, since: StreamState) -> bool:
-        """Whether Python's, numpy's or the user's own host stream has moved. A numpy imported since counts: its stream was not read."""
+        """Whether Python's, numpy's or the user's own host stream has moved.
+
+        A numpy imported since counts: its stream was not read.
+        """
         if since.hosts is None:
             return False
-        new = len(self._hosts) > len(since.hosts) or (not self._knows_numpy and "numpy.random" in sys.modules)
-        return new or any(not _equal(get(), value) for (get, _), value in zip(self._hosts, since.hosts, strict=True))
+        new = len(self._hosts) > len(since.hosts) or (
+            not self._knows_numpy and "numpy.random" in sys.modules
+        )
+        return new or any(
+            not _equal(get(), value)
+            for (get, _), value in zip(self._hosts, since.hosts, strict=True)
+        )
 
     def learn(self, since: StreamState) -> bool:
         """`moved`; a host's stream that has is read before each piece from now on."""

@@ -1,8 +1,10 @@
 """A table of saved tensors that the engine owns, for the loop that the user writes out.
 
-Its frame still holds the failed attempt's `loss`, and so the graph with every activation, while the piece is replayed. Inside the block autograd
-saves its tensors in slots that can be emptied from here.
-`torch.func` transforms refuse to run under such hooks: `micro_batches(..., own_graph=False)` leaves the table out.
+Its frame still holds the failed attempt's `loss`, and so the graph with every activation, while the
+piece is replayed. Inside the block autograd saves its tensors in slots that can be emptied from
+here.
+`torch.func` transforms refuse to run under such hooks: `micro_batches(..., own_graph=False)` leaves
+the table out.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class Slot:
     """A saved tensor, until it is taken away."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor.detach()  # an operation's own output would point back at its node
+        # an operation's own output would point back at its node
+        self.tensor: torch.Tensor | None = tensor.detach()
         self.version = -1 if tensor.is_inference() else tensor._version
 
     def get(self) -> torch.Tensor:
@@ -27,13 +30,18 @@ class Slot:
         tensor = self.tensor
         if tensor is None:
             raise RuntimeError(
-                "elastic_mbs: this graph belongs to an attempt that ran out of memory, and its saved tensors are gone. "
-                "Call micro.backward(loss) with the loss of the running attempt, inside its own `with micro:` block."
+                "elastic_mbs: this graph belongs to an attempt that ran out of memory, and its "
+                "saved tensors are gone. "
+                "Call micro.backward(loss) with the loss of the running attempt, inside its own "
+                "`with micro:` block."
             )
-        if self.version >= 0 and tensor._version != self.version:  # autograd's own check is off under hooks
+        # autograd's own check is off under hooks
+        if self.version >= 0 and tensor._version != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {self.version} instead."
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                f"expected version {self.version} instead."
             )
         return tensor
 
@@ -48,7 +56,8 @@ class SavedTensorTable:
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
         slot = self._slot(tensor)
-        self._slots.append(weakref.ref(slot))  # weak: backward frees saved tensors one by one, as it does without hooks
+        # weak: backward frees saved tensors one by one, as it does without hooks
+        self._slots.append(weakref.ref(slot))
         return slot
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
@@ -58,7 +67,12 @@ class SavedTensorTable:
         self._entered = not self._hooks.__enter__()  # type: ignore[func-returns-value]  # in one line: an interrupt leaves both or none
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._entered:
             self._entered = bool(self._hooks.__exit__(kind, error, trace))  # type: ignore[func-returns-value]
 

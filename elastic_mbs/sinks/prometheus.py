@@ -13,25 +13,62 @@ from typing import Any
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import Event, GuardedSink, SensorBack, SensorLost
 
-# name: help, labels besides the runtime's name (fields of the event), events that have a value for it (none where `_take` sets it), and the field
-# that is the value (where it is empty, the events are counted). A name that ends in "_total" is a counter, to which values add up; others are gauges.
+# name: help, labels besides the runtime's name (fields of the event), events that have a value for
+# it (none where `_take` sets it), and the field that is the value (where it is empty, the events
+# are counted). A name that ends in "_total" is a counter, to which values add up; others are
+# gauges.
 _METRICS: dict[str, tuple[str, str, str, str]] = {
     "calls_total": ("Calls that finished.", "mode", "CallDone", ""),
     "samples_total": ("Samples in calls that finished.", "mode", "CallDone", "samples"),
-    "out_of_memory_total": ("Out-of-memory errors.", "phase kind", "OutOfMemory OptimizerOutOfMemory", ""),
-    "replayed_samples_total": ("Samples that were run again.", "mode", "CallDone", "replayed_samples"),
+    "out_of_memory_total": (
+        "Out-of-memory errors.",
+        "phase kind",
+        "OutOfMemory OptimizerOutOfMemory",
+        "",
+    ),
+    "replayed_samples_total": (
+        "Samples that were run again.",
+        "mode",
+        "CallDone",
+        "replayed_samples",
+    ),
     "seconds_total": ("Time of calls that finished.", "mode", "CallDone", "seconds"),
-    "lost_seconds_total": ("Time in attempts that ran out of memory.", "mode", "CallDone", "seconds_lost"),
+    "lost_seconds_total": (
+        "Time in attempts that ran out of memory.",
+        "mode",
+        "CallDone",
+        "seconds_lost",
+    ),
     "resizes_total": ("Changes of the micro-batch size between calls.", "reason", "Resized", ""),
     "waits_total": ("Waits for others to free memory.", "", "WaitingForMemory", ""),
     "warnings_total": ("Warnings about probable mistakes.", "", "Warned", ""),
-    "micro_batch_size": ("Micro-batch size in samples when the last call ended.", "key", "CallDone", "micro_batch_size"),
+    "micro_batch_size": (
+        "Micro-batch size in samples when the last call ended.",
+        "key",
+        "CallDone",
+        "micro_batch_size",
+    ),
     "samples_per_second": ("Throughput of the last call.", "mode", "CallDone", "rate"),
     "loss": ("Loss of the last training call.", "", "CallDone", "loss"),
-    "memory_allocated_bytes": ("Bytes in live tensors when the last call ended.", "", "CallDone", "allocated"),
-    "memory_reserved_bytes": ("Bytes that the allocator held when the last call ended.", "", "CallDone", "reserved"),
+    "memory_allocated_bytes": (
+        "Bytes in live tensors when the last call ended.",
+        "",
+        "CallDone",
+        "allocated",
+    ),
+    "memory_reserved_bytes": (
+        "Bytes that the allocator held when the last call ended.",
+        "",
+        "CallDone",
+        "reserved",
+    ),
     "memory_free_bytes": ("Bytes that the process could still get.", "", "CallDone", "free"),
-    "memory_held_by_others_bytes": ("Bytes that the process cannot get because others have them.", "", "CallDone", "held_by_others"),
+    "memory_held_by_others_bytes": (
+        "Bytes that the process cannot get because others have them.",
+        "",
+        "CallDone",
+        "held_by_others",
+    ),
     "memory_total_bytes": ("Bytes that the device has.", "", "CallDone", "total"),
     "memory_readable": ("1 while there are memory readings, 0 while there are none.", "", "", ""),
     "last_event_timestamp_seconds": ("Unix time of the last event.", "", "", ""),
@@ -39,35 +76,57 @@ _METRICS: dict[str, tuple[str, str, str, str]] = {
 
 
 class PrometheusTextfile(GuardedSink):
-    """Keeps a file for the textfile collector of Prometheus' node_exporter. Needs `pip install 'elastic-mbs[prometheus]'`.
+    """Keeps a file for the textfile collector of Prometheus' node_exporter.
 
-    The file is replaced as a whole. Counters begin at zero with the process; each process needs a file of its own.
+    Needs `pip install 'elastic-mbs[prometheus]'`.
+
+    The file is replaced as a whole. Counters begin at zero with the process; each process needs a
+    file of its own.
 
     Args:
         path: the file; the collector reads names that end in ".prom".
-        every: least seconds between two writes. What comes in between is written with the next event after them, or when the runtime is closed.
+        every: least seconds between two writes. What comes in between is written with the next
+            event after them, or when the runtime is closed.
         labels: added to every sample, such as `{"rank": "0"}`.
 
     Raises:
         UsageError: an argument makes no sense, or prometheus_client is not installed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, every: float = 15.0, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: float = 15.0,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
         try:
             import prometheus_client.core
         except ImportError as error:
-            raise UsageError("PrometheusTextfile needs prometheus_client, which is not installed: pip install elastic-mbs[prometheus]") from error
+            raise UsageError(
+                "PrometheusTextfile needs prometheus_client, which is not installed: pip install "
+                "elastic-mbs[prometheus]"
+            ) from error
         self._client = prometheus_client
         self.path = Path(path).absolute()
         self._labels = {label: str(value) for label, value in (labels or {}).items()}
         ours = {"name"}.union(*(own.split() for _, own, _, _ in _METRICS.values()))
-        bad = [label for label in self._labels if not re.fullmatch(r"(?!__)[a-zA-Z_]\w*", label, re.ASCII) or label in ours]
+        bad = [
+            label
+            for label in self._labels
+            if not re.fullmatch(r"(?!__)[a-zA-Z_]\w*", label, re.ASCII) or label in ours
+        ]
         problems = {
-            "node_exporter reads names that end in .prom only; name it so": self.path.suffix != ".prom",
+            "node_exporter reads names that end in .prom only; name it so": self.path.suffix
+            != ".prom",
             f"there is no folder {str(self.path.parent)!r}": not self.path.parent.is_dir(),
-            f"every={every!r} is not a finite number of seconds of at least 0": not 0 <= every < math.inf,
-            f"{bad} cannot be labels here: letters, digits and _, and none of our own names": bool(bad),
+            f"every={every!r} is not a finite number of seconds of at least 0": not 0
+            <= every
+            < math.inf,
+            f"{bad} cannot be labels here: letters, digits and _, and none of our own names": bool(
+                bad
+            ),
         }
         for problem in (problem for problem, present in problems.items() if present):
             raise UsageError(f"PrometheusTextfile({os.fspath(path)!r}): {problem}")
@@ -89,7 +148,9 @@ class PrometheusTextfile(GuardedSink):
         for name, samples in self._values.items():
             about, own, _, _ = _METRICS[name]
             make = core.CounterMetricFamily if name.endswith("_total") else core.GaugeMetricFamily
-            family = make(f"elastic_mbs_{name}", about, labels=[*self._labels, "name", *own.split()])
+            family = make(
+                f"elastic_mbs_{name}", about, labels=[*self._labels, "name", *own.split()]
+            )
             for values, number in samples.items():
                 family.add_metric([*self._labels.values(), *values], number)
             yield family
@@ -99,19 +160,28 @@ class PrometheusTextfile(GuardedSink):
             if type(event).__name__ in kinds.split():
                 self._put(name, event, getattr(event, value) if value else 1)
         self._put("last_event_timestamp_seconds", event, time.time())
-        self._put("memory_readable", event, isinstance(event, SensorBack) if isinstance(event, SensorLost | SensorBack) else None)
+        self._put(
+            "memory_readable",
+            event,
+            isinstance(event, SensorBack) if isinstance(event, SensorLost | SensorBack) else None,
+        )
         self._waiting = True
         if time.monotonic() - self._written >= self._every:
             self._end()
 
     def _end(self) -> None:
         if self._waiting:
-            self._written = time.monotonic()  # also where it fails: a full disk is not tried at every step
+            # also where it fails: a full disk is not tried at every step
+            self._written = time.monotonic()
             self._client.write_to_textfile(str(self.path), self)
             self._waiting = False
 
     def _put(self, name: str, event: Event, value: float | None) -> None:
         if value is not None:
-            labels = tuple(str(getattr(event, label, "optimizer")) for label in ("name", *_METRICS[name][1].split()))  # its failures have no phase
+            # its failures have no phase
+            labels = tuple(
+                str(getattr(event, label, "optimizer"))
+                for label in ("name", *_METRICS[name][1].split())
+            )
             samples = self._values.setdefault(name, {})
             samples[labels] = value + (samples.get(labels, 0) if name.endswith("_total") else 0)

@@ -1,10 +1,11 @@
 """The run log, written and read: one line of JSON per event, for people with `jq`, for `elastic-mbs report` and for `elastic-mbs watch`.
 
-Schema 1. Every line is an object; a reader ignores fields that it does not know. A header opens each run, when its first call begins:
+Schema 1. Every line is an object; a reader ignores fields that it does not know. A header opens
+each run, when its first call begins:
 
     kind        "run"
-    run         id of the run, 12 hexadecimal digits; each line of the run has it, so that runs can share a file, even at the same time
-    schema      1
+    run         id of the run, 12 hexadecimal digits; each line of the run has it, so that runs can
+    share a file, even at the same time schema      1
     time        unix seconds
     monotonic   the host's monotonic clock at that moment, in seconds
     pid, host   the process
@@ -14,18 +15,21 @@ Schema 1. Every line is an object; a reader ignores fields that it does not know
     settings    the arguments of `ElasticMBS` that are numbers and strings
     policy      the fields of `Policy`
 
-It is written again whenever the file is opened again; the first one of a run counts. Then one line per event:
+It is written again whenever the file is opened again; the first one of a run counts. Then one line
+per event:
 
     event       class name: "CallDone", "OutOfMemory", "Resized", …
     run         id of its run
     time        unix seconds
-    t           seconds since the run's first header, by the monotonic clock. A `CallDone` has the time at which the call ended, which can be earlier
+    t           seconds since the run's first header, by the monotonic clock. A `CallDone` has the
+    time at which the call ended, which can be earlier
                 than that of the line before it
     level       "DEBUG", "INFO" or "WARNING"
     …           the event's own fields, see `elastic_mbs.events`
 
-Numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity"; unknown values are null. A line goes to the system in one write, so
-that a killed process leaves at most one torn line, its last; the next run begins a new line, and readers pass over the torn one.
+Numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity"; unknown values
+are null. A line goes to the system in one write, so that a killed process leaves at most one torn
+line, its last; the next run begins a new line, and readers pass over the torn one.
 """
 
 from __future__ import annotations
@@ -49,11 +53,17 @@ from elastic_mbs.events import CallDone, Event, GuardedSink
 
 SCHEMA = 1
 EMPTY = "there is no line of a run log in it: it was made by ElasticMBS(..., log=...), or it is empty so far"
-_EVENTS = {kind.__name__: kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)}
+_EVENTS = {
+    kind.__name__: kind
+    for kind in vars(events).values()
+    if isinstance(kind, type) and issubclass(kind, Event)
+}
 
 
 class RunLog(GuardedSink):
-    """A sink that adds each event to a file as one line of JSON. After an error each later event tries again.
+    """A sink that adds each event to a file as one line of JSON.
+
+    After an error each later event tries again.
 
     Args:
         path: the file; it is made when the first call begins, and added to when it exists.
@@ -62,10 +72,13 @@ class RunLog(GuardedSink):
 
     _file: FileIO | None = None
 
-    def __init__(self, path: str | os.PathLike[str], describe: Callable[[], Mapping[str, object]] = dict) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], describe: Callable[[], Mapping[str, object]] = dict
+    ) -> None:
         super().__init__()
         self.path = checked_path(path)
-        self.run = uuid.uuid4().hex[:12]  # from the system's randomness: the user's streams stay where they are
+        # from the system's randomness: the user's streams stay where they are
+        self.run = uuid.uuid4().hex[:12]
         self._describe = describe
         self._began: tuple[float, float] | None = None  # both clocks, at the first header
         self._header = b""
@@ -116,31 +129,60 @@ class RunLog(GuardedSink):
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a log (the run can change its folder); a UsageError where it cannot be one."""
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+    if (
+        not isinstance(path, str | os.PathLike)
+        or not isinstance(os.fspath(path), str)
+        or not os.fspath(path)
+    ):
         raise UsageError(f"log={path!r} is no path: give the name of a file, such as 'run.jsonl'")
     found = Path(path)
     if not found.parent.is_dir():
-        raise UsageError(f"log={os.fspath(path)!r}: there is no folder {str(found.parent)!r}; make it first")
+        raise UsageError(
+            f"log={os.fspath(path)!r}: there is no folder {str(found.parent)!r}; make it first"
+        )
     if found.exists() and not found.is_file() and not found.is_char_device():
-        raise UsageError(f"log={os.fspath(path)!r} is {'a folder' if found.is_dir() else 'no ordinary file'}; name a file, such as 'run.jsonl'")
+        raise UsageError(
+            f"log={os.fspath(path)!r} is {'a folder' if found.is_dir() else 'no ordinary file'}; "
+            "name a file, such as 'run.jsonl'"
+        )
     return found.absolute()
 
 
 def header_line(run: str, monotonic: float, wall: float, about: Mapping[str, object]) -> bytes:
     """The header of a run that began at these two times, with fields of its own."""
     return _line(
-        {"kind": "run", "run": run, "schema": SCHEMA, "time": wall, "monotonic": monotonic, "pid": os.getpid(), "host": platform.node(), **about}
+        {
+            "kind": "run",
+            "run": run,
+            "schema": SCHEMA,
+            "time": wall,
+            "monotonic": monotonic,
+            "pid": os.getpid(),
+            "host": platform.node(),
+            **about,
+        }
     )
 
 
 def event_line(event: Event, run: str, at: float, wall: float) -> bytes:
     """An event that came `at` seconds after its run's header, and at the unix time `wall`."""
-    head = {"event": type(event).__name__, "run": run, "time": wall, "t": at, "level": logging.getLevelName(event.level)}
+    head = {
+        "event": type(event).__name__,
+        "run": run,
+        "time": wall,
+        "t": at,
+        "level": logging.getLevelName(event.level),
+    }
     return _line(head | {item.name: getattr(event, item.name) for item in fields(event)})
 
 
 def _line(record: Mapping[str, object]) -> bytes:
-    finite = {key: str(json.dumps(value)) if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+    finite = {
+        key: str(json.dumps(value))
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in record.items()
+    }
     return json.dumps(finite, separators=(",", ":")).encode() + b"\n"
 
 
@@ -151,7 +193,8 @@ def _line(record: Mapping[str, object]) -> bytes:
 class Entry:
     """One event of a run log."""
 
-    event: Event | None  # None where this version of the package has no such event, or one with other fields
+    # None where this version of the package has no such event, or one with other fields
+    event: Event | None
     t: float  # seconds since its run began
     record: Mapping[str, Any]  # the line's object
 
@@ -161,7 +204,8 @@ class Run:
     """One run of a run log."""
 
     id: str
-    header: Mapping[str, Any] = field(default_factory=dict)  # its first one; empty where the file has none for it
+    # its first one; empty where the file has none for it
+    header: Mapping[str, Any] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)  # in the file's order
 
 
@@ -172,16 +216,25 @@ class Reader:
         self.runs: dict[str, Run] = {}  # by id, in the order in which they began
 
     def feed(self, line: bytes) -> Run | None:
-        """Takes one line; returns its run, or None where it is not a whole line of a run log. A UsageError for an unknown schema."""
+        """Takes one line; returns its run, or None where it is not a whole line of a run log.
+
+        A UsageError for an unknown schema.
+        """
         try:
             record = json.loads(line)
-            entry = Entry(_decode(record), float(record["t"]), record) if "event" in record else None
+            entry = (
+                Entry(_decode(record), float(record["t"]), record) if "event" in record else None
+            )
             name, schema = str(record["run"]), SCHEMA if entry is not None else record["schema"]
             float(record["time"])
-        except (KeyError, TypeError, ValueError, RecursionError):  # a killed process or a full disk has left it unfinished, or it is not ours
+        except (KeyError, TypeError, ValueError, RecursionError):
+            # a killed process or a full disk has left it unfinished, or it is not ours
             return None
         if schema != SCHEMA:
-            raise UsageError(f"this log is of schema {schema!r}, and this elastic_mbs reads schema {SCHEMA}: use the version that wrote it")
+            raise UsageError(
+                f"this log is of schema {schema!r}, and this elastic_mbs reads schema {SCHEMA}: "
+                "use the version that wrote it"
+            )
         run = self.runs.setdefault(name, Run(name))
         if entry is not None:
             run.entries.append(entry)
@@ -217,8 +270,15 @@ def _decode(record: Mapping[str, Any]) -> Event | None:
     """The event, or None where this version has no such event, or one with other fields."""
     try:
         kind = _EVENTS[record["event"]]
-        return kind(**{item.name: _checked(record[item.name], str(item.type)) for item in fields(kind) if item.name in record})
-    except (KeyError, TypeError):  # an unknown name, another type, or a field without a default is missing
+        return kind(
+            **{
+                item.name: _checked(record[item.name], str(item.type))
+                for item in fields(kind)
+                if item.name in record
+            }
+        )
+    except (KeyError, TypeError):
+        # an unknown name, another type, or a field without a default is missing
         return None
 
 

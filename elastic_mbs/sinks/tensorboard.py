@@ -9,10 +9,13 @@ from elastic_mbs.events import CallDone, Event, GuardedSink
 
 
 class TensorBoard(GuardedSink):
-    """Writes scalars and texts to a TensorBoard writer. The step is the number of training calls of the event's runtime.
+    """Writes scalars and texts to a TensorBoard writer.
+
+    The step is the number of training calls of the event's runtime.
 
     Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`, `add_text` and `flush`. It is not closed.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`,
+            `add_text` and `flush`. It is not closed.
 
     Raises:
         UsageError: it has no such methods.
@@ -20,8 +23,14 @@ class TensorBoard(GuardedSink):
 
     def __init__(self, writer: Any) -> None:
         super().__init__()
-        if not all(callable(getattr(writer, method, None)) for method in ("add_scalar", "add_text", "flush")):
-            raise UsageError(f"TensorBoard({writer!r}): it has no add_scalar, add_text and flush; give a torch.utils.tensorboard.SummaryWriter")
+        if not all(
+            callable(getattr(writer, method, None))
+            for method in ("add_scalar", "add_text", "flush")
+        ):
+            raise UsageError(
+                f"TensorBoard({writer!r}): it has no add_scalar, add_text and flush; give a "
+                "torch.utils.tensorboard.SummaryWriter"
+            )
         self._writer = writer
         self._steps: dict[str, int] = {}
 

@@ -1,26 +1,31 @@
 """For tests of training code: memory that runs out where a test wants it to, and a pytest plugin that makes it run out anywhere.
 
-`MemoryBudget` is a device of a given size; `InjectOOM` makes chosen operations fail. The plugin runs your test suite under out-of-memory errors:
+`MemoryBudget` is a device of a given size; `InjectOOM` makes chosen operations fail. The plugin
+runs your test suite under out-of-memory errors:
 
 ```python
-pytest_plugins = ["elastic_mbs.testing"]    # in the conftest.py at its top; or on the command line: pytest -p elastic_mbs.testing
-```
+pytest_plugins = ["elastic_mbs.testing"]    # in the conftest.py at its top; or on the command line:
+pytest -p elastic_mbs.testing ```
 
 - `--oom-injection=never` (the default): nothing is installed, nothing is slower.
 - `--oom-injection=random`: about half of the tests, chosen by seed and name, run under errors.
-- `--oom-injection=always`: all tests do, and every call is struck at its first attempt if that is long enough.
-- `--oom-injection-seed=N`: where they strike. Drawn by default and printed in the header; a failing test's report says what was injected and
-  the command that repeats it.
+- `--oom-injection=always`: all tests do, and every call is struck at its first attempt if that is
+  long enough.
+- `--oom-injection-seed=N`: where they strike. Drawn by default and printed in the header; a failing
+  test's report says what was injected and the command that repeats it.
 
-In a chosen test, operations of a piece's forward and backward (training and eval, all doors) and of `mbs.optimizer_step` raise
-`torch.OutOfMemoryError`; fixtures, other threads and all other code are never hit. A call meets at most two such errors, so a test that is exact
-under replay passes with them. A test that fails counts its own runs, edits what outlives it, or asserts a number of pieces; where that is meant,
-mark it `@pytest.mark.no_oom_injection`.
+In a chosen test, operations of a piece's forward and backward (training and eval, all doors) and of
+`mbs.optimizer_step` raise `torch.OutOfMemoryError`; fixtures, other threads and all other code are
+never hit. A call meets at most two such errors, so a test that is exact under replay passes with
+them. A test that fails counts its own runs, edits what outlives it, or asserts a number of pieces;
+where that is meant, mark it `@pytest.mark.no_oom_injection`.
 
-In a hypothesis test what an example meets follows from its arguments. Left alone are state machines, whose examples cannot be told apart from
-outside, steps that go through `torch.compile`, which does not run under a dispatch mode, and what runs under the test's own `InjectOOM`.
+In a hypothesis test what an example meets follows from its arguments. Left alone are state
+machines, whose examples cannot be told apart from outside, steps that go through `torch.compile`,
+which does not run under a dispatch mode, and what runs under the test's own `InjectOOM`.
 
-PYTEST_DONT_REWRITE: it may have been imported before pytest loads it as a plugin. There is no entry point: it would import torch into every run.
+PYTEST_DONT_REWRITE: it may have been imported before pytest loads it as a plugin. There is no entry
+point: it would import torch into every run.
 """
 
 from __future__ import annotations

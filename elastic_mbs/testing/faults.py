@@ -1,6 +1,7 @@
 """Out-of-memory errors at random places inside guarded attempts: what `--oom-injection` does to a test.
 
-Where errors strike follows from the seed, the test's name and, for a property test, the example's arguments; not from time, memory or threads.
+Where errors strike follows from the seed, the test's name and, for a property test, the example's
+arguments; not from time, memory or threads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from elastic_mbs.engine import misuse
 from elastic_mbs.testing.injection import InjectOOM
 
 CHOSEN = 0.5  # fraction of the tests that `random` chooses
-PER_CALL = 2  # most errors in one call: a real shortage is answered by smaller pieces, one that strikes at random must not use up the retries
-_FIRST_LENGTH = 48  # operations that an attempt is taken to have before one has been seen to its end
+# most errors in one call: a real shortage is answered by smaller pieces, one that strikes at random
+# must not use up the retries
+PER_CALL = 2
+# operations that an attempt is taken to have before one has been seen to its end
+_FIRST_LENGTH = 48
 
 
 def is_chosen(seed: int, test: str) -> bool:
@@ -49,22 +53,27 @@ def noting_compile() -> Any:
 class RandomFaults:
     """A context manager in which operations of guarded attempts, in its thread, fail with `torch.OutOfMemoryError` at random places.
 
-    A piece is not struck again before another one has committed, so that errors alone never lead to the floor; a try of the optimizer's step is
-    struck only where its next try is real. `always`: each call is struck at its first attempt, where that is long enough, and not by chance.
+    A piece is not struck again before another one has committed, so that errors alone never lead to
+    the floor; a try of the optimizer's step is struck only where its next try is real. `always`:
+    each call is struck at its first attempt, where that is long enough, and not by chance.
     """
 
     def __init__(self, seed: int, test: str, *, always: bool = False) -> None:
-        self.hits: list[str] = []  # what was made to fail: operation, its number in its attempt, and the attempt's number
+        # what was made to fail: operation, its number in its attempt, and the attempt's number
+        self.hits: list[str] = []
         self.attempts = 0  # guarded attempts seen
         self._seed, self._test, self._always = seed, test, always
         self._thread = 0
         self._open: list[_Attempt] = []
-        self.compiles = False  # torch.compile was called in the block: what it gives does not run under a dispatch mode
+        # torch.compile was called in the block: what it gives does not run under a dispatch mode
+        self.compiles = False
         self.restart()
 
     def restart(self, example: str = "") -> None:
         """Goes back to the first draw: an example of a property test (its arguments in words) has to behave the same when it is run again."""
-        self._random = random.Random(f"{self._seed}:{self._test}:{re.sub(r'0x[0-9a-fA-F]+', '', example)}")
+        self._random = random.Random(
+            f"{self._seed}:{self._test}:{re.sub(r'0x[0-9a-fA-F]+', '', example)}"
+        )
         self._length = _FIRST_LENGTH
         self._left: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -78,17 +87,31 @@ class RandomFaults:
         while self._open:  # attempts that were left open
             self._open.pop().leave()
 
-    def begin(self, owner: object, modules: Iterable[nn.Module], *, ready: bool, protected: Callable[[], bool] | None = None) -> None:
+    def begin(
+        self,
+        owner: object,
+        modules: Iterable[nn.Module],
+        *,
+        ready: bool,
+        protected: Callable[[], bool] | None = None,
+    ) -> None:
         """An attempt of a call or of an optimizer's step begins, as `misuse.fault_injector`.
 
-        `ready`: nothing has failed since something last succeeded, so one more failure is not the last. `protected`: what runs now is the user's and
-        is not tried again, so it must not fail.
+        `ready`: nothing has failed since something last succeeded, so one more failure is not the
+        last. `protected`: what runs now is the user's and is not tried again, so it must not fail.
         """
         if threading.get_ident() != self._thread:
             return
         self.attempts += 1
-        ready = ready and not self.compiles and not any(map(_is_compiled, modules)) and not _is_injected()
-        attempt = _Attempt(self, owner, self._draw(owner) if ready else 0, protected or (lambda: False))
+        ready = (
+            ready
+            and not self.compiles
+            and not any(map(_is_compiled, modules))
+            and not _is_injected()
+        )
+        attempt = _Attempt(
+            self, owner, self._draw(owner) if ready else 0, protected or (lambda: False)
+        )
         self._open.append(attempt)
         if attempt.at:
             attempt.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -109,7 +132,11 @@ class RandomFaults:
         if not left or (not self._always and self._random.random() < 0.5):
             return 0
         # as often among the first few as among the many that follow
-        return round(math.exp(self._random.random() * math.log(self._length))) if self._length > 1 else 1
+        return (
+            round(math.exp(self._random.random() * math.log(self._length)))
+            if self._length > 1
+            else 1
+        )
 
     def strike(self, attempt: _Attempt, name: str) -> None:
         """Fails an operation of an attempt where it is its turn, and neither that of an attempt inside it nor the user's own code runs."""
@@ -126,7 +153,9 @@ class RandomFaults:
 class _Attempt(InjectOOM):
     """Sees the operations of one attempt, where one of them is to fail."""
 
-    def __init__(self, faults: RandomFaults, owner: object, at: int, protected: Callable[[], bool]) -> None:
+    def __init__(
+        self, faults: RandomFaults, owner: object, at: int, protected: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self.faults, self.owner, self.at, self.protected = faults, owner, at, protected
         self.struck = False
@@ -141,9 +170,15 @@ class _Attempt(InjectOOM):
 
 def _is_injected() -> bool:
     """Whether the test injects by itself here: then it says what is to fail."""
-    return any(isinstance(mode, InjectOOM) and not isinstance(mode, _Attempt) for mode in _get_current_dispatch_mode_stack())
+    return any(
+        isinstance(mode, InjectOOM) and not isinstance(mode, _Attempt)
+        for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo")  # not imported here: it is large, and without it nothing is compiled
-    return getattr(module, "_compiled_call_impl", None) is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+    # not imported here: it is large, and without it nothing is compiled
+    dynamo = sys.modules.get("torch._dynamo")
+    return getattr(module, "_compiled_call_impl", None) is not None or (
+        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    )

@@ -13,7 +13,10 @@ def can_allocate(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     """Whether an operation may ask for memory: it returns a tensor that is no view of an argument, or works on a sparse tensor in place."""
     if any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args):
         return True
-    return any(returned.alias_info is None and "Tensor" in str(returned.type) for returned in operation._schema.returns)
+    return any(
+        returned.alias_info is None and "Tensor" in str(returned.type)
+        for returned in operation._schema.returns
+    )
 
 
 class InjectOOM(TorchDispatchMode):
@@ -44,11 +47,22 @@ class InjectOOM(TorchDispatchMode):
             torch.OutOfMemoryError: it is this one's turn to fail.
         """
         self.count += 1
-        if self.count in self._at or (self._always_from is not None and self.count >= self._always_from):
+        if self.count in self._at or (
+            self._always_from is not None and self.count >= self._always_from
+        ):
             self.hits.append(name)
-            raise torch.OutOfMemoryError(f"injected: out of memory. Tried to allocate 1.00 MiB in operation {self.count}, {name}")
+            raise torch.OutOfMemoryError(
+                f"injected: out of memory. Tried to allocate 1.00 MiB in operation {self.count}, "
+                f"{name}"
+            )
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if isinstance(func, torch._ops.OpOverload) and can_allocate(func, args):
             try:
                 self.step(func._schema.name)

@@ -27,21 +27,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--oom-injection",
         choices=("never", "random", "always"),
         default="never",
-        help="make operations inside guarded attempts of elastic_mbs run out of memory: in half of the tests, chosen by seed and name, or in all",
+        help="make operations inside guarded attempts of elastic_mbs run out of memory: in half "
+        "of the tests, chosen by seed and name, or in all",
     )
     group.addoption(
-        "--oom-injection-seed", type=int, metavar="N", default=None, help="where errors strike; the same seed repeats them (default: drawn)"
+        "--oom-injection-seed",
+        type=int,
+        metavar="N",
+        default=None,
+        help="where errors strike; the same seed repeats them (default: drawn)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker, draws a seed where none was given, and follows `torch.compile`."""
-    config.addinivalue_line("markers", f"{MARKER}: out-of-memory errors are not injected here: it asserts how many there are, sizes, or memory")
+    config.addinivalue_line(
+        "markers",
+        f"{MARKER}: out-of-memory errors are not injected here: it asserts how many there are, "
+        "sizes, or memory",
+    )
     if config.option.oom_injection_seed is None:
         given: int | None = getattr(config, "workerinput", {}).get(_SEED)
-        config.option.oom_injection_seed = random.SystemRandom().randrange(2**31) if given is None else given
+        config.option.oom_injection_seed = (
+            random.SystemRandom().randrange(2**31) if given is None else given
+        )
     if config.option.oom_injection != "never":
-        patch = noting_compile()  # for the whole run: a test that patches `torch.compile` itself puts this one back
+        # for the whole run: a test that patches `torch.compile` itself puts this one back
+        patch = noting_compile()
         patch.start()
         config.add_cleanup(patch.stop)
 
@@ -54,14 +66,23 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Mode and seed."""
-    return None if config.option.oom_injection == "never" else f"oom injection: {_options(config.option)}"
+    return (
+        None
+        if config.option.oom_injection == "never"
+        else f"oom injection: {_options(config.option)}"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Runs the test's body under errors, where it is chosen. Fixtures are left alone: they may serve tests that are not."""
+    """Runs the test's body under errors, where it is chosen.
+
+    Fixtures are left alone: they may serve tests that are not.
+    """
     mode, seed = item.config.option.oom_injection, item.config.option.oom_injection_seed
-    left_alone = mode == "never" or item.get_closest_marker(MARKER) is not None or _is_state_machine(item)
+    left_alone = (
+        mode == "never" or item.get_closest_marker(MARKER) is not None or _is_state_machine(item)
+    )
     if left_alone or (mode == "random" and not is_chosen(seed, item.nodeid)):
         return (yield)
     faults = item.stash[_FAULTS] = RandomFaults(seed, item.nodeid, always=mode == "always")
@@ -69,17 +90,25 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         with faults, _each_example_anew(item, faults):
             return (yield)
     finally:
-        item.user_properties.append((_COUNT, len(faults.hits)))  # from here it comes to xdist's controller, and into junit.xml
+        # from here it comes to xdist's controller, and into junit.xml
+        item.user_properties.append((_COUNT, len(faults.hits)))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Tells in a failing test's report what was injected, and how to repeat it."""
     report = yield
     faults = item.stash.get(_FAULTS, None)
     if faults is not None and report.when == "call" and report.failed:
         head = f"{len(faults.hits)} in {faults.attempts} attempts, at most {_SHOWN} of them here, the last ones"
-        report.sections.append(("injected out-of-memory errors", "\n  ".join([head, *faults.hits[-_SHOWN:]]) + f"\nrepeat with: {_command(item)}"))
+        report.sections.append(
+            (
+                "injected out-of-memory errors",
+                "\n  ".join([head, *faults.hits[-_SHOWN:]]) + f"\nrepeat with: {_command(item)}",
+            )
+        )
     return report
 
 
@@ -87,14 +116,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Tells how much was injected: a suite that was never struck has shown nothing."""
     option = terminalreporter.config.option
     if option.oom_injection != "never":
-        reports = [report for found in terminalreporter.stats.values() for report in found if isinstance(report, pytest.TestReport)]
-        counts = [int(str(value)) for report in reports if report.when == "call" for name, value in report.user_properties if name == _COUNT]
+        reports = [
+            report
+            for found in terminalreporter.stats.values()
+            for report in found
+            if isinstance(report, pytest.TestReport)
+        ]
+        counts = [
+            int(str(value))
+            for report in reports
+            if report.when == "call"
+            for name, value in report.user_properties
+            if name == _COUNT
+        ]
         struck = sum(count > 0 for count in counts)
-        terminalreporter.write_line(f"oom injection: {sum(counts)} errors in {struck} tests of {len(counts)} chosen ({_options(option)})")
+        terminalreporter.write_line(
+            f"oom injection: {sum(counts)} errors in {struck} tests of {len(counts)} chosen "
+            f"({_options(option)})"
+        )
 
 
 def _options(option: Any) -> str:
-    return f"--oom-injection={option.oom_injection} --oom-injection-seed={option.oom_injection_seed}"
+    return (
+        f"--oom-injection={option.oom_injection} --oom-injection-seed={option.oom_injection_seed}"
+    )
 
 
 def _command(item: pytest.Item) -> str:

@@ -1,11 +1,14 @@
 """Makes real allocations fail by the thousand, at random places of training, and holds every step against a loop by hand.
 
-Memory moves between steps and between two operations of a step: in forward, in backward, while an optimizer steps, while what failed is run again.
-Under `shim` torch's own allocator fails, and counts it; under `rlimit` the kernel refuses memory to the whole process; `budget` counts tensors, on
-any system. Training runs in rounds of some 50 failures, each in a process of its own: one that crashes or hangs ends a round, not the run, and is
-told with the command that repeats it. Compared are gradient, loss, buffers, random streams and the optimizer's step; a call that is refused has to
+Memory moves between steps and between two operations of a step: in forward, in backward, while an
+optimizer steps, while what failed is run again. Under `shim` torch's own allocator fails, and
+counts it; under `rlimit` the kernel refuses memory to the whole process; `budget` counts tensors,
+on any system. Training runs in rounds of some 50 failures, each in a process of its own: one that
+crashes or hangs ends a round, not the run, and is told with the command that repeats it. Compared
+are gradient, loss, buffers, random streams and the optimizer's step; a call that is refused has to
 leave everything as it was, and none may leave memory behind.
-Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 a crash or an unexpected error, 5 a hang; the highest of them where there are several.
+Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 a crash or an unexpected error, 5 a hang;
+the highest of them where there are several.
 """
 
 from __future__ import annotations
@@ -26,7 +29,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic_mbs import Policy
 from elastic_mbs.errors import UsageError
 
-from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, listed, write_figures
+from ..console import (
+    HANG,
+    PASSED,
+    TOOL,
+    UNEXPECTED,
+    WRONG,
+    Progress,
+    case_seed,
+    listed,
+    write_figures,
+)
 from ..limits import ON_GPU, ChildError, Emit, MemoryLimit, check_kind, open_limit, run_child
 from ..models.factory import find
 from ..options import duration, whole, writable
@@ -45,7 +58,8 @@ TURNS = 6  # steps that one runtime makes: from the second on it works on what t
 NOTHING_MORE = "nothing more"  # what is held at that moment is all there is
 BLOCKS = "blocks"  # all there is, but in small blocks only
 
-# Memory there is: this share of what the whole batch needs beyond the smallest piece; one of the two above; None for as much as is wanted
+# Memory there is: this share of what the whole batch needs beyond the smallest piece; one of the
+# two above; None for as much as is wanted
 Room = float | str | None
 
 
@@ -59,15 +73,35 @@ class Blow:
 
 def draw(rng: random.Random, operations: int, range_: Range) -> list[Blow]:
     """The moves of one step, in their order, where the whole batch in one piece takes so many operations, about; more pieces take more."""
-    before: Room = None if rng.random() < 0.3 else rng.uniform(0.05, 1.1) if rng.random() < 0.95 else -0.5
+    before: Room = (
+        None if rng.random() < 0.3 else rng.uniform(0.05, 1.1) if rng.random() < 0.95 else -0.5
+    )
     found = [Blow(0, before)]
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         early = rng.random() < 0.4  # as often among the first few as among the many that follow
-        at = 1 + (int(math.exp(rng.random() * math.log(4 * operations))) if early else rng.randrange(2 * operations))
+        at = 1 + (
+            int(math.exp(rng.random() * math.log(4 * operations)))
+            if early
+            else rng.randrange(2 * operations)
+        )
         kind = rng.random()
-        found.append(Blow(at, NOTHING_MORE if kind < 0.6 else BLOCKS if range_.blocks and kind < 0.7 else rng.uniform(0.0, 0.8)))
+        found.append(
+            Blow(
+                at,
+                NOTHING_MORE
+                if kind < 0.6
+                else BLOCKS
+                if range_.blocks and kind < 0.7
+                else rng.uniform(0.0, 0.8),
+            )
+        )
         if rng.random() < 0.8:
-            found.append(Blow(at + rng.randint(1, operations), None if rng.random() < 0.5 else rng.uniform(0.3, 1.2)))
+            found.append(
+                Blow(
+                    at + rng.randint(1, operations),
+                    None if rng.random() < 0.5 else rng.uniform(0.3, 1.2),
+                )
+            )
     return sorted(found, key=lambda blow: blow.at)
 
 
@@ -90,7 +124,13 @@ class Blows(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._make(None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         self._count += 1
         self._move()
         return func(*args, **(kwargs or {}))
@@ -127,25 +167,61 @@ def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps
                 door = rng.choice(doors)
                 for _ in range(TURNS):
                     if counts.steps < steps and counts.failures < failures:
-                        training.step(mbs, door, lambda: Blows(limit, training.range, draw(rng, training.operations, training.range)))
+                        training.step(
+                            mbs,
+                            door,
+                            lambda: Blows(
+                                limit,
+                                training.range,
+                                draw(rng, training.operations, training.range),
+                            ),
+                        )
                         emit({"counts": counts.as_json()})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--failures", type=whole(1), default=1000, metavar="N", help="allocations to make fail (default 1000)")
-    parser.add_argument("--kind", choices=KINDS, default="shim", help="what refuses memory (default shim)")
+    parser.add_argument(
+        "--failures",
+        type=whole(1),
+        default=1000,
+        metavar="N",
+        help="allocations to make fail (default 1000)",
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS, default="shim", help="what refuses memory (default shim)"
+    )
     models = f"built-in by name, or your own as path.py:factory; may be given again (default: {', '.join(MODELS)} by turns)"
     parser.add_argument("--model", action="append", metavar="NAME", help=models)
-    parser.add_argument("--seed", type=a_seed, default=0, help="of models, batches, and where memory moves (default 0)")
-    parser.add_argument("--only", type=a_seed, metavar="ROUND_SEED", help="one round of one --model, by the seed that was printed for it")
-    parser.add_argument("--deadline", type=duration("seconds"), default=300.0, metavar="SECONDS", help="a longer round hangs (default 300)")
-    parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures to this file")
+    parser.add_argument(
+        "--seed",
+        type=a_seed,
+        default=0,
+        help="of models, batches, and where memory moves (default 0)",
+    )
+    parser.add_argument(
+        "--only",
+        type=a_seed,
+        metavar="ROUND_SEED",
+        help="one round of one --model, by the seed that was printed for it",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=duration("seconds"),
+        default=300.0,
+        metavar="SECONDS",
+        help="a longer round hangs (default 300)",
+    )
+    parser.add_argument(
+        "--json", type=writable, metavar="FILE", help="write the figures to this file"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     models = list(dict.fromkeys(options.model or MODELS))
     if options.only is not None and len(models) > 1:
-        raise UsageError(f"--only {options.only} is a round of one model: give one --model, as it was printed")
+        raise UsageError(
+            f"--only {options.only} is a round of one model: give one --model, as it was printed"
+        )
     for model in models:
         find(model)
     check_kind(options.kind)
@@ -157,9 +233,25 @@ def main(options: argparse.Namespace) -> int:
         print(f"{Path(model).name:12} {counts.line()}")
     print(f"{run.all.line()}, {run.made} rounds, not allowed: {listed(run.bad)}")
     print("passed" if run.code == PASSED else "failed", flush=True)
-    figures = {"schema": "elastic-mbs/hammer/1", "kind": options.kind, "seed": options.seed, "exit_code": run.code, "rounds": run.made}
-    figures |= {"seconds": round(time.monotonic() - began, 1), "bad": dict(run.bad), **run.all.as_json()}
-    write_figures(options.json, {**figures, "models": {Path(model).name: counts.as_json() for model, counts in run.counts.items()}})
+    figures = {
+        "schema": "elastic-mbs/hammer/1",
+        "kind": options.kind,
+        "seed": options.seed,
+        "exit_code": run.code,
+        "rounds": run.made,
+    }
+    figures |= {
+        "seconds": round(time.monotonic() - began, 1),
+        "bad": dict(run.bad),
+        **run.all.as_json(),
+    }
+    write_figures(
+        options.json,
+        {
+            **figures,
+            "models": {Path(model).name: counts.as_json() for model, counts in run.counts.items()},
+        },
+    )
     return run.code
 
 
@@ -181,25 +273,44 @@ class _Run:
         each = min(PER_ROUND, -(-wanted // len(models)))  # every model has its turn
         while self.all.failures < wanted and self.bad.total() < MOST_BAD:
             seed = case_seed(self._options.seed, self.made) % 2**31  # numpy takes no more
-            self._round(models[self.made % len(models)], seed, min(each, wanted - self.all.failures))
+            self._round(
+                models[self.made % len(models)], seed, min(each, wanted - self.all.failures)
+            )
 
     def _round(self, model: str, seed: int, failures: int) -> None:
         """One round in a process of its own; what it counted until it ended badly counts."""
         last: dict[str, Any] = {}
         kind = self._options.kind
-        arguments = {"kind": kind, "model": model, "seed": seed, "failures": failures, "steps": STEPS}
+        arguments = {
+            "kind": kind,
+            "model": model,
+            "seed": seed,
+            "failures": failures,
+            "steps": STEPS,
+        }
         self.made += 1
         try:
             for message in run_child(kind, hammer, arguments, deadline=self._options.deadline):
                 last = message["counts"]
                 failed, made = self.all.failures + last["failures"], self.all.steps + last["steps"]
-                self._progress.tell(f"{Path(model).name}: {failed} failures, {made} steps, {self.bad.total()} bad rounds")
+                self._progress.tell(
+                    f"{Path(model).name}: {failed} failures, {made} steps, {self.bad.total()} bad "
+                    "rounds"
+                )
         except ChildError as error:
             code, lines = bad_end(error)
             self.bad[error.how] += 1
             self.code = max(self.code, code)
             self._progress.clear()
-            print("\n  ".join([*lines, f"repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only {seed}"]))
+            print(
+                "\n  ".join(
+                    [
+                        *lines,
+                        f"repeat: python -m {TOOL} hammer --kind {kind} --model {model} --only "
+                        f"{seed}",
+                    ]
+                )
+            )
         self._progress.clear()
         for counts in (self.all, self.counts[model]):
             counts.merge(last)
@@ -208,4 +319,7 @@ class _Run:
 def bad_end(error: ChildError) -> tuple[int, list[str]]:
     """The exit code of how a process has ended, and lines that tell of it."""
     code = {"hang": HANG, WrongOutcomeError.__name__: WRONG}.get(error.how, UNEXPECTED)
-    return code, [f"{error.how}: {error}", *([] if code == WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:])]
+    return code, [
+        f"{error.how}: {error}",
+        *([] if code == WRONG else error.last_words.strip().splitlines()[-LAST_WORDS:]),
+    ]

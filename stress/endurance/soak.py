@@ -1,8 +1,10 @@
 """Trains for a long time while memory comes and goes, and looks whether memory, threads, files and the time of a step stay flat.
 
-Every door, evaluations, guarded optimizer steps and checkpoints take part, runtimes are made and closed, and gradients are checked now and then. Of a
-failed attempt nothing may be held when it is told of, and whenever all memory has returned the micro-batch has to grow back to the whole batch.
-Exit codes: 0 flat and exact, 2 bad input, 3 something rises, stays small, is held, or is wrong, 4 an unexpected error, 5 a hang.
+Every door, evaluations, guarded optimizer steps and checkpoints take part, runtimes are made and
+closed, and gradients are checked now and then. Of a failed attempt nothing may be held when it is
+told of, and whenever all memory has returned the micro-batch has to grow back to the whole batch.
+Exit codes: 0 flat and exact, 2 bad input, 3 something rises, stays small, is held, or is wrong, 4
+an unexpected error, 5 a hang.
 """
 
 from __future__ import annotations
@@ -38,12 +40,19 @@ from .training import Training
 
 LEAST = 8  # samples of the second half that a trend needs
 STUCK = 600.0  # seconds beyond its time after which a run hangs
-SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)  # of what the whole batch needs beyond the smallest piece: what the memory is, by turns
-CHECKED_EVERY = 20  # steps between two checks of a gradient, on average: drawn, or they could fall on one door alone
-TURNS = 4  # steps that each runtime makes with each door at least: from the second call on it works on what the first has learned
+# of what the whole batch needs beyond the smallest piece: what the memory is, by turns
+SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
+# steps between two checks of a gradient, on average: drawn, or they could fall on one door alone
+CHECKED_EVERY = 20
+# steps that each runtime makes with each door at least: from the second call on it works on what
+# the first has learned
+TURNS = 4
 KEPT_RATIOS = 9  # of so many the median is the sample's
-AMPLE = 4  # times what the whole batch takes are there between two steps: less than when all has come back, or readings would not change
-BACK_WITHIN = 40  # calls until the micro-batch is as large as the batch again: five doublings, each with its patience
+# times what the whole batch takes are there between two steps: less than when all has come back, or
+# readings would not change
+AMPLE = 4
+# calls until the micro-batch is as large as the batch again: five doublings, each with its patience
+BACK_WITHIN = 40
 BACK_SECONDS = 30.0  # that it may take in any case: readings of memory come by the clock
 
 
@@ -56,8 +65,16 @@ def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, sample
         while (now := time.monotonic() - began) < seconds or made < 2 * LEAST:
             made += 1
             running.train(began + now + seconds / samples)
-            sample = measured(time.monotonic() - began, limit.live(), running.real.model, median(running.ratios))
-            emit({"sample": asdict(sample), **running.counts.as_json(), "back_within": running.slowest})
+            sample = measured(
+                time.monotonic() - began, limit.live(), running.real.model, median(running.ratios)
+            )
+            emit(
+                {
+                    "sample": asdict(sample),
+                    **running.counts.as_json(),
+                    "back_within": running.slowest,
+                }
+            )
 
 
 class Soak(Training):
@@ -65,7 +82,8 @@ class Soak(Training):
 
     def __init__(self, limit: MemoryLimit, model: str, seed: int) -> None:
         super().__init__(limit, model, seed)
-        self.ratios: deque[float] = deque(maxlen=KEPT_RATIOS)  # of times of a step, beside one by hand
+        # of times of a step, beside one by hand
+        self.ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self.slowest = 0  # most calls until the micro-batch was back
         self._learned: dict[str, object] = {}
         self._check_at = 0
@@ -75,15 +93,24 @@ class Soak(Training):
         """Trains with runtimes of its own until a moment, at least a few steps with each door; then all memory comes back."""
         policy = Policy(patience=2, min_gain=0.0, cooldown=0.0)
         quiet = {"policy": policy, "monitor_interval": 0.0}
-        hopeful = {**quiet, "micro_batch_size": self.largest}  # begins with the whole batch, whatever there is
-        with self.runtimes({**quiet, "monitor_interval": self.rng.choice((0.0, 0.05))}, quiet, hopeful) as (mbs, doors):
+        # begins with the whole batch, whatever there is
+        hopeful = {**quiet, "micro_batch_size": self.largest}
+        with self.runtimes(
+            {**quiet, "monitor_interval": self.rng.choice((0.0, 0.05))}, quiet, hopeful
+        ) as (mbs, doors):
             if self._learned:
                 mbs.load_state_dict(self._learned)
             turn = 0
             while turn < TURNS * len(doors) or time.monotonic() < until:
                 self._step(mbs, doors[turn % len(doors)])
                 if turn % 5 == 4:
-                    self.short(lambda: mbs.eval(lambda piece: [self.real.loss_fn(piece)], self.real.batch(self.counts.steps)), self._moving)
+                    self.short(
+                        lambda: mbs.eval(
+                            lambda piece: [self.real.loss_fn(piece)],
+                            self.real.batch(self.counts.steps),
+                        ),
+                        self._moving,
+                    )
                 turn += 1
             self.limit.resize(None)
             self.come_back(mbs)
@@ -120,7 +147,10 @@ class Soak(Training):
             late = calls >= BACK_WITHIN and time.monotonic() - began > BACK_SECONDS
             back = f"there is memory for the whole batch again, but after {calls} calls it still runs in {pieces} pieces"
             demand(not late, f"after step {self.counts.steps}: {back}")
-            pieces, calls = len(mbs.backward(self.real.loss_fn, self.real.batch(0)).partition), calls + 1
+            pieces, calls = (
+                len(mbs.backward(self.real.loss_fn, self.real.batch(0)).partition),
+                calls + 1,
+            )
             self.real.model.zero_grad()
         self.slowest = max(self.slowest, calls)
 
@@ -128,7 +158,12 @@ class Soak(Training):
         """A step of the runtime beside the same by hand, each in turn the first, so that the machine's own moods cancel."""
         subject, batch, size = self.real, self.real.batch(0), max(1, self.length // 4)
         pieces = partition(0, self.length, size)
-        with ElasticMBS(subject.model, **grouped({**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0})) as mbs:
+        with ElasticMBS(
+            subject.model,
+            **grouped(
+                {**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0}
+            ),
+        ) as mbs:
             ways: dict[str, Callable[[], object]] = {
                 "ours": lambda: mbs.backward(subject.loss_fn, batch),
                 "hand": lambda: accumulate(subject, view_of(subject, batch), pieces),
@@ -155,7 +190,8 @@ class Sample:
     files: int  # descriptors that are open
     objects: int  # that Python's garbage collector follows
     hooks: int  # on the modules and leaves of the model
-    ratio: float  # time of a step without an event, beside a loop written by hand with the same pieces
+    # time of a step without an event, beside a loop written by hand with the same pieces
+    ratio: float
 
 
 def measured(at: float, live: int, model: nn.Module, ratio: float) -> Sample:
@@ -164,11 +200,22 @@ def measured(at: float, live: int, model: nn.Module, ratio: float) -> Sample:
     hooks = hooks_on(model, model.parameters())
     files = process.num_fds() if hasattr(process, "num_fds") else 0
     memory = process.memory_info()
-    return Sample(at, live, memory.rss, getattr(memory, "data", 0), process.num_threads(), files, len(gc.get_objects()), hooks, ratio)
+    return Sample(
+        at,
+        live,
+        memory.rss,
+        getattr(memory, "data", 0),
+        process.num_threads(),
+        files,
+        len(gc.get_objects()),
+        hooks,
+        ratio,
+    )
 
 
 MIB = 1 << 20
-# How much each may rise over the second half: so much in its own unit, or this part of its median where that is more
+# How much each may rise over the second half: so much in its own unit, or this part of its median
+# where that is more
 LIMITS: dict[str, tuple[float, float]] = {
     "live": (0.0, 0.0),
     "resident": (8 * MIB, 0.02),
@@ -183,7 +230,11 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     """The median of the slopes between all pairs of points (Theil–Sen): up to 29 % of the points may be far off without a change of it."""
-    slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(zip(xs, ys, strict=True), 2) if x2 != x1]
+    slopes = [
+        (y2 - y1) / (x2 - x1)
+        for (x1, y1), (x2, y2) in combinations(zip(xs, ys, strict=True), 2)
+        if x2 != x1
+    ]
     return median(slopes) if slopes else 0.0
 
 
@@ -202,31 +253,65 @@ def complaints(samples: Sequence[Sample]) -> list[str]:
         return [f"{len(samples)} samples are too few for a trend: it takes {2 * LEAST}; run longer"]
     minutes = (samples[-1].at - samples[len(samples) // 2].at) / 60
     how = f"in the last {minutes:.1f} min"
-    found = [f"{name} has risen by {rise:.4g} {how}, and {limit:.4g} is allowed" for name, rise, limit in trends(samples) if rise > limit]
+    found = [
+        f"{name} has risen by {rise:.4g} {how}, and {limit:.4g} is allowed"
+        for name, rise, limit in trends(samples)
+        if rise > limit
+    ]
     hooks = max(sample.hooks for sample in samples)
     return [*found, f"{hooks} hooks were left on the model by closed runtimes"] if hooks else found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=duration("minutes"), default=30.0, help="how long (default 30)")
-    parser.add_argument("--kind", choices=("budget", "shim"), default="budget", help="what fails: counted tensors, or the allocator itself")
-    parser.add_argument("--model", default="heads", help="built-in by name, or your own as path.py:factory (default heads)")
-    parser.add_argument("--samples", type=whole(2 * LEAST), default=120, help="how often to measure, at most (default 120)")
-    parser.add_argument("--seed", type=seed, default=0, help="of model, batches, and the comings and goings of memory (default 0)")
-    parser.add_argument("--json", type=writable, metavar="FILE", help="write the samples and the verdict to this file")
+    parser.add_argument(
+        "--minutes", type=duration("minutes"), default=30.0, help="how long (default 30)"
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("budget", "shim"),
+        default="budget",
+        help="what fails: counted tensors, or the allocator itself",
+    )
+    parser.add_argument(
+        "--model",
+        default="heads",
+        help="built-in by name, or your own as path.py:factory (default heads)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=whole(2 * LEAST),
+        default=120,
+        help="how often to measure, at most (default 120)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=seed,
+        default=0,
+        help="of model, batches, and the comings and goings of memory (default 0)",
+    )
+    parser.add_argument(
+        "--json",
+        type=writable,
+        metavar="FILE",
+        help="write the samples and the verdict to this file",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     check_kind(options.kind)
     check(options.model, options.seed, "cpu")
-    arguments = {name: getattr(options, name) for name in ("kind", "seed", "model", "samples")} | {"seconds": options.minutes * 60}
+    arguments = {name: getattr(options, name) for name in ("kind", "seed", "model", "samples")} | {
+        "seconds": options.minutes * 60
+    }
     what = f"limit {options.kind}, model {options.model}, seed {options.seed}, torch {torch.__version__}"
     print(f"soak for {options.minutes:g} min, {what}", flush=True)
     samples: list[Sample] = []
     last: dict[str, Any] = {}
     progress = Progress(piped=60.0, live=60.0)
     try:
-        for message in run_child(options.kind, soak, arguments, deadline=arguments["seconds"] + STUCK):
+        for message in run_child(
+            options.kind, soak, arguments, deadline=arguments["seconds"] + STUCK
+        ):
             samples.append(Sample(**message.pop("sample")))
             last = message
             progress.tell(_line(samples[-1], last))
@@ -239,16 +324,25 @@ def main(options: argparse.Namespace) -> int:
     for each in found:
         print(each)
     print("passed: flat and exact" if code == PASSED else "failed", flush=True)
-    figures = {"schema": "elastic-mbs/soak/1", **arguments, "exit_code": code, "complaints": found, **last}
+    figures = {
+        "schema": "elastic-mbs/soak/1",
+        **arguments,
+        "exit_code": code,
+        "complaints": found,
+        **last,
+    }
     write_figures(options.json, {**figures, "measured": [asdict(sample) for sample in samples]})
     return code
 
 
 def _line(sample: Sample, counts: dict[str, Any]) -> str:
     return (
-        f"{sample.at / 60:5.1f} min  {counts['steps']} steps  {counts['ooms']} ooms  {sum(counts['refused'].values())} refused  "
-        f"live {format_bytes(sample.live)}  resident {format_bytes(sample.resident)}  threads {sample.threads}  files {sample.files}  "
-        f"objects {sample.objects}  step ×{sample.ratio:.3f}  worst error {counts['worst']:.1e} of {counts['checked']} checked"
+        f"{sample.at / 60:5.1f} min  {counts['steps']} steps  {counts['ooms']} ooms  "
+        f"{sum(counts['refused'].values())} refused  "
+        f"live {format_bytes(sample.live)}  resident {format_bytes(sample.resident)}  threads "
+        f"{sample.threads}  files {sample.files}  "
+        f"objects {sample.objects}  step ×{sample.ratio:.3f}  worst error {counts['worst']:.1e} "
+        f"of {counts['checked']} checked"
     )
 
 
@@ -256,5 +350,8 @@ def _table(samples: list[Sample]) -> str:
     middle, last = samples[len(samples) // 2], samples[-1]
     rows = [f"{'over the second half':24} {'first':>14} {'last':>14} {'trend':>12} {'allowed':>12}"]
     for name, rise, limit in trends(samples):
-        rows.append(f"{name:24} {getattr(middle, name):14.6g} {getattr(last, name):14.6g} {rise:12.4g} {limit:12.4g}")
+        rows.append(
+            f"{name:24} {getattr(middle, name):14.6g} {getattr(last, name):14.6g} {rise:12.4g} "
+            f"{limit:12.4g}"
+        )
     return "\n".join(rows)

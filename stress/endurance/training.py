@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-from elastic_mbs import ElasticMBS, Event, OptimizerOutOfMemory, OutOfMemory, RecoveryError, StepResult, elastic_step
+from elastic_mbs import (
+    ElasticMBS,
+    Event,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    RecoveryError,
+    StepResult,
+    elastic_step,
+)
 from elastic_mbs.errors import UsageError
 from elastic_mbs.testing import InjectOOM
 
@@ -27,8 +35,11 @@ from ..reference.by_hand import accumulate, by_loop, check_covered, view_of
 from ..reference.state import State, demand, error_of, same_state, tolerance_of
 from ..scenarios.measure import smallest
 
-SLACK = 1 << 20  # bytes that a process limit leaves to Python and to torch's own bookkeeping, which an allocator of tensors has elsewhere
-BOOKKEEPING = 16384  # bytes of losses, states of random generators and the like that a call may hold
+# bytes that a process limit leaves to Python and to torch's own bookkeeping, which an allocator of
+# tensors has elsewhere
+SLACK = 1 << 20
+# bytes of losses, states of random generators and the like that a call may hold
+BOOKKEEPING = 16384
 
 Door = Callable[[Any], StepResult]
 Moving = Callable[[], AbstractContextManager[object]]  # makes a block in which memory is short
@@ -40,7 +51,8 @@ class Range:
 
     least: int  # what the smallest piece takes beyond what is held between two steps
     whole: int  # what the whole batch takes likewise
-    slack: int = 0  # what stays beside `NOTHING_MORE`, where the interpreter's own memory counts, too
+    # what stays beside `NOTHING_MORE`, where the interpreter's own memory counts, too
+    slack: int = 0
     blocks: bool = False  # whether the memory limit knows `BLOCKS`
 
     def of(self, share: float) -> int:
@@ -50,19 +62,24 @@ class Range:
 @dataclass
 class Counts(Tally):
     steps: int = 0
-    failures: int = 0  # allocations that were refused, by the limit's count; where there is none, out-of-memory errors of the events
+    # allocations that were refused, by the limit's count; where there is none, out-of-memory errors
+    # of the events
+    failures: int = 0
     ooms: int = 0  # out-of-memory errors of the events, those of the optimizer among them
     checked: int = 0  # steps whose gradient, loss, buffers and random streams were compared
     worst: float = 0.0  # largest relative difference of a gradient
     optimizer: int = 0  # guarded optimizer steps that were compared
     phases: Counter[str] = field(default_factory=Counter)  # what ran out of memory
     modes: Counter[str] = field(default_factory=Counter)  # how it was replayed
-    refused: Counter[str] = field(default_factory=Counter)  # typed errors that ended a call with everything as before it
+    # typed errors that ended a call with everything as before it
+    refused: Counter[str] = field(default_factory=Counter)
 
     def line(self) -> str:
         return (
-            f"{self.failures} failures in {self.steps} steps, {self.ooms} out-of-memory errors told of ({listed(self.phases)}), "
-            f"{self.refused.total()} calls refused, {self.checked} gradients checked, worst {self.worst:.1e}"
+            f"{self.failures} failures in {self.steps} steps, {self.ooms} out-of-memory errors "
+            f"told of ({listed(self.phases)}), "
+            f"{self.refused.total()} calls refused, {self.checked} gradients checked, worst "
+            f"{self.worst:.1e}"
         )
 
 
@@ -74,16 +91,24 @@ class Training:
         self.limit = limit
         self.real, self.twin = make(model, seed, limit.device), make(model, seed, limit.device)
         self.rng = random.Random(seed)
-        self.optimizers = [subject.optimizer(subject.model.parameters()) for subject in (self.real, self.twin)]
+        self.optimizers = [
+            subject.optimizer(subject.model.parameters()) for subject in (self.real, self.twin)
+        ]
         self.tolerance = tolerance_of(self.real.model)
         self.length = view_of(self.real, self.real.batch(0)).length
-        self.largest = min(self.length, self.real.options.get("max_micro_batch_size") or self.length)
+        self.largest = min(
+            self.length, self.real.options.get("max_micro_batch_size") or self.length
+        )
         self.counts = Counts()
-        self._before, self._most, self._when = 0, 0, ""  # held beside gradients before a call, most beyond that since, and when that was
+        # held beside gradients before a call, most beyond that since, and when that was
+        self._before, self._most, self._when = 0, 0, ""
         torch.manual_seed(seed)
 
     def prepare(self) -> None:
-        """Measures what the whole batch takes, and what the smallest piece, in the twin. UsageError where there is no difference."""
+        """Measures what the whole batch takes, and what the smallest piece, in the twin.
+
+        UsageError where there is no difference.
+        """
         self.limit.warm(self._piece, range(smallest(self.real), self.length + 1))
         needs, kept = [], []
         for size in (self.length, self.length, smallest(self.twin)):
@@ -96,10 +121,18 @@ class Training:
         self.kept = max(0, *kept)  # by the model itself, of its last piece
         (whole, self.operations), (least, _) = needs[1:]
         if whole <= least:
-            raise UsageError(f"--model {self.real.name}: its whole batch takes no more memory than its smallest piece, so nothing could be shown")
+            raise UsageError(
+                f"--model {self.real.name}: its whole batch takes no more memory than its "
+                "smallest piece, so nothing could be shown"
+            )
         by_allocator = self.limit.kind != "rlimit"
         # to break up a GPU's memory takes all of it, which a step cannot spare in the middle
-        self.range = Range(least, whole, 0 if by_allocator else SLACK, by_allocator and self.limit.device.type == "cpu")
+        self.range = Range(
+            least,
+            whole,
+            0 if by_allocator else SLACK,
+            by_allocator and self.limit.device.type == "cpu",
+        )
         gc.collect()
         gc.freeze()  # what has been imported by now need not be looked at each time
 
@@ -111,8 +144,16 @@ class Training:
     def runtimes(self, *options: dict[str, Any]) -> Iterator[tuple[ElasticMBS, list[Door]]]:
         """A runtime for `backward`, one behind the decorator and one for the loop, each with its options or the last ones given."""
         model, loss_fn = self.real.model, self.real.loss_fn
-        common = {"outputs": None, "wait_for_memory": 0, **self.real.options, "sensor": self.limit.sensor, "on_event": self._note}
-        first, second, third = (grouped({**common, **options[min(i, len(options) - 1)]}) for i in range(3))
+        common = {
+            "outputs": None,
+            "wait_for_memory": 0,
+            **self.real.options,
+            "sensor": self.limit.sensor,
+            "on_event": self._note,
+        }
+        first, second, third = (
+            grouped({**common, **options[min(i, len(options) - 1)]}) for i in range(3)
+        )
         with ElasticMBS(model, **first) as mbs, ElasticMBS(model, **third) as other:
             decorated = elastic_step(model, **second)(loss_fn)
             yield mbs, [partial(mbs.backward, loss_fn), decorated, partial(by_loop, other, loss_fn)]
@@ -139,7 +180,9 @@ class Training:
         """Bytes that this process holds, as the limit counts them, without the gradients of the model."""
         least = MINIMUM if isinstance(self.limit, ShimLimit) else 1
         grads = [leaf.grad for leaf in self.real.model.parameters() if leaf.grad is not None]
-        storages = [(grad._values() if grad.is_sparse else grad).untyped_storage() for grad in grads]
+        storages = [
+            (grad._values() if grad.is_sparse else grad).untyped_storage() for grad in grads
+        ]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return self.limit.live() - sum(size for size in sizes.values() if size >= least)
 
@@ -156,10 +199,23 @@ class Training:
             return None, error.with_traceback(None)
         finally:
             after = self.limit.failures()
-            self.counts.failures += self.counts.ooms - told if before is None or after is None else after - before
+            self.counts.failures += (
+                self.counts.ooms - told if before is None or after is None else after - before
+            )
 
-    def step(self, mbs: ElasticMBS, door: Door, moving: Moving, *, checked: bool = True, guarded: bool = True) -> None:
-        """One training step. WrongOutcomeError where something is not what it has to be, or a failed attempt is held."""
+    def step(
+        self,
+        mbs: ElasticMBS,
+        door: Door,
+        moving: Moving,
+        *,
+        checked: bool = True,
+        guarded: bool = True,
+    ) -> None:
+        """One training step.
+
+        WrongOutcomeError where something is not what it has to be, or a failed attempt is held.
+        """
         number, where = self.counts.steps, f"step {self.counts.steps}: "
         self.counts.steps += 1
         batch, start = self.real.batch(number), self.state()
@@ -169,7 +225,9 @@ class Training:
         result, error = self.short(lambda: door(batch), moving)
         self._look("call")
         if self.limit.kind != "rlimit":  # which counts what the interpreter has, too
-            still = f"{self._most} bytes of it were still held after the {self._when}, beside gradients"
+            still = (
+                f"{self._most} bytes of it were still held after the {self._when}, beside gradients"
+            )
             demand(self._most <= self.kept + BOOKKEEPING, f"{where}{still}")
         if error is not None:
             self.check_refused(start, f"{where}{type(error).__name__}: ")
@@ -184,7 +242,9 @@ class Training:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def optimize(self, mbs: ElasticMBS, moving: Moving, where: str, *, checked: bool = True) -> None:
+    def optimize(
+        self, mbs: ElasticMBS, moving: Moving, where: str, *, checked: bool = True
+    ) -> None:
         """One guarded step of the optimizer, and where it is checked a plain one of the twin's."""
         mine, other = self.optimizers
         if checked:
@@ -197,11 +257,20 @@ class Training:
         self.counts.optimizer += 1
         if error is None:
             other.step()
-        off = error_of([leaf.detach() for leaf in self.real.leaves()], [leaf.detach() for leaf in self.twin.leaves()])
+        off = error_of(
+            [leaf.detach() for leaf in self.real.leaves()],
+            [leaf.detach() for leaf in self.twin.leaves()],
+        )
         how = "a plain step" if error is None else f"before, after {type(error).__name__}"
-        demand(off <= (self.tolerance if error is None else 0.0), f"{where}parameters differ by {off:.3g} from those of {how}")
+        demand(
+            off <= (self.tolerance if error is None else 0.0),
+            f"{where}parameters differ by {off:.3g} from those of {how}",
+        )
         if error is not None:
-            demand(same_state(mine.state_dict(), other.state_dict()), f"{where}the optimizer's state is not as {how}")
+            demand(
+                same_state(mine.state_dict(), other.state_dict()),
+                f"{where}the optimizer's state is not as {how}",
+            )
 
     # ------------------------------------------------------------------ checks
 
@@ -213,8 +282,15 @@ class Training:
         with torch.no_grad():
             for leaf, theirs in zip(self.twin.leaves(), self.real.leaves(), strict=True):
                 leaf.copy_(theirs)
-            for own, module in zip(self.twin.model.modules(), self.real.model.modules(), strict=True):
-                own._buffers.update({name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()})
+            for own, module in zip(
+                self.twin.model.modules(), self.real.model.modules(), strict=True
+            ):
+                own._buffers.update(
+                    {
+                        name: None if buffer is None else buffer.detach().clone()
+                        for name, buffer in module._buffers.items()
+                    }
+                )
 
     def check_refused(self, start: State, where: str) -> None:
         """Everything is as before a call that was refused."""
@@ -233,5 +309,8 @@ class Training:
         self.counts.worst = max(self.counts.worst, off)
         over = f"over the pieces {result.partition}"
         demand(off <= self.tolerance, f"{where}gradient off by {off:.3g} {over}")
-        demand(abs(float(result) - loss) <= self.tolerance * max(1.0, abs(loss)), f"{where}the loss is {float(result)!r}, not {loss!r}, {over}")
+        demand(
+            abs(float(result) - loss) <= self.tolerance * max(1.0, abs(loss)),
+            f"{where}the loss is {float(result)!r}, not {loss!r}, {over}",
+        )
         now.demand_rest_of(wanted, self.tolerance, where)

@@ -51,7 +51,11 @@ class Call:
         """The first door; a loss over embeddings gets a part of the batch beside them, which it returns as outputs."""
         if (over := self.case.over) is None:
             return self.mbs.backward(self.loss, self.batch)
-        return self.mbs.backward(lambda batch: (self.loss(batch), one_of(batch)), self.batch, loss=lambda found: (over(found[0]), found[1]))
+        return self.mbs.backward(
+            lambda batch: (self.loss(batch), one_of(batch)),
+            self.batch,
+            loss=lambda found: (over(found[0]), found[1]),
+        )
 
     def prepare(self) -> None:
         """Brings the case to where the call begins."""
@@ -112,7 +116,9 @@ class Loop(Call):
         worst = error_of(end.grads, same.grads)
         if self.case.separable:
             worst = min(worst, error_of(end.grads, reference(self.target, whole).grads))
-        demand(worst <= self.case.tolerance, f"gradient off by {worst:.3g} with {product.partition}")
+        demand(
+            worst <= self.case.tolerance, f"gradient off by {worst:.3g} with {product.partition}"
+        )
         end.demand_rest_of(same, self.case.tolerance)
         return worst
 
@@ -122,13 +128,19 @@ class Backward(Loop):
 
     def loss(self, batch: Any) -> Any:
         loss = super().loss(batch)
-        return loss if isinstance(loss, dict) or self.case.over is not None else (loss, one_of(batch))
+        return (
+            loss if isinstance(loss, dict) or self.case.over is not None else (loss, one_of(batch))
+        )
 
     def perform(self) -> Any:
         return self.backward()
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        if product.outputs is not None and not product.skipped and self.target.name != "edited_batch":
+        if (
+            product.outputs is not None
+            and not product.skipped
+            and self.target.name != "edited_batch"
+        ):
             same = torch.equal(product.outputs, next(iter(tensors_in(self.batch))))
             demand(same, f"outputs are not those of the batch with {product.partition}")
         return super().judge(product, start, end)
@@ -150,7 +162,9 @@ class Reading(Call):
 
     def judge(self, product: float, start: State, end: State) -> float:
         wanted = float(self._result)
-        demand(product == wanted or math.isnan(product), f"the loss reads {product}, and then {wanted}")
+        demand(
+            product == wanted or math.isnan(product), f"the loss reads {product}, and then {wanted}"
+        )
         return 0.0
 
 
@@ -164,18 +178,29 @@ class Evaluation(Call):
 
     def perform(self) -> Any:
         numbered = {"samples": self.batch, "index": self._index}
-        return self.mbs.eval(lambda piece: {"loss": self.loss(piece["samples"]), "index": piece["index"] * 1}, numbered)
+        return self.mbs.eval(
+            lambda piece: {"loss": self.loss(piece["samples"]), "index": piece["index"] * 1},
+            numbered,
+        )
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        demand(torch.equal(product["index"], self._index), f"outputs are not those of the batch: {product['index'].tolist()}")
+        demand(
+            torch.equal(product["index"], self._index),
+            f"outputs are not those of the batch: {product['index'].tolist()}",
+        )
         losses = product["loss"] if isinstance(product["loss"], dict) else {"": product["loss"]}
-        found = {name: value if isinstance(value, PerPiece) else PerPiece([value], [len(self._index)]) for name, value in losses.items()}
+        found = {
+            name: value if isinstance(value, PerPiece) else PerPiece([value], [len(self._index)])
+            for name, value in losses.items()
+        }
         pieces = tuple(pairwise(accumulate(next(iter(found.values())).lengths, initial=0)))
         wanted, after = evaluated(self.target, pieces)
         end.demand_rest_of(after, self.case.tolerance)
         for name, values in wanted.items():
             numbers = torch.stack([value.double() for value in found[name]])
-            same = numbers.shape == values.shape and torch.allclose(numbers, values, rtol=self.case.tolerance, atol=1e-14, equal_nan=True)
+            same = numbers.shape == values.shape and torch.allclose(
+                numbers, values, rtol=self.case.tolerance, atol=1e-14, equal_nan=True
+            )
             demand(same, f"losses {numbers.tolist()} should be {values.tolist()} with {pieces}")
         demand(error_of(end.grads, start.grads) == 0, "a gradient has changed in an evaluation")
         return 0.0
@@ -192,7 +217,9 @@ def evaluated(target: Target, pieces: Partition) -> tuple[dict[str, Tensor], Sta
             loss = case.loss_fn(view.piece(start, stop))
             for name, value in (loss if isinstance(loss, dict) else {"": loss}).items():
                 losses.setdefault(name, []).append(value.double())
-    return {name: torch.stack(values) for name, values in losses.items()}, State.of(case.leaves(), case.model)
+    return {name: torch.stack(values) for name, values in losses.items()}, State.of(
+        case.leaves(), case.model
+    )
 
 
 class Verification(Call):
@@ -256,14 +283,18 @@ class OptimizerStep(Call):
         return False
 
     def keeper(self) -> Callable[[], None]:
-        return lambda: None  # a gradient that has been unscaled must stay so: the scaler remembers it
+        # a gradient that has been unscaled must stay so: the scaler remembers it
+        return lambda: None
 
     def judge_failed(self, start: State, end: State, notes: str) -> None:
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         unscaled = [None if grad is None else grad * scale for grad in end.grads]
         if start.changes(end) or error_of(unscaled, start.grads) >= self.case.tolerance:
             super().judge_failed(start, end, notes)
-        demand(same_state(self.optimizer.state_dict(), self._start, 0.0), "the optimizer's state is not as at the start")
+        demand(
+            same_state(self.optimizer.state_dict(), self._start, 0.0),
+            "the optimizer's state is not as at the start",
+        )
 
 
 @lru_cache(maxsize=256)

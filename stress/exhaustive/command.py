@@ -1,8 +1,9 @@
 """Makes memory run out everywhere in a call: at every operation, the library's own included, and an exception at every line of recovery.
 
-Each outcome has to be what a call without failures gives, or a typed error with everything as it was. All else is wrong (a result that is not
-right), raw (an error for lack of memory that is not typed) or damaged (an error after which something is not as it was).
-Exit codes: 0 all were, 2 bad input, 3 an outcome that is not allowed, 4 an unexpected error.
+Each outcome has to be what a call without failures gives, or a typed error with everything as it
+was. All else is wrong (a result that is not right), raw (an error for lack of memory that is not
+typed) or damaged (an error after which something is not as it was). Exit codes: 0 all were, 2 bad
+input, 3 an outcome that is not allowed, 4 an unexpected error.
 """
 
 from __future__ import annotations
@@ -29,18 +30,39 @@ SAMPLES = 8  # of the user's first batch, unless told otherwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="built-in cases by name (all by default; an unknown name lists them)")
-    parser.add_argument("--model", metavar="MODEL", help="a model in their place: built-in by name, or your own as path.py:factory")
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help="built-in cases by name (all by default; an unknown name lists them)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a model in their place: built-in by name, or your own as path.py:factory",
+    )
     samples = f"how many samples of --model's first batch make the batch: fewer are quicker, the operations stay the same (default {SAMPLES})"
     parser.add_argument("--samples", type=whole(1), metavar="N", help=samples)
     parser.add_argument("--seed", type=seed, metavar="N", help="of --model (default 0)")
     where = "at operations that can allocate, at lines of recovery, or at both (default)"
     parser.add_argument("--dimension", choices=DIMENSIONS, help=where)
-    parser.add_argument("--call", choices=tuple(CALLS), action="append", help="only this call; may be given again (default: all)")
+    parser.add_argument(
+        "--call",
+        choices=tuple(CALLS),
+        action="append",
+        help="only this call; may be given again (default: all)",
+    )
     stride = "strike at every N-th point only: the model is made anew for each, which takes long where it has many parameters (default 1)"
     parser.add_argument("--stride", type=whole(1), metavar="N", default=1, help=stride)
-    parser.add_argument("--max-points", type=whole(1), metavar="N", help="about N points of each case and dimension, drawn, and not all of them")
-    parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures to this file")
+    parser.add_argument(
+        "--max-points",
+        type=whole(1),
+        metavar="N",
+        help="about N points of each case and dimension, drawn, and not all of them",
+    )
+    parser.add_argument(
+        "--json", type=writable, metavar="FILE", help="write the figures to this file"
+    )
 
 
 @dataclass
@@ -69,7 +91,9 @@ class Summary(Tally):
     def line(self) -> str:
         modes, errors = listed(self.modes), listed(self.errors)
         counts = f"{self.points:6} points  {self.exact:6} exact  {self.bad()}"
-        return f"{self.case:28} {counts}  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
+        return (
+            f"{self.case:28} {counts}  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
+        )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -86,19 +110,31 @@ def main(options: argparse.Namespace) -> int:
     total = Summary()
     for summary in table:
         total.merge(summary.as_json() | {"case": ""})
-    print(f"{total.points} injection points, {total.exact} exact, {total.bad()}, worst error {total.worst:.1e}, {time.monotonic() - began:.0f} s")
+    print(
+        f"{total.points} injection points, {total.exact} exact, {total.bad()}, worst error "
+        f"{total.worst:.1e}, {time.monotonic() - began:.0f} s"
+    )
     figures = total.as_json() | {"case": "all", "stride": options.stride}
     write_figures(options.json, {**figures, "cases": [each.as_json() for each in table]})
     return code
 
 
 def _targets(options: argparse.Namespace) -> list[Target]:
-    """The cases that were asked for. UsageError where there is none such, or options do not go together."""
+    """The cases that were asked for.
+
+    UsageError where there is none such, or options do not go together.
+    """
     for name in ("samples", "seed"):
         if options.model is None and getattr(options, name) is not None:
-            raise UsageError(f"--{name} {getattr(options, name)} is for --model; the built-in cases have their own")
+            raise UsageError(
+                f"--{name} {getattr(options, name)} is for --model; the built-in cases have their "
+                "own"
+            )
     if options.model is not None and options.cases:
-        raise UsageError(f"--model {options.model} and the case {options.cases[0]!r} were both given: it is one or the other")
+        raise UsageError(
+            f"--model {options.model} and the case {options.cases[0]!r} were both given: it is "
+            "one or the other"
+        )
     if options.model is None:
         return [builtin(name) for name in options.cases or STEPS]
     target = of_subject(options.model, samples=options.samples or SAMPLES, seed=options.seed or 0)
@@ -118,13 +154,22 @@ def _case(sweep: Sweep, dimension: str | None, summary: Summary) -> int:
             print(f"WRONG without a failure: {outcome}", flush=True)
             summary.add(outcome)
             return EXIT_WRONG
-    progress, expected, began = Progress(piped=30.0, live=1.0), sweep.expected(ways), time.monotonic()
+    progress, expected, began = (
+        Progress(piped=30.0, live=1.0),
+        sweep.expected(ways),
+        time.monotonic(),
+    )
     try:
         for chosen in DIMENSIONS if dimension is None else (dimension,):
             for outcome in getattr(sweep, chosen)(ways):
                 summary.add(outcome)
-                left = (time.monotonic() - began) / summary.points * max(0, expected - summary.points)
-                progress.tell(f"{name}: {summary.points} of about {expected}, about {left / 60:.0f} min left; --stride N makes it shorter")
+                left = (
+                    (time.monotonic() - began) / summary.points * max(0, expected - summary.points)
+                )
+                progress.tell(
+                    f"{name}: {summary.points} of about {expected}, about {left / 60:.0f} min "
+                    "left; --stride N makes it shorter"
+                )
                 if any(summary.found[kind] <= SHOWN for kind in outcome.found):
                     progress.clear()
                     print(outcome, flush=True)

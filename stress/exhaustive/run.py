@@ -18,7 +18,8 @@ from .calls import CALLS, Call
 from .strike import INJECTED, Lines, Operations
 from .target import Target
 
-WRONG, RAW, DAMAGED = "wrong", "raw", "damaged"  # a result that is not right, an error that is not typed, a state that is not as it was
+# a result that is not right, an error that is not typed, a state that is not as it was
+WRONG, RAW, DAMAGED = "wrong", "raw", "damaged"
 
 
 @dataclass
@@ -31,14 +32,22 @@ class Outcome:
     operations: int  # that could have failed
     error: str | None = None  # the type of the error that left the call
     worst: float = 0.0  # largest relative difference of a number from the reference
-    found: dict[str, str] = field(default_factory=dict)  # what is not allowed: WRONG, RAW or DAMAGED, with the reason
+    # what is not allowed: WRONG, RAW or DAMAGED, with the reason
+    found: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         what = "; ".join(f"{kind}: {why}" for kind, why in self.found.items())
         return f"{self.name}, faults {self.hits}, replays {self.modes}: {what}"
 
 
-def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", warm: bool, case: Subject | None = None) -> Outcome:
+def run(
+    target: Target,
+    strikes: Operations | Lines,
+    *,
+    call: str = "backward",
+    warm: bool,
+    case: Subject | None = None,
+) -> Outcome:
     """Runs one call under injection, `warm` after a clean one, on the `case` given where building it costs too much, and judges its outcome."""
     case = case or target.build()
     fault = strikes.fault if isinstance(strikes, Lines) else strikes
@@ -50,7 +59,9 @@ def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", 
         "sensor": NoSensor("no readings under injection"),
         "monitor_interval": 0,
         "wait_for_memory": 0,
-        "on_event": lambda event: modes.append(event.mode) if isinstance(event, OutOfMemory) else None,
+        "on_event": lambda event: (
+            modes.append(event.mode) if isinstance(event, OutOfMemory) else None
+        ),
     }
     mbs = ElasticMBS(case.model, **grouped(options))
     used = CALLS[call](target, case, mbs, fault.user_code)
@@ -59,7 +70,9 @@ def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", 
         used.warm_up()
     start, put_back = State.of(case.leaves(), case.model), used.keeper()
     product, error = _performed(used, strikes, fault)
-    outcome = Outcome(f"{target.name}, {'warm' if warm else 'cold'} {call}", modes, fault.hits, fault.count)
+    outcome = Outcome(
+        f"{target.name}, {'warm' if warm else 'cold'} {call}", modes, fault.hits, fault.count
+    )
     end, left = State.of(case.leaves(), case.model), _left_in_process()
     if left:
         outcome.found[DAMAGED] = left
@@ -80,7 +93,9 @@ def run(target: Target, strikes: Operations | Lines, *, call: str = "backward", 
     return outcome
 
 
-def _performed(used: Call, strikes: Operations | Lines, fault: Operations) -> tuple[Any, BaseException | None]:
+def _performed(
+    used: Call, strikes: Operations | Lines, fault: Operations
+) -> tuple[Any, BaseException | None]:
     """What a call gives, or the error that it ends in; an interrupt from outside passes through."""
     backend = used.case.backend
     if backend is not None:
@@ -109,11 +124,15 @@ def _left_in_process() -> str:
     return ", ".join(found)
 
 
-def _judge_error(used: Call, error: BaseException, start: State, end: State, outcome: Outcome) -> bool:
+def _judge_error(
+    used: Call, error: BaseException, start: State, end: State, outcome: Outcome
+) -> bool:
     """Judges an error and what it has left behind; returns whether the same call can be made again."""
     outcome.error, text = type(error).__name__, f"{type(error).__name__}: {error}"
     injected = error.args == (INJECTED,)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) and not isinstance(error, ElasticMBSError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) and not isinstance(
+        error, ElasticMBSError
+    ):
         outcome.found[RAW] = text
     elif not (isinstance(error, RecoveryError) or injected):
         outcome.found[WRONG] = f"not what running out of memory should end in: {text}"
@@ -134,4 +153,6 @@ def _judge_next(used: Call, start: State, outcome: Outcome) -> None:
     except WrongOutcomeError as wrong:
         outcome.found[DAMAGED] = f"the next call: {wrong} (after {outcome.error})"
     except Exception as error:
-        outcome.found[DAMAGED] = f"the next call: {type(error).__name__}: {error} (after {outcome.error})"
+        outcome.found[DAMAGED] = (
+            f"the next call: {type(error).__name__}: {error} (after {outcome.error})"
+        )

@@ -22,9 +22,18 @@ PACKAGE = str(Path(elastic_mbs.__file__).parent) + "/"
 OUTSIDE = re.compile("/(testing|cli)/")
 
 # Distances from the first fault to the others; None: everything fails from the first on
-PATTERNS: dict[str, tuple[int, ...] | None] = {"once": (), "twice": (3,), "three times": (7, 12), "in a row": (1, 2), "persistent": None}
-PAIR = "in recovery"  # its second fault strikes one of the operations between the first and the next run of the user's code
-RECOVERY = ("engine/recovery.py", "engine/failure.py", "rollback/", "optimizer/")  # whose lines are struck
+PATTERNS: dict[str, tuple[int, ...] | None] = {
+    "once": (),
+    "twice": (3,),
+    "three times": (7, 12),
+    "in a row": (1, 2),
+    "persistent": None,
+}
+# its second fault strikes one of the operations between the first and the next run of the user's
+# code
+PAIR = "in recovery"
+# whose lines are struck
+RECOVERY = ("engine/recovery.py", "engine/failure.py", "rollback/", "optimizer/")
 EXCEPTIONS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 INJECTED = "injected between two lines"
 
@@ -34,10 +43,18 @@ Line = tuple[str, int, int]  # a file in the package, a line of it, and which ti
 class Operations(InjectOOM):
     """Fails chosen operations, of all that can allocate on some device: `torch.equal` and `.item()` need memory on CUDA, so they count."""
 
-    def __init__(self, first: int = 0, distances: tuple[int, ...] | None = (), *, after: int = 0) -> None:
+    def __init__(
+        self, first: int = 0, distances: tuple[int, ...] | None = (), *, after: int = 0
+    ) -> None:
         """Strikes at the operation `first`, at `distances` from it (None: at all from then on), and at the `after`-th of recovery."""
-        at = {first, *(first + distance for distance in distances or ()), *((first + after,) if after else ())}
-        super().__init__(at=at if first else (), always_from=first if first and distances is None else None)
+        at = {
+            first,
+            *(first + distance for distance in distances or ()),
+            *((first + after,) if after else ()),
+        }
+        super().__init__(
+            at=at if first else (), always_from=first if first and distances is None else None
+        )
         self.recovery = 0  # operations between the first fault and the next run of the user's code
         self._recovering = False
 
@@ -53,8 +70,15 @@ class Operations(InjectOOM):
             self.hits[-1] = f"{name} in {where()}"
             raise
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        makes = any(returned.alias_info is None for returned in func._schema.returns)  # anything that is no view of an argument, a number included
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # anything that is no view of an argument, a number included
+        makes = any(returned.alias_info is None for returned in func._schema.returns)
         if makes or any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args):
             self.step(func._schema.name)
         return func(*args, **(kwargs or {}))
@@ -63,17 +87,30 @@ class Operations(InjectOOM):
 def where() -> str:
     """The function of the library that is running, or that called what is running."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (not frame.f_code.co_filename.startswith(PACKAGE) or OUTSIDE.search(frame.f_code.co_filename)):
+    while frame is not None and (
+        not frame.f_code.co_filename.startswith(PACKAGE) or OUTSIDE.search(frame.f_code.co_filename)
+    ):
         frame = frame.f_back
-    return "the user's code" if frame is None else f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+    return (
+        "the user's code"
+        if frame is None
+        else f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} "
+        f"{frame.f_code.co_name}"
+    )
 
 
 class Lines:
     """Raises an exception in front of a line of recovery, after an operation has failed."""
 
-    def __init__(self, fault: Operations, line: Line | None = None, exception: type[BaseException] = KeyboardInterrupt) -> None:
+    def __init__(
+        self,
+        fault: Operations,
+        line: Line | None = None,
+        exception: type[BaseException] = KeyboardInterrupt,
+    ) -> None:
         self.fault = fault
-        self.seen: Counter[tuple[str, int]] = Counter()  # how often each line has been run since the first fault
+        # how often each line has been run since the first fault
+        self.seen: Counter[tuple[str, int]] = Counter()
         self._line, self._exception = line, exception
 
     def __enter__(self) -> Self:
@@ -82,7 +119,12 @@ class Lines:
         sys.settrace(self._frame)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         sys.settrace(self._before)
         self.fault.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
@@ -94,7 +136,9 @@ class Lines:
             place = frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_lineno
             self.seen[place] += 1
             if self._line == (*place, self.seen[place]):
-                self.fault.hits.append(f"{self._exception.__name__} at {place[0]}:{place[1]} {frame.f_code.co_name}")
+                self.fault.hits.append(
+                    f"{self._exception.__name__} at {place[0]}:{place[1]} {frame.f_code.co_name}"
+                )
                 raise self._exception(INJECTED)
         return self._at
 
@@ -113,7 +157,11 @@ def between(code: CodeType) -> frozenset[int]:
         names = [(each.opname, each.argval) for each in islice(instructions, i, i + 8)]
         while names and names[0][0] in ("NOP", "SWAP", "COPY", "PUSH_EXC_INFO"):
             names.pop(0)
-        leaves = names[:3] == [("LOAD_CONST", None)] * 3 and len(names) > 3 and names[3][0] in ("PRECALL", "CALL")
+        leaves = (
+            names[:3] == [("LOAD_CONST", None)] * 3
+            and len(names) > 3
+            and names[3][0] in ("PRECALL", "CALL")
+        )
         if leaves or (names and names[0][0] == "WITH_EXCEPT_START"):
             found.add(instruction.offset)
     return frozenset(found)

@@ -20,8 +20,17 @@ from .target import Target, whole_batch
 T = TypeVar("T")
 
 Way = tuple[str, bool]  # a call, and whether the runtime has seen a clean one before
-Fault = tuple[float, tuple[int, ...] | None]  # after what part of a call's operations memory runs out, and the distances of other faults
-FAULTS: tuple[Fault, ...] = ((0.1, ()), (0.4, ()), (0.6, ()), (0.8, ()), (1.0, ()), (0.7, (1, 2, 3)), (0.7, None))
+# after what part of a call's operations memory runs out, and the distances of other faults
+Fault = tuple[float, tuple[int, ...] | None]
+FAULTS: tuple[Fault, ...] = (
+    (0.1, ()),
+    (0.4, ()),
+    (0.6, ()),
+    (0.8, ()),
+    (1.0, ()),
+    (0.7, (1, 2, 3)),
+    (0.7, None),
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,8 @@ class Sweep:
 
     target: Target
     stride: int = 1  # every so many points only
-    most: int | None = None  # at most about so many points in a dimension, drawn by the case's name; None for all
+    # at most about so many points in a dimension, drawn by the case's name; None for all
+    most: int | None = None
     calls: Sequence[str] = tuple(CALLS)
 
     def ways(self) -> dict[Way, Outcome]:
@@ -56,15 +66,26 @@ class Sweep:
         if self.most is not None:
             return 2 * self.most
         operations = sum(clean.operations for clean in ways.values())
-        return operations * (len(PATTERNS) + 4) // self.stride + 100 * len(FAULTS) * len(EXCEPTIONS) * len(ways) // self.stride
+        return (
+            operations * (len(PATTERNS) + 4) // self.stride
+            + 100 * len(FAULTS) * len(EXCEPTIONS) * len(ways) // self.stride
+        )
 
-    def operations(self, ways: dict[Way, Outcome], patterns: Sequence[str] = (*PATTERNS, PAIR)) -> Iterator[Outcome]:
-        points = [(way, pattern, n) for way, clean in ways.items() for pattern in patterns for n in range(1, clean.operations + 1)][:: self.stride]
+    def operations(
+        self, ways: dict[Way, Outcome], patterns: Sequence[str] = (*PATTERNS, PAIR)
+    ) -> Iterator[Outcome]:
+        points = [
+            (way, pattern, n)
+            for way, clean in ways.items()
+            for pattern in patterns
+            for n in range(1, clean.operations + 1)
+        ][:: self.stride]
         if self.most is not None and self.most < len(points):
             drawn = random.Random(self.target.name).sample(range(len(points)), self.most)
             points = [points[i] for i in sorted(drawn)]
         case = self.target.build()
-        kept = (case, State.of(case.leaves(), case.model)) if case.backend is not None else None  # compiling for every point would take hours
+        # compiling for every point would take hours
+        kept = (case, State.of(case.leaves(), case.model)) if case.backend is not None else None
         for way, pattern, n in points:
             if pattern != PAIR:
                 yield self._run(Operations(n, PATTERNS[pattern]), way, kept)
@@ -78,19 +99,33 @@ class Sweep:
         """Raises exceptions in front of the lines of recovery that are run after memory has run out: the first and the last time each is run."""
         if self.target.build().backend is not None:
             return  # the lines are the same, and compiling is slow
-        draw, faults = random.Random(self.target.name), [(way, fault, exception) for way in ways for fault in FAULTS for exception in EXCEPTIONS]
+        draw, faults = (
+            random.Random(self.target.name),
+            [
+                (way, fault, exception)
+                for way in ways
+                for fault in FAULTS
+                for exception in EXCEPTIONS
+            ],
+        )
         known: dict[tuple[Way, Fault], list[Line]] = {}
-        for way, fault, exception in faults if self.most is None else (draw.choice(faults) for _ in range(self.most)):
+        for way, fault, exception in (
+            faults if self.most is None else (draw.choice(faults) for _ in range(self.most))
+        ):
             part, distances = fault
             first = max(1, round(ways[way].operations * part))
             if (way, fault) not in known:
                 strikes = Lines(Operations(first, distances))
                 self._run(strikes, way)
-                known[way, fault] = [(*at, n) for at, seen in strikes.seen.items() for n in sorted({1, seen})]
+                known[way, fault] = [
+                    (*at, n) for at, seen in strikes.seen.items() for n in sorted({1, seen})
+                ]
             for line in self._some(known[way, fault][:: self.stride]):
                 yield self._run(Lines(Operations(first, distances), line, exception), way)
 
-    def _run(self, strikes: Operations | Lines, way: Way, kept: tuple[Subject, State] | None = None) -> Outcome:
+    def _run(
+        self, strikes: Operations | Lines, way: Way, kept: tuple[Subject, State] | None = None
+    ) -> Outcome:
         case = None
         if kept is not None:
             case, start = kept
@@ -101,4 +136,10 @@ class Sweep:
 
     def _some(self, points: Sequence[T]) -> Sequence[T]:
         """All, or one of them where the number of points is bounded."""
-        return points if self.most is None else random.Random(f"{self.target.name} {len(points)}").sample(points, min(1, len(points)))
+        return (
+            points
+            if self.most is None
+            else random.Random(f"{self.target.name} {len(points)}").sample(
+                points, min(1, len(points))
+            )
+        )

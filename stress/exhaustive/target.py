@@ -25,14 +25,20 @@ class Target:
 
     name: str  # in tables
     build: Callable[[], Subject]  # makes it from its seed
-    plain: Callable[[], Subject]  # makes what its reference is computed from, the same except where it is compiled
-    size: int = 4  # micro-batch at the start, in samples: two pieces of a built-in step, so that a failure can meet a batch partly accumulated
+    # makes what its reference is computed from, the same except where it is compiled
+    plain: Callable[[], Subject]
+    # micro-batch at the start, in samples: two pieces of a built-in step, so that a failure can
+    # meet a batch partly accumulated
+    size: int = 4
 
 
 @cache
 def builtin(name: str) -> Target:
     if name not in STEPS:
-        raise UsageError(f"unknown case {name!r}; one of {', '.join(STEPS)}, or your own with --model path.py:factory")
+        raise UsageError(
+            f"unknown case {name!r}; one of {', '.join(STEPS)}, or your own with --model "
+            "path.py:factory"
+        )
     return Target(name, partial(build, name), partial(build, "mlp" if name == "compiled" else name))
 
 
@@ -42,7 +48,12 @@ def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
     def built(separable: bool = True, tolerance: float = 0.0) -> Subject:
         subject = make(name, seed)
         view = view_of(subject, subject.batch(0))
-        return replace(subject, batches=[view.piece(0, min(samples, view.length))], separable=separable, tolerance=tolerance)
+        return replace(
+            subject,
+            batches=[view.piece(0, min(samples, view.length))],
+            separable=separable,
+            tolerance=tolerance,
+        )
 
     check(name, seed, "cpu")
     case = built()
@@ -51,10 +62,14 @@ def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
     size = -(-length // 2)
     probe = Target(name, built, built, size)
     with naming(name, f"its step does not run on {samples} samples"):
-        whole, again, split = (reference.__wrapped__(probe, pieces) for pieces in (((0, length),), ((0, length),), partition(0, length, size)))
+        whole, again, split = (
+            reference.__wrapped__(probe, pieces)
+            for pieces in (((0, length),), ((0, length),), partition(0, length, size))
+        )
     if error_of(again.grads, whole.grads) > 0:
         raise UsageError(
-            f"--model {name}: two runs from the same seed differ, so nothing can be compared: draw from torch's, Python's or numpy's stream"
+            f"--model {name}: two runs from the same seed differ, so nothing can be compared: "
+            "draw from torch's, Python's or numpy's stream"
         )
     made = partial(built, error_of(split.grads, whole.grads) <= tolerance, tolerance)
     return replace(probe, build=made, plain=made)

@@ -3,10 +3,11 @@
 ```
 kind      what fails                        where                     co-tenant
 budget    counted tensors, exactly          any process               takes its share off the limit
-shim      torch's allocator (posix_memalign) a child of `run_child`    takes its share off the limit; others may train beside it
-rlimit    the kernel, for the whole process a child of `run_child`    takes its share off the limit, from inside or outside
-cuda      torch's allocator, cudaMalloc     any process               another process that fills the GPU
-simcuda   the same on a simulated device   a process under `simcuda`  likewise
+shim      torch's allocator (posix_memalign) a child of `run_child`    takes its share off the
+limit; others may train beside it rlimit    the kernel, for the whole process a child of `run_child`
+takes its share off the limit, from inside or outside cuda      torch's allocator, cudaMalloc
+any process               another process that fills the GPU simcuda   the same on a simulated
+device   a process under `simcuda`  likewise
 ```
 """
 
@@ -25,8 +26,30 @@ from .fence import Fence, ShimLimit
 from .limit import MemoryLimit, switch_onednn_off
 from .rlimit import ProcessLimit
 
-__all__ = ["KINDS", "ON_GPU", "BudgetLimit", "Child", "ChildError", "Confined", "CudaLimit", "Emit", "Fence", "Line", "MemoryLimit", "ProcessLimit"]
-__all__ += ["ShimLimit", "available", "check_kind", "in_child", "open_limit", "run_child", "run_children", "switch_onednn_off"]
+__all__ = [
+    "KINDS",
+    "ON_GPU",
+    "BudgetLimit",
+    "Child",
+    "ChildError",
+    "Confined",
+    "CudaLimit",
+    "Emit",
+    "Fence",
+    "Line",
+    "MemoryLimit",
+    "ProcessLimit",
+]
+__all__ += [
+    "ShimLimit",
+    "available",
+    "check_kind",
+    "in_child",
+    "open_limit",
+    "run_child",
+    "run_children",
+    "switch_onednn_off",
+]
 
 _LIMITS: dict[str, tuple[Callable[..., MemoryLimit], Callable[[], str | None]]] = {
     "budget": (BudgetLimit, lambda: None),
@@ -57,7 +80,10 @@ def in_child(kind: str) -> bool:
 
 
 def open_limit(kind: str, **options: Any) -> MemoryLimit:
-    """A limit of this kind with its class's options, not entered yet. UsageError where it cannot be had."""
+    """A limit of this kind with its class's options, not entered yet.
+
+    UsageError where it cannot be had.
+    """
     problem = available(kind)
     if problem is not None:
         raise UsageError(problem)

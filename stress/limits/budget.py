@@ -47,7 +47,9 @@ class BudgetLimit(HostLimit):
         return self.budget.ooms
 
     def apply(self) -> None:
-        self.budget.limit = _UNLIMITED if self.capacity is None else max(0, self.capacity - self._held)
+        self.budget.limit = (
+            _UNLIMITED if self.capacity is None else max(0, self.capacity - self._held)
+        )
 
     def peak_of_interval(self) -> int:
         return self.budget.peak
@@ -57,17 +59,27 @@ class BudgetLimit(HostLimit):
 
 
 class _BlockLimit(TorchDispatchMode):
-    """Refuses storages above a size. It lies below the budget, so that what it refuses has not been counted."""
+    """Refuses storages above a size.
+
+    It lies below the budget, so that what it refuses has not been counted.
+    """
 
     def __init__(self, budget: MemoryBudget) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._budget = budget
         self.largest: int | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         largest = self.largest
-        if largest is None or ((mode := self._budget._mode()) is not None and mode.paused > 0):  # this thread is inside `on_host` now
+        # this thread is inside `on_host` now
+        if largest is None or ((mode := self._budget._mode()) is not None and mode.paused > 0):
             return out
         known = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(out):
@@ -75,7 +87,8 @@ class _BlockLimit(TorchDispatchMode):
                 self._budget.ooms += 1
                 wanted = format_bytes(storage.nbytes())
                 raise torch.OutOfMemoryError(
-                    f"virtual device out of memory. Tried to allocate {wanted}, in blocks of {format_bytes(largest)} at most."
+                    f"virtual device out of memory. Tried to allocate {wanted}, in blocks of "
+                    f"{format_bytes(largest)} at most."
                 )
         return out
 
@@ -83,5 +96,6 @@ class _BlockLimit(TorchDispatchMode):
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
     for each in tree_leaves(value):
         if isinstance(each, torch.Tensor):
-            with contextlib.suppress(RuntimeError):  # wrapper subclasses and mkldnn tensors have none
+            # wrapper subclasses and mkldnn tensors have none
+            with contextlib.suppress(RuntimeError):
                 yield each.untyped_storage()

@@ -25,16 +25,22 @@ from . import fence as fences
 Emit = Callable[[dict[str, Any]], None]
 _SPAWN = multiprocessing.get_context("spawn")
 _LAST_WORDS = 4000  # characters of a child's output that are kept
-_GRACE = 5.0  # seconds for the stack dump of a hanging child, and for the exit of one that has closed its connection
-# MKL keeps the buffers that it frees, some 27 MB on one processor and next to none on another, and the process limit counts what is mapped
+# seconds for the stack dump of a hanging child, and for the exit of one that has closed its
+# connection
+_GRACE = 5.0
+# MKL keeps the buffers that it frees, some 27 MB on one processor and next to none on another, and
+# the process limit counts what is mapped
 _LIBRARIES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_DISABLE_FAST_MM": "1"}
 
 
 class ChildError(RuntimeError):
     def __init__(self, message: str, how: str, last_words: str = "") -> None:
         super().__init__(message)
-        self.how = how  # "hang", "crash by SIGSEGV" or of another signal, the class of an exception, "unexpected exit"
-        self.last_words = last_words  # the end of its output; after a hang the stacks of its threads
+        # "hang", "crash by SIGSEGV" or of another signal, the class of an exception, "unexpected
+        # exit"
+        self.how = how
+        # the end of its output; after a hang the stacks of its threads
+        self.last_words = last_words
 
 
 class Line:
@@ -50,14 +56,26 @@ class Line:
         return self._connection.recv()
 
 
-def run_child(kind: str, job: Callable[..., object], arguments: Mapping[str, Any] | None = None, *, deadline: float) -> Iterator[Any]:
-    """Runs one `Child` and yields what it emits. UsageError where the job has raised one or cannot start, ChildError where it has not returned."""
+def run_child(
+    kind: str,
+    job: Callable[..., object],
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    deadline: float,
+) -> Iterator[Any]:
+    """Runs one `Child` and yields what it emits.
+
+    UsageError where the job has raised one or cannot start, ChildError where it has not returned.
+    """
     with Child(kind, job, arguments, deadline=deadline) as child:
         yield from child
 
 
 def run_children(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
-    """Runs several at the same time, and yields what they emit with the index of the child. An error in one ends all."""
+    """Runs several at the same time, and yields what they emit with the index of the child.
+
+    An error in one ends all.
+    """
     with contextlib.ExitStack() as running:
         for child in children:
             running.enter_context(child)
@@ -65,33 +83,55 @@ def run_children(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
 
 
 class Child:
-    """One process: runs inside the `with` block and is gone after it. Iteration yields what it emits."""
+    """One process: runs inside the `with` block and is gone after it.
+
+    Iteration yields what it emits.
+    """
 
     def __init__(
         self,
         kind: str,  # the limit that the job will open
-        job: Callable[..., object],  # a function at the top of a module, called as `job(line, **arguments)` in the child
+        # a function at the top of a module, called as `job(line, **arguments)` in the child
+        job: Callable[..., object],
         arguments: Mapping[str, Any] | None = None,  # pickled
         *,
         deadline: float,  # seconds after which the job counts as hung
-        fence: fences.Fence | None = None,  # for "shim", the device that it shares with others; None for one of its own
+        # for "shim", the device that it shares with others; None for one of its own
+        fence: fences.Fence | None = None,
     ) -> None:
-        self._kind, self._job, self._arguments, self._deadline, self._fence = kind, job, dict(arguments or {}), deadline, fence
+        self._kind, self._job, self._arguments, self._deadline, self._fence = (
+            kind,
+            job,
+            dict(arguments or {}),
+            deadline,
+            fence,
+        )
         self._name = f"the job {job.__module__}:{job.__qualname__}"
         self._error: tuple[str, str, bool] | None = None  # class, text, whether it is bad input
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
-            self._output = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="elastic-mbs-child-")), "output")
+            self._output = Path(
+                undo.enter_context(tempfile.TemporaryDirectory(prefix="elastic-mbs-child-")),
+                "output",
+            )
             self._output.touch()
             environment = _LIBRARIES
             if self._kind == "shim":
-                fence = self._fence if self._fence is not None else undo.enter_context(fences.Fence.create())
+                fence = (
+                    self._fence
+                    if self._fence is not None
+                    else undo.enter_context(fences.Fence.create())
+                )
                 environment = _LIBRARIES | fences.environment(fence)
             self.connection, theirs = _SPAWN.Pipe()
             undo.callback(self.connection.close)
-            self._process = _SPAWN.Process(target=_serve, args=(theirs, self._job, self._arguments, self._output, list(sys.path)))
-            resource_tracker.ensure_running()  # or it would start with the first child, and in its environment
+            self._process = _SPAWN.Process(
+                target=_serve,
+                args=(theirs, self._job, self._arguments, self._output, list(sys.path)),
+            )
+            # or it would start with the first child, and in its environment
+            resource_tracker.ensure_running()
             with theirs, _surroundings(environment):
                 self._process.start()
             undo.callback(self._process.join)
@@ -119,7 +159,8 @@ class Child:
 
     def receive(self) -> list[Any]:
         """The message that has come, if it was one. EOFError or OSError at its end."""
-        if self.left() < 0 and self._process.is_alive():  # the messages of a process that has ended may be read later
+        # the messages of a process that has ended may be read later
+        if self.left() < 0 and self._process.is_alive():
             raise self.give_up()
         what, content = self.connection.recv()
         if what == "error":
@@ -133,10 +174,17 @@ class Child:
             self._process.join(_GRACE)
         self._process.kill()
         self._process.join()
-        return ChildError(f"{self._name} had not ended after {self._deadline:.0f} s and was killed", "hang", self._last_words())
+        return ChildError(
+            f"{self._name} had not ended after {self._deadline:.0f} s and was killed",
+            "hang",
+            self._last_words(),
+        )
 
     def check(self) -> None:
-        """Waits for the end of a child that has closed its connection. Raises where it did not end as it should."""
+        """Waits for the end of a child that has closed its connection.
+
+        Raises where it did not end as it should.
+        """
         self._process.join(max(_GRACE, self.left()))
         code = self._process.exitcode
         if code is None:
@@ -144,12 +192,24 @@ class Child:
         words = self._last_words()
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            raise ChildError(f"{self._name} was ended by {name}; its last line: {_last_line(words)}", f"crash by {name}", words)
+            raise ChildError(
+                f"{self._name} was ended by {name}; its last line: {_last_line(words)}",
+                f"crash by {name}",
+                words,
+            )
         if self._error is not None:
             error, text, bad_input = self._error
-            raise UsageError(text) if bad_input else ChildError(f"{self._name} ended by {error}: {text}", error, words)
+            raise (
+                UsageError(text)
+                if bad_input
+                else ChildError(f"{self._name} ended by {error}: {text}", error, words)
+            )
         if code:
-            raise ChildError(f"{self._name} ended with exit code {code}; its last line: {_last_line(words)}", "unexpected exit", words)
+            raise ChildError(
+                f"{self._name} ended with exit code {code}; its last line: {_last_line(words)}",
+                "unexpected exit",
+                words,
+            )
 
     def _last_words(self) -> str:
         return self._output.read_text(errors="replace")[-_LAST_WORDS:]
@@ -185,8 +245,17 @@ def _surroundings(environment: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def _serve(connection: Connection, job: Callable[..., object], arguments: dict[str, Any], output: Path, path: list[str]) -> None:
-    """The child's side. What the job prints goes to a file, whose end is kept for the message of a crash."""
+def _serve(
+    connection: Connection,
+    job: Callable[..., object],
+    arguments: dict[str, Any],
+    output: Path,
+    path: list[str],
+) -> None:
+    """The child's side.
+
+    What the job prints goes to a file, whose end is kept for the message of a crash.
+    """
     sys.path[:] = path
     with output.open("ab") as file:
         for stream in (1, 2):
@@ -195,12 +264,15 @@ def _serve(connection: Connection, job: Callable[..., object], arguments: dict[s
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource  # POSIX only
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a crash is reported, not written to the disk
+        # a crash is reported, not written to the disk
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     try:
         job(Line(connection), **arguments)
     except Exception as error:
         traceback.print_exc()
-        connection.send(("error", (type(error).__name__, str(error), isinstance(error, UsageError))))
+        connection.send(
+            ("error", (type(error).__name__, str(error), isinstance(error, UsageError)))
+        )
         sys.exit(1)
 
 

@@ -14,10 +14,14 @@ from . import simcuda
 from .limit import MemoryLimit
 from .neighbour import GRAIN, Neighbour
 
-MOSTLY_FREE = 0.75  # share of the device that must be free: its co-tenant fills it, and other processes must not starve of that
-PIN = 2 * 2**20  # bytes of a block that is kept: the smallest that comes out of the allocator's large segments
+# share of the device that must be free: its co-tenant fills it, and other processes must not starve
+# of that
+MOSTLY_FREE = 0.75
+# bytes of a block that is kept: the smallest that comes out of the allocator's large segments
+PIN = 2 * 2**20
 LEAST = 16 * 2**20  # bytes of the smallest hole: with smaller ones memory would be full of pins
-APART = 64 * 2**20  # bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each
+# bytes that stay outside, at most: small tensors have segments of their own, of 2 MiB each
+APART = 64 * 2**20
 GAPS = 64  # free blocks between older tensors that pins may fall into
 
 
@@ -25,13 +29,15 @@ class CudaLimit(MemoryLimit):
     """One CUDA device.
 
     ```
-        total ─┬─ outside    not to be had: others' and what the capacity leaves out; held by the neighbour process
+        total ─┬─ outside    not to be had: others' and what the capacity leaves out; held by the
+        neighbour process
                ├─ held       the co-tenant's; held by the neighbour process, too
                └─ ours       reserved by torch's allocator, at most capacity less held
     ```
 
-    A capacity alone is a memory fraction, which is exact. With a co-tenant, the neighbour process fills the device up to what is left to us, so that
-    `cudaMalloc` itself fails. Where it is `shared`, another one of us trains there, too, and a `Confined` decides how much both have.
+    A capacity alone is a memory fraction, which is exact. With a co-tenant, the neighbour process
+    fills the device up to what is left to us, so that `cudaMalloc` itself fails. Where it is
+    `shared`, another one of us trains there, too, and a `Confined` decides how much both have.
     """
 
     kind = "cuda"
@@ -54,7 +60,8 @@ class CudaLimit(MemoryLimit):
         self._room = free + torch.cuda.memory_reserved(self.device)
         if not self._shared and free < MOSTLY_FREE * total:
             raise UsageError(
-                f"{format_bytes(total - free)} of {self.device} are in use, and the stress tool's co-tenant fills a device to the brim: run it on an "
+                f"{format_bytes(total - free)} of {self.device} are in use, and the stress tool's "
+                "co-tenant fills a device to the brim: run it on an "
                 "idle one, or leave it out: --kind budget"
             )
         self._failed_before = refusals(self.device)
@@ -69,26 +76,42 @@ class CudaLimit(MemoryLimit):
     def resize(self, capacity: int | None) -> None:
         total = torch.cuda.mem_get_info(self.device)[1]
         if capacity is not None and capacity > total:
-            raise UsageError(f"{format_bytes(capacity)} is more than {self.device} has ({format_bytes(total)})")
+            raise UsageError(
+                f"{format_bytes(capacity)} is more than {self.device} has ({format_bytes(total)})"
+            )
         self.capacity, self._board = capacity, None
-        torch.cuda.empty_cache()  # the fraction is asked when the allocator takes more, not for what it has cached
-        torch.cuda.set_per_process_memory_fraction(1.0 if capacity is None else capacity / total, self.device)
+        # the fraction is asked when the allocator takes more, not for what it has cached
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(
+            1.0 if capacity is None else capacity / total, self.device
+        )
         self.occupy(self._held)
         self.fragment(self._largest)
 
     def fragment(self, largest: int | None) -> None:
-        """Breaks up what the capacity leaves us, now and whenever that changes. Expandable segments make it whole again, see `expandable`."""
+        """Breaks up what the capacity leaves us, now and whenever that changes.
+
+        Expandable segments make it whole again, see `expandable`.
+        """
         self._largest, self._board = largest, None
         if largest is None or self.capacity is None:
             return
         torch.cuda.empty_cache()
-        size = self.capacity - self._held - torch.cuda.memory_reserved(self.device) - min(APART, largest // 2)
+        size = (
+            self.capacity
+            - self._held
+            - torch.cuda.memory_reserved(self.device)
+            - min(APART, largest // 2)
+        )
         if size > 0:
             self._board = Checkerboard(self.device, size, largest)
 
     def expandable(self) -> bool:
         """Whether the allocator's segments are expandable, by what it has, whatever the environment asked for."""
-        return any(each.get("is_expandable", False) and each["device"] == self.device.index for each in torch.cuda.memory_snapshot())
+        return any(
+            each.get("is_expandable", False) and each["device"] == self.device.index
+            for each in torch.cuda.memory_snapshot()
+        )
 
     def occupy(self, held: int) -> None:
         """Makes the neighbour take what is too much for us to have the capacity less `held`."""
@@ -98,17 +121,27 @@ class CudaLimit(MemoryLimit):
                 return
             self._neighbour = self._undo.enter_context(Neighbour(self.device))
         torch.cuda.empty_cache()  # what our allocator keeps in reserve nobody could take
-        holds, self._wanted = self._neighbour.hold(self._wanted), 0  # it may have got more since it was last asked
+        # it may have got more since it was last asked
+        holds, self._wanted = self._neighbour.hold(self._wanted), 0
         if held:  # else the fraction is limit enough
             free, total = torch.cuda.mem_get_info(self.device)
             left = (total if self.capacity is None else self.capacity) - held
-            self._wanted = max(0, holds + free + torch.cuda.memory_reserved(self.device) - left) // GRAIN * GRAIN
+            self._wanted = (
+                max(0, holds + free + torch.cuda.memory_reserved(self.device) - left)
+                // GRAIN
+                * GRAIN
+            )
         self._neighbour.hold(self._wanted)
 
     def others(self) -> int:
         """What the co-tenant was made to hold; where it is one of us, what is gone of the room for both without our doing, see `share`."""
         if self._shared:
-            return max(0, self._room - torch.cuda.mem_get_info(self.device)[0] - torch.cuda.memory_reserved(self.device))
+            return max(
+                0,
+                self._room
+                - torch.cuda.mem_get_info(self.device)[0]
+                - torch.cuda.memory_reserved(self.device),
+            )
         return self._held
 
     def share(self, size: int) -> None:
@@ -140,7 +173,8 @@ def refusals(device: torch.device | None = None) -> int:
 class Checkerboard:
     """Holds a pin after each hole of one long segment, which is not given back to the device then: memory is free, but in holes.
 
-    With expandable segments the pages of the holes are given back, and mapped again in one piece: then nothing is fragmented.
+    With expandable segments the pages of the holes are given back, and mapped again in one piece:
+    then nothing is fragmented.
     """
 
     def __init__(self, device: torch.device, size: int, largest: int) -> None:
@@ -148,17 +182,21 @@ class Checkerboard:
         block = partial(torch.empty, dtype=torch.uint8, device=device)
         torch.cuda.empty_cache()  # or the blocks would lie in what is cached already
         segment = block(size // PIN * PIN)
-        del segment  # its memory stays, and the allocator cuts the blocks from it one after the other
+        # its memory stays, and the allocator cuts the blocks from it one after the other
+        del segment
         holes: list[torch.Tensor] = []
         self.pins: list[torch.Tensor] = []
         for _ in range(size // (hole + PIN)):
             holes.append(block(hole))
-            for _ in range(GAPS):  # gaps between tensors that were there before fit a pin better, so they are filled before the place behind the hole
+            # gaps between tensors that were there before fit a pin better, so they are filled
+            # before the place behind the hole
+            for _ in range(GAPS):
                 self.pins.append(block(PIN))
                 if self.pins[-1].data_ptr() == holes[-1].data_ptr() + hole:
                     break
         holes.clear()
-        torch.cuda.empty_cache()  # gives back what the device can have: pages of the holes, where segments are expandable
+        # gives back what the device can have: pages of the holes, where segments are expandable
+        torch.cuda.empty_cache()
 
 
 class Confined(Neighbour):
@@ -172,7 +210,9 @@ class Confined(Neighbour):
         torch.cuda.empty_cache()  # our cache cannot be had by others
         self.hold(0)
         if size is not None:
-            self.hold(max(0, torch.cuda.mem_get_info(self.device)[0] + held - size) // GRAIN * GRAIN)
+            self.hold(
+                max(0, torch.cuda.mem_get_info(self.device)[0] + held - size) // GRAIN * GRAIN
+            )
 
 
 def _with_index(device: torch.device | str) -> torch.device:
@@ -183,4 +223,8 @@ def _with_index(device: torch.device | str) -> torch.device:
 def trouble() -> str | None:
     if simcuda.inside():
         return "this process sees simulated devices only: the limit 'simcuda' is theirs"
-    return None if torch.cuda.is_available() else "the limit 'cuda' needs a CUDA device, and torch sees none here"
+    return (
+        None
+        if torch.cuda.is_available()
+        else "the limit 'cuda' needs a CUDA device, and torch sees none here"
+    )

@@ -22,8 +22,8 @@ from .limit import HostLimit, switch_onednn_off
 
 VARIABLE = "ELASTIC_MBS_FENCE"  # names the file, in the environment of the processes that share it
 UNLIMITED = 2**63 - 1
-# Bytes from which a block counts and can be refused: more than the state of a random generator (5 KiB) and other bookkeeping, which is on the host
-# where there is a real device.
+# Bytes from which a block counts and can be refused: more than the state of a random generator (5
+# KiB) and other bookkeeping, which is on the host where there is a real device.
 MINIMUM = 8192
 _FILE_SIZE = 4096
 _PLACES = range(16, _FILE_SIZE // 8, 8)  # where slots begin, in words
@@ -39,14 +39,21 @@ class Slot(NamedTuple):
 
 def _word(place: int) -> property:
     """A number in the file, at the place where fence.c has it."""
-    return property(lambda fence: fence._words[place], lambda fence, value: fence._words.__setitem__(place, min(value, UNLIMITED)))
+    return property(
+        lambda fence: fence._words[place],
+        lambda fence, value: fence._words.__setitem__(place, min(value, UNLIMITED)),
+    )
 
 
 class Fence:
-    """The shared file, mapped. A context manager: closed at the end, and deleted by the one that has created it."""
+    """The shared file, mapped.
+
+    A context manager: closed at the end, and deleted by the one that has created it.
+    """
 
     budget = _word(0)  # bytes that all processes may hold together; may be set at any time
-    largest = _word(1)  # bytes of the largest single block there is room for, however much is free; likewise
+    # bytes of the largest single block there is room for, however much is free; likewise
+    largest = _word(1)
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,7 +68,8 @@ class Fence:
     @classmethod
     def create(cls, budget: int = UNLIMITED) -> Fence:
         """A new device of so many bytes for all its processes together."""
-        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory, where there is such a place
+        # in memory, where there is such a place
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         number, name = tempfile.mkstemp(prefix="elastic_mbs_fence_", dir=folder)
         with open(number, "wb") as file:
             file.write(struct.pack("3q", budget, UNLIMITED, MINIMUM).ljust(_FILE_SIZE, b"\0"))
@@ -114,10 +122,14 @@ class ShimLimit(HostLimit):
         super().__init__()
         path = os.environ.get(VARIABLE)
         if path is None:
-            raise UsageError("the limit 'shim' works in a process that was started under it only: run the job by run_child('shim', …)")
+            raise UsageError(
+                "the limit 'shim' works in a process that was started under it only: run the job "
+                "by run_child('shim', …)"
+            )
         self.fence = Fence(Path(path))
         self._pid = os.getpid()
-        self._shared = shared  # with others, for whom its capacity stays as it is when this one leaves
+        # with others, for whom its capacity stays as it is when this one leaves
+        self._shared = shared
 
     def __enter__(self) -> Self:
         self._undo.callback(switch_onednn_off())
@@ -129,7 +141,8 @@ class ShimLimit(HostLimit):
             super().lift()
 
     def fragment(self, largest: int | None) -> None:
-        self.fence.largest = UNLIMITED if largest is None else largest  # for all processes on the device
+        # for all processes on the device
+        self.fence.largest = UNLIMITED if largest is None else largest
 
     def total(self) -> int | None:
         return None if self.fence.budget == UNLIMITED else self.fence.budget + self._held
@@ -144,7 +157,9 @@ class ShimLimit(HostLimit):
         return self.fence.of(self._pid).failures
 
     def apply(self) -> None:
-        self.fence.budget = UNLIMITED if self.capacity is None else max(0, self.capacity - self._held)
+        self.fence.budget = (
+            UNLIMITED if self.capacity is None else max(0, self.capacity - self._held)
+        )
 
     def peak_of_interval(self) -> int:
         return self.fence.of(self._pid).peak
@@ -165,7 +180,8 @@ def start_time(pid: int) -> int:
 
 def environment(fence: Fence) -> dict[str, str]:
     """Variables under which a process shares the device."""
-    # a library that was preloaded before is left out: an allocator of its own would not know the blocks of this one
+    # a library that was preloaded before is left out: an allocator of its own would not know the
+    # blocks of this one
     return {VARIABLE: os.fspath(fence.path), "LD_PRELOAD": os.fspath(library())}
 
 
@@ -186,10 +202,15 @@ def library() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = Path(folder, "fence.so")
     command = [*_compiler(), "-O2", "-shared", "-fPIC", "-pthread"]
-    done = subprocess.run([*command, "-o", made, source], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "-o", made, source], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         said = next(iter(done.stderr.strip().splitlines()), "nothing")
-        raise UsageError(f"the shim's {source.name} does not compile with {shlex.join(command)}, which said: {said}")
+        raise UsageError(
+            f"the shim's {source.name} does not compile with {shlex.join(command)}, which said: "
+            f"{said}"
+        )
     return made
 
 

@@ -17,9 +17,12 @@ from elastic_mbs.memory import Headroom, MemorySensor, Reading, Unavailable, Usa
 class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
     """A device's memory during one run: the co-tenant has `others()` of its capacity, this process the rest. Its end lifts every limit."""
 
-    kind: str  # "budget" (counted tensors), "shim" (the allocator itself fails), "rlimit" (the process limit), "cuda"
+    # "budget" (counted tensors), "shim" (the allocator itself fails), "rlimit" (the process limit),
+    # "cuda"
+    kind: str
     device: torch.device  # where the model is trained
-    sensor: MemorySensor | None  # what ElasticMBS reads, as sensor and as meter; None where it finds both by itself
+    # what ElasticMBS reads, as sensor and as meter; None where it finds both by itself
+    sensor: MemorySensor | None
 
     def __init__(self) -> None:
         self.capacity: int | None = None  # bytes for all; None without a limit
@@ -35,7 +38,8 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
     def lift(self) -> None:
         """Takes back what the limit has changed, when it is left."""
 
-    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:  # only the process limit has something to do
+    # only the process limit has something to do
+    def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
         """Runs a piece of each size once, where a first time under pressure could end the process."""
 
     @abstractmethod
@@ -43,8 +47,14 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
         """Sets how many bytes there are for all; None lifts the limit."""
 
     def fragment(self, largest: int | None) -> None:
-        """Makes single allocations above `largest` bytes fail, whatever is free; None ends that. UsageError where that is impossible."""
-        raise UsageError(f"the limit {self.kind!r} knows no fragmentation: under 'shim' and 'budget' single large allocations can fail")
+        """Makes single allocations above `largest` bytes fail, whatever is free; None ends that.
+
+        UsageError where that is impossible.
+        """
+        raise UsageError(
+            f"the limit {self.kind!r} knows no fragmentation: under 'shim' and 'budget' single "
+            "large allocations can fail"
+        )
 
     @abstractmethod
     def occupy(self, held: int) -> None:
@@ -136,10 +146,17 @@ class HostGauge:
         self.resets = 0  # of the peak, by a runtime or by the limit's user
 
     def read(self) -> Reading:
-        """What this process could still get. Without a limit the machine's memory is the capacity."""
+        """What this process could still get.
+
+        Without a limit the machine's memory is the capacity.
+        """
         at = time.monotonic()
         try:
-            live, others, capacity = self._memory.live(), self._memory.others(), self._memory.total()
+            live, others, capacity = (
+                self._memory.live(),
+                self._memory.others(),
+                self._memory.total(),
+            )
         except (OSError, ValueError) as error:
             return Unavailable(f"the limit {self._memory.kind!r} cannot be read: {error}", at)
         total = psutil.virtual_memory().total if capacity is None else capacity

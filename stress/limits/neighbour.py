@@ -1,6 +1,7 @@
 """A GPU's co-tenant, which is another process: it holds as much memory as its parent asks for, and exits when its parent does.
 
-Each line of its input is a number of bytes to hold, each line of its output the number that it got at once; it goes on trying to get the rest.
+Each line of its input is a number of bytes to hold, each line of its output the number that it got
+at once; it goes on trying to get the rest.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from typing import Any, Self
 import torch
 
 PATIENCE = 0.01  # seconds between two attempts to get the rest
-GRAIN = 20 << 20  # bytes of the smallest block that it takes: torch's allocator takes at least this much from a GPU at once
+# bytes of the smallest block that it takes: torch's allocator takes at least this much from a GPU
+# at once
+GRAIN = 20 << 20
 
 
 class Neighbour:
-    """The parent's end. A context manager: the process runs inside the block, on a GPU whose index is given."""
+    """The parent's end.
+
+    A context manager: the process runs inside the block, on a GPU whose index is given.
+    """
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -26,28 +32,38 @@ class Neighbour:
     def __enter__(self) -> Self:
         """Starts the process and waits until it holds what it needs for itself, as a CUDA context."""
         command = [sys.executable, "-P", __file__, str(self.device)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.pid = self._process.pid
         self.hold(0)
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes, which ends it, and waits for that
+        # closes the pipes, which ends it, and waits for that
+        with contextlib.suppress(BrokenPipeError), self._process:
             pass
         self._process.wait()
 
     def hold(self, size: int) -> int:
-        """Makes it hold so many bytes; returns how many it holds. RuntimeError where the process has ended."""
+        """Makes it hold so many bytes; returns how many it holds.
+
+        RuntimeError where the process has ended.
+        """
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer shows
             print(size, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the neighbour process has ended (exit code {self._process.wait()})")
+            raise RuntimeError(
+                f"the neighbour process has ended (exit code {self._process.wait()})"
+            )
         return int(answer)
 
 
-def _take(size: int, device: str) -> torch.Tensor | None:  # pragma: no cover  # in a process of its own
+def _take(
+    size: int, device: str
+) -> torch.Tensor | None:  # pragma: no cover  # in a process of its own
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -57,7 +73,8 @@ def _take(size: int, device: str) -> torch.Tensor | None:  # pragma: no cover  #
 
 
 def _serve(device: str) -> None:  # pragma: no cover  # likewise
-    blocks = [torch.empty(1, device=device)]  # the context's own memory is taken before anything is counted
+    # the context's own memory is taken before anything is counted
+    blocks = [torch.empty(1, device=device)]
     held = wanted = 0
     while True:
         # one line at a time: the parent waits for each answer

@@ -22,14 +22,17 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
 
 _M_MMAP_THRESHOLD = -3  # mallopt's number for it
-_MAPPED = 65536  # bytes from which a block of the heap is a mapping of its own, so that mapped memory is memory in use
+# bytes from which a block of the heap is a mapping of its own, so that mapped memory is memory in
+# use
+_MAPPED = 65536
 _PARALLEL = 2**20  # elements, enough for all threads
 
 
 class ProcessLimit(HostLimit):
     """RLIMIT_DATA of this process, moved while it trains: all private memory that was mapped since it was entered.
 
-    Needs a process of its own: the heap's settings cannot be undone, and a library that expects no refusal ends it, so `warm` runs each size first.
+    Needs a process of its own: the heap's settings cannot be undone, and a library that expects no
+    refusal ends it, so `warm` runs each size first.
     """
 
     kind = "rlimit"
@@ -38,7 +41,10 @@ class ProcessLimit(HostLimit):
         super().__init__()
         self.base = 0
         self._limit = resource.getrlimit(resource.RLIMIT_DATA)
-        self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))  # opened while there is room
+        # opened while there is room
+        self._statm, self._status = (
+            os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status")
+        )
         for number in (self._statm, self._status):
             weakref.finalize(self, os.close, number)
         self._live_at_start = self._resident_at_start = 0
@@ -46,7 +52,8 @@ class ProcessLimit(HostLimit):
     def __enter__(self) -> Self:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
         self._undo.callback(switch_onednn_off())
-        # torch's thread pools end the process where they are refused memory, and the first backward imports
+        # torch's thread pools end the process where they are refused memory, and the first backward
+        # imports
         torch.zeros(_PARALLEL, dtype=torch.uint8).add_(1)
         torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
         self.base = self._mapped()
@@ -77,7 +84,9 @@ class ProcessLimit(HostLimit):
 
     def peak_of_interval(self) -> int:
         """What was live at its start plus the rise of resident memory since: the kernel keeps no peak of what is mapped."""
-        return max(self.live(), self._live_at_start + self._resident("VmHWM") - self._resident_at_start)
+        return max(
+            self.live(), self._live_at_start + self._resident("VmHWM") - self._resident_at_start
+        )
 
     def begin_interval(self) -> None:
         with contextlib.suppress(OSError):  # then it is the mark of the whole run
@@ -89,7 +98,9 @@ class ProcessLimit(HostLimit):
 
     def _resident(self, which: str) -> int:
         lines = (line.split() for line in os.pread(self._status, 8192, 0).decode().splitlines())
-        return next((int(words[1]) * 1024 for words in lines if words and words[0] == f"{which}:"), 0)
+        return next(
+            (int(words[1]) * 1024 for words in lines if words and words[0] == f"{which}:"), 0
+        )
 
 
 def trouble() -> str | None:

@@ -1,7 +1,8 @@
 """Models to train under stress: in float64, and with activations that take far more memory than their parameters.
 
-On a GPU they are `big`: a sample's activation takes megabytes, or failures would be lost in the allocator's segments of 20 MiB and in workspaces.
-But none has more work than a CPU can do in seconds, which has to on a simulated GPU.
+On a GPU they are `big`: a sample's activation takes megabytes, or failures would be lost in the
+allocator's segments of 20 MiB and in workspaces. But none has more work than a CPU can do in
+seconds, which has to on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from .subject import Subject
 SAMPLES = 32  # in a batch
 _IGNORED = -100
 _ADAMW: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-3)
-_MOMENTUM: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+_MOMENTUM: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = partial(
+    torch.optim.SGD, lr=0.05, momentum=0.9
+)
 
 
 def _subject(
@@ -40,22 +43,37 @@ def _subject(
     def batch(step: int) -> Any:
         return draw(torch.Generator().manual_seed(1_000_003 * (step + 1)), step)
 
-    return Subject(model, lambda piece: loss(model, piece), batch, optimizer, {} if count is None else {"count": count}, name)
+    return Subject(
+        model,
+        lambda piece: loss(model, piece),
+        batch,
+        optimizer,
+        {} if count is None else {"count": count},
+        name,
+    )
 
 
-def _labelled(classes: int, *shape: int, rows: int = 0) -> Callable[[torch.Generator, int], tuple[Tensor, Tensor]]:
+def _labelled(
+    classes: int, *shape: int, rows: int = 0
+) -> Callable[[torch.Generator, int], tuple[Tensor, Tensor]]:
     """Draws pairs of inputs of a shape and labels, one for a sample or one for each of its rows."""
 
     def draw(stream: torch.Generator, step: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(SAMPLES, *shape, generator=stream, dtype=torch.float64)
-        return x, torch.randint(0, classes, (SAMPLES, rows) if rows else (SAMPLES,), generator=stream)
+        return x, torch.randint(
+            0, classes, (SAMPLES, rows) if rows else (SAMPLES,), generator=stream
+        )
 
     return draw
 
 
 def _cross_entropy(model: nn.Module, piece: tuple[Tensor, Tensor]) -> Tensor:
     scores, labels = model(piece[0]), piece[1]
-    return F.cross_entropy(scores.flatten(0, 1), labels.flatten()) if labels.dim() > 1 else F.cross_entropy(scores, labels)
+    return (
+        F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        if labels.dim() > 1
+        else F.cross_entropy(scores, labels)
+    )
 
 
 def wide(*, big: bool = False) -> Subject:
@@ -73,24 +91,39 @@ def adam(*, big: bool = False) -> Subject:
     width = 2048 if big else 192
     layers = [layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())]
     optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
-    return _subject("adam", nn.Sequential(*layers, nn.Linear(width, 8)), _labelled(8, width), _cross_entropy, optimizer)
+    return _subject(
+        "adam",
+        nn.Sequential(*layers, nn.Linear(width, 8)),
+        _labelled(8, width),
+        _cross_entropy,
+        optimizer,
+    )
 
 
 def mlp(*, big: bool = False) -> Subject:
     """Linear layers on long rows: the plain case."""
     rows, width = (1024, 256) if big else (32, 512)
-    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
+    model = nn.Sequential(
+        nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)
+    )
     return _subject("mlp", model, _labelled(10, rows, 64, rows=rows), _cross_entropy)
 
 
 def cnn(*, big: bool = False) -> Subject:
     """Convolutions with BatchNorm and dropout, whose first mask and buffers have changed when the largest activations are yet to come."""
     channels, side = 16, 32 if big else 24
-    layers: list[nn.Module] = [nn.Upsample(scale_factor=2)] if big else []  # images of that size would take longer to draw than to train on
+    # images of that size would take longer to draw than to train on
+    layers: list[nn.Module] = [nn.Upsample(scale_factor=2)] if big else []
     for width in (3, channels, channels):
-        layers += [nn.Conv2d(width, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        layers += [
+            nn.Conv2d(width, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+        ]
         layers += [nn.Dropout(0.1)] if width == 3 else []
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(channels, 10))
+    model = nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(channels, 10)
+    )
     return _subject("cnn", model, _labelled(10, 3, side, side), _cross_entropy, _MOMENTUM)
 
 
@@ -103,23 +136,42 @@ def heads(*, big: bool = False) -> Subject:
         return m.words(shared), m.rows(shared).mean((1, 2))
 
     trunk = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Dropout(0.1))
-    branches = {name: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, out)) for name, out in (("words", 10), ("rows", 1))}
+    branches = {
+        name: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, out))
+        for name, out in (("words", 10), ("rows", 1))
+    }
 
     def draw(stream: torch.Generator, step: int) -> dict[str, Tensor]:
         labels = torch.randint(0, 10, (SAMPLES, rows), generator=stream)
-        labels[torch.arange(rows) >= torch.randint(1, rows + 1, (SAMPLES, 1), generator=stream)] = _IGNORED
+        labels[torch.arange(rows) >= torch.randint(1, rows + 1, (SAMPLES, 1), generator=stream)] = (
+            _IGNORED
+        )
         x = torch.randn(SAMPLES, rows, 16, generator=stream, dtype=torch.float64)
-        return {"x": x, "labels": labels, "figures": torch.randn(SAMPLES, generator=stream, dtype=torch.float64)}
+        return {
+            "x": x,
+            "labels": labels,
+            "figures": torch.randn(SAMPLES, generator=stream, dtype=torch.float64),
+        }
 
     def loss(model: nn.Module, piece: dict[str, Tensor]) -> dict[str, Tensor]:
         words, figures = model(piece["x"])
-        said = F.cross_entropy(words.flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED)
+        said = F.cross_entropy(
+            words.flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED
+        )
         return {"words": said, "figures": F.mse_loss(figures, piece["figures"])}
 
-    return _subject("heads", Made(run, trunk=trunk, **branches), draw, loss, count={"words": count_tokens("labels"), "figures": None})
+    return _subject(
+        "heads",
+        Made(run, trunk=trunk, **branches),
+        draw,
+        loss,
+        count={"words": count_tokens("labels"), "figures": None},
+    )
 
 
-def gpt(*, big: bool = False, name: str = "gpt", length: Callable[[int], int] | None = None) -> Subject:
+def gpt(
+    *, big: bool = False, name: str = "gpt", length: Callable[[int], int] | None = None
+) -> Subject:
     """The demo's GPT, made small, counted in tokens."""
     width, heads = (128, 4) if big else (32, 2)
 
@@ -127,12 +179,15 @@ def gpt(*, big: bool = False, name: str = "gpt", length: Callable[[int], int] | 
         tokens = length(step) if length is not None else 256 if big else 64
         rows = torch.randint(0, 64, (SAMPLES, tokens), generator=stream)
         labels = rows.roll(-1, 1)
-        ends = torch.randint(1, tokens, (SAMPLES, 1), generator=stream)  # samples of different length, padded
+        # samples of different length, padded
+        ends = torch.randint(1, tokens, (SAMPLES, 1), generator=stream)
         labels[torch.arange(tokens) >= ends] = _IGNORED
         return {"tokens": rows, "labels": labels}
 
     def loss(model: nn.Module, piece: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(piece["tokens"]).flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED)
+        return F.cross_entropy(
+            model(piece["tokens"]).flatten(0, 1), piece["labels"].flatten(), ignore_index=_IGNORED
+        )
 
     model = GPT(GPTConfig(vocabulary=64, context=256, width=width, heads=heads, layers=2))
     return _subject(name, model, draw, loss, count=count_tokens("labels"))
@@ -143,4 +198,6 @@ def gpt_bursts(*, big: bool = False) -> Subject:
     return gpt(big=big, name="gpt_bursts", length=lambda step: 256 if step % 10 in (6, 7) else 64)
 
 
-BUILTIN: dict[str, Callable[..., Subject]] = {make.__name__: make for make in (wide, mlp, cnn, heads, gpt, gpt_bursts, adam)}
+BUILTIN: dict[str, Callable[..., Subject]] = {
+    make.__name__: make for make in (wide, mlp, cnn, heads, gpt, gpt_bursts, adam)
+}

@@ -38,19 +38,39 @@ def find(name: str, device: torch.device | str = "cpu") -> Factory:
         return partial(BUILTIN[name], big=torch.device(device).type != "cpu")
     if not (path and attribute):
         given = (path or name).removesuffix(":")
-        own = f"name its factory, as in {given}:make" if given.endswith(".py") else "or your own as path.py:factory"
+        own = (
+            f"name its factory, as in {given}:make"
+            if given.endswith(".py")
+            else "or your own as path.py:factory"
+        )
         raise UsageError(f"--model {name}: no such model; one of {', '.join(BUILTIN)}, {own}")
     module = _module(Path(path), name)
     factory = getattr(module, attribute, None)
     if factory is None:
-        there = [each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        raise UsageError(f"--model {name}: {path} has no function {attribute!r}; its functions: {', '.join(there) or 'none'}")
+        there = [
+            each
+            for each, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise UsageError(
+            f"--model {name}: {path} has no function {attribute!r}; its functions: "
+            f"{', '.join(there) or 'none'}"
+        )
     if not callable(factory):
-        raise UsageError(f"--model {name}: {path} has {attribute!r}, but that is of type {type(factory).__name__} and no function")
+        raise UsageError(
+            f"--model {name}: {path} has {attribute!r}, but that is of type "
+            f"{type(factory).__name__} and no function"
+        )
     return lambda: _subject(factory(), name)
 
 
-def make(name: str, seed: int, device: torch.device | str = "cpu", *, there: torch.device | str | None = None) -> Subject:
+def make(
+    name: str,
+    seed: int,
+    device: torch.device | str = "cpu",
+    *,
+    there: torch.device | str | None = None,
+) -> Subject:
     """The subject made from its seed, the same each time, in the size for `device`; `there` is where it goes instead."""
     factory = find(name, device)
     start_streams(seed)
@@ -70,7 +90,9 @@ def _take_workspaces(device: torch.device) -> None:
     """Makes cuBLAS take what it keeps for good, before anything is cached: from the segment of a tensor it would pin all of it, beyond any limit."""
     square = torch.ones(8, 8, device=device, requires_grad=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything else
+        # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything
+        # else
+        warnings.simplefilter("ignore")
         (square @ square).sum().backward()
 
 
@@ -90,7 +112,8 @@ def _module(path: Path, name: str) -> ModuleType:
     path = path.resolve()
     top, dotted = _package(path)
     if os.fspath(top) not in sys.path:
-        sys.path.insert(0, os.fspath(top))  # as for a script: what lies beside it can be imported, now and later
+        # as for a script: what lies beside it can be imported, now and later
+        sys.path.insert(0, os.fspath(top))
     with naming(name, f"{path} does not run"):
         if dotted is not None:
             return importlib.import_module(dotted)
@@ -99,7 +122,8 @@ def _module(path: Path, name: str) -> ModuleType:
             spec = importlib.util.spec_from_file_location(own, path)
             assert spec is not None
             assert spec.loader is not None
-            sys.modules[own] = module = importlib.util.module_from_spec(spec)  # dataclasses and pickles of the file look their module up
+            # dataclasses and pickles of the file look their module up
+            sys.modules[own] = module = importlib.util.module_from_spec(spec)
             try:
                 spec.loader.exec_module(module)
             except BaseException:
@@ -114,7 +138,11 @@ def _package(path: Path) -> tuple[Path, str | None]:
     while (top / "__init__.py").is_file() and top.name.isidentifier():
         top, parts = top.parent, [top.name, *parts]
     known = sys.modules.get(parts[0])
-    if len(parts) == 1 or not path.stem.isidentifier() or (known is not None and os.fspath(top / parts[0]) not in getattr(known, "__path__", ())):
+    if (
+        len(parts) == 1
+        or not path.stem.isidentifier()
+        or (known is not None and os.fspath(top / parts[0]) not in getattr(known, "__path__", ()))
+    ):
         return path.parent, None
     return top, ".".join(parts)
 
@@ -130,12 +158,16 @@ def _subject(made: Any, name: str) -> Subject:
     model, loss_fn, batches, *more = made
     if not isinstance(model, nn.Module) or not callable(loss_fn):
         found = f"({type(model).__name__}, {type(loss_fn).__name__}, …)"
-        raise UsageError(f"--model {name}: the factory returned {found}: not a module and a loss function")
+        raise UsageError(
+            f"--model {name}: the factory returned {found}: not a module and a loss function"
+        )
     given: dict[str, Any] = {}
     for number, each in zip(("fourth", "fifth"), more, strict=False):
         if not (isinstance(each, dict) or callable(each)):
             wanted = "a function that makes the optimizer from the parameters, or a dict of options for ElasticMBS"
-            raise UsageError(f"--model {name}: the {number} is {type(each).__name__}; it must be {wanted}")
+            raise UsageError(
+                f"--model {name}: the {number} is {type(each).__name__}; it must be {wanted}"
+            )
         given["options" if isinstance(each, dict) else "optimizer"] = each
     return Subject(model, loss_fn, _batches(batches, name), name=name, **given)
 
@@ -144,13 +176,18 @@ def _batches(batches: Any, name: str) -> Any:
     """As a `Subject` has them: a sequence, or a function of the step's number."""
     kind = type(batches).__name__
     if isinstance(batches, Tensor | Mapping | str | bytes):
-        raise UsageError(f"--model {name}: batches are one {kind}: for a single batch give a list of it, [batch]")
+        raise UsageError(
+            f"--model {name}: batches are one {kind}: for a single batch give a list of it, [batch]"
+        )
     if inspect.isgeneratorfunction(batches) and not inspect.signature(batches).parameters:
         batches = batches()
     if callable(batches) and not isinstance(batches, Iterable):
         return batches
     if not isinstance(batches, Iterable):
-        raise UsageError(f"--model {name}: batches are {kind}: give a list, a loader, a generator, or a function of the step's number")
+        raise UsageError(
+            f"--model {name}: batches are {kind}: give a list, a loader, a generator, or a "
+            "function of the step's number"
+        )
     batches = batches if isinstance(batches, Sequence) else list(islice(batches, KEPT_BATCHES))
     if not batches:
         raise UsageError(f"--model {name}: there are no batches")

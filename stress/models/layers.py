@@ -53,7 +53,9 @@ class Recompute(torch.autograd.Function):
 class Made(nn.Module):
     """A module of parts, whose forward is a function of it and of the input."""
 
-    def __init__(self, run: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(
+        self, run: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter
+    ) -> None:
         super().__init__()
         self._run = run
         for name, part in parts.items():
@@ -81,7 +83,11 @@ def _masked(m: Any, x: Tensor) -> Any:
     """A mask drawn by Python and by numpy, whose legacy stream is what such models use."""
     if m.training:
         numpy = sys.modules.get("numpy.random")
-        x = x * (random.random() + 0.5) * (1.0 if numpy is None else torch.from_numpy(numpy.rand(*x.shape)).to(x.device))
+        x = (
+            x
+            * (random.random() + 0.5)
+            * (1.0 if numpy is None else torch.from_numpy(numpy.rand(*x.shape)).to(x.device))
+        )
     return m.inner(x)
 
 
@@ -100,7 +106,11 @@ def _block(width: int, *, reentrant: bool, dropout: float = 0.0) -> Made:
     """A block with a mask in it, run again in backward."""
 
     def run(m: Any, x: Tensor) -> Any:
-        return checkpoint(lambda x: F.dropout(torch.tanh(m.inner(m.inner(x))), dropout, m.training), x, use_reentrant=reentrant)
+        return checkpoint(
+            lambda x: F.dropout(torch.tanh(m.inner(m.inner(x))), dropout, m.training),
+            x,
+            use_reentrant=reentrant,
+        )
 
     return Made(run, inner=nn.Linear(width, width))
 
@@ -147,7 +157,12 @@ class _Running(nn.Module):
 
 def flat_gradients(leaves: Sequence[Tensor]) -> Tensor:
     """Gives leaves gradients of zeros that are views of one flat buffer, as bucketing does; returns that."""
-    flat, offset = torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype, device=leaves[0].device), 0
+    flat, offset = (
+        torch.zeros(
+            sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype, device=leaves[0].device
+        ),
+        0,
+    )
     for leaf in leaves:
         leaf.grad = flat[offset : offset + leaf.numel()].view_as(leaf)
         offset += leaf.numel()
@@ -159,28 +174,44 @@ class Layer:
     """A kind of layer."""
 
     make: Callable[[int], nn.Module]  # from the width
-    separable: bool = True  # what a sample gives does not depend on the others in its piece, nor on chance
+    # what a sample gives does not depend on the others in its piece, nor on chance
+    separable: bool = True
     half: bool = False  # runs in bfloat16
-    hidden_mixing: bool = False  # samples depend on each other in a way that torch does not show, which asks for replay="isolate"
+    # samples depend on each other in a way that torch does not show, which asks for
+    # replay="isolate"
+    hidden_mixing: bool = False
     shared: bool = False  # all of one network are one and the same
 
 
 LAYERS: dict[str, Layer] = {
     "linear": Layer(lambda d: nn.Sequential(nn.Linear(d, d), nn.Tanh()), half=True),
-    "wide": Layer(lambda d: nn.Sequential(nn.Linear(d, 8 * d), nn.GELU(), nn.Linear(8 * d, d, bias=False)), half=True),
-    "residual": Layer(lambda d: Made(lambda m, x: x + m.inner(m.norm(x)), norm=nn.LayerNorm(d), inner=nn.Linear(d, d)), half=True),
+    "wide": Layer(
+        lambda d: nn.Sequential(nn.Linear(d, 8 * d), nn.GELU(), nn.Linear(8 * d, d, bias=False)),
+        half=True,
+    ),
+    "residual": Layer(
+        lambda d: Made(
+            lambda m, x: x + m.inner(m.norm(x)), norm=nn.LayerNorm(d), inner=nn.Linear(d, d)
+        ),
+        half=True,
+    ),
     "layernorm": Layer(nn.LayerNorm, half=True),
     "groupnorm": Layer(lambda d: _norm(nn.GroupNorm(1, d))),
     "batchnorm": Layer(lambda d: _norm(nn.BatchNorm1d(d)), separable=False),
     "dropout": Layer(lambda _: nn.Dropout(0.3), separable=False, half=True),
     "conv": Layer(lambda d: Made(_convolution, inner=nn.Conv1d(d, d, 3, padding=1))),
-    "attention": Layer(lambda d: Made(_attention, mix=nn.Linear(d, 3 * d), out=nn.Linear(d, d)), half=True),
+    "attention": Layer(
+        lambda d: Made(_attention, mix=nn.Linear(d, 3 * d), out=nn.Linear(d, d)), half=True
+    ),
     "gru": Layer(lambda d: _recurrent(nn.GRU(d, d, batch_first=True))),
     "lstm": Layer(lambda d: _recurrent(nn.LSTM(d, d, batch_first=True))),
     "experts": Layer(_routed),
     "tied": Layer(lambda d: nn.Linear(d, d), half=True, shared=True),
     "frozen": Layer(lambda d: nn.Linear(d, d).requires_grad_(False)),
-    "shift": Layer(lambda d: Made(lambda m, x: x + m.by, by=nn.Parameter(torch.zeros(d))), half=True),  # only a sum lies between it and what follows
+    # only a sum lies between it and what follows
+    "shift": Layer(
+        lambda d: Made(lambda m, x: x + m.by, by=nn.Parameter(torch.zeros(d))), half=True
+    ),
     "checkpoint": Layer(lambda d: _block(d, reentrant=False)),
     "checkpoint dropout": Layer(lambda d: _block(d, reentrant=False, dropout=0.3), separable=False),
     "checkpoint reentrant": Layer(lambda d: _block(d, reentrant=True)),
@@ -189,23 +220,44 @@ LAYERS: dict[str, Layer] = {
     "spectral": Layer(lambda d: parametrizations.spectral_norm(nn.Linear(d, d)), separable=False),
     "running": Layer(_Running, separable=False),
     "host mask": Layer(lambda d: Made(_masked, inner=nn.Linear(d, d)), separable=False),
-    "contrast": Layer(lambda d: Made(_contrast, inner=nn.Linear(d, d)), separable=False, hidden_mixing=True),
+    "contrast": Layer(
+        lambda d: Made(_contrast, inner=nn.Linear(d, d)), separable=False, hidden_mixing=True
+    ),
 }
 
 
 class Network(nn.Module):
     """A stem for so many features, or for indices where they are 0, the layers by name, a head that scores each position, and branches beside it."""
 
-    def __init__(self, layers: tuple[str, ...], width: int, *, features: int, sparse: bool = False, tie: bool = False, branches: int = 0) -> None:
+    def __init__(
+        self,
+        layers: tuple[str, ...],
+        width: int,
+        *,
+        features: int,
+        sparse: bool = False,
+        tie: bool = False,
+        branches: int = 0,
+    ) -> None:
         super().__init__()
-        self.stem = nn.Linear(features, width) if features else nn.Embedding(VOCABULARY, width, sparse=sparse)
-        shared = {name: LAYERS[name].make(width) for name in dict.fromkeys(layers) if LAYERS[name].shared}
+        self.stem = (
+            nn.Linear(features, width)
+            if features
+            else nn.Embedding(VOCABULARY, width, sparse=sparse)
+        )
+        shared = {
+            name: LAYERS[name].make(width) for name in dict.fromkeys(layers) if LAYERS[name].shared
+        }
         self.layers = nn.ModuleList(shared.get(name) or LAYERS[name].make(width) for name in layers)
         self.head = nn.Linear(width, VOCABULARY if tie else CLASSES, bias=not tie)
         if tie:
             self.head.weight = self.stem.weight
-        # their backwards are ready when the head's is, so that an error leaves some leaves with the piece's gradient and others without
-        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES)) for _ in range(branches))
+        # their backwards are ready when the head's is, so that an error leaves some leaves with the
+        # piece's gradient and others without
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES))
+            for _ in range(branches)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of shape (samples, positions, classes)."""

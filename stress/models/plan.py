@@ -1,4 +1,8 @@
-"""A random case as plain values. The default of each field is the plainest there is, so that a case that fails can be made smaller field by field."""
+"""A random case as plain values.
+
+The default of each field is the plainest there is, so that a case that fails can be made smaller
+field by field.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,17 @@ from .layers import LAYERS
 PLACES = ("call", "eval", "optimizer")
 ERRORS = ("device", "host", "heap", "library", "alien")
 CONTAINERS = ("pair", "dict", "nested", "items", "record", "columns")
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adam foreach", "adam fused", "adagrad", "rmsprop", "nadam")
+OPTIMIZERS = (
+    "sgd",
+    "momentum",
+    "adam",
+    "adamw",
+    "adam foreach",
+    "adam fused",
+    "adagrad",
+    "rmsprop",
+    "nadam",
+)
 SPARSE = ("sgd", "adagrad")  # those that take sparse gradients
 
 
@@ -28,7 +42,9 @@ class Fault:
     at: float = 0.0  # where, as a fraction of the operations that it takes without a fault, about
     times: int = 1  # how many operations fail; 0 is all from there on
     gap: int = 1  # operations between two that fail
-    error: str = "device"  # whose: a device's allocator, the "host"'s, Python's "heap", a "library"; "alien" is no lack of memory and passes through
+    # whose: a device's allocator, the "host"'s, Python's "heap", a "library"; "alien" is no lack of
+    # memory and passes through
+    error: str = "device"
 
 
 @dataclass(frozen=True)
@@ -39,12 +55,14 @@ class Plan:
     layers: tuple[str, ...] = ()  # of the network, by name
     width: int = 4  # of its layers
     branches: int = 0  # heads beside its layers
-    tokens: str = "no"  # its input is indices: "no", "dense" or "sparse" by the gradient of their embedding
+    # its input is indices: "no", "dense" or "sparse" by the gradient of their embedding
+    tokens: str = "no"
     samples: int = 4  # in a batch
     length: int = 2  # positions of a sample
     steps: int = 1
     container: str = "pair"  # what a batch is
-    count: str = "samples"  # what its loss counts: "samples", "tokens", "weights" or, by name, "both"
+    # what its loss counts: "samples", "tokens", "weights" or, by name, "both"
+    count: str = "samples"
     reduction: str = "mean"
     returns: str = "loss"  # what the loss function returns: "loss", "pair", "dict" or "object"
     size: int = 2  # micro-batch at the start; 0 is "auto"
@@ -57,15 +75,18 @@ class Plan:
     outputs: str = "cpu"
     half: bool = False  # parameters are bfloat16, summed in float32
     scaler: bool = False  # the loss is scaled
-    gradients: str = "none"  # there at the start: "none", "some", "all" or "flat" (views of one buffer)
+    # there at the start: "none", "some", "all" or "flat" (views of one buffer)
+    gradients: str = "none"
     keep: bool = False  # gradients of a step stay for the next
     optimizer: str = "sgd"
     guarded: bool = False  # it steps by `mbs.optimizer_step`
     clip: bool = False  # gradients are clipped
     evaluate: bool = False  # there is an evaluation after each step
     sensor: str = "none"  # "budget", "none", "fails", "high", "low" or "nonsense"
-    limits: tuple[float, ...] = ()  # memory of each step as a multiple of what its whole batch needs; 0 is none
-    moves: tuple[tuple[int, float], ...] = ()  # (number of a forward in the step, multiple): the limit moves in the middle of a call
+    # memory of each step as a multiple of what its whole batch needs; 0 is none
+    limits: tuple[float, ...] = ()
+    # (number of a forward in the step, multiple): the limit moves in the middle of a call
+    moves: tuple[tuple[int, float], ...] = ()
     guests: str = "no"  # leaves outside the model: "no", "weight" or "prompt"
     tied: bool = False  # the head has the embedding's weight; never drawn
     edits: bool = False  # the loss function edits its batch in place
@@ -81,17 +102,26 @@ class Plan:
     def changes(self) -> dict[str, Any]:
         """What differs from the plainest case, ready for JSON."""
         found = changed(self)
-        return found | {"faults": [changed(fault) for fault in self.faults]} if self.faults else found
+        return (
+            found | {"faults": [changed(fault) for fault in self.faults]} if self.faults else found
+        )
 
     def words(self) -> str:
         """What differs from the plainest case, for a person."""
-        shown = {name: json.dumps(value, separators=(",", ":")).replace('"', "") for name, value in self.changes().items()}
+        shown = {
+            name: json.dumps(value, separators=(",", ":")).replace('"', "")
+            for name, value in self.changes().items()
+        }
         return ", ".join(f"{name} {value}" for name, value in shown.items()) or "the plainest case"
 
 
 def changed(value: Plan | Fault) -> dict[str, Any]:
     """The fields that are not at their default."""
-    return {each.name: getattr(value, each.name) for each in fields(value) if getattr(value, each.name) != each.default}
+    return {
+        each.name: getattr(value, each.name)
+        for each in fields(value)
+        if getattr(value, each.name) != each.default
+    }
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
@@ -100,8 +130,13 @@ def smaller(plan: Plan) -> Iterator[Plan]:
     # faults and limits come last in a plan, and matter most
     changes: list[dict[str, Any]] = [{name: getattr(Plan(), name)} for name in reversed(parts)]
     for name, value in parts.items():
-        changes += [{name: (*value[:i], *value[i + 1 :])} for i in range(len(value) if isinstance(value, tuple) else 0)]
-    changes += [{"samples": samples} for samples in (plan.samples // 2, plan.samples - 1) if samples > 0]
+        changes += [
+            {name: (*value[:i], *value[i + 1 :])}
+            for i in range(len(value) if isinstance(value, tuple) else 0)
+        ]
+    changes += [
+        {"samples": samples} for samples in (plan.samples // 2, plan.samples - 1) if samples > 0
+    ]
     changes += [{"steps": plan.steps - 1}] if plan.steps > 1 else []
     for i, fault in enumerate(plan.faults):
         for name in changed(fault):
@@ -111,15 +146,25 @@ def smaller(plan: Plan) -> Iterator[Plan]:
 
 
 def read(text: str) -> Plan:
-    """The plan that `json.dumps(plan.changes())` has written. UsageError where it is no such thing."""
+    """The plan that `json.dumps(plan.changes())` has written.
+
+    UsageError where it is no such thing.
+    """
     try:
         values = _typed(Plan(), json.loads(text))
         faults = tuple(Fault(**_typed(Fault(), fault)) for fault in values.pop("faults", ()))
         moves = tuple((int(at), float(to)) for at, to in values.pop("moves", ()))
         plan = Plan(**values, faults=faults, moves=moves)
-        return replace(plan, layers=tuple(name for name in plan.layers if LAYERS[name]), limits=tuple(map(float, plan.limits)))
+        return replace(
+            plan,
+            layers=tuple(name for name in plan.layers if LAYERS[name]),
+            limits=tuple(map(float, plan.limits)),
+        )
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UsageError(f"--case {text}: this is no case, which is an object as JSON such as the tool prints: {error}") from error
+        raise UsageError(
+            f"--case {text}: this is no case, which is an object as JSON such as the tool prints: "
+            f"{error}"
+        ) from error
 
 
 def _typed(plain: Plan | Fault, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,15 +223,26 @@ def draw(seed: int) -> Plan:
         guarded=maybe(0.7),
         clip=maybe(0.3),
         evaluate=maybe(0.3),
-        sensor=rng.choices(("budget", "none", "fails", "high", "low", "nonsense"), (4, 2, 1, 1, 1, 1))[0],
-        limits=() if maybe(0.5) else tuple(round(0.05 * 40 ** rng.random(), 3) if maybe(0.8) else 0.0 for _ in range(steps)),
+        sensor=rng.choices(
+            ("budget", "none", "fails", "high", "low", "nonsense"), (4, 2, 1, 1, 1, 1)
+        )[0],
+        limits=()
+        if maybe(0.5)
+        else tuple(
+            round(0.05 * 40 ** rng.random(), 3) if maybe(0.8) else 0.0 for _ in range(steps)
+        ),
         guests=rng.choices(("no", "weight", "prompt"), (8, 1, 1))[0],
         edits=maybe(0.04),
         backward=own_backward,
-        faults=() if maybe(0.25) else tuple(_fault(rng, steps) for _ in range(rng.choice((1, 1, 1, 2, 2, 3)))),
+        faults=()
+        if maybe(0.25)
+        else tuple(_fault(rng, steps) for _ in range(rng.choice((1, 1, 1, 2, 2, 3)))),
     )
     if plan.limits and maybe(0.4):
-        moves = tuple((rng.randint(1, 8), round(0.05 * 40 ** rng.random(), 3)) for _ in range(rng.randint(1, 3)))
+        moves = tuple(
+            (rng.randint(1, 8), round(0.05 * 40 ** rng.random(), 3))
+            for _ in range(rng.randint(1, 3))
+        )
         plan = replace(plan, moves=moves)
     if plan.tokens == "sparse" and plan.optimizer not in SPARSE:
         plan = replace(plan, optimizer=rng.choice(SPARSE), clip=False)
@@ -199,12 +255,30 @@ def _branched(plan: Plan, rng: random.Random) -> Plan:
         return plan
     steps, layers = max(2, plan.steps), plan.layers
     if rng.random() < 0.7:
-        layers = tuple(name for name in layers if LAYERS[name].separable)  # the others are replayed from the start of the batch
+        # the others are replayed from the start of the batch
+        layers = tuple(name for name in layers if LAYERS[name].separable)
     unit = -(-plan.minimum // plan.align) * plan.align
-    late = (Fault(step, "call", round(rng.uniform(0.15, 0.75), 4), 1, 1) for step in range(1, steps))
-    plan = replace(plan, branches=rng.randint(1, 3), steps=steps, layers=layers, samples=max(plan.samples, 4 * unit), maximum=0)
-    plan = replace(plan, size=max(plan.size, 2 * unit), replay=plan.replay if any(LAYERS[name].hidden_mixing for name in layers) else "auto")
-    return replace(plan, limits=(), moves=(), faults=(*plan.faults[:1], *late)) if rng.random() < 0.7 else plan
+    late = (
+        Fault(step, "call", round(rng.uniform(0.15, 0.75), 4), 1, 1) for step in range(1, steps)
+    )
+    plan = replace(
+        plan,
+        branches=rng.randint(1, 3),
+        steps=steps,
+        layers=layers,
+        samples=max(plan.samples, 4 * unit),
+        maximum=0,
+    )
+    plan = replace(
+        plan,
+        size=max(plan.size, 2 * unit),
+        replay=plan.replay if any(LAYERS[name].hidden_mixing for name in layers) else "auto",
+    )
+    return (
+        replace(plan, limits=(), moves=(), faults=(*plan.faults[:1], *late))
+        if rng.random() < 0.7
+        else plan
+    )
 
 
 def _fault(rng: random.Random, steps: int) -> Fault:

@@ -49,7 +49,8 @@ def _names(x: Tensor) -> list[str]:
 CONTAINERS = {
     "pair": Container(lambda x, y, w: (x, y, w), lambda b: b, count_tokens(1)),
     "dict": Container(
-        lambda x, y, w: {"x": x, "labels": y, "weights": w, "names": _names(x), "scale": 1.0}, lambda b: (b["x"], b["labels"], b["weights"])
+        lambda x, y, w: {"x": x, "labels": y, "weights": w, "names": _names(x), "scale": 1.0},
+        lambda b: (b["x"], b["labels"], b["weights"]),
     ),
     "nested": Container(
         lambda x, y, w: {"inputs": (x, {"labels": y}), "more": [w, {"nothing": None}]},
@@ -68,7 +69,11 @@ CONTAINERS = {
         count_tokens("rest.labels"),
     ),
     "columns": Container(  # positions first
-        lambda x, y, w: {"x": x.transpose(0, 1).contiguous(), "labels": y.T.contiguous(), "weights": w},
+        lambda x, y, w: {
+            "x": x.transpose(0, 1).contiguous(),
+            "labels": y.T.contiguous(),
+            "weights": w,
+        },
         lambda b: (b["x"].transpose(0, 1), b["labels"].T, b["weights"]),
         lambda b: (b["labels"] != IGNORED).sum(0),
         {"x": 1, "labels": 1},
@@ -81,11 +86,15 @@ def make_batch(plan: Plan, step: int) -> Any:
     stream = torch.Generator().manual_seed(plan.seed * 1009 + step)
     n, length = plan.samples, plan.length
     if plan.tokens == "no":
-        x = torch.randn(n, length, FEATURES, generator=stream, dtype=torch.float64).to(torch.bfloat16 if plan.half else torch.float64)
+        x = torch.randn(n, length, FEATURES, generator=stream, dtype=torch.float64).to(
+            torch.bfloat16 if plan.half else torch.float64
+        )
     else:
         x = torch.randint(0, VOCABULARY, (n, length), generator=stream)
     y = torch.randint(0, CLASSES, (n, length), generator=stream)
-    weights = torch.rand(n, generator=stream, dtype=torch.float64) * torch.randint(0, 2, (n,), generator=stream)
+    weights = torch.rand(n, generator=stream, dtype=torch.float64) * torch.randint(
+        0, 2, (n,), generator=stream
+    )
     weights[int(torch.randint(0, n, (), generator=stream))] = 0.75  # one of them counts
     if plan.count in ("tokens", "both"):
         kept = torch.randint(0, length + 1, (n, 1), generator=stream)
@@ -98,7 +107,12 @@ def count_of(plan: Plan) -> Any:
     """`count=` for ElasticMBS."""
     container = CONTAINERS[plan.container]
     tokens, weights = container.tokens, lambda batch: container.unpack(batch)[2]
-    return {"samples": None, "tokens": tokens, "weights": weights, "both": {"words": tokens, "rows": None}}[plan.count]
+    return {
+        "samples": None,
+        "tokens": tokens,
+        "weights": weights,
+        "both": {"words": tokens, "rows": None},
+    }[plan.count]
 
 
 def counts_by_hand(plan: Plan, batch: Any) -> dict[str, list[Fraction]]:
@@ -108,7 +122,13 @@ def counts_by_hand(plan: Plan, batch: Any) -> dict[str, list[Fraction]]:
     words = [Fraction(int((row != IGNORED).sum())) for row in labels]
     if plan.count == "both":
         return {"words": words, "rows": rows}
-    return {"loss": {"samples": rows, "tokens": words, "weights": [Fraction(float(w)) for w in weights]}[plan.count]}
+    return {
+        "loss": {
+            "samples": rows,
+            "tokens": words,
+            "weights": [Fraction(float(w)) for w in weights],
+        }[plan.count]
+    }
 
 
 def losses(plan: Plan, scores: Tensor, labels: Tensor, weights: Tensor) -> dict[str, Tensor]:
@@ -120,9 +140,15 @@ def losses(plan: Plan, scores: Tensor, labels: Tensor, weights: Tensor) -> dict[
             return {"loss": rows.sum() if total else rows.mean()}
         summed = (rows * weights.to(rows.dtype)).sum()
         return {"loss": summed if total else summed / weights.sum().to(rows.dtype)}
-    words = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=plan.reduction)
+    words = F.cross_entropy(
+        scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=plan.reduction
+    )
     rows = scores.pow(2).mean((1, 2))
-    return {"loss": words} if plan.count == "tokens" else {"words": words, "rows": rows.sum() if total else rows.mean()}
+    return (
+        {"loss": words}
+        if plan.count == "tokens"
+        else {"words": words, "rows": rows.sum() if total else rows.mean()}
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
@@ -178,7 +204,12 @@ class Setup:
     def loss_fn(self, piece: Any) -> Any:
         terms, scores = self.terms(piece)
         loss: Any = terms if self.plan.count == "both" else terms["loss"]
-        made = {"loss": loss, "pair": (loss, scores), "dict": {"loss": loss, "scores": scores}, "object": Output(loss, scores)}
+        made = {
+            "loss": loss,
+            "pair": (loss, scores),
+            "dict": {"loss": loss, "scores": scores},
+            "object": Output(loss, scores),
+        }
         return made[self.plan.returns]
 
     def scores(self, piece: Any) -> Any:
@@ -199,11 +230,29 @@ def set_up(plan: Plan) -> Setup:
     start_streams(plan.seed)
     features = FEATURES if plan.tokens == "no" else 0
     with in_double():
-        model = Network(plan.layers, plan.width, features=features, sparse=plan.tokens == "sparse", tie=plan.tied, branches=plan.branches)
+        model = Network(
+            plan.layers,
+            plan.width,
+            features=features,
+            sparse=plan.tokens == "sparse",
+            tie=plan.tied,
+            branches=plan.branches,
+        )
     dtype = torch.bfloat16 if plan.half else torch.float64
-    guests = {"weight": [torch.zeros((), dtype=dtype)], "prompt": [torch.randn(1, 1, 3, dtype=dtype)]}.get(plan.guests, [])
-    setup = Setup(plan, model.to(plan.device, dtype), [guest.to(plan.device).requires_grad_() for guest in guests])
-    sparse = {id(module.weight) for module in setup.model.modules() if isinstance(module, nn.Embedding) and module.sparse}
+    guests = {
+        "weight": [torch.zeros((), dtype=dtype)],
+        "prompt": [torch.randn(1, 1, 3, dtype=dtype)],
+    }.get(plan.guests, [])
+    setup = Setup(
+        plan,
+        model.to(plan.device, dtype),
+        [guest.to(plan.device).requires_grad_() for guest in guests],
+    )
+    sparse = {
+        id(module.weight)
+        for module in setup.model.modules()
+        if isinstance(module, nn.Embedding) and module.sparse
+    }
     leaves = [leaf for leaf in setup.leaves() if id(leaf) not in sparse]
     if plan.gradients == "flat":
         setup.flat = [flat_gradients(leaves)]

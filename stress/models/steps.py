@@ -31,7 +31,14 @@ text = partial(planned, tokens="dense", count="tokens")  # in three of the sampl
 def planned_step(plan: Plan) -> Subject:
     setup = set_up(plan)
     options = {"count": count_of(plan), "accumulate_dtype": torch.float32 if plan.half else None}
-    return Subject(setup.model, setup.loss_fn, [make_batch(plan, 0)], options=options, extra=tuple(setup.guests), separable=plan.separable)
+    return Subject(
+        setup.model,
+        setup.loss_fn,
+        [make_batch(plan, 0)],
+        options=options,
+        extra=tuple(setup.guests),
+        separable=plan.separable,
+    )
 
 
 def encoder_decoder() -> Subject:
@@ -39,17 +46,31 @@ def encoder_decoder() -> Subject:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = nn.Transformer(WIDTH, 2, 1, 1, 8, dropout=0.0, batch_first=True)
-    parts = {"embed": nn.Embedding(VOCABULARY, WIDTH), "net": net, "head": nn.Linear(WIDTH, VOCABULARY)}
+    parts = {
+        "embed": nn.Embedding(VOCABULARY, WIDTH),
+        "net": net,
+        "head": nn.Linear(WIDTH, VOCABULARY),
+    }
     model = Made(lambda m, pair: m.head(m.net(m.embed(pair[0]), m.embed(pair[1]))), **parts)
-    source, target, labels = (torch.randint(0, VOCABULARY, (SAMPLES, length)) for length in (4, 3, 3))
-    return Subject(model, lambda b: F.cross_entropy(model(b["pair"]).flatten(0, 1), b["y"].flatten()), [{"pair": (source, target), "y": labels}])
+    source, target, labels = (
+        torch.randint(0, VOCABULARY, (SAMPLES, length)) for length in (4, 3, 3)
+    )
+    return Subject(
+        model,
+        lambda b: F.cross_entropy(model(b["pair"]).flatten(0, 1), b["y"].flatten()),
+        [{"pair": (source, target), "y": labels}],
+    )
 
 
 def guests() -> Subject:
     """Leaves outside the model: a learned loss weight, a soft prompt, and a batch that requires grad."""
     case = planned_step(planned(layers=("linear",), guests="weight"))
     prompt, x = torch.randn(FEATURES).requires_grad_(), case.batch(0)[0].requires_grad_()
-    return replace(case, loss_fn=lambda batch: case.loss_fn((batch[0] + prompt, *batch[1:])), extra=(*case.extra, prompt, x))
+    return replace(
+        case,
+        loss_fn=lambda batch: case.loss_fn((batch[0] + prompt, *batch[1:])),
+        extra=(*case.extra, prompt, x),
+    )
 
 
 def scaled() -> Subject:
@@ -59,13 +80,16 @@ def scaled() -> Subject:
     x, *rest = case.batch(0)
     loss_fn = torch.autocast("cpu", torch.bfloat16)(case.loss_fn)
     options = {"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
-    return replace(case, loss_fn=loss_fn, batches=[(x.float(), *rest)], options=options, tolerance=3e-2)
+    return replace(
+        case, loss_fn=loss_fn, batches=[(x.float(), *rest)], options=options, tolerance=3e-2
+    )
 
 
 def compiled() -> Subject:
     """torch.compile with aot_eager's graphs: no parameter commits before the compiled backward ends."""
     setup, backend = set_up(planned(layers=("linear",))), InterpretedBackend()
-    torch._dynamo.reset()  # the graphs of cases built before count against the limit on recompilations
+    # the graphs of cases built before count against the limit on recompilations
+    torch._dynamo.reset()
     model, setup.model = setup.model, torch.compile(setup.model, backend=backend, dynamic=True)  # type: ignore[assignment]  # it is a module, too
     return Subject(model, setup.loss_fn, [make_batch(setup.plan, 0)], backend=backend)
 
@@ -75,55 +99,107 @@ def by_length() -> Subject:
     mask = (torch.arange(5) < torch.tensor([2, 5, 4, 1, 5, 3, 2, 1])[:, None]).long()
     tokens = torch.randint(1, VOCABULARY, mask.shape) * mask
     net = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
-    parts = {"embed": nn.Embedding(VOCABULARY, WIDTH), "net": net, "head": nn.Linear(WIDTH, VOCABULARY)}
-    model = Made(lambda m, batch: m.head(m.net(m.embed(batch[0]), src_key_padding_mask=batch[1] == 0)), **parts)
-    batch = {"tokens": tokens, "mask": mask, "labels": torch.where(mask > 0, tokens.roll(1, 1), -100)}
+    parts = {
+        "embed": nn.Embedding(VOCABULARY, WIDTH),
+        "net": net,
+        "head": nn.Linear(WIDTH, VOCABULARY),
+    }
+    model = Made(
+        lambda m, batch: m.head(m.net(m.embed(batch[0]), src_key_padding_mask=batch[1] == 0)),
+        **parts,
+    )
+    batch = {
+        "tokens": tokens,
+        "mask": mask,
+        "labels": torch.where(mask > 0, tokens.roll(1, 1), -100),
+    }
     options = {"count": count_tokens("labels"), "pieces": "by_length", "length": "mask"}
-    return Subject(model, lambda b: F.cross_entropy(model((b["tokens"], b["mask"])).flatten(0, 1), b["labels"].flatten()), [batch], options=options)
+    return Subject(
+        model,
+        lambda b: F.cross_entropy(
+            model((b["tokens"], b["mask"])).flatten(0, 1), b["labels"].flatten()
+        ),
+        [batch],
+        options=options,
+    )
 
 
 def ghost_batchnorm() -> Subject:
     """BatchNorm over groups of two samples: gradients and running statistics are the whole batch's, however it is split."""
-    convolutions = [(nn.Conv1d(width, WIDTH, 3, padding=1, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh()) for width in (FEATURES, WIDTH)]
+    convolutions = [
+        (nn.Conv1d(width, WIDTH, 3, padding=1, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())
+        for width in (FEATURES, WIDTH)
+    ]
     layers = [layer for each in convolutions for layer in each]
-    model = convert_ghost_batchnorm(nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * WIDTH, CLASSES)), group=2)
+    model = convert_ghost_batchnorm(
+        nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * WIDTH, CLASSES)), group=2
+    )
     batch = torch.randn(SAMPLES, FEATURES, 3), torch.randint(0, CLASSES, (SAMPLES,))
     return Subject(model, lambda b: F.cross_entropy(model(b[0]), b[1]), [batch], whole=True)
 
 
 def contrastive() -> Subject:
     """Two views of each sample under dropout, found among all; the loss draws numbers as well."""
-    model = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Dropout(0.3), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(
+        nn.Linear(FEATURES, WIDTH), nn.Dropout(0.3), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+    )
 
     def among_all(views: tuple[Tensor, Tensor]) -> Tensor:
         a, b = (F.normalize(view, dim=1) for view in views)
         scores = a @ torch.cat([b, F.normalize(torch.randn_like(b), dim=1)]).T / 0.1
         return F.cross_entropy(scores, torch.arange(len(a)))
 
-    return Subject(model, lambda x: (model(x), model(x)), [torch.randn(SAMPLES, FEATURES)], over=among_all)
+    return Subject(
+        model, lambda x: (model(x), model(x)), [torch.randn(SAMPLES, FEATURES)], over=among_all
+    )
 
 
 def clip() -> Subject:
     """Towers for pictures, with BatchNorm, and for texts; a temperature in the model and a bias outside it, both learned."""
-    picture = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    picture = nn.Sequential(
+        nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+    )
     words, bias = nn.EmbeddingBag(VOCABULARY, WIDTH), torch.tensor(-0.5, requires_grad=True)
     temperature = nn.Parameter(torch.tensor(1.0))
     model = Made(lambda m, x: m.picture(x), picture=picture, words=words, temperature=temperature)
 
     def pairs(z: dict[str, Tensor]) -> Tensor:
-        scores = F.normalize(z["picture"], dim=1) @ F.normalize(z["text"], dim=1).T * temperature.exp() + bias
+        scores = (
+            F.normalize(z["picture"], dim=1) @ F.normalize(z["text"], dim=1).T * temperature.exp()
+            + bias
+        )
         return -F.logsigmoid(scores * (2 * torch.eye(len(scores)) - 1)).sum(1).mean()
 
-    batch = {"picture": torch.randn(SAMPLES, FEATURES), "text": torch.randint(VOCABULARY, (SAMPLES, 4))}
-    return Subject(model, lambda b: {"picture": model(b["picture"]), "text": words(b["text"])}, [batch], extra=(bias,), separable=False, over=pairs)
+    batch = {
+        "picture": torch.randn(SAMPLES, FEATURES),
+        "text": torch.randint(VOCABULARY, (SAMPLES, 4)),
+    }
+    return Subject(
+        model,
+        lambda b: {"picture": model(b["picture"]), "text": words(b["text"])},
+        [batch],
+        extra=(bias,),
+        separable=False,
+        over=pairs,
+    )
 
 
 def escalated(by: str) -> Subject:
     """Its single samples do not fit, twice, so that all it does from then on is offloaded or checkpointed."""
-    case, refusals = planned_step(text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)), iter(range(4))
+    case, refusals = (
+        planned_step(
+            text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)
+        ),
+        iter(range(4)),
+    )
 
     def loss_fn(batch: Any) -> Any:
-        if running_call() is not None and torch.is_grad_enabled() and next(refusals, None) is not None:  # at 4, 2, 1 and 1 samples
+        # at 4, 2, 1 and 1 samples
+        if (
+            running_call() is not None
+            and torch.is_grad_enabled()
+            and next(refusals, None) is not None
+        ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         return case.loss_fn(batch)
 
@@ -132,16 +208,23 @@ def escalated(by: str) -> Subject:
 
 STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "mlp": planned(layers=("linear",)),
-    "conv_batchnorm": planned(layers=("conv", "batchnorm", "residual", "conv", "batchnorm")),  # gradients and buffers depend on the split
+    # gradients and buffers depend on the split
+    "conv_batchnorm": planned(layers=("conv", "batchnorm", "residual", "conv", "batchnorm")),
     "ghost_batchnorm": ghost_batchnorm,
     "gpt_tied": text(layers=("attention", "residual"), tied=True),
     "gpt_dropout": text(layers=("attention", "dropout"), tied=True),  # masks are part of the result
     "encoder_decoder": encoder_decoder,
     "gru": planned(layers=("gru",)),
     "lstm": planned(layers=("lstm",)),
-    "routed_experts": planned(layers=("experts",)),  # which parameters a piece uses depends on its samples, and one is never used
-    "checkpoint_nonreentrant": planned(layers=("attention", "checkpoint dropout"), tokens="dense", tied=True),
-    "checkpoint_reentrant": planned(layers=("checkpoint tied", "checkpoint tied"), tokens="dense", tied=True),  # a parameter commits several times
+    # which parameters a piece uses depends on its samples, and one is never used
+    "routed_experts": planned(layers=("experts",)),
+    "checkpoint_nonreentrant": planned(
+        layers=("attention", "checkpoint dropout"), tokens="dense", tied=True
+    ),
+    # a parameter commits several times
+    "checkpoint_reentrant": planned(
+        layers=("checkpoint tied", "checkpoint tied"), tokens="dense", tied=True
+    ),
     "hidden_backward": planned(layers=("hidden",)),  # leaves that are not in the graph
     "sparse_embedding": planned(layers=("linear",), tokens="sparse"),
     "two_losses": text(layers=("attention",), count="both"),
@@ -151,7 +234,8 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "gradients_at_start_dropout": text(layers=("attention", "dropout"), tied=True, gradients="all"),
     "host_masks": planned(layers=("linear", "host mask")),  # drawn with `random` and numpy
     "spectral_norm": planned(layers=("spectral",)),  # buffers change at every forward
-    "edited_batch": planned(layers=("linear",), edits=True),  # the loss function edits its batch in place
+    # the loss function edits its batch in place
+    "edited_batch": planned(layers=("linear",), edits=True),
     "scaled": scaled,
     "half_in_float32": planned(layers=("linear",), half=True),
     "compiled": compiled,

@@ -46,16 +46,22 @@ class Subject:
 
     model: nn.Module
     loss_fn: Callable[[Any], Any]  # of a piece, as ElasticMBS takes it; with `over`, its embeddings
-    batches: Sequence[Any] | Callable[[int], Any]  # a sequence, taken again from its start after its last, or a function of the step's number
-    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    # a sequence, taken again from its start after its last, or a function of the step's number
+    batches: Sequence[Any] | Callable[[int], Any]
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = lambda parameters: (
+        torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    )
     options: dict[str, Any] = field(default_factory=dict)  # for `ElasticMBS`, such as `count=`
     name: str = "model"  # in tables
     extra: tuple[Tensor, ...] = ()  # leaves outside the model
     separable: bool = True  # the batch's gradient does not depend on how it is split
-    whole: bool = False  # nor do its buffers, which change: all is compared with the whole batch alone
+    # nor do its buffers, which change: all is compared with the whole batch alone
+    whole: bool = False
     tolerance: float = 1e-12  # largest difference from the reference, relative to its largest entry
-    over: Callable[[Any], Any] | None = None  # the loss of all embeddings, where it compares samples
-    backend: InterpretedBackend | None = None  # where operations are counted when they run inside a compiled graph
+    # the loss of all embeddings, where it compares samples
+    over: Callable[[Any], Any] | None = None
+    # where operations are counted when they run inside a compiled graph
+    backend: InterpretedBackend | None = None
 
     def leaves(self) -> list[Tensor]:
         """Every trainable leaf."""
@@ -64,11 +70,17 @@ class Subject:
     def batch(self, step: int) -> Any:
         """The batch of a step, from 0."""
         try:
-            return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
+            return (
+                self.batches(step)
+                if callable(self.batches)
+                else self.batches[step % len(self.batches)]
+            )
         except Exception as error:
             if classify(error) is not None:
                 raise
-            raise UsageError(f"--model {self.name}: there is no batch for step {step}: {one_line(error)}") from error
+            raise UsageError(
+                f"--model {self.name}: there is no batch for step {step}: {one_line(error)}"
+            ) from error
 
 
 @contextmanager

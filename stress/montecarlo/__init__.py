@@ -1,1 +1,4 @@
-"""Random cases against a reference: `python -m stress montecarlo`. A case is a `Plan`; `run_trial` runs one and checks all that comes out of it."""
+"""Random cases against a reference: `python -m stress montecarlo`.
+
+A case is a `Plan`; `run_trial` runs one and checks all that comes out of it.
+"""

@@ -18,7 +18,9 @@ from ..reference.by_hand import Partition, add_up, check_covered
 from ..reference.state import State, demand, error_of
 
 TOLERANCE = 1e-12
-FLOOR = 1e-2  # part of the largest gradient that a leaf's counts as at least beside the whole batch's: one that cancels is as exact as its terms
+# part of the largest gradient that a leaf's counts as at least beside the whole batch's: one that
+# cancels is as exact as its terms
+FLOOR = 1e-2
 SCALE = 4.0  # what a GradScaler multiplies by
 
 
@@ -36,11 +38,14 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tens
         own = {name: sum(each[start:stop], Fraction(0)) for name, each in counts.items()}
         demand(any(own.values()), f"samples {start}:{stop} were run, and nothing in them counts")
         if plan.reduction == "sum":
-            return {name: float(bool(part)) for name, part in own.items()}  # a mean over nothing is 0/0, and left out
+            # a mean over nothing is 0/0, and left out
+            return {name: float(bool(part)) for name, part in own.items()}
         return {name: float(part / sum(counts[name], Fraction(0))) for name, part in own.items()}
 
     wide, scale = torch.float32 if plan.half else None, SCALE if plan.scaler else 1.0
-    return add_up(terms, pieces, weigh, setup.leaves(), wide=wide, scale=lambda loss: loss * scale), torch.cat(scores)
+    return add_up(
+        terms, pieces, weigh, setup.leaves(), wide=wide, scale=lambda loss: loss * scale
+    ), torch.cat(scores)
 
 
 def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> None:
@@ -48,25 +53,43 @@ def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> N
     counts = counts_by_hand(plan, batch)
     ranges = sorted([*result.partition, *result.skipped])
     check_covered(ranges, plan.samples, where)
-    demand(list(result.partition) == sorted(result.partition), f"{where}pieces are not in the batch's order: {result.partition}")
+    demand(
+        list(result.partition) == sorted(result.partition),
+        f"{where}pieces are not in the batch's order: {result.partition}",
+    )
     for start, stop in result.skipped:
-        demand(not any(any(own[start:stop]) for own in counts.values()), f"{where}samples {start}:{stop} count and were skipped")
+        demand(
+            not any(any(own[start:stop]) for own in counts.values()),
+            f"{where}samples {start}:{stop} count and were skipped",
+        )
     for start, stop in ranges:
         piece = f"{where}the piece {start}:{stop}"
-        demand(stop - start >= min(plan.minimum, plan.samples), f"{piece} is below the minimum of {plan.minimum}")
+        demand(
+            stop - start >= min(plan.minimum, plan.samples),
+            f"{piece} is below the minimum of {plan.minimum}",
+        )
         demand(start % plan.align == 0, f"{piece} does not begin at a multiple of {plan.align}")
         bounded = plan.maximum and plan.minimum == plan.align == 1
-        demand(not bounded or stop - start <= plan.maximum, f"{piece} is above the maximum of {plan.maximum}")
+        demand(
+            not bounded or stop - start <= plan.maximum,
+            f"{piece} is above the maximum of {plan.maximum}",
+        )
 
 
-def check_result(before: Setup, start: State, real: Setup, result: StepResult, batch: Any, where: str) -> float:
+def check_result(
+    before: Setup, start: State, real: Setup, result: StepResult, batch: Any, where: str
+) -> float:
     """All is as a loop by hand over the same pieces makes it of `before`, gradients also as the whole batch's; returns the largest error of one."""
     plan, now = real.plan, State.of(real.leaves(), real.model)
     twin, whole = before.twin(), before.twin()
     start.streams.restore()
     loss, scores = accumulate(twin, map_tensors(batch, torch.clone), result.partition)
-    worst = error_of(real.grads(), _with_zeros(twin.grads(), real.grads(), left_out=bool(result.skipped)))
-    demand(worst <= TOLERANCE, f"{where}gradient off by {worst:.3g} over the pieces {result.partition}")
+    worst = error_of(
+        real.grads(), _with_zeros(twin.grads(), real.grads(), left_out=bool(result.skipped))
+    )
+    demand(
+        worst <= TOLERANCE, f"{where}gradient off by {worst:.3g} over the pieces {result.partition}"
+    )
     now.demand_rest_of(State.of(twin.leaves(), twin.model), TOLERANCE, where)
     close = math.isclose(float(result), loss, rel_tol=1e-2 if plan.half else 1e-11, abs_tol=1e-12)
     demand(close, f"{where}the loss is {float(result)!r}, not {loss!r}")
@@ -74,23 +97,42 @@ def check_result(before: Setup, start: State, real: Setup, result: StepResult, b
     if plan.separable:
         accumulate(whole, map_tensors(batch, torch.clone), [(0, plan.samples)])
         # a piece of samples that count nothing is left out, and with it what only they reach
-        error = error_of(_with_zeros(real.grads(), whole.grads(), left_out=True), whole.grads(), floor=FLOOR)
+        error = error_of(
+            _with_zeros(real.grads(), whole.grads(), left_out=True), whole.grads(), floor=FLOOR
+        )
         demand(error <= TOLERANCE, f"{where}gradient off by {error:.3g} from the whole batch's")
         worst = max(worst, error)
     now.streams.restore()
     return worst
 
 
-def _with_zeros(grads: list[Tensor | None], others: list[Tensor | None], *, left_out: bool) -> list[Tensor | None]:
+def _with_zeros(
+    grads: list[Tensor | None], others: list[Tensor | None], *, left_out: bool
+) -> list[Tensor | None]:
     """Gradients, with zeros for none where samples that count nothing were left out: beside others they add zeros to leaves that only they reach."""
     pairs = zip(grads, others, strict=True)
-    return [torch.zeros_like(b) if left_out and a is None and b is not None and not b.to_dense().any() else a for a, b in pairs]
+    return [
+        torch.zeros_like(b)
+        if left_out and a is None and b is not None and not b.to_dense().any()
+        else a
+        for a, b in pairs
+    ]
 
 
 def _check_outputs(plan: Plan, outputs: Any, scores: Tensor, where: str) -> None:
     if plan.returns == "loss" or plan.outputs == "none":
         demand(outputs is None, f"{where}there are outputs although none were returned or wanted")
         return
-    found = outputs if plan.returns == "pair" else outputs["scores"] if plan.returns == "dict" else outputs.scores
-    same = isinstance(found, Tensor) and found.shape == scores.shape and torch.allclose(found.to(scores.device), scores, rtol=1e-10, atol=1e-12)
+    found = (
+        outputs
+        if plan.returns == "pair"
+        else outputs["scores"]
+        if plan.returns == "dict"
+        else outputs.scores
+    )
+    same = (
+        isinstance(found, Tensor)
+        and found.shape == scores.shape
+        and torch.allclose(found.to(scores.device), scores, rtol=1e-10, atol=1e-12)
+    )
     demand(same, f"{where}the outputs are not those of the committed pieces in their order")

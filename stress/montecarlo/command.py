@@ -1,8 +1,9 @@
 """Random models, batches, options, limits and faults, each step held against a loop written by hand.
 
-What may come out is the right gradient, with loss, outputs, buffers and random streams of a run without faults over the same pieces, or a typed error
-with everything as it was. A case that fails is made smaller, and printed with the command that repeats it.
-Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 an unexpected error, 5 a hang; the highest of them where there are several.
+What may come out is the right gradient, with loss, outputs, buffers and random streams of a run
+without faults over the same pieces, or a typed error with everything as it was. A case that fails
+is made smaller, and printed with the command that repeats it. Exit codes: 0 passed, 2 bad input, 3
+a wrong outcome, 4 an unexpected error, 5 a hang; the highest of them where there are several.
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..console import HANG, PASSED, TOOL, UNEXPECTED, WRONG, Progress, case_seed, listed, prepare, watchdog, write_figures
+from ..console import (
+    HANG,
+    PASSED,
+    TOOL,
+    UNEXPECTED,
+    WRONG,
+    Progress,
+    case_seed,
+    listed,
+    prepare,
+    watchdog,
+    write_figures,
+)
 from ..limits import ON_GPU, check_kind
 from ..models.plan import Plan, draw, read, smaller
 from ..options import duration, seed, whole, writable
@@ -33,30 +46,55 @@ from .trial import Outcome, run_trial
 
 FUSED = ("gru", "lstm")  # layers with kernels of their own on a GPU
 NO_END = "a process that hung or crashed"
-CODES = {WrongOutcomeError.__name__: WRONG, NO_END: HANG}  # of failures by kind, which is an error's name; of all others UNEXPECTED
+# of failures by kind, which is an error's name; of all others UNEXPECTED
+CODES = {WrongOutcomeError.__name__: WRONG, NO_END: HANG}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=whole(1), default=2000, help="cases (default 2000)")
-    parser.add_argument("--seed", type=seed, help="of all cases; drawn and printed where it is not given")
-    parser.add_argument("--minutes", type=duration("minutes"), help="end after so many minutes at the latest")
+    parser.add_argument(
+        "--seed", type=seed, help="of all cases; drawn and printed where it is not given"
+    )
+    parser.add_argument(
+        "--minutes", type=duration("minutes"), help="end after so many minutes at the latest"
+    )
     kinds = "where cases run: on the CPU under a budget, on a GPU whose allocator refuses memory, or on a simulated one (default budget)"
     parser.add_argument("--kind", choices=("budget", *ON_GPU), default="budget", help=kinds)
     parser.add_argument("--jobs", type=whole(1, 1024), default=1, help="processes (default 1)")
-    parser.add_argument("--baseline", action="store_true", help="the same cases with nothing going wrong: they must be exact, without an event")
-    parser.add_argument("--only", type=whole(0), metavar="CASE_SEED", help="one case, by the seed that was printed for it")
+    parser.add_argument(
+        "--baseline",
+        action="store_true",
+        help="the same cases with nothing going wrong: they must be exact, without an event",
+    )
+    parser.add_argument(
+        "--only",
+        type=whole(0),
+        metavar="CASE_SEED",
+        help="one case, by the seed that was printed for it",
+    )
     parser.add_argument("--case", metavar="JSON", help="one case, as it was printed")
-    parser.add_argument("--deadline", type=duration("seconds"), default=60.0, metavar="SECONDS", help="a case that takes longer hangs (default 60)")
+    parser.add_argument(
+        "--deadline",
+        type=duration("seconds"),
+        default=60.0,
+        metavar="SECONDS",
+        help="a case that takes longer hangs (default 60)",
+    )
     look = "look so long for a smaller case that fails (default 30)"
-    parser.add_argument("--shrink", type=duration("seconds", zero=True), default=30.0, metavar="SECONDS", help=look)
-    parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures to this file")
+    parser.add_argument(
+        "--shrink", type=duration("seconds", zero=True), default=30.0, metavar="SECONDS", help=look
+    )
+    parser.add_argument(
+        "--json", type=writable, metavar="FILE", help="write the figures to this file"
+    )
 
 
 @dataclass
 class Totals(Outcome):
     runs: int = 0
     clean: int = 0  # cases in which nothing went wrong that could
-    failures: Counter[str] = field(default_factory=Counter)  # cases with an outcome that is not allowed, by kind
+    # cases with an outcome that is not allowed, by kind
+    failures: Counter[str] = field(default_factory=Counter)
 
     @property
     def code(self) -> int:
@@ -65,10 +103,12 @@ class Totals(Outcome):
     def table(self) -> str:
         made = f"{self.struck} operations made to fail ({self.refused} by a GPU's own allocator)"
         rows = {
-            "runs": f"{self.runs} ({self.clean} in which nothing struck), {self.calls} training calls",
+            "runs": f"{self.runs} ({self.clean} in which nothing struck), {self.calls} training "
+            "calls",
             "faults": f"{self.faults} planned; {made}, memory limit passed {self.limits_hit} times",
             "failures survived by phase": listed(self.phases),
-            "replays by mode": f"{listed(self.modes)}; {self.partial} of pieces that had partly committed",
+            "replays by "
+            "mode": f"{listed(self.modes)}; {self.partial} of pieces that had partly committed",
             "splits": str(self.splits),
             "typed errors": listed(self.errors),
             "worst error of a gradient": f"{self.worst:.1e}",
@@ -79,7 +119,9 @@ class Totals(Outcome):
 
 def main(options: argparse.Namespace) -> int:
     if options.only is not None and options.case is not None:
-        raise UsageError(f"--only {options.only} and --case were both given: it is one or the other")
+        raise UsageError(
+            f"--only {options.only} and --case were both given: it is one or the other"
+        )
     check_kind(options.kind)
     _prepare()
     cases = _Cases(options)
@@ -90,15 +132,28 @@ def main(options: argparse.Namespace) -> int:
     else:
         options.seed = time.time_ns() % 10**9 if options.seed is None else options.seed
         what = "without faults" if options.baseline else "with faults and limits"
-        print(f"Monte Carlo, seed {options.seed}, {options.runs} runs {what}, torch {torch.__version__}", flush=True)
+        print(
+            f"Monte Carlo, seed {options.seed}, {options.runs} runs {what}, torch "
+            f"{torch.__version__}",
+            flush=True,
+        )
         cases.many() if options.jobs == 1 else cases.share()
     print(cases.totals.table(), flush=True)
-    write_figures(options.json, {"seed": options.seed, "baseline": options.baseline, "exit_code": cases.totals.code, **cases.totals.as_json()})
+    write_figures(
+        options.json,
+        {
+            "seed": options.seed,
+            "baseline": options.baseline,
+            "exit_code": cases.totals.code,
+            **cases.totals.as_json(),
+        },
+    )
     return cases.totals.code
 
 
 def _prepare() -> None:
-    importlib.import_module("torch._dynamo")  # torch does so at the first checkpoint: a second, and 100 000 objects
+    # torch does so at the first checkpoint: a second, and 100 000 objects
+    importlib.import_module("torch._dynamo")
     prepare()
 
 
@@ -117,7 +172,9 @@ class _Cases:
 
     def share(self) -> None:
         """Each of several processes runs every n-th case."""
-        plain = argparse.Namespace(**{name: value for name, value in vars(self._options).items() if not callable(value)})
+        plain = argparse.Namespace(
+            **{name: value for name, value in vars(self._options).items() if not callable(value)}
+        )
         with ProcessPoolExecutor(plain.jobs, get_context("spawn"), _prepare) as pool:
             for running in [pool.submit(_part, plain, number) for number in range(plain.jobs)]:
                 try:
@@ -135,7 +192,9 @@ class _Cases:
             if options.minutes is not None and took > 60 * options.minutes:
                 break
             made, bad = totals.struck + totals.limits_hit, totals.failures.total()
-            progress.tell(f"{totals.runs} runs, {made} failures made, {bad} not allowed, {took:.0f} s")
+            progress.tell(
+                f"{totals.runs} runs, {made} failures made, {bad} not allowed, {took:.0f} s"
+            )
         progress.clear()
 
     def case(self, plan: Plan, seed: int | None) -> None:
@@ -144,20 +203,33 @@ class _Cases:
         plan = replace(plan, faults=(), limits=(), moves=()) if baseline else plan
         if self._options.kind != "budget":
             plan = replace(plan, device="cuda")
-        if self._options.kind == "simcuda":  # whose operations are the CPU's: it has no fused recurrent cells, nor sparse tensors
-            plan = replace(plan, layers=tuple(name for name in plan.layers if name not in FUSED), tokens=plan.tokens.replace("sparse", "dense"))
+        # whose operations are the CPU's: it has no fused recurrent cells, nor sparse tensors
+        if self._options.kind == "simcuda":
+            plan = replace(
+                plan,
+                layers=tuple(name for name in plan.layers if name not in FUSED),
+                tokens=plan.tokens.replace("sparse", "dense"),
+            )
         lines = self._lines("case", plan, seed)
         totals.runs += 1
         try:
             outcome = self._run(plan, lines)
             failures = dict(outcome.phases + outcome.errors)
-            demand(not (baseline and failures), f"there were out-of-memory events although nothing was made to fail: {failures}")
+            demand(
+                not (baseline and failures),
+                f"there were out-of-memory events although nothing was made to fail: {failures}",
+            )
         except Exception as error:
             kind, last = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
             totals.failures[kind] += 1
-            print(f"{'WRONG' if kind in CODES else f'UNEXPECTED {kind}'}: {str(error).partition(chr(10))[0][:300]}\n{lines}")
+            print(
+                f"{'WRONG' if kind in CODES else f'UNEXPECTED {kind}'}: "
+                f"{str(error).partition(chr(10))[0][:300]}\n{lines}"
+            )
             print(f"  raised in {last.filename}:{last.lineno}")
-            small = shrink(plan, lambda candidate: self._fails(candidate, kind), self._options.shrink)
+            small = shrink(
+                plan, lambda candidate: self._fails(candidate, kind), self._options.shrink
+            )
             if small != plan:
                 print(self._lines("smallest that fails", small), flush=True)
             return
@@ -165,7 +237,10 @@ class _Cases:
         totals.merge(outcome.as_json())
 
     def _run(self, plan: Plan, lines: str) -> Outcome:
-        with watchdog(self._options.deadline, lambda: f"HANG: not done after {self._options.deadline:g} s\n{lines}"):
+        with watchdog(
+            self._options.deadline,
+            lambda: f"HANG: not done after {self._options.deadline:g} s\n{lines}",
+        ):
             return run_trial(plan)
 
     def _fails(self, plan: Plan, kind: str) -> bool:
@@ -178,7 +253,11 @@ class _Cases:
 
     def _lines(self, what: str, plan: Plan, seed: int | None = None) -> str:
         """The case in words, and the command that repeats it."""
-        which = f"--case {shlex.quote(json.dumps(plan.changes()))}" if seed is None else f"--only {seed}"
+        which = (
+            f"--case {shlex.quote(json.dumps(plan.changes()))}"
+            if seed is None
+            else f"--only {seed}"
+        )
         kind = "" if self._options.kind == "budget" else f" --kind {self._options.kind}"
         return f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo {which}{kind}{' --baseline' * self._options.baseline}"
 

@@ -18,10 +18,17 @@ class AlienError(Exception):
 
 
 ERRORS: dict[str, Callable[[str], BaseException]] = {
-    "device": lambda name: torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 MiB in {name}"),
-    "host": lambda name: RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 64 bytes"),
+    "device": lambda name: torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate 2.00 MiB in {name}"
+    ),
+    "host": lambda name: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate "
+        "memory: you tried 64 bytes"
+    ),
     "heap": lambda name: MemoryError(),
-    "library": lambda name: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "library": lambda name: RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    ),
     "alien": lambda name: AlienError(f"injected into {name}"),
 }
 
@@ -42,15 +49,22 @@ class Faults(InjectOOM):
         super().__init__()
         self._device = device
         self._faults = [(1 + int(fault.at * operations), fault) for fault in faults]
-        self.alien: BaseException | None = None  # the error that has to pass through, once it was raised
+        # the error that has to pass through, once it was raised
+        self.alien: BaseException | None = None
 
     def step(self, name: str) -> None:
         self.count += 1
         for first, fault in self._faults:
             past = self.count - first
-            if past >= 0 and (fault.times == 0 or (past % fault.gap == 0 and past // fault.gap < fault.times)):
+            if past >= 0 and (
+                fault.times == 0 or (past % fault.gap == 0 and past // fault.gap < fault.times)
+            ):
                 self.hits.append(name)
-                error = refused(self._device) if (fault.error, self._device) == ("device", "cuda") else ERRORS[fault.error](name)
+                error = (
+                    refused(self._device)
+                    if (fault.error, self._device) == ("device", "cuda")
+                    else ERRORS[fault.error](name)
+                )
                 if fault.error == "alien":
                     self.alien = error
                 raise error

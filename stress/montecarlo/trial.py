@@ -41,7 +41,9 @@ class Outcome(Tally):
     refused: int = 0  # of these, by a GPU's own allocator
     limits_hit: int = 0  # times that a memory limit was passed
     splits: int = 0  # failures after which the micro-batch was made smaller
-    partial: int = 0  # failures after which a piece was replayed for some of the leaves, because the others had its gradient already
+    # failures after which a piece was replayed for some of the leaves, because the others had its
+    # gradient already
+    partial: int = 0
     errors: Counter[str] = field(default_factory=Counter)  # typed ones that ended a call
     modes: Counter[str] = field(default_factory=Counter)  # of replays
     phases: Counter[str] = field(default_factory=Counter)  # of failures
@@ -49,7 +51,11 @@ class Outcome(Tally):
 
 
 def run_trial(plan: Plan) -> Outcome:
-    """Runs a case. WrongOutcomeError where an outcome is not allowed; any error that may not come of what went wrong passes through."""
+    """Runs a case.
+
+    WrongOutcomeError where an outcome is not allowed; any error that may not come of what went
+    wrong passes through.
+    """
     with Streams.now(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's about what a case is made of
         before = refusals()
@@ -63,7 +69,9 @@ class _Trial:
         self.plan = plan
         self.outcome = Outcome(faults=len(plan.faults))
         self.real = set_up(plan)
-        self.budget = MemoryBudget(PLENTY, track=(self.real.model, self.real.guests, self.real.flat), device=plan.device)
+        self.budget = MemoryBudget(
+            PLENTY, track=(self.real.model, self.real.guests, self.real.flat), device=plan.device
+        )
         self.events: list[Event] = []
         self.scaler = torch.amp.GradScaler(plan.device, init_scale=SCALE) if plan.scaler else None
         self.forwards = 0  # of the call
@@ -80,7 +88,10 @@ class _Trial:
             self._check_events(mbs)
         finally:
             mbs.close()
-        demand(hooks_on(self.real.model, self.real.leaves()) == 0, "a closed runtime has left a hook on the model")
+        demand(
+            hooks_on(self.real.model, self.real.leaves()) == 0,
+            "a closed runtime has left a hook on the model",
+        )
         del mbs, step
         self._check_alive()
         return self.outcome
@@ -140,9 +151,15 @@ class _Trial:
 
     # ------------------------------------------------------------------ a step
 
-    def _guarded(self, place: str, number: int, operations: int, where: str, call: Callable[[], Any]) -> tuple[Any, Exception | None, int]:
+    def _guarded(
+        self, place: str, number: int, operations: int, where: str, call: Callable[[], Any]
+    ) -> tuple[Any, Exception | None, int]:
         """A call under the faults of its place; returns its result, or the error it ended in, and how many failures were made."""
-        faults = Faults([fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)], operations, self.plan.device)
+        faults = Faults(
+            [fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)],
+            operations,
+            self.plan.device,
+        )
         hits, result = self.budget.ooms, None
         error: Exception | None = None
         with self.budget, faults:
@@ -158,7 +175,10 @@ class _Trial:
         else:
             self.outcome.errors[type(error).__name__] += 1
             demand(bool(made), f"{where}{type(error).__name__} although nothing failed: {error}")
-            demand(not isinstance(error, AlienError) or error is faults.alien, f"{where}another error than the one that was raised came out")
+            demand(
+                not isinstance(error, AlienError) or error is faults.alien,
+                f"{where}another error than the one that was raised came out",
+            )
         return result, error, made
 
     def _step(self, mbs: ElasticMBS, step: Callable[[Any], StepResult], number: int) -> None:
@@ -175,18 +195,35 @@ class _Trial:
         self.outcome.calls += 1
         if error is not None:
             notes = "\n".join(getattr(error, "__notes__", []))
-            start.demand_kept(State.of(real.leaves(), real.model), notes, f"{where}{type(error).__name__}: ")
+            start.demand_kept(
+                State.of(real.leaves(), real.model), notes, f"{where}{type(error).__name__}: "
+            )
             if "zero_grad()" in notes:
                 real.optimizer.zero_grad()
             return
-        demand(same_tensors(start.parameters, real.leaves()), f"{where}a parameter changed in backward")
+        demand(
+            same_tensors(start.parameters, real.leaves()), f"{where}a parameter changed in backward"
+        )
         check_partition(plan, result, pristine, where)
-        self.outcome.worst = max(self.outcome.worst, check_result(before, start, real, result, pristine, where))
-        demand(result.ooms <= made, f"{where}{result.ooms} failures are told of, and only {made} operations failed")
-        restarts = sum(isinstance(event, OutOfMemory) and event.mode == "step" for event in self.events)
+        self.outcome.worst = max(
+            self.outcome.worst, check_result(before, start, real, result, pristine, where)
+        )
+        demand(
+            result.ooms <= made,
+            f"{where}{result.ooms} failures are told of, and only {made} operations failed",
+        )
+        restarts = sum(
+            isinstance(event, OutOfMemory) and event.mode == "step" for event in self.events
+        )
         attempts = f"{self.forwards} attempts for {plan.samples} samples and {made} failures"
         demand(self.forwards <= plan.samples * (1 + restarts) + made, f"{where}{attempts}")
-        self.results.update(calls=1, samples=plan.samples, pieces=len(result.partition), ooms=result.ooms, replayed=result.replayed_samples)
+        self.results.update(
+            calls=1,
+            samples=plan.samples,
+            pieces=len(result.partition),
+            ooms=result.ooms,
+            replayed=result.replayed_samples,
+        )
         del result, before
         if plan.evaluate:
             self._evaluate(mbs, pristine, number)
@@ -199,12 +236,20 @@ class _Trial:
         with torch.no_grad():
             view = BatchView(batch, CONTAINERS[self.plan.container].dims)
             wanted = real.scores(view.piece(0, view.length))
-        found, error, _ = self._guarded("eval", number, max(1, self.operations // 3), where, lambda: mbs.eval(real.scores, batch))
+        found, error, _ = self._guarded(
+            "eval",
+            number,
+            max(1, self.operations // 3),
+            where,
+            lambda: mbs.eval(real.scores, batch),
+        )
         before.demand_kept(State.of(real.leaves(), real.model), where=where)
         real.model.train()
         if error is None:
             rounding = 2e-2 if self.plan.half else 1e-11
-            same = found.shape == wanted.shape and torch.allclose(found.to(wanted.device), wanted, rtol=rounding, atol=rounding)
+            same = found.shape == wanted.shape and torch.allclose(
+                found.to(wanted.device), wanted, rtol=rounding, atol=rounding
+            )
             demand(same, f"{where}the outputs are wrong")
 
     def _optimize(self, mbs: ElasticMBS, number: int) -> None:
@@ -213,7 +258,9 @@ class _Trial:
         if self.scaler is not None and plan.clip:
             self.scaler.unscale_(real.optimizer)
         if plan.clip:
-            torch.nn.utils.clip_grad_norm_([leaf for leaf in leaves if leaf.grad is not None and not leaf.grad.is_sparse], 0.5)
+            torch.nn.utils.clip_grad_norm_(
+                [leaf for leaf in leaves if leaf.grad is not None and not leaf.grad.is_sparse], 0.5
+            )
         twin = real.twin()
         before = [leaf.detach().clone() for leaf in real.leaves()]
         if self.scaler is not None and not plan.clip:
@@ -221,9 +268,18 @@ class _Trial:
                 leaf.grad = None if leaf.grad is None else leaf.grad / SCALE
         twin.optimizer.step()
         if plan.guarded:
-            _, error, _ = self._guarded("optimizer", number, 8 * len(leaves), where, lambda: mbs.optimizer_step(real.optimizer))
+            _, error, _ = self._guarded(
+                "optimizer",
+                number,
+                8 * len(leaves),
+                where,
+                lambda: mbs.optimizer_step(real.optimizer),
+            )
             if error is not None:
-                demand(same_tensors(before, real.leaves()), f"{where}parameters are not as before after {type(error).__name__}")
+                demand(
+                    same_tensors(before, real.leaves()),
+                    f"{where}parameters are not as before after {type(error).__name__}",
+                )
                 with self.budget:
                     mbs.optimizer_step(real.optimizer)
         else:
@@ -231,9 +287,14 @@ class _Trial:
                 real.optimizer.step() if self.scaler is None else self.scaler.step(real.optimizer)
         if self.scaler is not None:
             self.scaler.update(SCALE)
-        off = error_of([leaf.detach() for leaf in real.leaves()], [leaf.detach() for leaf in twin.leaves()])
+        off = error_of(
+            [leaf.detach() for leaf in real.leaves()], [leaf.detach() for leaf in twin.leaves()]
+        )
         demand(off <= 1e-15, f"{where}parameters off by {off:.3g} from a plain step")
-        demand(same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()), f"{where}the optimizer's state differs from a plain step's")
+        demand(
+            same_state(real.optimizer.state_dict(), twin.optimizer.state_dict()),
+            f"{where}the optimizer's state differs from a plain step's",
+        )
         if not plan.keep:
             real.optimizer.zero_grad()
 
@@ -244,19 +305,28 @@ class _Trial:
         failures = [event for event in events if isinstance(event, OutOfMemory)]
         out.modes.update(event.mode for event in failures)
         out.phases.update(event.phase for event in failures)
-        out.phases.update("optimizer" for event in events if isinstance(event, OptimizerOutOfMemory))
+        out.phases.update(
+            "optimizer" for event in events if isinstance(event, OptimizerOutOfMemory)
+        )
         out.partial += sum(event.mode == "piece" and event.committed > 0 for event in failures)
         out.splits += sum(event.size_after < event.size_before for event in failures)
         ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
         done = [event for event in ended if isinstance(event, CallDone)]
         trained = [event for event in done if event.mode == "train"]
-        told = len(failures) + out.errors["ReplayUnsafeError"]  # which comes in the place of the event
+        # which comes in the place of the event
+        told = len(failures) + out.errors["ReplayUnsafeError"]
         sums = {
             "finished calls": (len(trained), stats.calls, results["calls"]),
             "samples": (stats.samples, results["samples"]),
             "pieces": (stats.pieces, results["pieces"]),
-            "out-of-memory errors of finished calls": (sum(event.ooms for event in trained), results["ooms"]),
-            "replayed samples": (sum(event.replayed_samples for event in trained), results["replayed"]),
+            "out-of-memory errors of finished calls": (
+                sum(event.ooms for event in trained),
+                results["ooms"],
+            ),
+            "replayed samples": (
+                sum(event.replayed_samples for event in trained),
+                results["replayed"],
+            ),
             "out-of-memory errors in stats": (stats.ooms, sum(event.ooms for event in done)),
             "out-of-memory events": (sum(event.ooms for event in ended), told),
         }
@@ -272,11 +342,19 @@ class _Trial:
         self.events.clear()
         self.scaler = None
         tensors: list[Tensor] = [*real.model.parameters(), *real.model.buffers(), *real.guests]
-        rest = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+        rest = sum(
+            {
+                tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                for tensor in tensors
+            }.values()
+        )
         if self.budget.live != rest:
             gc.collect()  # what checkpointing and custom functions leave in cycles is torch's
-        for _ in range(100 if self.plan.device != "cpu" else 0):  # autograd's thread of a GPU lets go of its last node when it has its turn
+        # autograd's thread of a GPU lets go of its last node when it has its turn
+        for _ in range(100 if self.plan.device != "cpu" else 0):
             if self.budget.live == rest:
                 break
             time.sleep(0.05)
-        demand(self.budget.live == rest, f"{self.budget.live - rest} bytes are still alive at the end")
+        demand(
+            self.budget.live == rest, f"{self.budget.live - rest} bytes are still alive at the end"
+        )

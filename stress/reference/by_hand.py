@@ -25,17 +25,24 @@ HALF = (torch.float16, torch.bfloat16)
 def view_of(subject: Subject, batch: Any) -> BatchView:
     """How the batch is cut, as the subject's options say."""
     options = subject.options
-    by_length = ByLength.of(options.get("pieces", "in_order"), options.get("length"), options.get("trim"), lambda kind, text: None)
+    by_length = ByLength.of(
+        options.get("pieces", "in_order"),
+        options.get("length"),
+        options.get("trim"),
+        lambda kind, text: None,
+    )
     return BatchView(batch, options.get("dims"), by_length=by_length)
 
 
 def add_up(
     terms: Callable[[int, int], Mapping[Any, Tensor]],  # runs a piece and gives its losses by name
     pieces: Partition,
-    weigh: Callable[[int, int], Mapping[Any, float] | None],  # the weight of each loss of a piece; None leaves the piece out
+    # the weight of each loss of a piece; None leaves the piece out
+    weigh: Callable[[int, int], Mapping[Any, float] | None],
     leaves: Iterable[Tensor] = (),
     *,
-    wide: torch.dtype | None = None,  # the type in which the leaves' gradients are summed, where it is another
+    # the type in which the leaves' gradients are summed, where it is another
+    wide: torch.dtype | None = None,
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,  # what a GradScaler does
     backward: bool = True,
 ) -> float:
@@ -47,7 +54,11 @@ def add_up(
         weights = weigh(start, stop)
         if weights is None:
             continue
-        parts = [(term.float() if term.dtype in HALF else term) * weights[name] for name, term in terms(start, stop).items() if weights[name]]
+        parts = [
+            (term.float() if term.dtype in HALF else term) * weights[name]
+            for name, term in terms(start, stop).items()
+            if weights[name]
+        ]
         loss = sum(parts[1:], parts[0])
         total += float(loss.detach())
         if not backward:
@@ -63,18 +74,31 @@ def add_up(
     return total
 
 
-def accumulate(subject: Subject, view: BatchView, pieces: Partition, *, backward: bool = True, scaler: torch.amp.GradScaler | None = None) -> float:
+def accumulate(
+    subject: Subject,
+    view: BatchView,
+    pieces: Partition,
+    *,
+    backward: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+) -> float:
     """The same for a subject's batch, on the model's device, weighed as its options say."""
     options, device = subject.options, subject.leaves()[0].device
     if subject.over is not None:
-        embeddings = [subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device))) for start, stop in pieces]
+        embeddings = [
+            subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device)))
+            for start, stop in pieces
+        ]
         loss = subject.over(joined(embeddings))
         if backward:
             (loss if scaler is None else scaler.scale(loss)).backward()
         return float(loss.detach())
     counts = Counts.read(options.get("count"), view)
     return add_up(
-        lambda start, stop: read_losses(subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device))), counts.names)[0],
+        lambda start, stop: read_losses(
+            subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device))),
+            counts.names,
+        )[0],
         pieces,
         lambda start, stop: counts.weights(start, stop, reduction=options.get("reduction", "mean")),
         subject.leaves(),
@@ -94,7 +118,9 @@ def check_covered(pieces: Iterable[tuple[int, int]], length: int, where: str = "
     """WrongOutcomeError unless the pieces of a batch, those that were skipped among them, hold each sample once."""
     ranges = sorted(pieces)
     covered = [start for start, _ in ranges] + [length] == [0, *(stop for _, stop in ranges)]
-    demand(covered, f"{where}the pieces {ranges} do not cover the {length} samples of the batch once")
+    demand(
+        covered, f"{where}the pieces {ranges} do not cover the {length} samples of the batch once"
+    )
 
 
 def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Any], batch: Any) -> StepResult:

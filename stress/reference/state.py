@@ -44,10 +44,14 @@ class State:
             Streams.now(),
         )
 
-    def put_back(self, leaves: Iterable[Tensor], model: nn.Module, gradients: Sequence[Tensor | None]) -> None:
+    def put_back(
+        self, leaves: Iterable[Tensor], model: nn.Module, gradients: Sequence[Tensor | None]
+    ) -> None:
         """Puts everything back; the gradients into the tensors that were there, given in the leaves' order."""
         with torch.no_grad():
-            for leaf, value, grad, tensor in zip(leaves, self.parameters, self.grads, gradients, strict=True):
+            for leaf, value, grad, tensor in zip(
+                leaves, self.parameters, self.grads, gradients, strict=True
+            ):
                 leaf.copy_(value)
                 leaf.grad = tensor if tensor is None or grad is None else tensor.copy_(grad)
             for buffer, value in zip(model.buffers(), self.buffers, strict=True):
@@ -70,50 +74,88 @@ class State:
         for before, after in zip(self.grads, now.grads, strict=True):
             if before is None and after is not None:
                 found.append("a gradient that was empty is not empty")
-            elif before is not None and "zero_grad()" not in notes and (after is None or error_of([after], [before]) > 0):
+            elif (
+                before is not None
+                and "zero_grad()" not in notes
+                and (after is None or error_of([after], [before]) > 0)
+            ):
                 found.append("a gradient changed, and the error does not say so")
         demand(not found, f"{where}{', '.join(dict.fromkeys(found))}")
 
     def demand_rest_of(self, wanted: State, tolerance: float, where: str = "") -> None:
         """WrongOutcomeError unless buffers, modules and random streams are those of a run without failures, but for rounding."""
         pairs = zip(self.buffers, wanted.buffers, strict=True)
-        same = all(torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance / 100, equal_nan=True) for a, b in pairs)
+        same = all(
+            torch.allclose(
+                a.double(), b.double(), rtol=tolerance, atol=tolerance / 100, equal_nan=True
+            )
+            for a, b in pairs
+        )
         demand(same, f"{where}buffers differ from a run without failures")
-        demand(self.modules == wanted.modules, f"{where}modes or counts of modules differ from a run without failures")
-        demand(self.streams.same(wanted.streams), f"{where}random streams are not where a run without failures leaves them")
+        demand(
+            self.modules == wanted.modules,
+            f"{where}modes or counts of modules differ from a run without failures",
+        )
+        demand(
+            self.streams.same(wanted.streams),
+            f"{where}random streams are not where a run without failures leaves them",
+        )
 
 
 def same_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def hooks_on(model: nn.Module, leaves: Iterable[Tensor]) -> int:
     """How many hooks its modules and leaves have."""
-    count = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-    return count + sum(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in leaves)
+    count = sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
+    return count + sum(
+        len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ())
+        for leaf in leaves
+    )
 
 
-# Largest difference of a gradient, relative to its largest entry, by the narrowest type of the parameters: a split sums in another order
+# Largest difference of a gradient, relative to its largest entry, by the narrowest type of the
+# parameters: a split sums in another order
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 
 
 def tolerance_of(model: nn.Module) -> float:
     """What counts as rounding in a gradient of this model."""
-    return max((TOLERANCES.get(parameter.dtype, 3e-2) for parameter in model.parameters()), default=0.0)
+    return max(
+        (TOLERANCES.get(parameter.dtype, 3e-2) for parameter in model.parameters()), default=0.0
+    )
 
 
 def same_state(a: Any, b: Any, tolerance: float = 1e-15) -> bool:
     """Whether two states of an optimizer are equal, but for a relative difference of their numbers: by default the last bit."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=tolerance, atol=0, equal_nan=True))
+        return (
+            isinstance(b, Tensor)
+            and a.dtype == b.dtype
+            and bool(torch.allclose(a, b, rtol=tolerance, atol=0, equal_nan=True))
+        )
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same_state(a[key], b[key], tolerance) for key in a)
+        return (
+            isinstance(b, dict)
+            and a.keys() == b.keys()
+            and all(same_state(a[key], b[key], tolerance) for key in a)
+        )
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same_state(x, y, tolerance) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(
+            same_state(x, y, tolerance) for x, y in zip(a, b, strict=True)
+        )
     return bool(a == b)
 
 
-def error_of(got: Sequence[Tensor | None], wanted: Sequence[Tensor | None], *, floor: float = 0.0) -> float:
+def error_of(
+    got: Sequence[Tensor | None], wanted: Sequence[Tensor | None], *, floor: float = 0.0
+) -> float:
     """Largest difference over the leaves, relative to the largest entry of each; infinite where only one has a gradient, or one is not finite.
 
     A leaf's largest entry counts as at least `floor` of the largest of all.

@@ -15,7 +15,8 @@ from .scripts import Script, Supply, always
 
 DEADLINE = 900.0  # seconds for what is quick: the built-in models
 
-# Less patient than the default (4 calls, 100 times what was lost): a scenario has a few dozen steps of a few milliseconds.
+# Less patient than the default (4 calls, 100 times what was lost): a scenario has a few dozen steps
+# of a few milliseconds.
 EAGER = Policy(patience=2, min_gain=0.0, cooldown=0.0)
 _COOLING = Policy(patience=2, min_gain=0.0, cooldown=10.0)
 _PATIENT = Policy(min_gain=0.0)
@@ -44,7 +45,8 @@ class Scenario:
     sensor_dies: bool = False  # in the steps of `scripts.dead`
     ends_by_error: bool = False
     wait: float = 5.0  # seconds that the runtime may wait for memory at the floor
-    largest: float | None = None  # single allocation, as a share of what the batch takes besides the model; None for no limit
+    # single allocation, as a share of what the batch takes besides the model; None for no limit
+    largest: float | None = None
 
     def all_checks(self, steps: int) -> tuple[Check, ...]:
         """All that is asserted of a run of so many steps."""
@@ -62,7 +64,8 @@ class Order:
     seed: int  # of model, batches, script and controller
     steps: int
     device: str = "cpu"
-    budget: int | None = None  # bytes that stand for a share of 1; None for what the whole batch takes
+    # bytes that stand for a share of 1; None for what the whole batch takes
+    budget: int | None = None
     process: int = 0  # 1 for the second of two
     folder: str | None = None  # for checkpoints
     dies: int | None = None  # the step in whose backward the process kills itself
@@ -87,8 +90,10 @@ LINES = {  # what happens
     "long_sequences": "bursts of inputs four times as long",
     "fragmentation": "memory is free, but no large block of it can be had",
     "optimizer_first_step": "the optimizer's state does not fit at first: its step fails half-way",
-    "eval_between": "evaluation between the steps, with sizes of its own, while a co-tenant comes and goes",
-    "sensor_dies": "the memory sensor stops answering: no growth, training goes on; then it is back",
+    "eval_between": "evaluation between the steps, with sizes of its own, while a co-tenant comes "
+    "and goes",
+    "sensor_dies": "the memory sensor stops answering: no growth, training goes on; then it is "
+    "back",
     "flapping": "memory that comes back for less than the patience: no storm of growths",
     "two_elastic": "two of us on one device, with room for six tenths of each",
     "one_sample_too_big": "not even one sample fits: a clear error, soon, and everything as it was",
@@ -101,16 +106,71 @@ _CATALOGUE = (
     Scenario("sawtooth", scripts.sawtooth, _ALL, _FALLS),
     Scenario("random_walk", scripts.random_walk, _FRAGMENTING, _FALLS, model="cnn"),
     Scenario("leak", scripts.leak, ("rlimit", *_COUNTED_AND_GPU), _FALLS),
-    Scenario("long_sequences", always(Supply(1 / 3, 1 / 3)), checks=(checks.bounded,), steps=40, model="gpt_bursts"),
-    Scenario("fragmentation", always(Supply(1.2, 1.2)), _FRAGMENTING, (checks.bounded, checks.broken_up), largest=0.1),
+    Scenario(
+        "long_sequences",
+        always(Supply(1 / 3, 1 / 3)),
+        checks=(checks.bounded,),
+        steps=40,
+        model="gpt_bursts",
+    ),
+    Scenario(
+        "fragmentation",
+        always(Supply(1.2, 1.2)),
+        _FRAGMENTING,
+        (checks.bounded, checks.broken_up),
+        largest=0.1,
+    ),
     # not where the host is the device: the guard's copies take the room that the scenario is about
-    Scenario("optimizer_first_step", always(Supply(optimizer=True)), checks=(checks.optimizer_struck,), steps=10, quick=6, model="adam"),
-    Scenario("eval_between", scripts.comes_and_goes, checks=(checks.evaluated, checks.grown_back), evaluate=2),
-    Scenario("sensor_dies", scripts.blind_spot, checks=(checks.froze_while_blind, checks.grown_back), sensor_dies=True),
-    Scenario("flapping", scripts.flapping, _FRAGMENTING, (checks.calm,), steps=60, quick=36, policy=_PATIENT),
-    Scenario("two_elastic", always(Supply(0.6, 0.6)), ("shim", *ON_GPU), steps=40, quick=30, policy=_COOLING, together=True),
-    Scenario("one_sample_too_big", scripts.starving, checks=(checks.ended_at_the_floor,), steps=8, quick=6, ends_by_error=True, wait=0.5),
-    Scenario("kill", always(Supply(0.3, 0.3)), checks=(checks.resumed,), steps=16, quick=12, killed=True),
+    Scenario(
+        "optimizer_first_step",
+        always(Supply(optimizer=True)),
+        checks=(checks.optimizer_struck,),
+        steps=10,
+        quick=6,
+        model="adam",
+    ),
+    Scenario(
+        "eval_between",
+        scripts.comes_and_goes,
+        checks=(checks.evaluated, checks.grown_back),
+        evaluate=2,
+    ),
+    Scenario(
+        "sensor_dies",
+        scripts.blind_spot,
+        checks=(checks.froze_while_blind, checks.grown_back),
+        sensor_dies=True,
+    ),
+    Scenario(
+        "flapping",
+        scripts.flapping,
+        _FRAGMENTING,
+        (checks.calm,),
+        steps=60,
+        quick=36,
+        policy=_PATIENT,
+    ),
+    Scenario(
+        "two_elastic",
+        always(Supply(0.6, 0.6)),
+        ("shim", *ON_GPU),
+        steps=40,
+        quick=30,
+        policy=_COOLING,
+        together=True,
+    ),
+    Scenario(
+        "one_sample_too_big",
+        scripts.starving,
+        checks=(checks.ended_at_the_floor,),
+        steps=8,
+        quick=6,
+        ends_by_error=True,
+        wait=0.5,
+    ),
+    Scenario(
+        "kill", always(Supply(0.3, 0.3)), checks=(checks.resumed,), steps=16, quick=12, killed=True
+    ),
 )
 
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _CATALOGUE}

@@ -1,7 +1,8 @@
 """What is asserted of a run: pure functions from its record to complaints, in words with numbers.
 
-Bounds on failures are what the controller promises (DESIGN.md, "Controller"): it halves until a piece fits, tries one size in between, and grows only
-by what was measured. Allocators strike less predictably than counts, so their bounds are looser; what must be exact is exact everywhere.
+Bounds on failures are what the controller promises (DESIGN.md, "Controller"): it halves until a
+piece fits, tries one size in between, and grows only by what was measured. Allocators strike less
+predictably than counts, so their bounds are looser; what must be exact is exact everywhere.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from .scripts import FLAP, dead, margin_of
 
 Check = Callable[[Run], Iterator[str]]
 
-COUNTED = frozenset({"budget", "shim"})  # kinds that fail at an exact count of bytes, and whose sensor reads that count
-SLACK = {"rlimit": 2**20}  # bytes that may be held more at the end than at rest: a process limit counts the interpreter's own memory, too
+# kinds that fail at an exact count of bytes, and whose sensor reads that count
+COUNTED = frozenset({"budget", "shim"})
+# bytes that may be held more at the end than at rest: a process limit counts the interpreter's own
+# memory, too
+SLACK = {"rlimit": 2**20}
 FLOOR_SECONDS = 10.0  # within which it is known that not even one sample fits
 
 
@@ -39,7 +43,12 @@ def exact(run: Run) -> Iterator[str]:
     rows = (
         ("a step's loss", found.loss, found.tolerance_loss, "the same pieces"),
         ("a gradient's norm", found.norm, found.tolerance_weight, "the same pieces"),
-        ("a parameter or buffer at the end", found.weight, found.tolerance_weight, "the same pieces"),
+        (
+            "a parameter or buffer at the end",
+            found.weight,
+            found.tolerance_weight,
+            "the same pieces",
+        ),
         ("an output of the evaluation", found.outputs, found.tolerance_weight, "the same pieces"),
         ("a step's loss", found.whole_loss, found.tolerance_loss, "whole batches"),
         ("a parameter at the end", found.whole_weight, found.tolerance_weight, "whole batches"),
@@ -63,7 +72,8 @@ def nothing_held(run: Run) -> Iterator[str]:
     """What is live at the end is what is live at rest."""
     if run.end is None:
         return
-    expected = max(run.end.expected, run.needs.rest) if run.kind == "shim" else run.end.expected  # what libraries keep may come in a later step
+    # what libraries keep may come in a later step
+    expected = max(run.end.expected, run.needs.rest) if run.kind == "shim" else run.end.expected
     more = run.end.held - expected
     if more > SLACK.get(run.kind, 0):
         yield f"{format_bytes(more)} more are held at the end ({run.end.held} bytes) than after the first step ({expected} bytes)"
@@ -91,7 +101,9 @@ def broken_up(run: Run) -> Iterator[str]:
 
 def cut_up(run: Run) -> Iterator[str]:
     """No step's batch went through whole, without which it has fitted."""
-    whole = [step.step for step in run.steps if step.pieces == 1 and step.samples > run.needs.sizes[0]]
+    whole = [
+        step.step for step in run.steps if step.pieces == 1 and step.samples > run.needs.sizes[0]
+    ]
     if whole:
         yield f"the whole batch went through at once in step {whole[0]}, so nothing was shown"
 
@@ -99,15 +111,17 @@ def cut_up(run: Run) -> Iterator[str]:
 def bounded(run: Run) -> Iterator[str]:
     """No more failures than the changes of memory explain; see `allowed_ooms`."""
     found, allowed = run.count("oom"), allowed_ooms(run)
-    if run.steps and found > allowed:  # what has ended it before its first step is a complaint of its own
+    # what has ended it before its first step is a complaint of its own
+    if run.steps and found > allowed:
         yield f"{found} out-of-memory errors, where the moves of memory explain {allowed}"
 
 
 def allowed_ooms(run: Run) -> int:
     """Failures that the controller may need, in each shape class (elements per sample, in powers of two), which learns for itself.
 
-    Two at the start; where memory falls below what ran, the halvings to what fits, and one for a size in between, or for what ran once more, which a
-    fall too small to see allows; for each return one, for a growth.
+    Two at the start; where memory falls below what ran, the halvings to what fits, and one for a
+    size in between, or for what ran once more, which a fall too small to see allows; for each
+    return one, for a growth.
     """
     classes: dict[int, list[Step]] = {}
     for step in run.steps:
@@ -132,9 +146,23 @@ def grown_back(run: Run) -> Iterator[str]:
     if not run.steps:
         return
     last, needs = run.steps[-1], run.needs.foreseen()
-    # What steps took beyond what was measured by hand (an allocator's cache, say): the runtime sees it and has to leave room for it.
-    beyond = max([0, *(step.peak - needs.at(step.longest) for step in run.steps if step.partition and not step.ooms)])
-    fits = needs.fits(last.available * (1 - margin_of(run.kind)) + 1 - beyond) if math.isfinite(last.available) else last.samples
+    # What steps took beyond what was measured by hand (an allocator's cache, say): the runtime sees
+    # it and has to leave room for it.
+    beyond = max(
+        [
+            0,
+            *(
+                step.peak - needs.at(step.longest)
+                for step in run.steps
+                if step.partition and not step.ooms
+            ),
+        ]
+    )
+    fits = (
+        needs.fits(last.available * (1 - margin_of(run.kind)) + 1 - beyond)
+        if math.isfinite(last.available)
+        else last.samples
+    )
     if fits >= 1 and last.pieces > math.ceil(last.samples / fits):
         there = f"memory for {fits} of {last.samples} samples is there at the end"
         yield f"{there}, but they run in {last.pieces} pieces of up to {last.size} instead of {math.ceil(last.samples / fits)}"
@@ -169,9 +197,13 @@ def froze_while_blind(run: Run) -> Iterator[str]:
 
 
 def calm(run: Run) -> Iterator[str]:
-    """No more steps fail than memory comes back, and one. One each is no storm: a growth whose failure costs less than it saved is worth it."""
+    """No more steps fail than memory comes back, and one.
+
+    One each is no storm: a growth whose failure costs less than it saved is worth it.
+    """
     returns = len(run.steps) // FLAP
-    found, allowed = len({mark.step for mark in run.marks if mark.what == "oom"}), 1 + returns  # one when it first goes
+    # one when it first goes
+    found, allowed = len({mark.step for mark in run.marks if mark.what == "oom"}), 1 + returns
     if found > (allowed if run.kind in COUNTED else 2 * allowed):
         yield f"{found} steps ran out of memory where it came back {returns} times, which allows {allowed}"
 
@@ -205,13 +237,17 @@ def resumed(run: Run) -> Iterator[str]:
     if first.pieces > known.pieces or first.size < known.size:
         then, now = (f"{step.pieces} pieces of up to {step.size}" for step in (known, first))
         yield f"it had to learn its size again: {then} before, {now} after"
-    if any(mark.what == "oom" and mark.step >= start.step and mark.at > start.at for mark in run.marks):
+    if any(
+        mark.what == "oom" and mark.step >= start.step and mark.at > start.at for mark in run.marks
+    ):
         yield "memory ran out after it was resumed, although it had not changed"
 
 
 def fair(runs: Sequence[Run]) -> Iterator[str]:
     """Of two processes on one device none is pushed below a third of what it could have next to an equal, while both run."""
-    both = min(run.began + run.steps[-1].at for run in runs) if all(run.steps for run in runs) else 0.0
+    both = (
+        min(run.began + run.steps[-1].at for run in runs) if all(run.steps for run in runs) else 0.0
+    )
     for run in runs:
         together = [step for step in run.steps if run.began + step.at <= both]
         if not together:

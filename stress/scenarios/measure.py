@@ -49,7 +49,9 @@ def smallest(subject: Subject) -> int:
 def least(subject: Subject, steps: int) -> int:
     """Samples of the largest piece that the smallest micro-batch can come to: an odd batch in twos has a piece of three."""
     size, align = smallest(subject), subject.options.get("align", 1)
-    return max(longest(view.length, size, minimum=size, align=align) for view in _views(subject, steps))
+    return max(
+        longest(view.length, size, minimum=size, align=align) for view in _views(subject, steps)
+    )
 
 
 def longest_batch(subject: Subject, steps: int) -> BatchView:
@@ -59,32 +61,56 @@ def longest_batch(subject: Subject, steps: int) -> BatchView:
 
 def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     """Runs pieces of several sizes and optimizer steps; `memory` is open, without a limit yet."""
-    optimizer, pieces = subject.optimizer(subject.model.parameters()), _Pieces(memory, subject, steps)
+    optimizer, pieces = (
+        subject.optimizer(subject.model.parameters()),
+        _Pieces(memory, subject, steps),
+    )
     samples, smallest_piece = pieces.view.length, least(subject, steps)
-    sizes = sorted({min(samples, max(smallest_piece, size)) for size in (smallest_piece, samples // 4, samples // 2, samples)})
-    for _ in range(2):  # what libraries keep for good is there the second time, and there are gradients to add to
+    sizes = sorted(
+        {
+            min(samples, max(smallest_piece, size))
+            for size in (smallest_piece, samples // 4, samples // 2, samples)
+        }
+    )
+    # what libraries keep for good is there the second time, and there are gradients to add to
+    for _ in range(2):
         pieces.run(sizes[0])
     first, held = pieces.peak(optimizer.step), memory.live()
     optimizer.zero_grad()
     pieces.run(sizes[0])
     peaks = [pieces.peak(partial(pieces.run, size)) for size in sizes]
     if memory.kind == "rlimit":
-        # the kernel keeps no peak of what is mapped, and a size that runs for the first time under pressure can crash
+        # the kernel keeps no peak of what is mapped, and a size that runs for the first time under
+        # pressure can crash
         memory.warm(pieces.run, range(min(smallest(subject), samples), samples + 1))
         peaks = [pieces.least_room(size, most) for size, most in zip(sizes, peaks, strict=True)]
     later = pieces.peak(optimizer.step)
-    guarded = tree_leaves([optimizer.param_groups, list(optimizer.state.values())])  # is copied where the host's memory is the device's
-    copies = sum(leaf.nbytes for leaf in guarded if isinstance(leaf, torch.Tensor)) if in_child(memory.kind) else 0
+    # is copied where the host's memory is the device's
+    guarded = tree_leaves([optimizer.param_groups, list(optimizer.state.values())])
+    copies = (
+        sum(leaf.nbytes for leaf in guarded if isinstance(leaf, torch.Tensor))
+        if in_child(memory.kind)
+        else 0
+    )
     optimizer.zero_grad()
     subject.model.zero_grad()
     del pieces
     gc.collect()
     rest = memory.live()
     memory.reset_peak()
-    for step in range(min(steps, LOOKED_AT)):  # batches are made outside the runtime, and on the device where that is the host
+    # batches are made outside the runtime, and on the device where that is the host
+    for step in range(min(steps, LOOKED_AT)):
         batch_of(subject, step)
     floor = max(held + copies, memory.peak())
-    return Needs(samples, rest, sizes, list(accumulate((max(floor, later, peak) for peak in peaks), max)), first, held, floor)
+    return Needs(
+        samples,
+        rest,
+        sizes,
+        list(accumulate((max(floor, later, peak) for peak in peaks), max)),
+        first,
+        held,
+        floor,
+    )
 
 
 class _Pieces:
@@ -97,7 +123,9 @@ class _Pieces:
     def run(self, size: int) -> None:
         piece = map_tensors(self.view.piece(0, size), lambda tensor: tensor.to(self._memory.device))
         count = self._subject.options.get("count")
-        terms, _ = read_losses(self._subject.loss_fn(piece), tuple(count) if isinstance(count, Mapping) else None)
+        terms, _ = read_losses(
+            self._subject.loss_fn(piece), tuple(count) if isinstance(count, Mapping) else None
+        )
         torch.stack([term.double() for term in terms.values()]).sum().backward()
 
     def peak(self, run: Callable[[], object]) -> int:

@@ -24,19 +24,26 @@ def check(model: str, seed: int, device: str) -> None:
     first, second = make(model, seed, device), make(model, seed, device)
     if weight_difference(state_of(first.model), state_of(second.model)) > 0:
         raise UsageError(
-            f"--model {model}: two models made from seed {seed} differ; draw its weights from torch's, Python's or numpy's random numbers"
+            f"--model {model}: two models made from seed {seed} differ; draw its weights from "
+            "torch's, Python's or numpy's random numbers"
         )
     if not any(parameter.requires_grad for parameter in second.model.parameters()):
         raise UsageError(f"--model {model}: the model has no parameter that requires a gradient")
     if not _same(first, second) or not _same(first, first):
-        raise UsageError(f"--model {model}: two first batches made from seed {seed} differ; make batches from their number, or from seeded streams")
+        raise UsageError(
+            f"--model {model}: two first batches made from seed {seed} differ; make batches from "
+            "their number, or from seeded streams"
+        )
     with naming(model, "its options do not suit ElasticMBS"):
         ElasticMBS(second.model, **grouped(second.options)).close()
     _run(second, model, device)
     with naming(model, "its optimizer does not run"):
         optimizer = second.optimizer(second.model.parameters())
         if not callable(getattr(optimizer, "step", None)):
-            raise UsageError(f"--model {model}: the optimizer's maker returned {type(optimizer).__name__}, which is no optimizer")
+            raise UsageError(
+                f"--model {model}: the optimizer's maker returned {type(optimizer).__name__}, "
+                "which is no optimizer"
+            )
         optimizer.step()
 
 
@@ -44,7 +51,10 @@ def _run(subject: Subject, model: str, device: str) -> None:
     """Runs the first batch, and its loss once more from the same streams and buffers."""
     with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
         view = view_of(subject, batch_of(subject, 0, device))
-        streams, buffers = generators_of(subject), [buffer.clone() for buffer in subject.model.buffers()]
+        streams, buffers = (
+            generators_of(subject),
+            [buffer.clone() for buffer in subject.model.buffers()],
+        )
         start = streams.read(hosts=True)
         loss = accumulate(subject, view, [[0, view.length]])
         streams.restore(start)
@@ -54,24 +64,39 @@ def _run(subject: Subject, model: str, device: str) -> None:
         again = accumulate(subject, view, [[0, view.length]], backward=False)
     norm = norm_of(subject.model)
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise UsageError(f"--model {model}: the loss of its first batch is {loss:g} and its gradient's norm {norm:g}, so nothing could be compared")
+        raise UsageError(
+            f"--model {model}: the loss of its first batch is {loss:g} and its gradient's norm "
+            f"{norm:g}, so nothing could be compared"
+        )
     if norm == 0:
-        raise UsageError(f"--model {model}: the gradient of its first batch is zero, so nothing could be compared")
+        raise UsageError(
+            f"--model {model}: the gradient of its first batch is zero, so nothing could be "
+            "compared"
+        )
     if relative([again], [loss]) > rounding_of(subject.model)[1].loss:
         raise UsageError(
-            f"--model {model}: the loss of one batch is {loss:.6g} and then {again:.6g}, from the same random streams and buffers, so nothing could "
-            "be compared: it draws from a generator of its own, which has to be named (a dict of options as the factory's last entry, "
+            f"--model {model}: the loss of one batch is {loss:.6g} and then {again:.6g}, from the "
+            "same random streams and buffers, so nothing could "
+            "be compared: it draws from a generator of its own, which has to be named (a dict of "
+            "options as the factory's last entry, "
             '{"generators": [generator]}), or it depends on how often it was called'
         )
 
 
 def _batch_in_words(subject: Subject) -> str:
     """A hint for the usual mistake: one batch of several parts in the place of a list of batches."""
-    if isinstance(subject.batches, tuple) and all(isinstance(each, Tensor) for each in subject.batches):
+    if isinstance(subject.batches, tuple) and all(
+        isinstance(each, Tensor) for each in subject.batches
+    ):
         return f" (batches are a tuple of {len(subject.batches)} tensors, each of which is taken for a batch: is it one batch? then give [batch])"
     return ""
 
 
 def _same(first: Subject, second: Subject) -> bool:
-    mine, other = ([leaf for leaf in tree_leaves(batch_of(subject, 0)) if isinstance(leaf, Tensor)] for subject in (first, second))
-    return len(mine) == len(other) and all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    mine, other = (
+        [leaf for leaf in tree_leaves(batch_of(subject, 0)) if isinstance(leaf, Tensor)]
+        for subject in (first, second)
+    )
+    return len(mine) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(mine, other, strict=True)
+    )

@@ -10,34 +10,58 @@ import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..limits import ON_GPU, Child, ChildError, Confined, Fence, Line, in_child, run_child, run_children
+from ..limits import (
+    ON_GPU,
+    Child,
+    ChildError,
+    Confined,
+    Fence,
+    Line,
+    in_child,
+    run_child,
+    run_children,
+)
 from ..models.subject import words
 from ..record import Mark, Needs, Run, Step
 from . import checks
 from .catalogue import Order
 from .run import Tell, room_of, run, unexpected
 
-FLAT = 0.1  # part of what the whole batch takes that must depend on the micro-batch, or smaller ones do not help
+# part of what the whole batch takes that must depend on the micro-batch, or smaller ones do not
+# help
+FLAT = 0.1
 
 
 def perform(order: Order, tell: Tell) -> list[Run]:
     """Carries an order out and judges its record; two where it has two processes, of whose first `tell` gets each step. UsageError as from `run`."""
     try:
         if order.entry.together:  # on one device, which is made as large as both together may need
-            return judge(two_on(Confined() if order.kind in ON_GPU else Fence.create(), order, tell), order)
+            return judge(
+                two_on(Confined() if order.kind in ON_GPU else Fence.create(), order, tell), order
+            )
         play = _kill if order.entry.killed else _in_child if in_child(order.kind) else run
         return judge([play(order, tell)], order)
     except UsageError:
         raise
     except ChildError as error:
         return [failed(order, words(error))]
-    except (Exception, SystemExit) as error:  # of the user's factory, loss or batches: the other scenarios have nothing to do with it
+    except (Exception, SystemExit) as error:
+        # of the user's factory, loss or batches: the other scenarios have nothing to do with it
         return [failed(order, unexpected(error))]
 
 
 def failed(order: Order, complaint: str = "the process ended without a record") -> Run:
     """The record of a run that has left none."""
-    return Run(order.scenario, order.kind, order.model, "", order.seed, Needs(0, 0, [1], [0]), process=order.process, complaints=[complaint])
+    return Run(
+        order.scenario,
+        order.kind,
+        order.model,
+        "",
+        order.seed,
+        Needs(0, 0, [1], [0]),
+        process=order.process,
+        complaints=[complaint],
+    )
 
 
 # ---------------------------------------------------------------------- in which processes
@@ -55,7 +79,8 @@ def carry_out(line: Line, order: Order) -> None:
 
     def tell(step: Step) -> None:
         line(step)
-        if step.step == 0:  # a process that is through before the other has begun would show nothing
+        # a process that is through before the other has begun would show nothing
+        if step.step == 0:
             meet("trains", None)
 
     line(run(order, tell, meet))
@@ -82,15 +107,25 @@ def _kill(order: Order, tell: Tell) -> Run:
         record = _in_child(replace(order, folder=folder), tell)
     resumed = next((i for i, mark in enumerate(record.marks) if mark.what == "resumed"), None)
     if resumed is not None:
-        record.marks.insert(resumed, Mark(record.marks[resumed].at, dies, "killed", f"SIGKILL in a backward of step {dies}"))
+        record.marks.insert(
+            resumed,
+            Mark(record.marks[resumed].at, dies, "killed", f"SIGKILL in a backward of step {dies}"),
+        )
     return record
 
 
 def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
-    """Two at the same time. The device gets its size when both models are there, and loses it for the references, which are not made for it."""
+    """Two at the same time.
+
+    The device gets its size when both models are there, and loses it for the references, which are
+    not made for it.
+    """
     fence = device if isinstance(device, Fence) else None
     orders = [replace(order, process=process) for process in (0, 1)]
-    children = [Child(order.kind, carry_out, {"order": each}, deadline=order.deadline, fence=fence) for each in orders]
+    children = [
+        Child(order.kind, carry_out, {"order": each}, deadline=order.deadline, fence=fence)
+        for each in orders
+    ]
     records = [failed(each) for each in orders]
     waiting: dict[int, Any] = {}
     with device:
@@ -106,7 +141,9 @@ def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
                     continue
                 size: int | None = None
                 if moment == "made":
-                    size = room_of(order, waiting[0][0]).capacity(order.entry.script(0, order.steps, order.seed))
+                    size = room_of(order, waiting[0][0]).capacity(
+                        order.entry.script(0, order.steps, order.seed)
+                    )
                     device.leave(size, held=sum(held for _, held in waiting.values()))
                 elif moment == "trained":
                     device.leave(None)
@@ -123,15 +160,24 @@ def judge(runs: list[Run], order: Order) -> list[Run]:
     """Makes every check of the scenario, and notes what is wrong on the records."""
     ended = [each for each in runs if each.end is not None]
     for each in ended:
-        each.complaints += [complaint for check in order.entry.all_checks(order.steps) for complaint in check(each)]
+        each.complaints += [
+            complaint for check in order.entry.all_checks(order.steps) for complaint in check(each)
+        ]
     if len(ended) == len(runs) > 1:
         runs[0].complaints += checks.fair(runs)
     for each in runs:
         differences = set(checks.exact(each))
-        grave = {*checks.covers_every_sample(each), *checks.nothing_held(each)}  # which nothing excuses
+        # which nothing excuses
+        grave = {*checks.covers_every_sample(each), *checks.nothing_held(each)}
         if not order.own or not all("whole batches" in complaint for complaint in differences):
-            grave |= differences  # else the same pieces give the same curve: what is left is rounding, which some training makes larger
-        excuses = {complaint: _excuse(order, each, complaint) for complaint in each.complaints if complaint not in grave}
+            # else the same pieces give the same curve: what is left is rounding, which some
+            # training makes larger
+            grave |= differences
+        excuses = {
+            complaint: _excuse(order, each, complaint)
+            for complaint in each.complaints
+            if complaint not in grave
+        }
         each.unshown = next(filter(None, excuses.values()), "")
         each.complaints = [complaint for complaint in each.complaints if not excuses.get(complaint)]
         each.passed = not each.complaints
@@ -147,11 +193,17 @@ def _excuse(order: Order, each: Run, complaint: str) -> str:
         small = _too_small(each.needs)
         if small or any(text in complaint for text in excused):
             return small or complaint
-    if order.own and complaint.startswith("unexpected error: OptimizerStepError") and each.scenario == "optimizer_first_step":
+    if (
+        order.own
+        and complaint.startswith("unexpected error: OptimizerStepError")
+        and each.scenario == "optimizer_first_step"
+    ):
         return complaint  # the room of that scenario is right for its own model's state only
     late = order.steps < order.entry.quick and each.end is not None and each.end.error is None
     if late and any(complaint in check(each) for check in order.entry.checks):
-        return f"{order.steps} steps are too few for it ({order.entry.quick} are enough): {complaint}"
+        return (
+            f"{order.steps} steps are too few for it ({order.entry.quick} are enough): {complaint}"
+        )
     return ""
 
 
@@ -162,4 +214,8 @@ def _too_small(needs: Needs) -> str:
         return ""
     if needs.samples >= 2 * needs.sizes[0]:
         return f"its whole batch takes only {depends:.1%} more than its smallest micro-batch"
-    return "its batch is a single sample" if needs.samples == 1 else f"its batch of {needs.samples} cannot be cut into pieces of {needs.sizes[0]}"
+    return (
+        "its batch is a single sample"
+        if needs.samples == 1
+        else f"its batch of {needs.samples} cannot be cut into pieces of {needs.sizes[0]}"
+    )

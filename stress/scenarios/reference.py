@@ -24,7 +24,8 @@ from ..streams import start_streams
 from .catalogue import Order
 from .measure import batch_of
 
-HALF = Rounding(loss=2e-2, weight=5e-2)  # of types with eight or eleven bits: sums in another order differ in the last of them
+# of types with eight or eleven bits: sums in another order differ in the last of them
+HALF = Rounding(loss=2e-2, weight=5e-2)
 SHAKEN = 30.0  # roundings that a run makes on its way count as so many of the weights at its start
 
 
@@ -41,32 +42,49 @@ class Curve:
 
     losses: list[float] = field(default_factory=list)  # of each step
     norms: list[float] = field(default_factory=list)  # of each step's gradient
-    outputs: list[float] = field(default_factory=list)  # of each evaluation: the loss of each of its pieces
-    evaluated: dict[int, Partition] = field(default_factory=dict)  # after which steps there was an evaluation, and its pieces
+    # of each evaluation: the loss of each of its pieces
+    outputs: list[float] = field(default_factory=list)
+    # after which steps there was an evaluation, and its pieces
+    evaluated: dict[int, Partition] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers at the end
 
 
 def generators_of(subject: Subject) -> RandomStreams:
     """All random streams that its loss may draw from, those named in its options among them."""
-    return RandomStreams(subject.options.get("generators", ()), {parameter.device for parameter in subject.model.parameters()})
+    return RandomStreams(
+        subject.options.get("generators", ()),
+        {parameter.device for parameter in subject.model.parameters()},
+    )
 
 
-def train_by_hand(subject: Subject, partitions: Sequence[Partition | None], seed: int, evaluated: Mapping[int, Partition] | None = None) -> Curve:
-    """Trains over given partitions; None for the batch whole. After the steps in `evaluated` it is evaluated over the pieces given there."""
+def train_by_hand(
+    subject: Subject,
+    partitions: Sequence[Partition | None],
+    seed: int,
+    evaluated: Mapping[int, Partition] | None = None,
+) -> Curve:
+    """Trains over given partitions; None for the batch whole.
+
+    After the steps in `evaluated` it is evaluated over the pieces given there.
+    """
     model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
     device = next(model.parameters()).device
     curve = Curve()
     start_streams(seed + 1)
     for step, partition in enumerate(partitions):
         view = view_of(subject, batch_of(subject, step, device))
-        curve.losses.append(accumulate(subject, view, [[0, view.length]] if partition is None else partition))
+        curve.losses.append(
+            accumulate(subject, view, [[0, view.length]] if partition is None else partition)
+        )
         curve.norms.append(norm_of(model))
         optimizer.step()
         optimizer.zero_grad()
         if evaluated and step in evaluated:
             following = view_of(subject, batch_of(subject, step + 1, device))
             with evaluating(subject) as evaluate, torch.no_grad():
-                curve.outputs += [evaluate(following.piece(start, stop)) for start, stop in evaluated[step]]
+                curve.outputs += [
+                    evaluate(following.piece(start, stop)) for start, stop in evaluated[step]
+                ]
     curve.final = state_of(model)
     return curve
 
@@ -92,7 +110,9 @@ def evaluating(subject: Subject) -> Iterator[Callable[[Any], float]]:
 def norm_of(model: nn.Module) -> float:
     """The 2-norm of the gradient, parameter by parameter: that takes no memory worth counting."""
     grads = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    numbers = (grad.coalesce().values() if grad.layout is torch.sparse_coo else grad for grad in grads)
+    numbers = (
+        grad.coalesce().values() if grad.layout is torch.sparse_coo else grad for grad in grads
+    )
     return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in numbers))
 
 
@@ -102,17 +122,22 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
 
 
-def relative(mine: Sequence[float], other: Sequence[float], shaken: Sequence[float] | None = None) -> float:
+def relative(
+    mine: Sequence[float], other: Sequence[float], shaken: Sequence[float] | None = None
+) -> float:
     """Largest difference of two curves, relative to the other's values; infinite where lengths differ or one is no number.
 
-    `shaken` is the other after one rounding of the weights at its start: what that has driven apart by then is no difference.
+    `shaken` is the other after one rounding of the weights at its start: what that has driven apart
+    by then is no difference.
     """
     if len(mine) != len(other):
         return math.inf
     a, b = (torch.tensor(curve, dtype=torch.float64) for curve in (mine, other))
     found = _off(a, b, b.abs())
     if shaken is not None and len(found):
-        explained = SHAKEN * _off(torch.tensor(shaken, dtype=torch.float64), b, b.abs()).cummax(0).values
+        explained = (
+            SHAKEN * _off(torch.tensor(shaken, dtype=torch.float64), b, b.abs()).cummax(0).values
+        )
         found = found.where(found > explained, 0.0)
     return max(found.tolist(), default=0.0)
 
@@ -124,17 +149,28 @@ def _off(mine: Tensor, other: Tensor, scale: Tensor) -> Tensor:
     return found.masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
 
 
-def weight_difference(mine: dict[str, Tensor], other: dict[str, Tensor], shaken: dict[str, Tensor] | None = None) -> float:
+def weight_difference(
+    mine: dict[str, Tensor], other: dict[str, Tensor], shaken: dict[str, Tensor] | None = None
+) -> float:
     """Largest difference of an entry, relative to the largest entry of its tensor; infinite where one lacks what the other has. See `relative`."""
     if mine.keys() != other.keys() or any(mine[name].shape != other[name].shape for name in mine):
         return math.inf
 
     def off(of: dict[str, Tensor], name: str) -> float:
         a, b = (each[name].to_dense().double() for each in (of, other))
-        return float(_off(a, b, b.nan_to_num(0.0, 0.0, 0.0).abs().max()).max()) if a.numel() else 0.0
+        return (
+            float(_off(a, b, b.nan_to_num(0.0, 0.0, 0.0).abs().max()).max()) if a.numel() else 0.0
+        )
 
     found = {name: off(mine, name) for name in mine}
-    return max((each for name, each in found.items() if shaken is None or each > SHAKEN * off(shaken, name)), default=0.0)
+    return max(
+        (
+            each
+            for name, each in found.items()
+            if shaken is None or each > SHAKEN * off(shaken, name)
+        ),
+        default=0.0,
+    )
 
 
 # ---------------------------------------------------------------------- a run under stress against it
@@ -150,11 +186,26 @@ def separable(model: str, seed: int, device: str) -> bool:
         start_streams(seed + 1)
         streams = generators_of(subject)
         before, half = streams.read(hosts=True), view.length // 2
-        accumulate(subject, view, [[0, half], [half, view.length]] if parts == 2 and half else [[0, view.length]])
+        accumulate(
+            subject,
+            view,
+            [[0, half], [half, view.length]] if parts == 2 and half else [[0, view.length]],
+        )
         if streams.moved(before):
             return False
-        gradients = {name: p.grad.detach() for name, p in subject.model.named_parameters() if p.grad is not None}
-        found.append(gradients | {name: buffer for name, buffer in subject.model.named_buffers() if buffer.is_floating_point()})
+        gradients = {
+            name: p.grad.detach()
+            for name, p in subject.model.named_parameters()
+            if p.grad is not None
+        }
+        found.append(
+            gradients
+            | {
+                name: buffer
+                for name, buffer in subject.model.named_buffers()
+                if buffer.is_floating_point()
+            }
+        )
     return weight_difference(found[0], found[1]) <= rounding_of(subject.model)[1].weight
 
 
@@ -171,26 +222,42 @@ def compare(order: Order, mine: Curve, partitions: Sequence[Partition]) -> Diffe
     limits = rounding_of(subject.model)[1]
     other = train_by_hand(subject, partitions, order.seed, mine.evaluated)
     found = _differences(limits, mine, other)
-    if not within_rounding(found) and (order.own or order.device != "cpu"):  # the built-in models in float64 make no rounding larger
+    # the built-in models in float64 make no rounding larger
+    if not within_rounding(found) and (order.own or order.device != "cpu"):
         subject = make(*what)
         _shake(subject.model)
-        found = _differences(limits, mine, other, train_by_hand(subject, partitions, order.seed, mine.evaluated))
+        found = _differences(
+            limits, mine, other, train_by_hand(subject, partitions, order.seed, mine.evaluated)
+        )
     if not separable(*what):
         return found
     unlimited = whole(*what, len(partitions))
-    return replace(found, whole_loss=relative(mine.losses, unlimited.losses), whole_weight=weight_difference(mine.final, unlimited.final))
+    return replace(
+        found,
+        whole_loss=relative(mine.losses, unlimited.losses),
+        whole_weight=weight_difference(mine.final, unlimited.final),
+    )
 
 
 def within_rounding(found: Differences) -> bool:
     """Whether rounding explains the differences from the same pieces."""
-    return found.loss <= found.tolerance_loss and max(found.norm, found.weight, found.outputs or 0.0) <= found.tolerance_weight
+    return (
+        found.loss <= found.tolerance_loss
+        and max(found.norm, found.weight, found.outputs or 0.0) <= found.tolerance_weight
+    )
 
 
-def _differences(limits: Rounding, mine: Curve, other: Curve, shaken: Curve | None = None) -> Differences:
+def _differences(
+    limits: Rounding, mine: Curve, other: Curve, shaken: Curve | None = None
+) -> Differences:
     """Less what one rounding of the weights at its start has driven apart in `shaken`, where training makes a rounding larger with each step."""
 
     def off(name: str) -> float:
-        return relative(getattr(mine, name), getattr(other, name), None if shaken is None else getattr(shaken, name))
+        return relative(
+            getattr(mine, name),
+            getattr(other, name),
+            None if shaken is None else getattr(shaken, name),
+        )
 
     weight = weight_difference(mine.final, other.final, None if shaken is None else shaken.final)
     outputs = off("outputs") if mine.outputs or other.outputs else None
@@ -203,5 +270,8 @@ def _shake(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                signs = torch.randint(0, 2, parameter.shape, generator=stream).to(parameter.device) * 2 - 1
+                signs = (
+                    torch.randint(0, 2, parameter.shape, generator=stream).to(parameter.device) * 2
+                    - 1
+                )
                 parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)

@@ -33,16 +33,30 @@ _known: dict[tuple[object, ...], Needs] = {}  # what was measured in this proces
 
 
 def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Run:
-    """Carries an order out. UsageError where the model cannot be trained like this, or the budget is below it."""
+    """Carries an order out.
+
+    UsageError where the model cannot be trained like this, or the budget is below it.
+    """
     began = time.perf_counter()
     # of two processes on one device, neither moves its limit
-    with open_limit(order.kind, **({"shared": True} if order.entry.together and (order.kind == "shim" or order.kind in ON_GPU) else {})) as memory:
+    with open_limit(
+        order.kind,
+        **(
+            {"shared": True}
+            if order.entry.together and (order.kind == "shim" or order.kind in ON_GPU)
+            else {}
+        ),
+    ) as memory:
         key = (order.kind, order.model, order.seed, order.device, order.steps)
         if key not in _known:
             _known[key] = measure(memory, make(order.model, order.seed, memory.device), order.steps)
         session = Session(order, memory, room_of(order, _known[key]))
         gc.collect()  # what was measured with is gone
-        record, curve, largest = session.record, session.curve, largest_block(order, _known[key], session.subject)
+        record, curve, largest = (
+            session.record,
+            session.curve,
+            largest_block(order, _known[key], session.subject),
+        )
         size = meet("made", (record.needs, memory.reserved()))
         if size is not None:
             memory.share(size)
@@ -57,21 +71,27 @@ def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Ru
     meet("trained", None)
     if record.end is not None:
         if in_child(order.kind):  # which ends here, so nothing has to switch it on again
-            switch_onednn_off()  # as while it trained: other kernels round otherwise, and in float32 that adds up
+            # as while it trained: other kernels round otherwise, and in float32 that adds up
+            switch_onednn_off()
         _compare(order, curve, record)
     record.seconds = time.perf_counter() - began
     return record
 
 
 def room_of(order: Order, needs: Needs) -> Room:
-    """What a share is in bytes. UsageError where the budget is below what the smallest micro-batch takes."""
+    """What a share is in bytes.
+
+    UsageError where the budget is below what the smallest micro-batch takes.
+    """
     unit, margin = float(needs.samples), margin_of(order.kind)
     if order.budget is not None:
         unit = float(needs.fits(order.budget * (1 - margin)))
         if unit < needs.sizes[0]:
             raise UsageError(
-                f"--budget: {format_bytes(order.budget)} are below the model: its smallest micro-batch ({needs.sizes[0]}) takes "
-                f"{format_bytes(needs.one)}, and {margin:.0%} stay free; give at least {round(needs.one / (1 - margin)) + 1}"
+                f"--budget: {format_bytes(order.budget)} are below the model: its smallest "
+                f"micro-batch ({needs.sizes[0]}) takes "
+                f"{format_bytes(needs.one)}, and {margin:.0%} stay free; give at least "
+                f"{round(needs.one / (1 - margin)) + 1}"
             )
     return Room(needs, unit, copies=2 if order.entry.together else 1, margin=margin)
 
@@ -81,7 +101,11 @@ def largest_block(order: Order, needs: Needs, subject: Subject) -> int | None:
     if order.entry.largest is None:
         return None
     batch = longest_batch(subject, order.steps).batch if in_child(order.kind) else ()
-    whole = [leaf.nbytes for leaf in tree_leaves([*subject.model.parameters(), batch]) if isinstance(leaf, torch.Tensor)]
+    whole = [
+        leaf.nbytes
+        for leaf in tree_leaves([*subject.model.parameters(), batch])
+        if isinstance(leaf, torch.Tensor)
+    ]
     return max(*whole, round(order.entry.largest * (needs.whole - needs.rest)))
 
 
@@ -94,12 +118,22 @@ def unexpected(error: BaseException) -> str:
 def _compare(order: Order, curve: Curve, record: Run) -> None:
     """Notes the differences on the record, and the user's way out where there are some without a reason in the random numbers."""
     try:
-        record.differences = found = compare(order, curve, [step.partition for step in record.steps])
+        record.differences = found = compare(
+            order, curve, [step.partition for step in record.steps]
+        )
     except (Exception, SystemExit) as error:
-        record.complaints.append(f"the run without limits, which it is compared with, has failed: {one_line(error)}")
-        return
-    if not within_rounding(found) and found.whole_loss is None and "replay" not in make(order.model, order.seed, order.device).options:
         record.complaints.append(
-            "its gradient depends on how a batch is split: if that is not for random numbers or BatchNorm, its samples depend on each other inside a "
-            'piece, which takes the option {"replay": "isolate"} (a dict as the factory\'s last entry)'
+            f"the run without limits, which it is compared with, has failed: {one_line(error)}"
+        )
+        return
+    if (
+        not within_rounding(found)
+        and found.whole_loss is None
+        and "replay" not in make(order.model, order.seed, order.device).options
+    ):
+        record.complaints.append(
+            "its gradient depends on how a batch is split: if that is not for random numbers or "
+            "BatchNorm, its samples depend on each other inside a "
+            'piece, which takes the option {"replay": "isolate"} (a dict as the factory\'s last '
+            "entry)"
         )

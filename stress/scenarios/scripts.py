@@ -10,10 +10,12 @@ from typing import Literal
 from ..limits import ON_GPU
 from ..record import Needs
 
-# What stays free of the room for a share, which the controller would not use: 5 % that it keeps free, and the error of its fits. On a GPU the
-# allocator reserves more than it hands out: blocks of other sizes in its cache, and segments of 20 MiB.
+# What stays free of the room for a share, which the controller would not use: 5 % that it keeps
+# free, and the error of its fits. On a GPU the allocator reserves more than it hands out: blocks of
+# other sizes in its cache, and segments of 20 MiB.
 MARGIN, ROOMY = 0.08, 0.25
-FLAP, STAY = 6, 2  # steps from one return of memory to the next in `flapping`, and for how many of them it stays
+# steps from one return of memory to the next in `flapping`, and for how many of them it stays
+FLAP, STAY = 6, 2
 
 When = Literal["before", "forward", "backward"]
 
@@ -24,9 +26,12 @@ class Supply:
 
     left: float = 1.0  # share of the batch for which there is room next to the co-tenant
     capacity: float = 1.0  # share for which there would be room without the co-tenant
-    when: When = "before"  # where in the step it becomes so: before it, or in the first forward or backward
-    starved: bool = False  # there is not even room for the smallest micro-batch, only for half of what it takes
-    optimizer: bool = False  # room for model, gradients, optimizer state, and half of what the optimizer's step takes on top
+    # where in the step it becomes so: before it, or in the first forward or backward
+    when: When = "before"
+    # there is not even room for the smallest micro-batch, only for half of what it takes
+    starved: bool = False
+    # room for model, gradients, optimizer state, and half of what the optimizer's step takes on top
+    optimizer: bool = False
 
 
 def margin_of(kind: str) -> float:
@@ -39,13 +44,17 @@ class Room:
     """What a share is in bytes, for one model under one limit."""
 
     needs: Needs
-    unit: float  # samples that a share of 1 stands for: the batch, or what fits into the budget that the user gave
+    # samples that a share of 1 stands for: the batch, or what fits into the budget that the user
+    # gave
+    unit: float
     copies: int = 1  # how many processes share it
     margin: float = MARGIN  # what stays free of it
 
     def of(self, share: float) -> int:
         """Bytes that a share takes, with the controller's margin; one below the smallest micro-batch counts as that."""
-        return self.copies * round(self.needs.at(max(self.needs.sizes[0], share * self.unit)) / (1 - self.margin))
+        return self.copies * round(
+            self.needs.at(max(self.needs.sizes[0], share * self.unit)) / (1 - self.margin)
+        )
 
     def capacity(self, supply: Supply) -> int:
         """Bytes for all."""
@@ -57,7 +66,11 @@ class Room:
 
     def others(self, supply: Supply) -> int:
         """Bytes that the co-tenant holds."""
-        return 0 if supply.starved or supply.optimizer else max(0, self.of(supply.capacity) - self.of(supply.left))
+        return (
+            0
+            if supply.starved or supply.optimizer
+            else max(0, self.of(supply.capacity) - self.of(supply.left))
+        )
 
 
 Script = Callable[[int, int, int], Supply]

@@ -30,7 +30,15 @@ from ..reference.by_hand import view_of
 from ..streams import Streams, start_streams
 from .catalogue import Order
 from .measure import batch_of
-from .reference import Curve, evaluating, generators_of, norm_of, rounding_of, state_of, weight_difference
+from .reference import (
+    Curve,
+    evaluating,
+    generators_of,
+    norm_of,
+    rounding_of,
+    state_of,
+    weight_difference,
+)
 from .scripts import Room, Supply, dead
 
 EVERY = 4  # steps from one checkpoint to the next
@@ -45,14 +53,20 @@ _NAMES: dict[type[events.Event], str] = {
 
 
 class Timeline:
-    """Follows an order's script; `note` gets each move in words. Nothing moves where two share a device, whose size is set once for both."""
+    """Follows an order's script; `note` gets each move in words.
 
-    def __init__(self, memory: MemoryLimit, room: Room, order: Order, note: Callable[[str], object]) -> None:
+    Nothing moves where two share a device, whose size is set once for both.
+    """
+
+    def __init__(
+        self, memory: MemoryLimit, room: Room, order: Order, note: Callable[[str], object]
+    ) -> None:
         self._memory, self._room, self._order, self._note = memory, room, order, note
         self._pending: Supply | None = None
         self.capacity: int | None = None  # bytes for all, now; None before the first step
         self._held = 0  # bytes that the co-tenant was made to hold
-        self.lowest: int | None = None  # what was left at the lowest in this step, where it moved in its middle
+        # what was left at the lowest in this step, where it moved in its middle
+        self.lowest: int | None = None
 
     def begin(self, step: int) -> None:
         """Applies the step's supply, or keeps it for the step's middle."""
@@ -64,7 +78,10 @@ class Timeline:
             self._pending = supply
 
     def reach(self, when: str = "") -> None:
-        """A place of the step, or its end: applies what is due, if it has not come yet. A piece that runs again comes here again, too."""
+        """A place of the step, or its end: applies what is due, if it has not come yet.
+
+        A piece that runs again comes here again, too.
+        """
         supply = self._pending
         if supply is not None and when in {supply.when, ""}:
             self._pending, before = None, (self.capacity or 0) - self._held
@@ -73,7 +90,10 @@ class Timeline:
 
     def _apply(self, supply: Supply) -> None:
         before = self.capacity, self._held
-        self.capacity, self._held = capacity, held = self._room.capacity(supply), self._room.others(supply)
+        self.capacity, self._held = capacity, held = (
+            self._room.capacity(supply),
+            self._room.others(supply),
+        )
         if before == (capacity, held) or self._order.entry.together:
             return
         if before[0] != capacity:
@@ -92,21 +112,40 @@ class FailingSensor:
         self.dead = False
 
     def read(self) -> Reading:
-        return Unavailable("the sensor is dead: the script says so") if self.dead else self._sensor.read()
+        return (
+            Unavailable("the sensor is dead: the script says so")
+            if self.dead
+            else self._sensor.read()
+        )
 
 
 class Session:
-    """A model in training under the script of an order. What is trained is made here, before there is a limit."""
+    """A model in training under the script of an order.
+
+    What is trained is made here, before there is a limit.
+    """
 
     def __init__(self, order: Order, memory: MemoryLimit, room: Room) -> None:
         self._order, self._scenario, self._memory = order, order.entry, memory
         self.subject = make(order.model, order.seed, memory.device)
         self.model, dtype = self.subject.model, rounding_of(self.subject.model)[0]
-        self.record = Run(order.scenario, order.kind, self.subject.name, dtype, order.seed, room.needs, process=order.process)
+        self.record = Run(
+            order.scenario,
+            order.kind,
+            self.subject.name,
+            dtype,
+            order.seed,
+            room.needs,
+            process=order.process,
+        )
         self.record.began = time.monotonic()
         self.curve = Curve()  # what is compared with the reference
         self._streams = generators_of(self.subject)
-        self._sensor = FailingSensor(memory.sensor or sensor_for(memory.device)[0]) if self._scenario.sensor_dies else None
+        self._sensor = (
+            FailingSensor(memory.sensor or sensor_for(memory.device)[0])
+            if self._scenario.sensor_dies
+            else None
+        )
         options = {
             "policy": self._scenario.policy,
             "seed": order.seed + 7919 * order.process,
@@ -118,10 +157,14 @@ class Session:
         self._mbs = ElasticMBS(self.model, on_event=self._hear, **grouped(options))
         self._optimizer = self.subject.optimizer(self.model.parameters())
         self._timeline = Timeline(memory, room, order, functools.partial(self._mark, "move"))
-        self._loss_fn = functools.update_wrapper(functools.partial(self._run_piece), self.subject.loss_fn)  # sizes are learned by name
+        # sizes are learned by name
+        self._loss_fn = functools.update_wrapper(
+            functools.partial(self._run_piece), self.subject.loss_fn
+        )
         self._path = None if order.folder is None else Path(order.folder, "checkpoint.pt")
         self._ooms, self._lost = 0, 0.0  # survived in this step, and seconds that they cost
-        self._error: tuple[str, bool, float] | None = None  # that ended training: its first line, whether all was restored, seconds
+        # that ended training: its first line, whether all was restored, seconds
+        self._error: tuple[str, bool, float] | None = None
 
     def train(self, tell: Callable[[Step], object]) -> Curve:
         """Trains to the last step, from a checkpoint where there is one, and lets go of all but the model and the optimizer's state."""
@@ -155,9 +198,16 @@ class Session:
         if made is None:
             return False
         every = self._scenario.evaluate
-        if every and step % every == every - 1 and step + 1 < self._order.steps:  # the last step has no batch to follow it
+        # the last step has no batch to follow it
+        if every and step % every == every - 1 and step + 1 < self._order.steps:
             self._evaluate(step)
-        made = replace(made, seconds=self._now() - began, live=self._memory.live(), ooms=self._ooms, time_lost=self._lost)
+        made = replace(
+            made,
+            seconds=self._now() - began,
+            live=self._memory.live(),
+            ooms=self._ooms,
+            time_lost=self._lost,
+        )
         self.record.steps.append(made)
         return True
 
@@ -182,16 +232,27 @@ class Session:
         self._optimizer.zero_grad()
         timeline.reach()
         capacity, others, peak = timeline.capacity, self._memory.others(), self._memory.peak()
-        size, replayed, view = result.micro_batch_size, result.replayed_samples, view_of(self.subject, batch)
-        partition, skipped = ([list(piece) for piece in pieces] for pieces in (result.partition, result.skipped))
+        size, replayed, view = (
+            result.micro_batch_size,
+            result.replayed_samples,
+            view_of(self.subject, batch),
+        )
+        partition, skipped = (
+            [list(piece) for piece in pieces] for pieces in (result.partition, result.skipped)
+        )
         figures = (view.length, view.elements, size, partition, replayed, loss, norm)
-        return Step(step, began, capacity, others, peak, *figures, lowest=timeline.lowest, skipped=skipped)
+        return Step(
+            step, began, capacity, others, peak, *figures, lowest=timeline.lowest, skipped=skipped
+        )
 
     def _run_piece(self, piece: Any) -> Any:
         """The loss function, with what the script has happen in its forward or in the backward after it."""
         self._timeline.reach("forward")
         loss = self.subject.loss_fn(piece)
-        leaf = next((each for each in tree_leaves(loss) if isinstance(each, Tensor) and each.requires_grad), None)
+        leaf = next(
+            (each for each in tree_leaves(loss) if isinstance(each, Tensor) and each.requires_grad),
+            None,
+        )
         if leaf is not None:
             leaf.register_hook(self._go_back)
         return loss
@@ -206,7 +267,9 @@ class Session:
         with evaluating(self.subject) as evaluate:
             losses = self._mbs.eval(evaluate, following)  # one of each piece
         self.curve.outputs += losses
-        self.curve.evaluated[step] = list(itertools.pairwise([0, *itertools.accumulate(losses.lengths)]))
+        self.curve.evaluated[step] = list(
+            itertools.pairwise([0, *itertools.accumulate(losses.lengths)])
+        )
         self._mark("eval", f"evaluated {sum(losses.lengths)} samples")
 
     # ------------------------------------------------------------------ notes
@@ -215,8 +278,12 @@ class Session:
         """Seconds since the run began."""
         return time.monotonic() - self.record.began
 
-    def _mark(self, what: str, text: str, before: int | None = None, after: int | None = None) -> None:
-        self.record.marks.append(Mark(self._now(), len(self.record.steps), what, text, before, after))
+    def _mark(
+        self, what: str, text: str, before: int | None = None, after: int | None = None
+    ) -> None:
+        self.record.marks.append(
+            Mark(self._now(), len(self.record.steps), what, text, before, after)
+        )
 
     def _hear(self, event: events.Event) -> None:
         if isinstance(event, events.OutOfMemory):
@@ -224,7 +291,12 @@ class Session:
             self._lost += event.seconds_lost or 0.0
             self._mark("oom", event.line(), event.size_before, event.size_after)
         elif isinstance(event, events.Resized):
-            self._mark("grow" if event.after > event.before else "shrink", event.line(), event.before, event.after)
+            self._mark(
+                "grow" if event.after > event.before else "shrink",
+                event.line(),
+                event.before,
+                event.after,
+            )
         elif not isinstance(event, events.CallDone):
             self._ooms += isinstance(event, events.OptimizerOutOfMemory)
             self._mark(_NAMES.get(type(event), "error"), event.line())
@@ -234,12 +306,20 @@ class Session:
     def _state(self) -> tuple[dict[str, Tensor], list[bool], Streams]:
         """What an error must leave as it was."""
         with on_host():
-            return state_of(self.model), [parameter.grad is None for parameter in self.model.parameters()], Streams.now()
+            return (
+                state_of(self.model),
+                [parameter.grad is None for parameter in self.model.parameters()],
+                Streams.now(),
+            )
 
     def _is_as(self, before: tuple[dict[str, Tensor], list[bool], Streams]) -> bool:
         state, empty, streams = self._state()
         with on_host():
-            return empty == before[1] and streams.same(before[2]) and weight_difference(state, before[0]) == 0
+            return (
+                empty == before[1]
+                and streams.same(before[2])
+                and weight_difference(state, before[0]) == 0
+            )
 
     def _save(self) -> None:
         """After every fourth step. The file is whole at any moment, also while it is written."""
@@ -262,7 +342,8 @@ class Session:
         if self._path is None or not self._path.exists():
             return
         with on_host():
-            state = torch.load(self._path, weights_only=False)  # written by us; the states of numpy's streams hold arrays
+            # written by us; the states of numpy's streams hold arrays
+            state = torch.load(self._path, weights_only=False)
             self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._mbs.load_state_dict(state["elastic_mbs"])
@@ -270,5 +351,6 @@ class Session:
         self.curve, saved = state["curve"], state["record"]
         self.record.steps += saved.steps
         self.record.marks += saved.marks
-        self.record.began -= saved.steps[-1].at + saved.steps[-1].seconds  # the curve goes on where it stood
+        # the curve goes on where it stood
+        self.record.began -= saved.steps[-1].at + saved.steps[-1].seconds
         self._mark("resumed", f"resumed at step {len(saved.steps)} from a checkpoint")

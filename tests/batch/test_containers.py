@@ -104,7 +104,9 @@ def test_a_piece_and_a_mapped_batch_have_the_batchs_type(batch: Any) -> None:
     doubled = map_tensors(batch, lambda tensor: tensor * 2)
     assert type(doubled) is type(batch)
     assert [leaf.tolist() for leaf in tensors_in(doubled)] == [(X * 2).tolist(), (Y * 2).tolist()]
-    assert all(new is old for new, old in zip(tensors_in(batch), (X, Y), strict=True)), "the batch itself is as it was"
+    assert all(new is old for new, old in zip(tensors_in(batch), (X, Y), strict=True)), (
+        "the batch itself is as it was"
+    )
 
 
 def test_attributes_next_to_the_parts_are_kept() -> None:
@@ -112,11 +114,16 @@ def test_attributes_next_to_the_parts_are_kept() -> None:
     assert BatchView(defaultdict(list, x=X)).piece(0, 1)["new"] == []
     batch: Any = Record(x=X)
     batch.name, batch.scale, batch.size = "a", torch.tensor(2.0), (224, 224)
-    assert (BatchView(batch).piece(0, 1).name, BatchView(batch).piece(0, 1).size) == ("a", (224, 224))
+    assert (BatchView(batch).piece(0, 1).name, BatchView(batch).piece(0, 1).size) == (
+        "a",
+        (224, 224),
+    )
 
 
 @pytest.mark.parametrize("batch", [*with_attributes(), Fields("abcdef")], ids=kind)
-@pytest.mark.parametrize("mask", [X > 2, X.numpy(), [X[:, 0]], {"of": (X.t(),)}, np.arange(3)], ids=kind)
+@pytest.mark.parametrize(
+    "mask", [X > 2, X.numpy(), [X[:, 0]], {"of": (X.t(),)}, np.arange(3)], ids=kind
+)
 def test_an_attribute_with_rows_that_is_no_part_is_asked_about(batch: Any, mask: Any) -> None:
     batch.mask = mask
     with pytest.raises(BatchError, match=r'"mask" is an attribute next to the parts of') as caught:
@@ -125,7 +132,9 @@ def test_an_attribute_with_rows_that_is_no_part_is_asked_about(batch: Any, mask:
     with pytest.raises(BatchError, match=r'"b.mask" is an attribute'):
         BatchView({"b": batch})
     assert BatchView(batch, whole("mask")).piece(1, 3).mask is mask
-    assert BatchView([batch, batch], items()).length == 2, "an item of a list is no container of samples"
+    assert BatchView([batch, batch], items()).length == 2, (
+        "an item of a list is no container of samples"
+    )
 
 
 @pytest.mark.parametrize("data", [X, X.numpy()], ids=kind)
@@ -134,7 +143,9 @@ def test_an_attribute_that_is_a_part_is_the_pieces_own(data: Any) -> None:
     assert batch.doubled.shape == X.shape
     piece = BatchView(batch).piece(1, 3)
     assert torch.equal(torch.as_tensor(piece.inputs), X[1:3])
-    assert torch.equal(torch.as_tensor(piece.doubled), X[1:3] * 2), "a cached property is computed again"
+    assert torch.equal(torch.as_tensor(piece.doubled), X[1:3] * 2), (
+        "a cached property is computed again"
+    )
 
 
 class Attributes(dict[str, Any]):
@@ -172,7 +183,9 @@ def test_items_that_are_attributes_too_are_those_of_the_piece(cls: Any) -> None:
     assert len(batch.x) == 4
 
 
-@pytest.mark.parametrize(("kept", "piece"), [(["a", "b", "c", "d"], ["c", "d"]), (None, None), ("abcd", "abcd")])
+@pytest.mark.parametrize(
+    ("kept", "piece"), [(["a", "b", "c", "d"], ["c", "d"]), (None, None), ("abcd", "abcd")]
+)
 def test_a_piece_of_a_tokenizers_batch_has_its_own_encodings(kept: Any, piece: Any) -> None:
     # `piece.word_ids(0)` were those of the batch's first sample
     batch = Encoding({"input_ids": torch.zeros(4, 3)}, kept, names=["a", "b", "c", "d"])
@@ -186,7 +199,10 @@ def test_a_piece_of_a_tokenizers_batch_has_its_own_encodings(kept: Any, piece: A
 
 def test_only_the_containers_of_tensors_that_changed_are_rebuilt() -> None:
     unchanged, packed, thing = {"a": Y}, pack_sequence([X[0]]), object()
-    mapped = map_tensors({"u": unchanged, "v": [X], "w": [packed, thing, {1, 2}]}, lambda tensor: tensor + 1 if tensor is X else tensor)
+    mapped = map_tensors(
+        {"u": unchanged, "v": [X], "w": [packed, thing, {1, 2}]},
+        lambda tensor: tensor + 1 if tensor is X else tensor,
+    )
     assert mapped["u"] is unchanged
     assert torch.equal(mapped["v"][0], X + 1)
     assert mapped["w"] == [packed, thing, {1, 2}]
@@ -290,7 +306,9 @@ def test_lookup_takes_names_paths_and_indexes_and_says_what_there_is() -> None:
     for name in ("mask", "deep.mask", "0.a.b"):
         assert lookup(batch, name) is Y
     assert lookup(batch, 2) == "text"
-    with pytest.raises(LookupError, match=r"no 'label': tuple has the parts '0', '0\.ids', '0\.a\.b'"):
+    with pytest.raises(
+        LookupError, match=r"no 'label': tuple has the parts '0', '0\.ids', '0\.a\.b'"
+    ):
         lookup(batch, "label")
     with pytest.raises(LookupError, match=r"not unique: it could be '0\.m', '1\.m'"):
         lookup([{"m": X}, {"m": Y}], "m")
@@ -298,5 +316,6 @@ def test_lookup_takes_names_paths_and_indexes_and_says_what_there_is() -> None:
         lookup(X, "m")
     with pytest.raises(LookupError, match="and 1 more"):
         lookup({str(i): i for i in range(13)}, "m")
-    with pytest.raises(LookupError, match=r"the parts 'names'$"):  # a list of plain items is not opened
+    # a list of plain items is not opened
+    with pytest.raises(LookupError, match=r"the parts 'names'$"):
         lookup({"names": ["a", "b"]}, "m")

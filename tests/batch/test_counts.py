@@ -32,12 +32,18 @@ def read(values: Any, n: int | None = None) -> Counts:
 
 
 whole_numbers = st.lists(st.integers(0, 2**70), min_size=1, max_size=20).filter(any)
-floats = st.lists(st.one_of(st.floats(0, 1e300, allow_nan=False), st.sampled_from([0.1, 5e-324, 1e17, 3])), min_size=1, max_size=20).filter(any)
+floats = st.lists(
+    st.one_of(st.floats(0, 1e300, allow_nan=False), st.sampled_from([0.1, 5e-324, 1e17, 3])),
+    min_size=1,
+    max_size=20,
+).filter(any)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_the_weights_of_any_split_are_the_shares_of_its_terms_and_add_up_to_one(data: st.DataObject) -> None:
+def test_the_weights_of_any_split_are_the_shares_of_its_terms_and_add_up_to_one(
+    data: st.DataObject,
+) -> None:
     values = data.draw(st.one_of(whole_numbers, floats))
     counts, ranges = read(values), data.draw(splits(len(values)))
     exact = [sum(map(Fraction, values[start:stop])) for start, stop in ranges]
@@ -58,7 +64,9 @@ def test_samples_count_one_each_and_a_mask_what_is_true() -> None:
     assert read(torch.tensor([True, False, True])).total == 2
     for counts in (Counts.samples(17), Counts.read(None, view_of(17))):
         assert (counts.n, counts.names, counts.total) == (17, None, 17)
-        assert counts.weights(16, 17) == {None: 1 / 17}, "a division by the number of pieces would give 1/2"
+        assert counts.weights(16, 17) == {None: 1 / 17}, (
+            "a division by the number of pieces would give 1/2"
+        )
         assert counts.weights(2, 2) is None
 
 
@@ -84,13 +92,18 @@ def test_samples_count_one_each_and_a_mask_what_is_true() -> None:
 def test_any_vector_of_numbers_is_read_and_keeps_whole_numbers_whole(vector: Any) -> None:
     counts = read(vector)
     assert counts.total == 5
-    assert isinstance(counts.total, float) == any("float" in str(getattr(value, "dtype", type(value))) for value in vector)
+    assert isinstance(counts.total, float) == any(
+        "float" in str(getattr(value, "dtype", type(value))) for value in vector
+    )
     assert counts.weights(1, 2) is None
     assert counts.weights(2, 3) == {None: 0.6}
 
 
 def test_losses_by_name_have_counts_by_name() -> None:
-    counts = Counts.read({"mlm": lambda batch: [0, 2, 6], "nsp": None, "aux": lambda batch: [0, 0.5, 0.5]}, view_of(3))
+    counts = Counts.read(
+        {"mlm": lambda batch: [0, 2, 6], "nsp": None, "aux": lambda batch: [0, 0.5, 0.5]},
+        view_of(3),
+    )
     assert counts.names == ("mlm", "nsp", "aux")
     assert counts.total == {"mlm": 8, "nsp": 3, "aux": 1.0}
     assert counts.weights(0, 1) == {"mlm": 0.0, "nsp": 1 / 3, "aux": 0.0}
@@ -109,19 +122,37 @@ def test_losses_by_name_have_counts_by_name() -> None:
         (torch.tensor([1.0, float("-inf"), 1.0]), "count of sample 1 is -inf"),
         ([0, 0, 0], r"count is zero for all 3 samples.*\(is every label ignored\?\)"),
         (torch.zeros(3), "count is zero for all 3 samples"),
-        ([1, 2], "count returned 2 counts for a batch of 3 samples: it must return one count per sample"),
+        (
+            [1, 2],
+            "count returned 2 counts for a batch of 3 samples: it must return one count per sample",
+        ),
         (torch.ones(4), "count returned 4 counts for a batch of 3 samples"),
         ([], "count returned 0 counts for a batch of 3"),
-        (7, r"count returned 7 \(of type int\): it must return one count per sample\n.*torch.full\(\(N,\), count\)"),
-        (torch.tensor(7), r"count returned a tensor of shape \(\): it must return one count per sample\n.*torch.full\(\(N,\), count\)"),
-        (torch.ones(3, 2), r"count returned a tensor of shape \(3, 2\): .*one count per sample\n  sum over every dimension but the first"),
+        (
+            7,
+            r"count returned 7 \(of type int\): it must return one count per "
+            r"sample\n.*torch.full\(\(N,\), count\)",
+        ),
+        (
+            torch.tensor(7),
+            r"count returned a tensor of shape \(\): it must return one count per "
+            r"sample\n.*torch.full\(\(N,\), count\)",
+        ),
+        (
+            torch.ones(3, 2),
+            r"count returned a tensor of shape \(3, 2\): .*one count per sample\n  sum over every "
+            r"dimension but the first",
+        ),
         (np.ones((3, 2)), r"count returned a tensor of shape \(3, 2\)"),
         (None, r"count returned None \(of type NoneType\): it must return one number per sample"),
         ("123", r"count returned '123' \(of type str\)"),
         ([1, "2", 3], r"count of sample 1 is '2' \(of type str\): counts are numbers"),
         ([1, 2j, 3], "count of sample 1 is 2j"),
         ([1, Decimal(2), 3], "count of sample 1 is Decimal"),
-        ([1, torch.ones(2), 3], r"count of sample 1 is a tensor of shape \(2,\): counts are numbers"),
+        (
+            [1, torch.ones(2), 3],
+            r"count of sample 1 is a tensor of shape \(2,\): counts are numbers",
+        ),
         ({"mlm": [1, 2, 3]}, "count returned a dict: give a dict of functions instead.*'mlm'"),
         ([1e308, 1e308, 1e308], "count adds up to more than a float can hold"),
         ([10**400, 1.0, 1], "count adds up to more than a float can hold"),
@@ -174,12 +205,30 @@ LABELS = torch.tensor([[5, -100, 7, 8], [-100, -100, -100, -100], [1, 2, 3, -100
         (count_tokens(), {"labels": LABELS.reshape(3, 2, 2)}, [3, 0, 3]),
         (count_tokens(), {"labels": torch.tensor([1, -100, 0])}, [1, 0, 1]),
         (count_tokens(), {"labels": LABELS.numpy()}, [3, 0, 3]),
-        (count_tokens(), {"labels": [torch.tensor([1, -100]), torch.tensor([2, 3, 4]), [5, -100, -100], np.array([-100]), ()]}, [1, 3, 1, 0, 0]),
-        (count_tokens(shift=True), {"labels": [torch.tensor([1, -100]), [2, 3, 4], np.array([-100])]}, [0, 2, 0]),
+        (
+            count_tokens(),
+            {
+                "labels": [
+                    torch.tensor([1, -100]),
+                    torch.tensor([2, 3, 4]),
+                    [5, -100, -100],
+                    np.array([-100]),
+                    (),
+                ]
+            },
+            [1, 3, 1, 0, 0],
+        ),
+        (
+            count_tokens(shift=True),
+            {"labels": [torch.tensor([1, -100]), [2, 3, 4], np.array([-100])]},
+            [0, 2, 0],
+        ),
         (count_tokens(), {"labels": [3, -100]}, [1, 0]),
     ],
 )
-def test_labels_that_are_not_ignored_are_counted_per_sample(counter: Any, batch: Any, expected: list[int]) -> None:
+def test_labels_that_are_not_ignored_are_counted_per_sample(
+    counter: Any, batch: Any, expected: list[int]
+) -> None:
     assert [int(count) for count in counter(batch)] == expected
 
 
@@ -191,8 +240,12 @@ def terms(counter: Any, view: BatchView) -> list[float]:
     return [round(share[None] * counts.total) for share in shares]
 
 
-@pytest.mark.parametrize("kind", [lambda labels: labels, lambda labels: labels.numpy()], ids=["tensor", "numpy"])
-def test_tokens_are_counted_along_the_dimension_that_holds_the_samples(kind: Callable[[torch.Tensor], Any]) -> None:
+@pytest.mark.parametrize(
+    "kind", [lambda labels: labels, lambda labels: labels.numpy()], ids=["tensor", "numpy"]
+)
+def test_tokens_are_counted_along_the_dimension_that_holds_the_samples(
+    kind: Callable[[torch.Tensor], Any],
+) -> None:
     labels = torch.full((4, 4), -100)  # (T, N), as many steps as samples
     labels[:, 0], labels[:2, 1], labels[0, 2] = 1, 1, 1
     view = BatchView({"x": torch.zeros(4, 4, 3), "labels": kind(labels)}, {"x": 1, "labels": 1})
@@ -202,7 +255,8 @@ def test_tokens_are_counted_along_the_dimension_that_holds_the_samples(kind: Cal
 
 def test_labels_in_a_list_of_fields_are_not_counted_as_samples() -> None:
     column = torch.tensor([1, -100, 1, 1])
-    view = BatchView({"x": torch.zeros(4), "labels": [column] * 4})  # what default_collate makes of lists of four
+    # what default_collate makes of lists of four
+    view = BatchView({"x": torch.zeros(4), "labels": [column] * 4})
     with pytest.raises(CountError, match="found 4 fields of 4 samples each"):
         Counts.read(count_tokens(), view)
     assert terms(count_tokens(lambda batch: torch.stack(batch["labels"], 1)), view) == [4, 0, 4, 4]
@@ -213,18 +267,32 @@ def test_labels_in_a_list_of_fields_are_not_counted_as_samples() -> None:
 @pytest.mark.parametrize(
     ("counter", "batch", "message"),
     [
-        (count_tokens(), {"ids": LABELS, "y": LABELS}, r"no 'labels': dict has the parts 'ids', 'y'\n.*count_tokens\(key=\.\.\.\)"),
+        (
+            count_tokens(),
+            {"ids": LABELS, "y": LABELS},
+            r"no 'labels': dict has the parts 'ids', 'y'\n.*count_tokens\(key=\.\.\.\)",
+        ),
         (count_tokens("a.b"), {"a": {"c": LABELS}}, r"no 'a\.b': dict has the parts 'a', 'a\.c'"),
         (count_tokens(), LABELS, "no 'labels': .*Tensor has no named parts"),
         (count_tokens("m"), [{"m": LABELS}, {"m": LABELS}], "'m' is not unique"),
-        (count_tokens(shift=True), {"labels": LABELS[:, 0]}, r"found labels of shape \(3,\): they must be \(N, L, \.\.\.\)"),
-        (count_tokens(), {"labels": torch.tensor(1)}, r"found labels of shape \(\): they must be \(N, \.\.\.\)"),
+        (
+            count_tokens(shift=True),
+            {"labels": LABELS[:, 0]},
+            r"found labels of shape \(3,\): they must be \(N, L, \.\.\.\)",
+        ),
+        (
+            count_tokens(),
+            {"labels": torch.tensor(1)},
+            r"found labels of shape \(\): they must be \(N, \.\.\.\)",
+        ),
         (count_tokens(), {"labels": "text"}, r"found 'text' \(of type str\): labels are a tensor"),
         (count_tokens(), {"labels": ["a", "b"]}, "found a list with 'a'"),
         (count_tokens(shift=True), {"labels": [1, 2]}, r"found a list with a tensor of shape \(\)"),
     ],
 )
-def test_labels_that_are_not_found_are_named(counter: Callable[[Any], Any], batch: Any, message: str) -> None:
+def test_labels_that_are_not_found_are_named(
+    counter: Callable[[Any], Any], batch: Any, message: str
+) -> None:
     with pytest.raises(CountError, match=message):
         counter(batch)
 
@@ -254,7 +322,9 @@ def counted(values: list[int]) -> Counts:
 
 
 @given(st.data())
-def test_every_sample_is_handed_out_or_skipped_once_whatever_sizes_and_failures(data: st.DataObject) -> None:
+def test_every_sample_is_handed_out_or_skipped_once_whatever_sizes_and_failures(
+    data: st.DataObject,
+) -> None:
     values = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=40).filter(any))
     align = data.draw(st.integers(1, 3))
     schedule = Schedule(counted(values), align=align)
@@ -271,13 +341,17 @@ def test_every_sample_is_handed_out_or_skipped_once_whatever_sizes_and_failures(
         size = data.draw(st.sampled_from([size, size, 2 * size, max(1, size // 2)]))
     assert not schedule
     assert schedule.missing() == []
-    samples = [sample for start, stop in [*done, *schedule.skipped] for sample in range(start, stop)]
+    samples = [
+        sample for start, stop in [*done, *schedule.skipped] for sample in range(start, stop)
+    ]
     assert sorted(samples) == list(range(len(values)))
     assert all(not any(values[start:stop]) for start, stop in schedule.skipped)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 4), st.integers(1, 4))
-def test_a_batch_that_nothing_happens_to_is_cut_as_partition_says(samples: int, size: int, minimum: int, align: int) -> None:
+def test_a_batch_that_nothing_happens_to_is_cut_as_partition_says(
+    samples: int, size: int, minimum: int, align: int
+) -> None:
     schedule = Schedule(Counts.samples(samples), minimum=minimum, align=align)
     pieces = []
     while (piece := schedule.next(size)) is not None:
@@ -292,7 +366,11 @@ def test_a_piece_that_failed_comes_before_the_others_and_keeps_its_marks() -> No
     schedule.push(Range(first.start, first.stop, frozenset({7})))
     assert sorted((rest.start, rest.stop) for rest in schedule.missing()) == [(0, 4), (4, 12)]
     again = [schedule.next(2) for _ in range(3)]
-    assert [(p.start, p.stop, p.committed) for p in again if p is not None] == [(0, 2, {7}), (2, 4, {7}), (4, 6, frozenset())]
+    assert [(p.start, p.stop, p.committed) for p in again if p is not None] == [
+        (0, 2, {7}),
+        (2, 4, {7}),
+        (4, 6, frozenset()),
+    ]
 
 
 def test_a_restart_forgets_what_was_handed_out_and_skipped() -> None:
@@ -305,7 +383,10 @@ def test_a_restart_forgets_what_was_handed_out_and_skipped() -> None:
 
 
 def kinds(batch: Any, *, training: bool = True, counted: bool = False, **others: Any) -> list[str]:
-    return [kind for kind, _ in first_look(BatchView(batch), training=training, counted=counted, **others)]
+    return [
+        kind
+        for kind, _ in first_look(BatchView(batch), training=training, counted=counted, **others)
+    ]
 
 
 IGNORED = {"x": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [1, 1]])}
@@ -314,7 +395,9 @@ IGNORED = {"x": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [1, 1]])}
 def test_labels_to_ignore_without_a_count_are_told_of_where_there_is_a_loss() -> None:
     assert kinds(IGNORED) == ["count"]
     assert kinds(IGNORED, counted=True) == kinds(IGNORED, training=False) == []
-    assert kinds(torch.zeros(1, 2), arguments=(torch.zeros(1),)) == [], "of one sample nothing can be told"
+    assert kinds(torch.zeros(1, 2), arguments=(torch.zeros(1),)) == [], (
+        "of one sample nothing can be told"
+    )
 
 
 @pytest.mark.parametrize(("reduction", "told"), [("mean", ["count"]), ("sum", [])])
@@ -322,9 +405,13 @@ def test_sums_need_no_count(reduction: Literal["mean", "sum"], told: list[str]) 
     model, events = nn.Linear(3, 4), list[Any]()
 
     def loss_fn(batch: Any) -> Tensor:
-        return functional.cross_entropy(model(batch["x"]), batch["labels"][:, 1], reduction=reduction)
+        return functional.cross_entropy(
+            model(batch["x"]), batch["labels"][:, 1], reduction=reduction
+        )
 
-    ElasticMBS(model, reduction=reduction, on_event=events.append, memory=MemoryOptions(monitor_interval=0)).backward(loss_fn, IGNORED)
+    ElasticMBS(
+        model, reduction=reduction, on_event=events.append, memory=MemoryOptions(monitor_interval=0)
+    ).backward(loss_fn, IGNORED)
     assert [event.topic for event in events if isinstance(event, Warned)] == told
 
 
@@ -338,8 +425,18 @@ def test_sums_need_no_count(reduction: Literal["mean", "sum"], told: list[str]) 
         ((torch.zeros(3), torch.tensor(4.0), 4, None), {"lengths": [1, 2, 3, 4]}, None),
     ],
 )
-def test_what_has_as_many_rows_as_the_batch_but_is_not_cut_is_told_of(beside: tuple[Any, ...], named: dict[str, Any], told: str | None) -> None:
-    found = list(first_look(BatchView(torch.zeros(4, 2)), training=True, counted=False, arguments=beside, named=named))
+def test_what_has_as_many_rows_as_the_batch_but_is_not_cut_is_told_of(
+    beside: tuple[Any, ...], named: dict[str, Any], told: str | None
+) -> None:
+    found = list(
+        first_look(
+            BatchView(torch.zeros(4, 2)),
+            training=True,
+            counted=False,
+            arguments=beside,
+            named=named,
+        )
+    )
     assert [kind for kind, _ in found] == ([] if told is None else ["beside"])
     assert told is None or found[0][1].startswith(told)
 
@@ -354,4 +451,8 @@ def test_it_is_said_once_a_function_and_before_anything_fails() -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match="batch_size"):
                 mbs.backward(loss_fn, torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
-    assert [(event.topic, "backward(loss_fn, (x, y))" in event.message) for event in events if isinstance(event, Warned)] == [("beside", True)]
+    assert [
+        (event.topic, "backward(loss_fn, (x, y))" in event.message)
+        for event in events
+        if isinstance(event, Warned)
+    ] == [("beside", True)]

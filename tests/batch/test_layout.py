@@ -26,10 +26,12 @@ from tests.helpers.batches import Named, rows
         ({"x": rows(4), "p": rows(2, 4)}, {"p": -1}),
         (({"x": rows(4), "p": rows(2, 4)}, rows(4)), {"p": 1}),  # a name holds at any depth
         (({"x": rows(4), "p": rows(2, 4)}, rows(4)), {"0.p": 1}),
-        ({"in": {"p": rows(2, 4)}, "p": rows(4, 2)}, {"in.p": 1, "p": 0}),  # the longer path is the more specific
+        # the longer path is the more specific
+        ({"in": {"p": rows(2, 4)}, "p": rows(4, 2)}, {"in.p": 1, "p": 0}),
         ((rows(4), rows(2, 4)), {1: 1}),
         ((rows(4), rows(2, 4)), {"1": 1}),
-        ({"x": rows(4), "v": [rows(2, 4), rows(3, 4)]}, {"v": 1}),  # on a container it holds for its tensors
+        # on a container it holds for its tensors
+        ({"x": rows(4), "v": [rows(2, 4), rows(3, 4)]}, {"v": 1}),
         ({"x": rows(4), "v": [{"a": rows(2, 4)}, {"a": rows(3, 4)}]}, {"v": 1}),
         ({"x": rows(4), "p": np.zeros((2, 4))}, {"p": 1}),
         (rows(2, 4), {"": 1}),
@@ -38,7 +40,9 @@ from tests.helpers.batches import Named, rows
         ({"x": rows(4), "v": [rows(4, 3), rows(4, 4)]}, {"1": 1, "positions": 1} | whole("mask")),
     ],
 )
-def test_dims_say_by_name_path_or_index_where_the_samples_are(batch: Any, dims: dict[Any, Any]) -> None:
+def test_dims_say_by_name_path_or_index_where_the_samples_are(
+    batch: Any, dims: dict[Any, Any]
+) -> None:
     view = BatchView(batch, dims)
     assert (view.length, BatchView(view.piece(1, 3), dims).length) == (4, 2)
 
@@ -48,28 +52,105 @@ LISTS: list[tuple[Any, Any, Callable[[Any], Any], Any]] = [
     (["a", "b", "c", "d"], None, lambda piece: piece, ["b", "c"]),
     ([1, 2.5, None, True], None, lambda piece: piece, [2.5, None]),
     ({"x": rows(4), "text": list("abcd")}, None, lambda piece: piece["text"], ["b", "c"]),
-    ({"x": rows(4), "any": [object, {1}, deque([1]), "d"]}, None, lambda piece: piece["any"], [{1}, deque([1])]),
-    ({"x": rows(4), "ragged": [[1], [2, 3], [], [4]]}, None, lambda piece: piece["ragged"], [[2, 3], []]),
-    ({"x": rows(4), "t": [{"id": i} for i in range(4)]}, None, lambda piece: piece["t"], [{"id": 1}, {"id": 2}]),
-    ({"x": rows(4), "v": [{"a": rows(4)}, {"a": rows(4)}]}, None, lambda piece: [v["a"].tolist() for v in piece["v"]], [[1, 2], [1, 2]]),
-    ({"x": rows(4), "v": [["a", "b", "c", "d"], ["e", "f", "g", "h"]]}, None, lambda piece: piece["v"], [["b", "c"], ["f", "g"]]),
-    ({"x": rows(4), "v": [[["a"], ["b"], ["c"], ["d"]]]}, None, lambda piece: piece["v"], [[["b"], ["c"]]]),
-    ([{"a": rows(i)} for i in (5, 2, 3, 1)], None, lambda piece: [len(item["a"]) for item in piece], [2, 3]),
-    ([(rows(3), 0), (rows(5), 1), (rows(7), 2), (rows(2), 3)], None, lambda piece: [item[1] for item in piece], [1, 2]),
-    ({"x": rows(4), "a": [np.zeros(i) for i in (5, 2, 3, 1)]}, None, lambda piece: [len(a) for a in piece["a"]], [2, 3]),
-    ({"images": [rows(3, i) for i in (5, 2, 3, 1)], "y": rows(4)}, items("images"), lambda piece: [i.shape[1] for i in piece["images"]], [2, 3]),
-    ({"images": tuple(rows(3, i) for i in (5, 2, 3, 1))}, items("images"), lambda piece: [i.shape[1] for i in piece["images"]], [2, 3]),
-    ([rows(3, i) for i in (5, 2, 3, 1)], items(), lambda piece: [i.shape[1] for i in piece], [2, 3]),
-    ([{"a": rows(4)}, {"a": rows(4)}], fields(), lambda piece: [part["a"].tolist() for part in piece], [[1, 2], [1, 2]]),
-    ({"x": rows(4), "v": [{"a": rows(4)}] * 4}, fields("v"), lambda piece: [len(part["a"]) for part in piece["v"]], [2] * 4),
-    ({"x": rows(4), "v": [{"a": rows(4)}] * 4}, items("v"), lambda piece: [len(part["a"]) for part in piece["v"]], [4, 4]),
+    (
+        {"x": rows(4), "any": [object, {1}, deque([1]), "d"]},
+        None,
+        lambda piece: piece["any"],
+        [{1}, deque([1])],
+    ),
+    (
+        {"x": rows(4), "ragged": [[1], [2, 3], [], [4]]},
+        None,
+        lambda piece: piece["ragged"],
+        [[2, 3], []],
+    ),
+    (
+        {"x": rows(4), "t": [{"id": i} for i in range(4)]},
+        None,
+        lambda piece: piece["t"],
+        [{"id": 1}, {"id": 2}],
+    ),
+    (
+        {"x": rows(4), "v": [{"a": rows(4)}, {"a": rows(4)}]},
+        None,
+        lambda piece: [v["a"].tolist() for v in piece["v"]],
+        [[1, 2], [1, 2]],
+    ),
+    (
+        {"x": rows(4), "v": [["a", "b", "c", "d"], ["e", "f", "g", "h"]]},
+        None,
+        lambda piece: piece["v"],
+        [["b", "c"], ["f", "g"]],
+    ),
+    (
+        {"x": rows(4), "v": [[["a"], ["b"], ["c"], ["d"]]]},
+        None,
+        lambda piece: piece["v"],
+        [[["b"], ["c"]]],
+    ),
+    (
+        [{"a": rows(i)} for i in (5, 2, 3, 1)],
+        None,
+        lambda piece: [len(item["a"]) for item in piece],
+        [2, 3],
+    ),
+    (
+        [(rows(3), 0), (rows(5), 1), (rows(7), 2), (rows(2), 3)],
+        None,
+        lambda piece: [item[1] for item in piece],
+        [1, 2],
+    ),
+    (
+        {"x": rows(4), "a": [np.zeros(i) for i in (5, 2, 3, 1)]},
+        None,
+        lambda piece: [len(a) for a in piece["a"]],
+        [2, 3],
+    ),
+    (
+        {"images": [rows(3, i) for i in (5, 2, 3, 1)], "y": rows(4)},
+        items("images"),
+        lambda piece: [i.shape[1] for i in piece["images"]],
+        [2, 3],
+    ),
+    (
+        {"images": tuple(rows(3, i) for i in (5, 2, 3, 1))},
+        items("images"),
+        lambda piece: [i.shape[1] for i in piece["images"]],
+        [2, 3],
+    ),
+    (
+        [rows(3, i) for i in (5, 2, 3, 1)],
+        items(),
+        lambda piece: [i.shape[1] for i in piece],
+        [2, 3],
+    ),
+    (
+        [{"a": rows(4)}, {"a": rows(4)}],
+        fields(),
+        lambda piece: [part["a"].tolist() for part in piece],
+        [[1, 2], [1, 2]],
+    ),
+    (
+        {"x": rows(4), "v": [{"a": rows(4)}] * 4},
+        fields("v"),
+        lambda piece: [len(part["a"]) for part in piece["v"]],
+        [2] * 4,
+    ),
+    (
+        {"x": rows(4), "v": [{"a": rows(4)}] * 4},
+        items("v"),
+        lambda piece: [len(part["a"]) for part in piece["v"]],
+        [4, 4],
+    ),
     ({"x": rows(4), "names": list("abcd")}, {"names": 0}, lambda piece: piece["names"], ["b", "c"]),
     ({"x": rows(4)}, items("x"), lambda piece: piece["x"].tolist(), [1, 2]),
 ]
 
 
 @pytest.mark.parametrize(("batch", "dims", "look", "expected"), LISTS)
-def test_lists_are_fields_or_items_as_the_rules_say(batch: Any, dims: Any, look: Callable[[Any], Any], expected: Any) -> None:
+def test_lists_are_fields_or_items_as_the_rules_say(
+    batch: Any, dims: Any, look: Callable[[Any], Any], expected: Any
+) -> None:
     view = BatchView(batch, dims)
     assert view.length == 4
     assert look(view.piece(1, 3)) == expected
@@ -83,11 +164,15 @@ def test_both_readings_at_once_are_refused_with_both_ways_out() -> None:
     assert 'dims=fields("views")' in str(caught.value)
     with pytest.raises(BatchError, match="two ways"):  # inside a list that can only be fields
         BatchView({"y": rows(3), "outer": [batch["views"]]})
-    assert BatchView({"y": rows(1), "views": [{"a": rows(1)}]}).length == 1  # one sample: both readings give the same piece
+    # one sample: both readings give the same piece
+    assert BatchView({"y": rows(1), "views": [{"a": rows(1)}]}).length == 1
 
 
 def test_lists_once_read_are_read_so_in_pieces_and_later_batches() -> None:
-    as_fields = {"y": rows(6), "v": [{"a": rows(6), "b": [["s"] * 6]}, {"a": rows(6), "b": [["s"] * 6]}]}
+    as_fields = {
+        "y": rows(6),
+        "v": [{"a": rows(6), "b": [["s"] * 6]}, {"a": rows(6), "b": [["s"] * 6]}],
+    }
     as_items = {"y": rows(6), "v": [{"a": rows(2)} for _ in range(6)]}
     for batch in (as_fields, as_items):
         view = BatchView(batch)
@@ -98,7 +183,8 @@ def test_lists_once_read_are_read_so_in_pieces_and_later_batches() -> None:
         assert again.length == 2
         assert str(again.piece(0, 1)) == str(view.piece(0, 1))
         assert again.known_lists == view.known_lists
-    assert BatchView({"y": rows(1), "v": [{"a": rows(1)}]}).known_lists == {}  # one sample tells nothing
+    # one sample tells nothing
+    assert BatchView({"y": rows(1), "v": [{"a": rows(1)}]}).known_lists == {}
 
 
 @pytest.mark.parametrize(
@@ -111,11 +197,18 @@ def test_lists_once_read_are_read_so_in_pieces_and_later_batches() -> None:
     ],
     ids=["dicts", "lists", "texts", "two lists"],
 )
-def test_lists_that_are_all_there_is_and_can_be_both_are_asked_about(batch: Any, fields_of: int) -> None:
-    with pytest.raises(BatchError, match=f"as 2 items, one per sample, or as 2 fields of {fields_of} samples each"):
+def test_lists_that_are_all_there_is_and_can_be_both_are_asked_about(
+    batch: Any, fields_of: int
+) -> None:
+    with pytest.raises(
+        BatchError, match=f"as 2 items, one per sample, or as 2 fields of {fields_of} samples each"
+    ):
         BatchView(batch)
     names = tuple(batch) if isinstance(batch, dict) else ()
-    assert (BatchView(batch, items(*names)).length, BatchView(batch, fields(*names)).length) == (2, fields_of)
+    assert (BatchView(batch, items(*names)).length, BatchView(batch, fields(*names)).length) == (
+        2,
+        fields_of,
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,9 +228,16 @@ def test_lists_that_can_only_be_items_are_not_asked_about(batch: Any, length: in
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_many_alike_tensors_in_a_list_are_samples_or_fields_as_dims_say(kind: Any) -> None:
     samples = [torch.zeros(5) for _ in range(8)]
-    with pytest.raises(BatchError, match=r"as 8 items, .* or as 8 fields of 5 samples each\n.*dims=items\(\)\n.*dims=fields\(\)"):
+    with pytest.raises(
+        BatchError,
+        match=r"as 8 items, .* or as 8 fields of 5 samples "
+        r"each\n.*dims=items\(\)\n.*dims=fields\(\)",
+    ):
         BatchView(kind(samples))
-    assert (BatchView(kind(samples), items()).length, BatchView(kind(samples), fields()).length) == (8, 5)
+    assert (
+        BatchView(kind(samples), items()).length,
+        BatchView(kind(samples), fields()).length,
+    ) == (8, 5)
     with pytest.raises(BatchError, match=r'dims=items\("images"\)'):
         BatchView({"images": kind(samples)})
     for other in (samples[:7], [*samples, torch.zeros(5, 2)], dict(enumerate(samples))):
@@ -149,11 +249,21 @@ def test_lists_of_one_length_that_could_be_the_samples_are_asked_about(parts: li
     # what zip(*samples) makes of pairs: taken as fields it would be cut along the samples' own rows
     lists = [torch.zeros(5)] * 3, [torch.ones(5)] * 3
     batch: Any = lists if parts[0] == "0" else dict(zip(parts, lists, strict=True))
-    with pytest.raises(BatchError, match="as 3 items, one per sample, or as 3 fields of 5 samples each") as caught:
+    with pytest.raises(
+        BatchError, match="as 3 items, one per sample, or as 3 fields of 5 samples each"
+    ) as caught:
         BatchView(batch)
     assert f'dims=items("{parts[0]}", "{parts[1]}")' in str(caught.value)
-    assert (BatchView(batch, items(*parts)).length, BatchView(batch, fields(*parts)).length) == (3, 5)
-    for certain in ((torch.zeros(5), lists[0]), (Named(*lists), lists[0]), (lists[0], lists[1][:2]), {"x": lists[0]}):
+    assert (BatchView(batch, items(*parts)).length, BatchView(batch, fields(*parts)).length) == (
+        3,
+        5,
+    )
+    for certain in (
+        (torch.zeros(5), lists[0]),
+        (Named(*lists), lists[0]),
+        (lists[0], lists[1][:2]),
+        {"x": lists[0]},
+    ):
         assert BatchView(certain).length == 5
 
 
@@ -192,7 +302,11 @@ class TensorLike(dict[str, Any]):
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_type_with_the_way_out(value: Any, name: str) -> None:
-    for batch, where in ((value, "the batch"), ({"x": rows(2), "odd": value}, '"odd"'), ([rows(2), value], '"1"')):
+    for batch, where in (
+        (value, "the batch"),
+        ({"x": rows(2), "odd": value}, '"odd"'),
+        ([rows(2), value], '"1"'),
+    ):
         with pytest.raises(BatchError) as caught:
             BatchView(batch)
         text = str(caught.value)
@@ -210,7 +324,9 @@ def test_what_cannot_be_cut_is_refused_by_type_with_the_way_out(value: Any, name
     ],
 )
 def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, name: str) -> None:
-    with pytest.raises(BatchError, match=f'"odd" is a {name} tensor, which cannot be cut into samples') as caught:
+    with pytest.raises(
+        BatchError, match=f'"odd" is a {name} tensor, which cannot be cut into samples'
+    ) as caught:
         BatchView({"x": rows(2), "odd": value})
     assert 'dims=whole("odd")' in str(caught.value)
     assert "register_splitter(" in str(caught.value)
@@ -222,26 +338,54 @@ def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, na
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        ({"input_ids": rows(8, 5), "position_ids": rows(3, 8, 5)}, ['dims={"position_ids": 1}', '"position_ids": shape (3, 8, 5), 3 on dim 0']),
-        ({"input_ids": rows(8, 5), "mask": rows(5, 5)}, ['dims=whole("mask")', '"input_ids": shape (8, 5), 8 on dim 0']),
+        (
+            {"input_ids": rows(8, 5), "position_ids": rows(3, 8, 5)},
+            ['dims={"position_ids": 1}', '"position_ids": shape (3, 8, 5), 3 on dim 0'],
+        ),
+        (
+            {"input_ids": rows(8, 5), "mask": rows(5, 5)},
+            ['dims=whole("mask")', '"input_ids": shape (8, 5), 8 on dim 0'],
+        ),
         ({"position_ids": rows(1, 5), "input_ids": rows(8, 5)}, ['dims=whole("position_ids")']),
         ({"in": {"p": rows(2, 8)}, "x": rows(8), "y": rows(8)}, ['dims={"in.p": 1}']),
-        ({"images": [rows(3, 4) for _ in range(8)], "labels": rows(8)}, ['dims=items("images")', "disagree on its length: 3 and 8"]),
+        (
+            {"images": [rows(3, 4) for _ in range(8)], "labels": rows(8)},
+            ['dims=items("images")', "disagree on its length: 3 and 8"],
+        ),
         ([[rows(3, i) for i in range(1, 9)], rows(8)], ['dims=items("0")']),
-        ({"x": rows(8), "classes": ["cat", "dog"]}, ['dims=whole("classes")', '"classes": list of 2 items']),
+        (
+            {"x": rows(8), "classes": ["cat", "dog"]},
+            ['dims=whole("classes")', '"classes": list of 2 items'],
+        ),
         ({"x": rows(8), "extra": []}, ['dims=whole("extra")']),
-        ({"x": rows(8), "t": [{"a": rows(5)}, {"a": rows(6)}]}, ['dims=whole("t")', '"t": list of 2 items']),
-        ({"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]}, ['if it has 8 samples: dims=whole("y", "t")', "disagree on its length: 1 and 7 and 8"]),
+        (
+            {"x": rows(8), "t": [{"a": rows(5)}, {"a": rows(6)}]},
+            ['dims=whole("t")', '"t": list of 2 items'],
+        ),
+        (
+            {"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]},
+            ['if it has 8 samples: dims=whole("y", "t")', "disagree on its length: 1 and 7 and 8"],
+        ),
         ({"x": rows(8), "a": np.zeros((2, 8))}, ['dims={"a": 1}', '"a": shape (2, 8), 2 on dim 0']),
-        ([rows(5), rows(7)], ['if it has 5 samples: dims=whole("1")', "if it has 2 samples: dims=items()"]),
+        (
+            [rows(5), rows(7)],
+            ['if it has 5 samples: dims=whole("1")', "if it has 2 samples: dims=items()"],
+        ),
         ({str(i): rows(8 + i % 2) for i in range(15)}, ["… and 3 more"]),
-        ({"p": rows(3, 8), "m": rows(5), "t": ["a"] * 3, "x": rows(8)}, ['if it has 8 samples: dims={"p": 1} | whole("m", "t")']),
+        (
+            {"p": rows(3, 8), "m": rows(5), "t": ["a"] * 3, "x": rows(8)},
+            ['if it has 8 samples: dims={"p": 1} | whole("m", "t")'],
+        ),
         ({"position_ids": rows(3, 8, 5), "input_ids": rows(8, 5)}, ['dims={"position_ids": 1}']),
         ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, ['dims=whole("v.0", "v.1")']),
     ],
 )
-def test_lengths_that_disagree_are_named_with_the_line_to_add(batch: Any, expected: list[str]) -> None:
-    with pytest.raises(BatchError, match=r"^the parts of the batch disagree on its length: ") as caught:
+def test_lengths_that_disagree_are_named_with_the_line_to_add(
+    batch: Any, expected: list[str]
+) -> None:
+    with pytest.raises(
+        BatchError, match=r"^the parts of the batch disagree on its length: "
+    ) as caught:
         BatchView(batch)
     for text in expected:
         assert text in str(caught.value)
@@ -256,15 +400,27 @@ def test_lengths_that_disagree_are_named_with_the_line_to_add(batch: Any, expect
     [
         ({"x": rows(2)}, {"x": 1}, r'"x" has no dim 1: its shape is \(2,\)'),
         ({"x": rows(2)}, {"x": -2}, '"x" has no dim -2'),
-        ({"x": torch.tensor(1)}, {"x": 0}, r'"x" has no dim 0: its shape is \(\) \(0-d tensors .* are left out'),
+        (
+            {"x": torch.tensor(1)},
+            {"x": 0},
+            r'"x" has no dim 0: its shape is \(\) \(0-d tensors .* are left out',
+        ),
         ({"x": rows(2), "n": ["a", "b"]}, {"n": 1}, '"n" has no dim 1: it is a list of 2 items'),
         ({"x": rows(2)}, {"x": True}, "dims says True of 'x'"),
         ({"x": rows(2)}, {"x": "0"}, "dims says '0' of 'x'"),
         ({"x": rows(2)}, {1.5: 0}, r"dims has the key 1\.5"),
         ({"x": rows(2)}, {True: 0}, "dims has the key True"),
         ({"x": rows(2)}, ["x"], r"dims must be a mapping .* not \['x'\]"),
-        ({"x": rows(2)}, items(), r"the batch is of type dict, and items\(\) is for lists and tuples"),
-        ({"x": rows(8), "position_ids": rows(3, 8)}, {"postion_ids": 1}, "dims names 'postion_ids', which the batch does not have"),
+        (
+            {"x": rows(2)},
+            items(),
+            r"the batch is of type dict, and items\(\) is for lists and tuples",
+        ),
+        (
+            {"x": rows(8), "position_ids": rows(3, 8)},
+            {"postion_ids": 1},
+            "dims names 'postion_ids', which the batch does not have",
+        ),
         (Named(rows(2), rows(2)), items(), r"Named, and items\(\) is for lists and tuples"),
     ],
 )
@@ -277,7 +433,10 @@ def test_bad_dims_are_named(batch: Any, dims: Any, message: str) -> None:
     ("why", "batches"),
     [
         ("the batch is empty", [rows(0, 3), [], {"x": rows(0)}, {"x": []}]),
-        ("there is nothing to cut in the batch", [None, 3, "text", {}, (), {"x": torch.tensor(1.0)}, {"x": None}]),
+        (
+            "there is nothing to cut in the batch",
+            [None, 3, "text", {}, (), {"x": torch.tensor(1.0)}, {"x": None}],
+        ),
     ],
 )
 def test_a_batch_without_samples_is_refused(why: str, batches: list[Any]) -> None:
@@ -287,7 +446,9 @@ def test_a_batch_without_samples_is_refused(why: str, batches: list[Any]) -> Non
 
 
 def test_what_default_collate_makes_of_texts_next_to_tensors_is_cut() -> None:
-    batch = default_collate([(torch.ones(2) * i, f"name {i}", {"words": ["a", "b", f"c{i}"]}) for i in range(4)])
+    batch = default_collate(
+        [(torch.ones(2) * i, f"name {i}", {"words": ["a", "b", f"c{i}"]}) for i in range(4)]
+    )
     assert batch[1] == ("name 0", "name 1", "name 2", "name 3")
     assert batch[2]["words"][2] == ("c0", "c1", "c2", "c3")
     piece = BatchView(batch).piece(1, 3)
@@ -297,12 +458,22 @@ def test_what_default_collate_makes_of_texts_next_to_tensors_is_cut() -> None:
         BatchView({"x": rows(2), "names": ("a", "b", "c")})
 
 
-@pytest.mark.parametrize("labels", [(3, 1, 2), tuple(torch.arange(3.0)), ({"label": 1}, {"label": 2}, {"label": 3}), ((1, 2), (3, 4), (5, 6))])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        (3, 1, 2),
+        tuple(torch.arange(3.0)),
+        ({"label": 1}, {"label": 2}, {"label": 3}),
+        ((1, 2), (3, 4), (5, 6)),
+    ],
+)
 @pytest.mark.parametrize("samples", [3, 5])
 def test_a_tuple_without_rows_is_asked_about_whatever_its_length(labels: Any, samples: int) -> None:
     # a batch that meets its length by chance must not be read otherwise than the others
     batch = {"x": rows(samples), "y": labels}
-    with pytest.raises(BatchError, match='"y" is a tuple of 3 with nothing in it that has rows') as caught:
+    with pytest.raises(
+        BatchError, match='"y" is a tuple of 3 with nothing in it that has rows'
+    ) as caught:
         BatchView(batch)
     assert 'dims=items("y")' in str(caught.value)
     assert 'dims=whole("y")' in str(caught.value)
@@ -317,7 +488,8 @@ def test_of_nested_tuples_the_outer_one_is_asked_about_unless_dims_name_its_part
     with pytest.raises(BatchError, match='"y" is a tuple of 2'):
         BatchView({"x": rows(2), "y": ((1, 2), (3, 4))})
     assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
-    with pytest.raises(BatchError, match=r'"v\.0\.t" is a tuple of 2'):  # in a list that only its length decides
+    # in a list that only its length decides
+    with pytest.raises(BatchError, match=r'"v\.0\.t" is a tuple of 2'):
         BatchView({"x": rows(4), "v": [{"a": rows(4), "t": (1, 2)}]})
     with pytest.raises(BatchError, match=r'"y\.size" is a tuple of 2'):
         BatchView({"x": rows(2), "y": {"size": (3, 4)}}, {"x": 0, "y": 0})
@@ -328,7 +500,10 @@ def test_of_nested_tuples_the_outer_one_is_asked_about_unless_dims_name_its_part
 def test_a_list_of_0d_tensors_has_one_item_per_sample() -> None:
     scalars = [torch.tensor(float(i)) for i in range(4)]
     assert BatchView({"x": rows(4), "y": scalars}).piece(1, 3)["y"] == scalars[1:3]
-    assert BatchView([rows(4), torch.tensor(2.0), 3]).piece(1, 3)[1:] == [torch.tensor(2.0), 3], "beside rows they are fields"
-    with pytest.raises(BatchError, match=r'"1": list of 4 items'):  # [xs, ys] of zip(*samples): x has 5 positions, not 5 samples
+    assert BatchView([rows(4), torch.tensor(2.0), 3]).piece(1, 3)[1:] == [torch.tensor(2.0), 3], (
+        "beside rows they are fields"
+    )
+    # [xs, ys] of zip(*samples): x has 5 positions, not 5 samples
+    with pytest.raises(BatchError, match=r'"1": list of 4 items'):
         BatchView({"0": [rows(5)] * 4, "1": scalars})
     assert BatchView({"x": rows(4), "y": scalars[:2]}, whole("y")).piece(0, 1)["y"] == scalars[:2]

@@ -27,22 +27,44 @@ def padded(lengths: list[int], width: int) -> dict[str, Any]:
     """Tokens that are all different, their mask, and labels, of which every third is ignored."""
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     tokens = (torch.arange(mask.numel()).reshape(mask.shape) + 1) * mask
-    return {"tokens": tokens, "mask": mask, "labels": torch.where((mask > 0) & (tokens % 3 > 0), tokens, -100)}
+    return {
+        "tokens": tokens,
+        "mask": mask,
+        "labels": torch.where((mask > 0) & (tokens % 3 > 0), tokens, -100),
+    }
 
 
-def view(batch: Any, length: Any = "mask", trim: Any = None, dims: Any = None, warned: list[str] | None = None) -> BatchView:
+def view(
+    batch: Any,
+    length: Any = "mask",
+    trim: Any = None,
+    dims: Any = None,
+    warned: list[str] | None = None,
+) -> BatchView:
     told = [] if warned is None else warned
-    return BatchView(batch, dims, by_length=ByLength(length, trim, lambda kind, text: told.append(text)))
+    return BatchView(
+        batch, dims, by_length=ByLength(length, trim, lambda kind, text: told.append(text))
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 3), st.booleans(), st.data())
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(0, 3),
+    st.booleans(),
+    st.data(),
+)
 def test_pieces_hold_each_sample_once_and_whole_and_no_more_padding_than_their_longest_needs(
     lengths: list[int], more: int, by_mask: bool, data: st.DataObject
 ) -> None:
-    batch = padded(lengths, max(lengths) + more) | {"index": torch.arange(len(lengths)), "names": [f"sample {i}" for i in range(len(lengths))]}
+    batch = padded(lengths, max(lengths) + more) | {
+        "index": torch.arange(len(lengths)),
+        "names": [f"sample {i}" for i in range(len(lengths))],
+    }
     read = view(batch, "mask" if by_mask else lambda b: b["mask"].sum(1))
-    counts = Counts.read(count_tokens("labels"), read) if bool((batch["labels"] != -100).any()) else None
+    counts = (
+        Counts.read(count_tokens("labels"), read) if bool((batch["labels"] != -100).any()) else None
+    )
     cuts = sorted({0, len(lengths), *data.draw(st.lists(st.integers(0, len(lengths))))})
     seen: list[int] = []
     for start, stop in pairwise(cuts):
@@ -51,19 +73,42 @@ def test_pieces_hold_each_sample_once_and_whole_and_no_more_padding_than_their_l
         seen += own
         width = max(lengths[i] for i in own) if read.sorted is not None else max(lengths) + more
         assert piece["names"] == [batch["names"][i] for i in own]
-        assert all(torch.equal(piece[name], batch[name][own, :width]) for name in ("tokens", "mask", "labels"))
+        assert all(
+            torch.equal(piece[name], batch[name][own, :width])
+            for name in ("tokens", "mask", "labels")
+        )
         if counts is not None:
             terms = (piece["labels"] != -100).sum()
-            assert there(counts.weights(start, stop) or {None: 0.0})[None] == pytest.approx(float(terms / counts.total))
-    assert seen == sorted(range(len(lengths)), key=lambda i: -lengths[i] if read.sorted is not None else i)  # stable, so it repeats
+            assert there(counts.weights(start, stop) or {None: 0.0})[None] == pytest.approx(
+                float(terms / counts.total)
+            )
+    # stable, so it repeats
+    assert seen == sorted(
+        range(len(lengths)), key=lambda i: -lengths[i] if read.sorted is not None else i
+    )
     assert (read.sorted is None) == (set(lengths) == {max(lengths) + more})
 
 
-def test_all_containers_and_dimensions_are_gathered_and_what_belongs_to_no_sample_passes_whole() -> None:
+def test_all_containers_and_dimensions_are_gathered_and_what_belongs_to_no_sample_passes_whole() -> (
+    None
+):
     batch = padded(LENGTHS, 7)
-    batch |= {"columns": batch["tokens"].T.contiguous(), "array": batch["tokens"].numpy(), "lists": [[n] for n in LENGTHS], "scale": 2.0}
-    batch |= {"table": torch.eye(7), "pair": (batch["tokens"][:, None], {"scores": torch.randn(6, 4)}), "stacked": torch.stack([batch["mask"]] * 3)}
-    read = view(batch, trim={"stacked": 2, "pair.0": -1}, dims={"columns": 1, "stacked": 1} | whole("table") | items("lists"))
+    batch |= {
+        "columns": batch["tokens"].T.contiguous(),
+        "array": batch["tokens"].numpy(),
+        "lists": [[n] for n in LENGTHS],
+        "scale": 2.0,
+    }
+    batch |= {
+        "table": torch.eye(7),
+        "pair": (batch["tokens"][:, None], {"scores": torch.randn(6, 4)}),
+        "stacked": torch.stack([batch["mask"]] * 3),
+    }
+    read = view(
+        batch,
+        trim={"stacked": 2, "pair.0": -1},
+        dims={"columns": 1, "stacked": 1} | whole("table") | items("lists"),
+    )
     piece = read.piece(2, 5)
     picked = [5, 0, 3]  # of 4, 3 and 2 tokens
     assert torch.equal(piece["columns"], batch["tokens"][picked, :4].T)
@@ -79,13 +124,20 @@ def test_all_containers_and_dimensions_are_gathered_and_what_belongs_to_no_sampl
     assert bool(batch["tokens"].any())  # pieces are copies, so a replay sees what was there
 
 
-def test_elements_are_those_of_the_longest_sample_and_the_batch_is_worth_what_it_holds_without_padding() -> None:
+def test_elements_are_those_of_the_longest_sample_and_the_batch_is_worth_what_it_holds_without_padding() -> (
+    None
+):
     read = view(padded(LENGTHS, 9) | {"classes": torch.zeros(6, 5)})
     assert read.elements == 3 * 6 + 5
     assert read.worth == -(-(3 * sum(LENGTHS) + 5 * 6) // (3 * 6 + 5))
     texts = view(["aaaa", "a", "aa"], lambda batch: list(map(len, batch)))
-    assert (texts.elements, texts.worth, texts.piece(0, 3)) == (4, 2, ["aaaa", "aa", "a"])  # nothing to count but the length
-    rows = view([torch.zeros(n, 2) for n in (2, 6, 1)], lambda batch: [len(row) for row in batch], dims=items())
+    # nothing to count but the length
+    assert (texts.elements, texts.worth, texts.piece(0, 3)) == (4, 2, ["aaaa", "aa", "a"])
+    rows = view(
+        [torch.zeros(n, 2) for n in (2, 6, 1)],
+        lambda batch: [len(row) for row in batch],
+        dims=items(),
+    )
     assert (rows.elements, rows.worth) == (12, 2)
 
 
@@ -97,14 +149,18 @@ def other(kind: str, width: int = 6) -> dict[str, Tensor]:
 @pytest.mark.parametrize("length", ["mask", lambda batch: batch["mask"].sum(1)])
 def test_what_is_as_long_by_accident_is_kept_whole_and_named_once(length: Any) -> None:
     warned: list[str] = []
-    piece = view(other("targets"), length, warned=warned).piece(3, 6)  # class scores, or a target sequence with its own lengths
+    # class scores, or a target sequence with its own lengths
+    piece = view(other("targets"), length, warned=warned).piece(3, 6)
     assert piece["tokens"].shape == (3, 3)
     assert piece["other"].shape == (3, 6)
     (text,) = warned
     assert "'other'" in text
     assert "trim={'other': 1}" in text
     for trim, width in (({"other": None}, 6), ({"other": 1}, 3)):
-        assert view(other("targets"), length, trim, warned=warned).piece(3, 6)["other"].shape == (3, width)
+        assert view(other("targets"), length, trim, warned=warned).piece(3, 6)["other"].shape == (
+            3,
+            width,
+        )
     assert len(warned) == 1
 
 
@@ -113,14 +169,21 @@ def test_what_was_no_padded_sequence_once_is_none_when_it_looks_like_one_by_chan
     BatchView(other("scores", 5), by_length=by_length)
     unlucky = BatchView(padded(LENGTHS, 6) | {"other": torch.zeros(6, 6)}, by_length=by_length)
     assert unlucky.piece(3, 6)["other"].shape == (3, 6)
-    assert view(padded(LENGTHS, 6) | {"other": torch.zeros(6, 6)}).piece(3, 6)["other"].shape == (3, 3)
+    assert view(padded(LENGTHS, 6) | {"other": torch.zeros(6, 6)}).piece(3, 6)["other"].shape == (
+        3,
+        3,
+    )
 
 
 class Ragged:
     rows = 6
 
 
-register_splitter(Ragged, length=lambda batch: batch.rows, slice=lambda batch, start, stop: list(range(start, stop)))
+register_splitter(
+    Ragged,
+    length=lambda batch: batch.rows,
+    slice=lambda batch, start, stop: list(range(start, stop)),
+)
 RIGHT = padded(LENGTHS, 6)
 
 
@@ -137,18 +200,28 @@ RIGHT = padded(LENGTHS, 6)
         (RIGHT, lambda batch: {"lengths": 3}, None, "whole number"),
         (RIGHT, lambda batch: batch["mask"].sum(1) / 2, None, "whole number"),
         (RIGHT, "mask", {"tokens": 0}, 'trim says dim 0 of "tokens"'),
-        (RIGHT | {"short": torch.zeros(6, 5)}, "mask", {"short": 1}, "the padded length there should be 6"),
+        (
+            RIGHT | {"short": torch.zeros(6, 5)},
+            "mask",
+            {"short": 1},
+            "the padded length there should be 6",
+        ),
         (RIGHT | {"rows": Ragged()}, "mask", None, "make it a list"),
     ],
 )
-def test_what_cannot_be_sorted_or_trimmed_is_refused_with_the_way_out(batch: Any, length: Any, trim: Any, says: str) -> None:
+def test_what_cannot_be_sorted_or_trimmed_is_refused_with_the_way_out(
+    batch: Any, length: Any, trim: Any, says: str
+) -> None:
     with pytest.raises(BatchError, match=says):
         view(batch, length, trim)
 
 
 @pytest.mark.parametrize("place", [lambda t: t, lambda t: t.numpy()])
-def test_outputs_go_back_into_the_order_of_the_batch_and_are_as_wide_as_its_longest_sample(place: Callable[[Tensor], Any]) -> None:
-    order, widths, pieces = [2, 4, 5, 0, 3, 1], [6, 6, 4, 3, 2, 1], [(0, 2), (2, 5)]  # the last piece was left out: nothing in it counts
+def test_outputs_go_back_into_the_order_of_the_batch_and_are_as_wide_as_its_longest_sample(
+    place: Callable[[Tensor], Any],
+) -> None:
+    # the last piece was left out: nothing in it counts
+    order, widths, pieces = [2, 4, 5, 0, 3, 1], [6, 6, 4, 3, 2, 1], [(0, 2), (2, 5)]
     rows, wide = torch.arange(6.0), torch.arange(36.0).reshape(6, 6) + 1
     made = [
         {
@@ -163,6 +236,11 @@ def test_outputs_go_back_into_the_order_of_the_batch_and_are_as_wide_as_its_long
     joined = join(made, [2, 3], order=Order.of(order, widths, pieces))
     assert list(joined["row"]) == [0, 2, 3, 4, 5]
     assert joined["names"] == ["0", "2", "3", "4", "5"]
-    assert torch.equal(joined["wide"], torch.where(torch.tensor([4, 6, 4, 6, 4])[:, None] > torch.arange(6), wide[[0, 2, 3, 4, 5]], 0.0))
+    assert torch.equal(
+        joined["wide"],
+        torch.where(
+            torch.tensor([4, 6, 4, 6, 4])[:, None] > torch.arange(6), wide[[0, 2, 3, 4, 5]], 0.0
+        ),
+    )
     assert isinstance(joined["square"], PerPiece)  # its width is none of the pieces'
     assert joined["loss"] == [0.0, 2.0]

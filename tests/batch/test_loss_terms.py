@@ -75,9 +75,13 @@ TERMS = {"a": scalar(1), "b": scalar(2)}
 def test_losses_with_names_are_found_beside_outputs(value: Any, outputs: Any) -> None:
     terms, rest = read_losses(value, ("b", "a"))
     assert list(terms) == ["b", "a"]
-    assert all(terms[name] is TERMS[str(name)] or terms[name]._base is TERMS[str(name)] for name in terms)
+    assert all(
+        terms[name] is TERMS[str(name)] or terms[name]._base is TERMS[str(name)] for name in terms
+    )
     assert rest == outputs
-    assert read_losses({"loss": LOSS}, ("loss",)) == ({"loss": LOSS}, None), "a count may be named loss"
+    assert read_losses({"loss": LOSS}, ("loss",)) == ({"loss": LOSS}, None), (
+        "a count may be named loss"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,11 @@ def test_losses_with_names_are_found_beside_outputs(value: Any, outputs: Any) ->
         ({"cost": LOSS}, None, r"a dict without 'loss' \(it has \['cost'\]\)"),
         ((3.5, "logits"), None, "the loss is a float, not a tensor"),
         ({"loss": None}, None, "the loss is a NoneType, not a tensor"),
-        (torch.ones(4, requires_grad=True), None, r"the loss has shape \(4,\); it must be a scalar: reduce it with .mean\(\)"),
+        (
+            torch.ones(4, requires_grad=True),
+            None,
+            r"the loss has shape \(4,\); it must be a scalar: reduce it with .mean\(\)",
+        ),
         (torch.ones(0, requires_grad=True), None, r"the loss has shape \(0,\)"),
         (torch.tensor(3), None, "the loss has dtype torch.int64"),
         (torch.tensor(1j, requires_grad=True), None, "the loss has dtype torch.complex64"),
@@ -101,12 +109,18 @@ def test_losses_with_names_are_found_beside_outputs(value: Any, outputs: Any) ->
         ({"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, ("a", "b"), "has no graph"),
     ],
 )
-def test_what_is_no_loss_is_refused_with_what_was_found(value: Any, names: tuple[str, ...] | None, message: str) -> None:
+def test_what_is_no_loss_is_refused_with_what_was_found(
+    value: Any, names: tuple[str, ...] | None, message: str
+) -> None:
     with pytest.raises(LossError, match=message):
         read_losses(value, names)
 
 
-@given(st.lists(st.tuples(st.floats(-10, 10), st.sampled_from([0.0, 0.25, 1.0])), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.floats(-10, 10), st.sampled_from([0.0, 0.25, 1.0])), min_size=1, max_size=4
+    )
+)
 def test_the_sum_and_its_gradient_are_weighted(terms: list[tuple[float, float]]) -> None:
     leaves: Terms = {str(i): scalar(value) for i, (value, _) in enumerate(terms)}
     weights: dict[str | None, float] = {str(i): weight for i, (_, weight) in enumerate(terms)}
@@ -116,7 +130,9 @@ def test_the_sum_and_its_gradient_are_weighted(terms: list[tuple[float, float]])
         return
     total = weighted_sum(leaves, weights)
     total.backward()
-    assert total.item() == pytest.approx(sum(value * weight for value, weight in terms), rel=1e-14, abs=1e-14)
+    assert total.item() == pytest.approx(
+        sum(value * weight for value, weight in terms), rel=1e-14, abs=1e-14
+    )
     for name, term in leaves.items():
         assert (0.0 if term.grad is None else term.grad.item()) == weights[name]
 
@@ -144,7 +160,10 @@ def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradi
     x, labelled = torch.randn(4, 3, dtype=torch.float64), [0, 0, 1, 1]
 
     def loss_fn(batch: dict[str, Any]) -> dict[str, Tensor]:
-        return {"labelled": model(batch["x"]).mean(), "constant": torch.tensor(2.0, dtype=torch.float64)}
+        return {
+            "labelled": model(batch["x"]).mean(),
+            "constant": torch.tensor(2.0, dtype=torch.float64),
+        }
 
     with ElasticMBS(
         model,
@@ -160,7 +179,9 @@ def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradi
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("door", [1, 3])
-def test_what_the_user_does_to_a_loss_afterwards_does_not_reach_the_reported_one(door: int, enabled: bool) -> None:
+def test_what_the_user_does_to_a_loss_afterwards_does_not_reach_the_reported_one(
+    door: int, enabled: bool
+) -> None:
     """It was kept by `detach()`, which shares its memory: `total = loss.detach(); total += …` in the user's loop changed `result.loss`."""
     model, batch = mlp(), pairs(8)
     total: list[Tensor] = []

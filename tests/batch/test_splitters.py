@@ -37,7 +37,10 @@ class RaggedChild(Ragged):
 
 def cut(ragged: Ragged, start: int, stop: int) -> Ragged:
     first = ragged.ends[start - 1] if start else 0
-    return type(ragged)(ragged.values[first : ragged.ends[stop - 1]], [end - first for end in ragged.ends[start:stop]])
+    return type(ragged)(
+        ragged.values[first : ragged.ends[stop - 1]],
+        [end - first for end in ragged.ends[start:stop]],
+    )
 
 
 def moved(ragged: Ragged, fn: Callable[[Tensor], Tensor]) -> Ragged:
@@ -45,14 +48,25 @@ def moved(ragged: Ragged, fn: Callable[[Tensor], Tensor]) -> Ragged:
 
 
 def register(**changes: Any) -> None:
-    register_splitter(Ragged, **{"length": lambda r: len(r.ends), "slice": cut, "tensors": lambda r: [r.values], "move": moved, **changes})
+    register_splitter(
+        Ragged,
+        **{
+            "length": lambda r: len(r.ends),
+            "slice": cut,
+            "tensors": lambda r: [r.values],
+            "move": moved,
+            **changes,
+        },
+    )
 
 
 @pytest.mark.usefixtures("unregistered")
 @pytest.mark.parametrize("cls", [Ragged, RaggedChild])
 def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged]) -> None:
     batch = {"r": cls(torch.arange(7.0), [1, 3, 7]), "y": torch.arange(3)}
-    with pytest.raises(BatchError, match=rf'"r" is of type .*{cls.__name__}, which cannot be cut') as caught:
+    with pytest.raises(
+        BatchError, match=rf'"r" is of type .*{cls.__name__}, which cannot be cut'
+    ) as caught:
         BatchView(batch)
     assert f"register_splitter({cls.__name__}, length=..., slice=...)" in str(caught.value)
     assert 'dims=whole("r")' in str(caught.value)
@@ -72,7 +86,9 @@ def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged
 
 @pytest.mark.usefixtures("unregistered")
 def test_a_registered_type_may_be_cut_into_another_type_and_hold_no_tensors() -> None:
-    register_splitter(Ragged, length=lambda r: len(r.ends), slice=lambda r, start, stop: r.ends[start:stop])
+    register_splitter(
+        Ragged, length=lambda r: len(r.ends), slice=lambda r, start, stop: r.ends[start:stop]
+    )
     batch = Ragged(torch.ones(2), [1, 2])
     view = BatchView(batch)
     assert view.piece(0, 1) == [1]
@@ -87,13 +103,27 @@ def test_a_registered_type_may_be_cut_into_another_type_and_hold_no_tensors() ->
         ({"length": lambda r: -1}, BatchView, "length function.*returned -1"),
         ({"length": lambda r: True}, BatchView, "length function.*returned True"),
         ({"length": lambda r: 2.0}, BatchView, r"length function.*returned 2\.0"),
-        ({"slice": lambda r, a, b: None}, lambda r: BatchView(r).piece(0, 1), "slice function.*returned None for samples 0:1"),
-        ({"slice": lambda r, a, b: r}, lambda r: BatchView(r).piece(0, 1), "slice function.*returned 3 samples for samples 0:1"),
+        (
+            {"slice": lambda r, a, b: None},
+            lambda r: BatchView(r).piece(0, 1),
+            "slice function.*returned None for samples 0:1",
+        ),
+        (
+            {"slice": lambda r, a, b: r},
+            lambda r: BatchView(r).piece(0, 1),
+            "slice function.*returned 3 samples for samples 0:1",
+        ),
         ({"tensors": lambda r: [3]}, lambda r: BatchView(r).tensors, "tensors function.*type int"),
-        ({"move": lambda r, fn: None}, lambda r: map_tensors(r, torch.clone), "move function.*returned None"),
+        (
+            {"move": lambda r, fn: None},
+            lambda r: map_tensors(r, torch.clone),
+            "move function.*returned None",
+        ),
     ],
 )
-def test_results_of_registered_functions_are_checked(changes: dict[str, Any], act: Callable[[Any], Any], message: str) -> None:
+def test_results_of_registered_functions_are_checked(
+    changes: dict[str, Any], act: Callable[[Any], Any], message: str
+) -> None:
     register(**changes)
     with pytest.raises(BatchError, match=message):
         act(Ragged(torch.arange(7.0), [1, 3, 7]))

@@ -1,4 +1,7 @@
-"""Where pieces go, and how. That the next one is copied while this one computes is in `tests/simcuda/test_prefetch.py`."""
+"""Where pieces go, and how.
+
+That the next one is copied while this one computes is in `tests/simcuda/test_prefetch.py`.
+"""
 
 from typing import Any
 
@@ -37,7 +40,9 @@ def test_tensors_that_are_on_the_device_already_are_not_copied() -> None:
         ("cuda:3", [CPU], torch.device("cuda", 3)),
     ],
 )
-def test_the_device_is_the_models_one_or_the_users_choice(wanted: Any, model: list[torch.device], expected: torch.device | None) -> None:
+def test_the_device_is_the_models_one_or_the_users_choice(
+    wanted: Any, model: list[torch.device], expected: torch.device | None
+) -> None:
     assert choose_device(wanted, model) == expected
 
 
@@ -50,7 +55,9 @@ def test_what_is_no_device_is_refused_by_value(wanted: Any) -> None:
 
 @pytest.mark.parametrize("prefetch", [True, "pin", False])
 @pytest.mark.parametrize("device", [None, CPU])
-def test_on_a_cpu_pieces_are_views_whatever_is_asked_for(device: torch.device | None, prefetch: bool | str) -> None:
+def test_on_a_cpu_pieces_are_views_whatever_is_asked_for(
+    device: torch.device | None, prefetch: bool | str
+) -> None:
     batch = torch.arange(8.0)
     schedule, loader = Schedule(Counts.samples(8)), Loader(BatchView(batch), device, prefetch)
     while (piece := schedule.next(3)) is not None:
@@ -60,5 +67,7 @@ def test_on_a_cpu_pieces_are_views_whatever_is_asked_for(device: torch.device | 
 
 
 def test_what_is_no_way_to_prefetch_is_refused_by_value() -> None:
-    with pytest.raises(UsageError, match="prefetch='pinned' is not known: use True or False or 'pin'"):
+    with pytest.raises(
+        UsageError, match="prefetch='pinned' is not known: use True or False or 'pin'"
+    ):
         MemoryOptions(prefetch="pinned")  # type: ignore[arg-type]

@@ -50,14 +50,17 @@ def containers(n: int) -> st.SearchStrategy[Any]:
             st.dictionaries(names, inner, min_size=1, max_size=3),
             st.dictionaries(names, inner, min_size=1, max_size=3).map(UserDict),
             st.lists(inner, min_size=1, max_size=3).map(tuple),
-            # Two things without rows beside two samples are taken for the samples', and nothing could tell.
+            # Two things without rows beside two samples are taken for the samples', and nothing
+            # could tell.
             st.tuples(st.just(rows(n)), inner.filter(has_rows)).map(list),
             st.tuples(inner, inner).map(lambda pair: Sample(*pair)),
             st.tuples(inner, inner).map(Named._make),
         )
 
     # One tensor for sure, so that there is something to cut.
-    return st.recursive(leaf, nest, max_leaves=6).map(lambda other: {"first": rows(n, 2), "other": other})
+    return st.recursive(leaf, nest, max_leaves=6).map(
+        lambda other: {"first": rows(n, 2), "other": other}
+    )
 
 
 @settings(deadline=None, max_examples=150)
@@ -85,7 +88,10 @@ def test_pieces_cover_every_sample_exactly_once_along_any_dimension(data: st.Dat
     pieces = [view.piece(start, stop) for start, stop in data.draw(splits(n))]
     assert torch.equal(torch.cat([piece["positions"] for piece in pieces], dim), ids)
     assert torch.equal(torch.cat([piece["x"] for piece in pieces]), rows(n))
-    assert all(piece["positions"].untyped_storage().data_ptr() == ids.untyped_storage().data_ptr() for piece in pieces)
+    assert all(
+        piece["positions"].untyped_storage().data_ptr() == ids.untyped_storage().data_ptr()
+        for piece in pieces
+    )
 
 
 def test_a_tensor_subclass_is_cut_by_its_own_narrow_when_the_piece_is_needed() -> None:
@@ -100,8 +106,21 @@ def test_a_tensor_subclass_is_cut_by_its_own_narrow_when_the_piece_is_needed() -
 
 
 def test_what_holds_no_samples_passes_whole() -> None:
-    scale, table, config, adjacency = torch.tensor(2.0), rows(3, 3), object(), rows(3, 3).to_sparse()
-    others = {"scale": scale, "n": 3, "text": "ab", "no": None, "t": torch.float32, "np": np.float64(2), "z": torch.Size((1, 2))}
+    scale, table, config, adjacency = (
+        torch.tensor(2.0),
+        rows(3, 3),
+        object(),
+        rows(3, 3).to_sparse(),
+    )
+    others = {
+        "scale": scale,
+        "n": 3,
+        "text": "ab",
+        "no": None,
+        "t": torch.float32,
+        "np": np.float64(2),
+        "z": torch.Size((1, 2)),
+    }
     piece = BatchView({"x": rows(4)} | others).piece(0, 2)
     assert {name: part for name, part in piece.items() if name != "x"} == others
     named = {"x": rows(4), "table": table, "deep": {"config": config}, "adj": adjacency}
@@ -122,18 +141,27 @@ def test_what_holds_no_samples_passes_whole() -> None:
         ({"x": rows(4, 3), "w": rows(5, 5)}, whole("w"), 3),
         ({"x": rows(4, 3), "s": torch.tensor(1)}, None, 3),
         ({"p": rows(2, 4)}, {"p": 1}, 2),
-        ({"x": rows(4), "i": [rows(i) for i in (1, 2, 3, 4)]}, items("i"), 4),  # (4 + 10) / 4, rounded up
+        # (4 + 10) / 4, rounded up
+        ({"x": rows(4), "i": [rows(i) for i in (1, 2, 3, 4)]}, items("i"), 4),
         ({"x": rows(4), "a": np.zeros((4, 5))}, None, 6),
     ],
 )
-def test_elements_are_those_of_the_cut_tensors_per_sample_rounded_up(batch: Any, dims: Any, elements: int) -> None:
+def test_elements_are_those_of_the_cut_tensors_per_sample_rounded_up(
+    batch: Any, dims: Any, elements: int
+) -> None:
     assert BatchView(batch, dims).elements == elements
 
 
 def test_versions_notice_an_edit_in_place_anywhere() -> None:
     with torch.inference_mode():
         frozen = torch.ones(4)
-    batch = {"x": rows(4), "w": rows(5), "t": [{"a": rows(2)} for _ in range(4)], "f": frozen, "names": list("abcd")}
+    batch = {
+        "x": rows(4),
+        "w": rows(5),
+        "t": [{"a": rows(2)} for _ in range(4)],
+        "f": frozen,
+        "names": list("abcd"),
+    }
     view = BatchView(batch, whole("w"))
     before = view.versions()
     assert sorted(before)[:2] == [-1, 0]  # the inference tensor has none
@@ -147,7 +175,10 @@ def test_versions_notice_an_edit_in_place_anywhere() -> None:
 
 def test_named_tensors_are_the_fields() -> None:
     ids, y, w = rows(2, 2), rows(2), rows(3)
-    view = BatchView({"in": (ids, 1), "y": y, "w": w, "t": [{"a": rows(5)}, {"a": rows(4)}], "v": [[y, y]]}, whole("w"))
+    view = BatchView(
+        {"in": (ids, 1), "y": y, "w": w, "t": [{"a": rows(5)}, {"a": rows(4)}], "v": [[y, y]]},
+        whole("w"),
+    )
     named = view.named_tensors()
     assert [path for path, _ in named] == ["in.0", "y", "w", "v.0.0", "v.0.1"]
     assert named[0][1] is ids
@@ -162,7 +193,11 @@ def test_a_batch_that_requires_grad_gets_its_gradient_through_the_pieces() -> No
     assert x.grad.tolist() == [0, 2, 4, 6]
 
 
-@pytest.mark.parametrize(("part", "name"), [(lambda x: {"x": x}, "x"), (lambda x: [{"a": x}], "batch")], ids=["field", "item"])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(lambda x: {"x": x}, "x"), (lambda x: [{"a": x}], "batch")],
+    ids=["field", "item"],
+)
 def test_a_graph_in_the_batch_is_refused_by_name_in_items_too(part: Any, name: str) -> None:
     batch = part(torch.ones(1, requires_grad=True) * 2)
     with pytest.raises(BatchError, match=f"the tensor '{name}' carries a graph"):
@@ -181,7 +216,9 @@ def test_a_graph_in_the_batch_is_refused_by_name_in_items_too(part: Any, name: s
     ],
     ids=["cut", "item", "in an item", "whole", "in a whole part", "0-d"],
 )
-def test_an_edit_of_an_array_reaches_neither_a_replay_nor_the_batch(batch: Any, dims: Any, array: Callable[[Any], Any]) -> None:
+def test_an_edit_of_an_array_reaches_neither_a_replay_nor_the_batch(
+    batch: Any, dims: Any, array: Callable[[Any], Any]
+) -> None:
     view = BatchView(batch, dims)
     for _ in range(2):
         edited = array(view.piece(0, 2))
@@ -190,7 +227,9 @@ def test_an_edit_of_an_array_reaches_neither_a_replay_nor_the_batch(batch: Any, 
     assert not array(batch).any()
 
 
-def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     array = np.arange(8).reshape(4, 2)
     piece = BatchView({"a": array}).piece(1, 3)["a"]
     assert not np.shares_memory(piece, array)
@@ -212,24 +251,41 @@ def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(monkeypatch:
 def test_one_piece_gives_the_same_types_as_several() -> None:
     one: dict[str, Any] = {"loss": torch.tensor(1.0), "logits": torch.ones(3), "n": 3, "name": "a"}
     one |= {"items": ["x", "y", "z"], "cache": None, "size": torch.Size([3, 2])}
-    other = {"loss": torch.tensor(4.0), "logits": torch.ones(2), "n": 2, "name": "a", "items": ["u", "v"], "cache": None, "size": torch.Size([2, 2])}
+    other = {
+        "loss": torch.tensor(4.0),
+        "logits": torch.ones(2),
+        "n": 2,
+        "name": "a",
+        "items": ["u", "v"],
+        "cache": None,
+        "size": torch.Size([2, 2]),
+    }
     alone, together = join([one], [3]), join([one, other], [3, 2])
-    assert {key: type(value) for key, value in alone.items()} == {key: type(value) for key, value in together.items()}
-    assert (together["logits"].tolist(), together["loss"], together["n"]) == ([1.0] * 5, [1, 4], [3, 2])
+    assert {key: type(value) for key, value in alone.items()} == {
+        key: type(value) for key, value in together.items()
+    }
+    assert (together["logits"].tolist(), together["loss"], together["n"]) == (
+        [1.0] * 5,
+        [1, 4],
+        [3, 2],
+    )
     assert alone["logits"] is one["logits"]
     assert (alone["loss"], alone["n"], alone["name"], alone["cache"]) == ([1.0], [3], "a", None)
     assert join([None], [3]) is None
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros], ids=["tensor", "array"])
-def test_what_was_once_of_another_length_than_its_piece_is_never_taken_for_samples(make: Any) -> None:
+def test_what_was_once_of_another_length_than_its_piece_is_never_taken_for_samples(
+    make: Any,
+) -> None:
     """A matrix of four classes has as many rows as a piece of four samples."""
     per_piece = set[Any]()
     assert isinstance(join([{"matrix": make((4, 4))}] * 2, [3, 3], per_piece)["matrix"], PerPiece)
     again = join([{"matrix": make((4, 4)), "scores": make((4, 2))}] * 2, [4, 4], per_piece)
     assert isinstance(again["matrix"], PerPiece)
     assert len(again["scores"]) == 8
-    padded = join([make((4, 2)), make((4, 3))], [4, 4], per_piece)  # rows of another shape: another batch may be joined
+    # rows of another shape: another batch may be joined
+    padded = join([make((4, 2)), make((4, 3))], [4, 4], per_piece)
     assert isinstance(padded, PerPiece)
     assert len(join([make((4, 2))] * 2, [4, 4], per_piece)) == 8
 
@@ -237,7 +293,9 @@ def test_what_was_once_of_another_length_than_its_piece_is_never_taken_for_sampl
 def test_what_a_function_gives_otherwise_is_not_taken_for_what_came_once_a_piece() -> None:
     """A loss in evaluation made the logits of training, at the same place among the outputs, a list of pieces for good."""
     per_piece = set[Any]()
-    assert isinstance(join([(torch.tensor(1.0), torch.zeros(3, 5))] * 2, [3, 3], per_piece)[0], PerPiece)
+    assert isinstance(
+        join([(torch.tensor(1.0), torch.zeros(3, 5))] * 2, [3, 3], per_piece)[0], PerPiece
+    )
     assert isinstance(join([(torch.zeros(5, 5), None)] * 2, [3, 3], per_piece)[0], PerPiece)
     assert join([(torch.zeros(3, 4), torch.zeros(3))] * 2, [3, 3], per_piece)[0].shape == (6, 4)
     assert join([torch.zeros(3)] * 2, [3, 3], per_piece).shape == (6,)
@@ -263,7 +321,10 @@ def test_a_number_next_to_the_items_is_not_taken_for_the_item_of_the_same_value(
     assert joined.alias is joined["y"]
 
 
-@pytest.mark.parametrize(("kept", "joined"), [([["a", "b"], ["c"]], ["a", "b", "c"]), ([["a"], ["a"]], ["a"]), ([None, None], None)])
+@pytest.mark.parametrize(
+    ("kept", "joined"),
+    [([["a", "b"], ["c"]], ["a", "b", "c"]), ([["a"], ["a"]], ["a"]), ([None, None], None)],
+)
 def test_a_tokenizers_batch_is_joined_with_its_encodings(kept: Any, joined: Any) -> None:
     found = join([Encoding({"ids": torch.zeros(n)}, kept[2 - n], names=[]) for n in (2, 1)], [2, 1])
     assert found["ids"].shape == (3,)
@@ -271,7 +332,9 @@ def test_a_tokenizers_batch_is_joined_with_its_encodings(kept: Any, joined: Any)
 
 
 def test_what_comes_once_a_piece_has_its_mean_over_the_samples_and_its_sum() -> None:
-    joined = join([{"loss": torch.tensor(1.0), "hits": 2}, {"loss": torch.tensor(4.0), "hits": 1}], [3, 1])
+    joined = join(
+        [{"loss": torch.tensor(1.0), "hits": 2}, {"loss": torch.tensor(4.0), "hits": 1}], [3, 1]
+    )
     assert isinstance(joined["loss"], PerPiece)
     assert joined["loss"].lengths == (3, 1)
     assert float(joined["loss"].mean()) == 1.75
@@ -310,7 +373,10 @@ def test_what_does_not_fit_together_comes_once_a_piece(pieces: list[Any]) -> Non
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_never_taken_apart(layout: torch.layout) -> None:
     """Those of the first kind have no shape to ask for."""
-    pieces = [torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(3, 2)], layout=layout) for _ in range(2)]
+    pieces = [
+        torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(3, 2)], layout=layout)
+        for _ in range(2)
+    ]
     joined = join(pieces, [2, 2])
     assert isinstance(joined, PerPiece)
     assert joined[0] is pieces[0]
@@ -326,20 +392,47 @@ def ragged(*lengths: int) -> list[torch.Tensor]:
         ([None, None], [3, 2], None),
         ([np.zeros((3, 2)), np.zeros((2, 2))], [3, 2], np.zeros((5, 2))),
         ([Named(torch.zeros(3)), Named(torch.zeros(2))], [3, 2], Named(torch.zeros(5))),
-        ([(torch.zeros(3), [torch.zeros(3)]), (torch.zeros(2), [torch.zeros(2)])], [3, 2], (torch.zeros(5), [torch.zeros(5)])),
+        (
+            [(torch.zeros(3), [torch.zeros(3)]), (torch.zeros(2), [torch.zeros(2)])],
+            [3, 2],
+            (torch.zeros(5), [torch.zeros(5)]),
+        ),
         ([["a", "b", "c"], ["d", "e"]], [3, 2], list("abcde")),
-        ([[{"box": box} for box in ragged(1, 2, 3)], [{"box": box} for box in ragged(4, 5)]], [3, 2], [{"box": b} for b in ragged(1, 2, 3, 4, 5)]),
+        (
+            [[{"box": box} for box in ragged(1, 2, 3)], [{"box": box} for box in ragged(4, 5)]],
+            [3, 2],
+            [{"box": b} for b in ragged(1, 2, 3, 4, 5)],
+        ),
         ([ragged(1, 2, 3), ragged(4, 5)], [3, 2], ragged(1, 2, 3, 4, 5)),
         ([ragged(1, 7), ragged(5, 4)], [2, 2], ragged(1, 7, 5, 4)),
-        ([[torch.zeros(2, 5), torch.zeros(2, 6)], [torch.zeros(2, 7)] * 2], [2, 2], [torch.zeros(2, size) for size in (5, 6, 7, 7)]),
-        ([[torch.zeros(2), "a"], [torch.zeros(2), "b"]], [2, 2], [torch.zeros(2), "a", torch.zeros(2), "b"]),
-        ([[torch.zeros(2, 5), torch.zeros(2, 6)]] * 2, [2, 2], [torch.zeros(4, 5), torch.zeros(4, 6)]),
-        ([[torch.zeros(2), {"ids": torch.zeros(2)}]] * 2, [2, 2], [torch.zeros(4), {"ids": torch.zeros(4)}]),  # of two types: no list of samples
+        (
+            [[torch.zeros(2, 5), torch.zeros(2, 6)], [torch.zeros(2, 7)] * 2],
+            [2, 2],
+            [torch.zeros(2, size) for size in (5, 6, 7, 7)],
+        ),
+        (
+            [[torch.zeros(2), "a"], [torch.zeros(2), "b"]],
+            [2, 2],
+            [torch.zeros(2), "a", torch.zeros(2), "b"],
+        ),
+        (
+            [[torch.zeros(2, 5), torch.zeros(2, 6)]] * 2,
+            [2, 2],
+            [torch.zeros(4, 5), torch.zeros(4, 6)],
+        ),
+        # of two types: no list of samples
+        (
+            [[torch.zeros(2), {"ids": torch.zeros(2)}]] * 2,
+            [2, 2],
+            [torch.zeros(4), {"ids": torch.zeros(4)}],
+        ),
         ([[0.5, 1.5], [2.5, 3.5]], [3, 3], [[0.5, 2.5], [1.5, 3.5]]),
     ],
     ids=str,
 )
-def test_containers_keep_their_type_and_rows_and_items_their_order(outputs: list[Any], lengths: list[int], joined: Any) -> None:
+def test_containers_keep_their_type_and_rows_and_items_their_order(
+    outputs: list[Any], lengths: list[int], joined: Any
+) -> None:
     found = join(outputs, lengths)
     assert isinstance(found, type(joined))
     assert repr(found) == repr(joined)

@@ -28,7 +28,10 @@ from elastic_mbs.cli.command import NO_READER, main
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(arguments) == 2
@@ -40,18 +43,33 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])
-def test_it_shows_its_version_and_its_commands(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_shows_its_version_and_its_commands(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([option])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    for words in (f"elastic-mbs {__version__}",) if option == "--version" else ("demo", "doctor", "report", "watch", "stress"):
+    for words in (
+        (f"elastic-mbs {__version__}",)
+        if option == "--version"
+        else ("demo", "doctor", "report", "watch", "stress")
+    ):
         assert words in out
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (MicroBatchFloorError("the smallest micro-batch does not fit"), 1)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (MicroBatchFloorError("the smallest micro-batch does not fit"), 1),
+    ],
+)
 def test_a_command_that_cannot_go_on_has_an_exit_code_of_its_own(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(_: argparse.Namespace) -> int:
         raise error
@@ -62,7 +80,12 @@ def test_a_command_that_cannot_go_on_has_an_exit_code_of_its_own(
 
 
 def test_output_that_is_not_read_any_more_ends_a_command_without_a_traceback() -> None:
-    with subprocess.Popen([sys.executable, "-m", "elastic_mbs", "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "elastic_mbs", "doctor"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()

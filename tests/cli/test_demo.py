@@ -30,11 +30,19 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "CPU_MODEL", SMALL)
 
 
-def test_it_survives_and_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_survives_and_trains_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert command.main([*NO_PAGE, "--budget", "3500000", "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
-    for words in ("a co-tenant arrives", "it takes more", "it leaves", "out of memory in ", "trained the same model."):
+    for words in (
+        "a co-tenant arrives",
+        "it takes more",
+        "it leaves",
+        "out of memory in ",
+        "trained the same model.",
+    ):
         assert words in out
     assert not list(tmp_path.iterdir())
 
@@ -49,7 +57,14 @@ def test_it_grows_back_when_the_co_tenant_has_left_and_its_page_shows_that(
     assert "(grow)" in alone_again
     assert str(out) in alone_again
     page = out.read_text(encoding="utf-8")
-    for words in ("a co-tenant arrives", "it leaves", "(grow)", "EQUAL within rounding", "the same without limits", "time lost to replays"):
+    for words in (
+        "a co-tenant arrives",
+        "it leaves",
+        "(grow)",
+        "EQUAL within rounding",
+        "the same without limits",
+        "time lost to replays",
+    ):
         assert words in page
     assert "(grow)" in render(tmp_path / "demo.jsonl")
 
@@ -74,12 +89,17 @@ def one_token_left_out_of_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mistake", [forgotten_count, one_token_left_out_of_one_weight])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_mistake_is_noticed(
-    dtype: str, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dtype: str,
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     mistake(monkeypatch)
     assert command.main([*NO_PAGE, "--dtype", dtype]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
-    outcome = SimpleNamespace(differences=[0.0, math.nan], weight=0.0, rounding=compare.ROUNDING[torch.float64])
+    outcome = SimpleNamespace(
+        differences=[0.0, math.nan], weight=0.0, rounding=compare.ROUNDING[torch.float64]
+    )
     assert not compare.Outcome.equal.fget(outcome)  # type: ignore[attr-defined]  # the property's own function
 
 
@@ -94,17 +114,27 @@ def test_a_file_or_a_folder_with_all_below_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     poem = tmp_path / "poem.txt"
     poem.write_bytes(b"abcdefgh" * 5 + b"\r\n \t\r\n" + b"tiny\n\n" + b"ABCDEFGH" * 5)
-    (tmp_path / "below" / "two.md").write_text("However little known the feelings or views of such a man may be on his first entering")
+    (tmp_path / "below" / "two.md").write_text(
+        "However little known the feelings or views of such a man may be on his first entering"
+    )
     (tmp_path / "picture.bin").write_bytes(bytes(200))
     (tmp_path / ".hidden").write_text("x" * 200)
-    assert set(text.read_documents(poem, count=8, longest=64, seed=1)) == {b"abcdefgh" * 5, b"ABCDEFGH" * 5}
+    assert set(text.read_documents(poem, count=8, longest=64, seed=1)) == {
+        b"abcdefgh" * 5,
+        b"ABCDEFGH" * 5,
+    }
     found = text.read_documents(tmp_path, count=5, longest=100, seed=0)
     assert {document[:8] for document in found} == {b"abcdefgh", b"ABCDEFGH", b"However "}
 
 
-def test_a_text_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "short.txt").write_text("too short")
-    for path, words in ((tmp_path, "no passage"), (tmp_path / "none.txt", r"none\.txt: No such file")):
+    for path, words in (
+        (tmp_path, "no passage"),
+        (tmp_path / "none.txt", r"none\.txt: No such file"),
+    ):
         with pytest.raises(UsageError, match=words):
             text.read_documents(path, count=1, longest=64, seed=0)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -135,7 +165,10 @@ def test_labels_are_the_next_bytes_and_padding_does_not_change_the_loss() -> Non
     assert batch["tokens"].tolist() == [[97, 98, 99], [120, 0, 0]]
     assert batch["labels"].tolist() == [[98, 99, 100], [121, -100, -100]]
     model = make_model(SMALL, seed=0, dtype=torch.float64)
-    alone, padded = text.collate([b"some document"]), text.collate([b"some document", b"and one that is longer by far"])
+    alone, padded = (
+        text.collate([b"some document"]),
+        text.collate([b"some document", b"and one that is longer by far"]),
+    )
     first = {key: tensor[:1] for key, tensor in padded.items()}
     assert torch.isclose(token_loss(alone, model), token_loss(first, model), rtol=1e-14)
 
@@ -154,7 +187,13 @@ def test_on_cuda_the_co_tenant_is_a_memory_fraction(monkeypatch: pytest.MonkeyPa
     done: list[float | str] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1000))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: done.append(fraction))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, device: done.append(fraction),
+    )
     with tenant.limited(200, torch.device("cuda", 0)) as leave:
         leave(100)
-    assert done == ["emptied", 0.2, "emptied", 0.1, "emptied", 1.0], "what is cached would go on as before"
+    assert done == ["emptied", 0.2, "emptied", 0.1, "emptied", 1.0], (
+        "what is cached would go on as before"
+    )

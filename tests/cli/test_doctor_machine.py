@@ -18,15 +18,24 @@ from elastic_mbs.cli.doctor.machine import collect, limits, nvml_facts, softly, 
 from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver, raiser
 
 
-def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = FakeDriver(monkeypatch)
     slice_ = Card("MIG-x", 200, 300, compute=[(4000000, None)])
-    driver.cards = [Card("GPU-b", 1500, 2000, mode=3), Card("GPU-a", 400, 1000, instances=[slice_]), Card("GPU-c", 0, 0)]
+    driver.cards = [
+        Card("GPU-b", 1500, 2000, mode=3),
+        Card("GPU-a", 400, 1000, instances=[slice_]),
+        Card("GPU-c", 0, 0),
+    ]
     found = nvml_facts()
     assert isinstance(found, Nvml)
     assert (found.driver, found.cuda) == ("580.12.34", "13.0")
     *gpus, without_figures = found.gpus
-    assert [(gpu.index, gpu.uuid, gpu.name, gpu.parent, gpu.mig, gpu.compute_mode, gpu.free, gpu.total) for gpu in gpus] == [
+    assert [
+        (gpu.index, gpu.uuid, gpu.name, gpu.parent, gpu.mig, gpu.compute_mode, gpu.free, gpu.total)
+        for gpu in gpus
+    ] == [
         (0, "GPU-b", "Stub GPU", None, False, "exclusive process", 1500, 2000),
         (1, "GPU-a", "Stub GPU", None, True, "default", 400, 1000),
         (0, "MIG-x", "Stub MIG", 1, False, "default", 200, 300),
@@ -40,13 +49,21 @@ def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apar
     assert found.gpus[0].free == Unknown("NVMLError_NotSupported: Not Supported")
 
 
-@pytest.mark.parametrize(("where", "code", "absent"), [("InitWithFlags", ABSENT, True), ("InitWithFlags", UNKNOWN, False), ("Count", LOST, False)])
-def test_a_driver_that_is_not_there_is_told_from_one_that_fails(monkeypatch: pytest.MonkeyPatch, where: str, code: int, absent: bool) -> None:
+@pytest.mark.parametrize(
+    ("where", "code", "absent"),
+    [("InitWithFlags", ABSENT, True), ("InitWithFlags", UNKNOWN, False), ("Count", LOST, False)],
+)
+def test_a_driver_that_is_not_there_is_told_from_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, where: str, code: int, absent: bool
+) -> None:
     driver = FakeDriver(monkeypatch)
     driver.fail = {where: code}
     found = nvml_facts()
     assert isinstance(found, Unknown)
-    assert (found.why.split(":")[0], found.absent) == (type(pynvml.NVMLError(code)).__name__, absent)
+    assert (found.why.split(":")[0], found.absent) == (
+        type(pynvml.NVMLError(code)).__name__,
+        absent,
+    )
     assert driver.references == 0
 
 
@@ -65,13 +82,21 @@ def test_what_one_gpu_does_not_answer_costs_nothing_else() -> None:
     assert isinstance(found, Nvml)
     assert found.cuda == "unknown"
     card, lost = found.gpus
-    assert (card.uuid, card.name, card.compute_mode, card.total, card.mig) == ("", "unknown", "unknown", 0, False)
+    assert (card.uuid, card.name, card.compute_mode, card.total, card.mig) == (
+        "",
+        "unknown",
+        "unknown",
+        0,
+        False,
+    )
     assert isinstance(card.free, Unknown)
     assert isinstance(card.holders, Unknown)
     assert lost == Gpu(1, "", "unknown", free=Unknown("IndexError: list index out of range"))
 
 
-def test_without_the_binding_nvml_is_absent_and_one_that_fails_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_binding_nvml_is_absent_and_one_that_fails_is_broken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     found = nvml_facts()
     assert isinstance(found, Unknown)
@@ -80,7 +105,9 @@ def test_without_the_binding_nvml_is_absent_and_one_that_fails_is_broken(monkeyp
     (tmp_path / "pynvml.py").write_text("raise FutureWarning('The pynvml package is deprecated')")
     monkeypatch.delitem(sys.modules, "pynvml")
     monkeypatch.syspath_prepend(tmp_path)
-    assert nvml_facts() == Unknown("the module pynvml cannot be imported: FutureWarning: The pynvml package is deprecated")
+    assert nvml_facts() == Unknown(
+        "the module pynvml cannot be imported: FutureWarning: The pynvml package is deprecated"
+    )
 
 
 READ = Nvml("580", "13.0", (Gpu(0, "GPU-abc", free=1, total=2),))
@@ -105,7 +132,9 @@ def device(nvml: Nvml | Unknown = READ, *, allocate: bool = False) -> TorchDevic
 
 
 def test_the_runtime_is_asked_for_free_memory_only_where_nvml_has_none(cuda: FakeCuda) -> None:
-    assert torch_facts(READ) == Torch("13.0", None, (TorchDevice(0, "card", "abc", 9 * GIB),), "native")
+    assert torch_facts(READ) == Torch(
+        "13.0", None, (TorchDevice(0, "card", "abc", 9 * GIB),), "native"
+    )
     assert device(NOT_READ).free == 5 * GIB
     cuda.info = RuntimeError("CUDA error: lost\nmore of it")
     assert device(NOT_READ).free == Unknown("RuntimeError: CUDA error: lost")
@@ -123,24 +152,38 @@ def test_an_older_torch_has_fewer_facts(cuda: FakeCuda, monkeypatch: pytest.Monk
     assert (found.fraction, found.uuid, found.integrated, found.free) == (1.0, None, False, 5 * GIB)
 
 
-def test_an_allocation_is_tried_only_when_asked_for(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_is_tried_only_when_asked_for(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = torch.ones
     monkeypatch.setattr(torch, "ones", lambda size, device: real(size))
     assert device().allocation is None
     assert device(allocate=True).allocation == "worked"
-    monkeypatch.setattr(torch, "ones", raiser(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1.00 MiB.")))
+    monkeypatch.setattr(
+        torch,
+        "ones",
+        raiser(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1.00 MiB.")),
+    )
     assert device().allocation is None
     assert device(allocate=True).allocation == "OutOfMemoryError: CUDA out of memory."
 
 
-def test_a_torch_that_sees_no_device_says_why_with_its_warning(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_sees_no_device_says_why_with_its_warning(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init() -> None:
-        warnings.warn("CUDA initialization: the driver is too old (found version 11040).\nPlease update.", UserWarning, stacklevel=1)
+        warnings.warn(
+            "CUDA initialization: the driver is too old (found version 11040).\nPlease update.",
+            UserWarning,
+            stacklevel=1,
+        )
         raise RuntimeError("No CUDA GPUs are available")
 
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", raiser(RuntimeError("no")))
     monkeypatch.setattr(torch.cuda, "init", raiser(RuntimeError("No CUDA GPUs are available")))
-    assert torch_facts(READ) == Torch("13.0", None, Unknown("RuntimeError: No CUDA GPUs are available"), None)
+    assert torch_facts(READ) == Torch(
+        "13.0", None, Unknown("RuntimeError: No CUDA GPUs are available"), None
+    )
     monkeypatch.setattr(torch.cuda, "init", init)
     why = "CUDA initialization: the driver is too old (found version 11040). (RuntimeError: No CUDA GPUs are available)"
     assert torch_facts(READ).devices == Unknown(why)
@@ -149,15 +192,21 @@ def test_a_torch_that_sees_no_device_says_why_with_its_warning(cuda: FakeCuda, m
 
 
 def test_limits_that_are_set_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = types.SimpleNamespace(RLIM_INFINITY=-1, RLIMIT_AS=1, RLIMIT_DATA=2, getrlimit=lambda n: ({1: 100, 2: -1}[n], -1))
+    fake = types.SimpleNamespace(
+        RLIM_INFINITY=-1, RLIMIT_AS=1, RLIMIT_DATA=2, getrlimit=lambda n: ({1: 100, 2: -1}[n], -1)
+    )
     monkeypatch.setattr(machine, "resource", fake)
     assert limits() == (Limit("RLIMIT_AS", 100),)
     monkeypatch.setattr(machine, "resource", None)
     assert limits() == ()
 
 
-@pytest.mark.parametrize(("release", "wsl"), [("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-generic", False)])
-def test_this_machine_is_collected_whatever_it_is(release: str, wsl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("release", "wsl"), [("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-generic", False)]
+)
+def test_this_machine_is_collected_whatever_it_is(
+    release: str, wsl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -171,14 +220,22 @@ def test_this_machine_is_collected_whatever_it_is(release: str, wsl: bool, tmp_p
     assert (facts.cgroup, facts.platform, facts.wsl) == (None, "linux", wsl)
 
 
-def test_nothing_that_fails_ends_the_collection_but_ctrl_c(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_fails_ends_the_collection_but_ctrl_c(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", raiser(OSError("no /proc")))
     monkeypatch.setattr(machine, "cgroup_memory", raiser(OSError("no /sys\nat all")))
     monkeypatch.setattr(machine, "limits", raiser(OSError()))  # without a text
-    monkeypatch.setattr(importlib.metadata, "version", raiser(importlib.metadata.PackageNotFoundError("x")))
+    monkeypatch.setattr(
+        importlib.metadata, "version", raiser(importlib.metadata.PackageNotFoundError("x"))
+    )
     monkeypatch.setattr(torch.cuda, "init", raiser(RuntimeError("no GPU")))
     facts = collect()
-    assert (facts.host, facts.cgroup, facts.limits) == (Unknown("OSError: no /proc"), Unknown("OSError: no /sys"), Unknown("OSError"))
+    assert (facts.host, facts.cgroup, facts.limits) == (
+        Unknown("OSError: no /proc"),
+        Unknown("OSError: no /sys"),
+        Unknown("OSError"),
+    )
     assert facts.torch.devices == Unknown("RuntimeError: no GPU")
     assert facts.versions.nvidia_ml_py is None
     with pytest.raises(KeyboardInterrupt):

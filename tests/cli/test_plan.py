@@ -42,7 +42,9 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_table_says_which_size_fits_and_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_table_says_which_size_fits_and_is_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["plan", "train.py:make", "--budget", "2MiB", "--plot", "plan.png"]) == 0
     out = capsys.readouterr().out
     assert "pieces of " in out.splitlines()[0]
@@ -54,16 +56,27 @@ def test_the_table_says_which_size_fits_and_is_drawn(capsys: pytest.CaptureFixtu
 def test_the_document_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "train.py:make", "--budget", "2MiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["schema"], found["version"], found["capacity"], found["samples"]) == ("elastic-mbs-plan", 1, 2 * 2**20, 32)
+    assert (found["schema"], found["version"], found["capacity"], found["samples"]) == (
+        "elastic-mbs-plan",
+        1,
+        2 * 2**20,
+        32,
+    )
     fitting = [row["size"] for row in found["sizes"] if row["fits"]]
     assert max(fitting) == found["largest"] < 32
     row = found["sizes"][0]
     assert row["parameters"] == 4 * (64 * 128 + 128 + 128 + 1)
-    assert row["peak"] == sum(row[part] for part in ("parameters", "gradients", "optimizer", "other", "activations"))
+    assert row["peak"] == sum(
+        row[part] for part in ("parameters", "gradients", "optimizer", "other", "activations")
+    )
 
 
-def test_measured_steps_give_the_time_and_what_is_fastest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "train.py:make", "--budget", "2MiB", "--measure", "--compare", "--json"]) == 0
+def test_measured_steps_give_the_time_and_what_is_fastest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(["plan", "train.py:make", "--budget", "2MiB", "--measure", "--compare", "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     seconds = [row["seconds"] for row in found["sizes"]]
     assert 0 < seconds[0] <= seconds[-1]  # as many samples in one piece and in many
@@ -75,9 +88,16 @@ def test_measured_steps_give_the_time_and_what_is_fastest(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("name", "budget", "code", "told"), [("drawn", "1GiB", 0, "pieces of 8 fit"), ("drawn", "20KB", 1, "not even"), ("reads", "1GiB", 1, "no plan")]
+    ("name", "budget", "code", "told"),
+    [
+        ("drawn", "1GiB", 0, "pieces of 8 fit"),
+        ("drawn", "20KB", 1, "not even"),
+        ("reads", "1GiB", 1, "no plan"),
+    ],
 )
-def test_the_exit_code_says_whether_there_is_a_size(name: str, budget: str, code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_says_whether_there_is_a_size(
+    name: str, budget: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", f"train.py:{name}", "--budget", budget]) == code
     assert told in capsys.readouterr().out
 
@@ -96,7 +116,9 @@ def test_the_exit_code_says_whether_there_is_a_size(name: str, budget: str, code
         (["train.py:make", "--budget", "1GiB", "--plot", "no/such/plan.png"], "no/such/plan.png"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *arguments]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1

@@ -53,11 +53,15 @@ class Elements(HTMLParser):
         self.texts.append(data)
 
 
-points = st.lists(st.tuples(st.floats(0, 1e6), st.none() | st.floats(-1e6, 1e6)), max_size=300).map(lambda found: sorted(found, key=lambda p: p[0]))
+points = st.lists(st.tuples(st.floats(0, 1e6), st.none() | st.floats(-1e6, 1e6)), max_size=300).map(
+    lambda found: sorted(found, key=lambda p: p[0])
+)
 
 
 @given(points, st.integers(4, 40))
-def test_a_decimated_line_is_short_and_keeps_its_ends_and_extremes(line: list[Point], limit: int) -> None:
+def test_a_decimated_line_is_short_and_keeps_its_ends_and_extremes(
+    line: list[Point], limit: int
+) -> None:
     kept = decimate(line, limit)
     assert len(kept) <= max(limit, 0)
     if len(line) <= limit:
@@ -66,7 +70,9 @@ def test_a_decimated_line_is_short_and_keeps_its_ends_and_extremes(line: list[Po
     rest = iter(line)
     assert all(point in rest for point in kept)  # in order, and none made up
     assert (kept[0], kept[-1]) == (line[0], line[-1])
-    values, remaining = ([value for _, value in found if value is not None] for found in (line, kept))
+    values, remaining = (
+        [value for _, value in found if value is not None] for found in (line, kept)
+    )
     assert min(values, default=None) == min(remaining, default=None)
     assert max(values, default=None) == max(remaining, default=None)
 
@@ -79,11 +85,21 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
         st.builds(lambda a, b: (scale.linear(a, b), a, b), finite, finite),
         st.builds(lambda b: (scale.seconds(b), 0.0, b), st.floats(0, 1e12)),
         st.builds(lambda b: (scale.bytes_from_zero(b), 0.0, b), st.floats(0, 2**52)),
-        st.builds(lambda a, b: (scale.powers(2.0, min(a, b), max(a, b)), a, b), st.integers(1, 2**40), st.integers(1, 2**40)),
-        st.builds(lambda a, ratio: (scale.powers(10.0, a, a * ratio), a, a * ratio), st.floats(1e-12, 1e12), st.floats(1, 1e12)),
+        st.builds(
+            lambda a, b: (scale.powers(2.0, min(a, b), max(a, b)), a, b),
+            st.integers(1, 2**40),
+            st.integers(1, 2**40),
+        ),
+        st.builds(
+            lambda a, ratio: (scale.powers(10.0, a, a * ratio), a, a * ratio),
+            st.floats(1e-12, 1e12),
+            st.floats(1, 1e12),
+        ),
     )
 )
-def test_every_axis_holds_its_values_and_has_a_few_ticks_with_labels(case: tuple[scale.Scale, float, float]) -> None:
+def test_every_axis_holds_its_values_and_has_a_few_ticks_with_labels(
+    case: tuple[scale.Scale, float, float],
+) -> None:
     axis, low, high = case
     first, last = (min(1e300, max(-1e300, end)) for end in (min(low, high), max(low, high)))
     rounding = 1e-6 * (axis.high - axis.low)
@@ -106,7 +122,9 @@ def test_the_head_shows_what_the_run_was_and_what_it_survived() -> None:
     )
 
 
-FATAL = CallFailed("run", KEY, "MicroBatchFloorError", "a micro-batch of 1 does not fit", 1, 3.0, 2.0)
+FATAL = CallFailed(
+    "run", KEY, "MicroBatchFloorError", "a micro-batch of 1 does not fit", 1, 3.0, 2.0
+)
 
 
 @pytest.mark.parametrize(
@@ -114,19 +132,32 @@ FATAL = CallFailed("run", KEY, "MicroBatchFloorError", "a micro-batch of 1 does 
     [
         ([], ("final micro-batch", "none", "")),
         ([(1.0, failure())], ("OOMs survived", "0", "and 1 in a call that did not finish")),
-        ([(1.0, done()), (2.0, Resized("run", 16, 4, "thrash", KEY))], ("final micro-batch", "4", "")),
+        (
+            [(1.0, done()), (2.0, Resized("run", 16, 4, "thrash", KEY))],
+            ("final micro-batch", "4", ""),
+        ),
         ([(1.0, done(seconds=None))], ("time lost", "0 %", "")),
-        ([(1.0, done(total=None, peak_allocated=None, peak_reserved=None, reserved=None))], ("peak memory", "unknown", "")),
-        ([(1.0, done()), (2.0, failure()), (4.0, FATAL)], ("ended by", "MicroBatchFloorError", "a micro-batch of 1 does not fit")),
+        (
+            [(1.0, done(total=None, peak_allocated=None, peak_reserved=None, reserved=None))],
+            ("peak memory", "unknown", ""),
+        ),
+        (
+            [(1.0, done()), (2.0, failure()), (4.0, FATAL)],
+            ("ended by", "MicroBatchFloorError", "a micro-batch of 1 does not fit"),
+        ),
         ([(1.0, done(seconds=1.0)), (4.0, FATAL)], ("time lost", "50.00%", "2 s of 4 s")),
     ],
 )
-def test_the_head_is_right_where_little_is_known_or_the_run_failed(events: Events, tile: tuple[str, str, str]) -> None:
+def test_the_head_is_right_where_little_is_known_or_the_run_failed(
+    events: Events, tile: tuple[str, str, str]
+) -> None:
     assert tile in run_of(events).tiles
     assert "ended by" not in {name for name, _, _ in run_of([*events, (5.0, done(5.0))]).tiles}
 
 
-def test_the_size_goes_down_at_a_failure_and_up_at_a_growth_and_lost_time_is_a_share_of_each_call() -> None:
+def test_the_size_goes_down_at_a_failure_and_up_at_a_growth_and_lost_time_is_a_share_of_each_call() -> (
+    None
+):
     assert [share for _, share in run_of(RUN).lost] == [0.0, 0.0, 0.25, 0.0, 0.0]
     assert run_of([(1.0, done(seconds=0.1, seconds_lost=5.0))]).lost[-1] == (1.0, 1.0)
     assert run_of(RUN).sizes[KEY] == [(0.0, 16), (1.0, 16), (1.5, 8), (2.9, 16)]
@@ -146,7 +177,14 @@ def test_memory_comes_from_calls_and_failures_and_ends_with_the_sensor() -> None
         ]
     ).memory
     assert memory.total == 100 * MIB
-    assert memory.capacity == [(0.0, 80 * MIB), (1.0, 80 * MIB), (2.0, 40 * MIB), (4.0, None), (5.0, None), (6.0, 70 * MIB)]
+    assert memory.capacity == [
+        (0.0, 80 * MIB),
+        (1.0, 80 * MIB),
+        (2.0, 40 * MIB),
+        (4.0, None),
+        (5.0, None),
+        (6.0, 70 * MIB),
+    ]
     assert memory.margin[:2] == [(0.0, 72 * MIB), (1.0, 72 * MIB)]
     assert memory.allocated == [(0.5, 10 * MIB), (1.0, 10 * MIB), (5.0, None), (6.0, 10 * MIB)]
 
@@ -162,14 +200,32 @@ MARKS: list[tuple[Event, str]] = [
 
 
 def test_each_kind_of_event_has_a_mark_of_its_own_with_what_is_known_of_it() -> None:
-    later = Entry(None, 9.0, {"event": "Teleported", "run": "r", "time": 1.0, "t": 9.0, "level": "INFO", "name": "run", "where": "Mars"})
+    later = Entry(
+        None,
+        9.0,
+        {
+            "event": "Teleported",
+            "run": "r",
+            "time": 1.0,
+            "t": 9.0,
+            "level": "INFO",
+            "name": "run",
+            "where": "Mars",
+        },
+    )
     marks = run_of([(1.0, event) for event, _ in MARKS]).marks
-    assert [(mark.kind, mark.line) for mark in marks] == [(kind, event.line()) for event, kind in MARKS]
+    assert [(mark.kind, mark.line) for mark in marks] == [
+        (kind, event.line()) for event, kind in MARKS
+    ]
     assert all(mark.title and mark.kind in svg.GLYPHS for mark in marks)
     (mark,) = read_run(Run("r", {}, [later])).marks  # of a later version
     assert (mark.title, mark.facts) == ("teleported", (("where", "Mars"),))
     facts = dict(run_of([(1.5, failure(holders=""))]).marks[0].facts)
-    assert (facts["cause"], facts["asked"], facts["free"]) == ("CUDA out of memory. Tried to allocate 2.00 GiB.", "2.0 GiB", "5.0 MiB")
+    assert (facts["cause"], facts["asked"], facts["free"]) == (
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "2.0 GiB",
+        "5.0 MiB",
+    )
     assert "who" not in facts
 
 
@@ -178,7 +234,19 @@ def test_the_page_shows_figures_and_events_and_needs_nothing_else() -> None:
     shown = set(Elements(text).texts)
     assert {event.line() for _, event in RUN if not isinstance(event, CallDone)} <= shown
     assert {part for name, value, _ in run_of(RUN).tiles for part in (name, value)} <= shown
-    for outside in ("http", "src=", "href=", "url(", "@import", "//cdn", "<link", "<img", "<iframe", "fetch(", "import("):
+    for outside in (
+        "http",
+        "src=",
+        "href=",
+        "url(",
+        "@import",
+        "//cdn",
+        "<link",
+        "<img",
+        "<iframe",
+        "fetch(",
+        "import(",
+    ):
         assert outside not in text
 
 
@@ -194,7 +262,13 @@ def test_nothing_in_the_log_becomes_a_part_of_the_page() -> None:
         (4.0, Warned(EVIL, EVIL, EVIL)),
         (5.0, SensorLost(EVIL, EVIL)),
     ]
-    header: dict[str, Any] = {"name": EVIL, "device": EVIL, "host": EVIL, "versions": {EVIL: EVIL}, "settings": {"micro_batch_size": EVIL}}
+    header: dict[str, Any] = {
+        "name": EVIL,
+        "device": EVIL,
+        "host": EVIL,
+        "versions": {EVIL: EVIL},
+        "settings": {"micro_batch_size": EVIL},
+    }
     text = page([run_of(events, **header)], EVIL)
     elements = Elements(text)
     assert not any(tag == "b" and attributes for tag, attributes in elements.elements)
@@ -203,7 +277,8 @@ def test_nothing_in_the_log_becomes_a_part_of_the_page() -> None:
 
 
 HEADERS = st.dictionaries(
-    st.sampled_from(["name", "device", "host", "versions", "settings", "policy", "time"]), st.none() | st.text() | st.lists(st.integers())
+    st.sampled_from(["name", "device", "host", "versions", "settings", "policy", "time"]),
+    st.none() | st.text() | st.lists(st.integers()),
 )
 
 
@@ -223,18 +298,31 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_writes_the_page_next_to_the_log_or_to_out(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_next_to_the_log_or_to_out(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = log.with_name("other.html")
     assert main(["report", str(log)]) == 0
     assert main(["report", str(log), "-o", str(other)]) == 0
     assert capsys.readouterr().out == f"{log.with_suffix('.html')}\n{other}\n"
-    assert log.with_suffix(".html").read_text(encoding="utf-8") == other.read_text(encoding="utf-8") == render(log)
+    assert (
+        log.with_suffix(".html").read_text(encoding="utf-8")
+        == other.read_text(encoding="utf-8")
+        == render(log)
+    )
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])
-@pytest.mark.parametrize(("content", "words"), [(None, "No such file or directory"), (b"epoch,loss\n", "there is no line of a run log in it")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "No such file or directory"), (b"epoch,loss\n", "there is no line of a run log in it")],
+)
 def test_what_is_not_a_run_log_is_said_in_one_line(
-    command: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    content: bytes | None,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = tmp_path / "run.jsonl"
     if content is not None:
@@ -248,9 +336,16 @@ def test_what_is_not_a_run_log_is_said_in_one_line(
 
 @pytest.mark.parametrize(
     ("out", "words"),
-    [("no/such/run.html", "there is no folder"), (".", "is a folder"), ("run.jsonl", "is the log itself"), ("/dev/full", "No space left on device")],
+    [
+        ("no/such/run.html", "there is no folder"),
+        (".", "is a folder"),
+        ("run.jsonl", "is the log itself"),
+        ("/dev/full", "No space left on device"),
+    ],
 )
-def test_a_place_where_no_page_can_be_is_refused_in_one_line(out: str, words: str, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_where_no_page_can_be_is_refused_in_one_line(
+    out: str, words: str, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = log.read_bytes()
     assert main(["report", str(log), "--out", str(log.parent / out)]) == 2
     err = capsys.readouterr().err

@@ -33,7 +33,9 @@ def state_of(told: list[tuple[float, Event]]) -> State:
     return state
 
 
-def test_a_frame_shows_size_memory_throughput_loss_and_the_last_events(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_frame_shows_size_memory_throughput_loss_and_the_last_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(log_of(RUN[:5], name="my run"))
     monkeypatch.setattr(time, "time", lambda: 1.7e9 + 7.0)
@@ -72,7 +74,9 @@ def test_every_event_there_can_be_is_shown(told: list[Event]) -> None:
 
 def test_a_run_that_has_only_begun_is_shown_and_markup_as_it_is() -> None:
     assert "unknown until a call has finished" in frame(state_of([]))
-    assert "[red]careful[/red] [/]" in frame(state_of([(1.0, Warned("run", "t", "[red]careful[/red] [/]"))]))
+    assert "[red]careful[/red] [/]" in frame(
+        state_of([(1.0, Warned("run", "t", "[red]careful[/red] [/]"))])
+    )
 
 
 @pytest.fixture
@@ -119,7 +123,9 @@ def test_the_run_that_wrote_last_is_shown(path: Path) -> None:
     assert calls_of(follower) == 2
 
 
-def test_the_panel_follows_the_file_until_ctrl_c(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_panel_follows_the_file_until_ctrl_c(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
     monkeypatch.setattr("rich.console.Console", lambda: terminal)
 
@@ -143,8 +149,12 @@ def test_the_panel_follows_the_file_until_ctrl_c(path: Path, monkeypatch: pytest
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_without_rich_it_says_which_extra_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_rich_it_says_which_extra_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "rich" else find(name)
+    )
     assert command.main(["watch", str(tmp_path / "run.jsonl")]) == 2
     assert "pip install 'elastic-mbs[tui]'" in capsys.readouterr().err

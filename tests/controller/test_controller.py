@@ -42,7 +42,9 @@ def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 9))
-def test_a_failure_halves_what_was_attempted_aligned_and_above_the_minimum(attempted: int, minimum: int, align: int) -> None:
+def test_a_failure_halves_what_was_attempted_aligned_and_above_the_minimum(
+    attempted: int, minimum: int, align: int
+) -> None:
     driver = Driver(max(500, minimum), min_micro_batch_size=minimum, align=align)
     floor = driver.policy.limits.floor
     driver.controller.begin(KEY, 500, 1)
@@ -67,7 +69,9 @@ def test_longer_samples_of_the_class_get_a_smaller_size_for_that_call_only() -> 
     driver.failing(16, elements=8)
     driver.controller.begin(KEY, 64, 8)
     assert driver.size() == 8
-    assert driver.controller.begin(KEY, 64, 15).size == 8, "120 elements are below the 128 that failed"
+    assert driver.controller.begin(KEY, 64, 15).size == 8, (
+        "120 elements are below the 128 that failed"
+    )
     assert driver.controller.begin(KEY, 64, 16).size == 7
     assert driver.controller.begin(KEY, 64, 8).size == 8
     assert Driver(16).controller.begin(KEY, 64, 400).size == 16
@@ -99,12 +103,17 @@ def test_peaks_are_wanted_only_while_a_size_is_learned() -> None:
         wanted.append(plan.learning)
         driver.finish(plan, 64, 1, KEY, size=64)
     assert wanted == [True] * 4 + [False] * 4
-    assert driver.controller.begin(KEY, 64, 2).learning is False or driver.controller.begin(KEY, 64, 1).learning is False
+    assert (
+        driver.controller.begin(KEY, 64, 2).learning is False
+        or driver.controller.begin(KEY, 64, 1).learning is False
+    )
     blind = Driver(64)
     blind.need = None
     for _ in range(8):
         blind.clean()
-    assert not blind.controller.begin(KEY, 64, 1).learning, "whoever resets the statistics too is left in peace"
+    assert not blind.controller.begin(KEY, 64, 1).learning, (
+        "whoever resets the statistics too is left in peace"
+    )
 
 
 def test_a_new_shape_class_starts_from_the_nearest_one_by_elements() -> None:
@@ -191,9 +200,12 @@ def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
 
 
 SAVED = (
-    '{"version": 2, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, "patience": 5, "epoch": 5, "clean": 1, "calls": 1, '
-    '"cooldown_left": 3.5, "fragmentation": 1.0, "passed_with": [16, 5000], "trial": [16, 16, 3, 96], "ceilings": [[32, 31, null, 7.5], '
-    '[64, 63, 5000, 0.0]], "recent": [[48, 1], [48, 1]], "memory": [[16, [260, 260], 2], [24, [340], 3]], "time": [[16, 0.26], [24, 0.34]]}]}'
+    '{"version": 2, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, '
+    '"patience": 5, "epoch": 5, "clean": 1, "calls": 1, '
+    '"cooldown_left": 3.5, "fragmentation": 1.0, "passed_with": [16, 5000], "trial": [16, 16, 3, '
+    '96], "ceilings": [[32, 31, null, 7.5], '
+    '[64, 63, 5000, 0.0]], "recent": [[48, 1], [48, 1]], "memory": [[16, [260, 260], 2], [24, '
+    '[340], 3]], "time": [[16, 0.26], [24, 0.34]]}]}'
 )
 FIELDS = json.loads(SAVED)["tracks"][0].keys()
 MALFORMED = [
@@ -213,7 +225,17 @@ MALFORMED = [
     ("recent", [[0, 2]]),
     ("recent", []),
     ("memory", [[1, 2, 3]]),
-    *(("memory", [row]) for row in (["x", [1], 1], [0, [1], 1], [3, [], 1], [3, [1], None], [3, [-1], 1], [3, ["a"], 1])),
+    *(
+        ("memory", [row])
+        for row in (
+            ["x", [1], 1],
+            [0, [1], 1],
+            [3, [], 1],
+            [3, [1], None],
+            [3, [-1], 1],
+            [3, ["a"], 1],
+        )
+    ),
     ("time", 3),
     *(("time", [row]) for row in (["x", 1.0], [3, None], [3, 0.0], [3, float("inf")])),
 ]
@@ -288,7 +310,9 @@ def changed(name: str, *value: object) -> dict[str, object]:
         *((changed(name, value), "malformed") for name, value in MALFORMED),
     ],
 )
-def test_a_state_that_is_unknown_or_malformed_is_refused_and_changes_nothing(state: Any, message: str) -> None:
+def test_a_state_that_is_unknown_or_malformed_is_refused_and_changes_nothing(
+    state: Any, message: str
+) -> None:
     driver = Driver(8)
     driver.clean()
     before = driver.controller.state_dict()
@@ -298,7 +322,8 @@ def test_a_state_that_is_unknown_or_malformed_is_refused_and_changes_nothing(sta
 
 
 def test_a_saved_state_loads_and_is_written_as_it_was() -> None:
-    # as the code saved it: a growth on trial, a cooldown, and two ceilings, one of them with a cooldown of its own
+    # as the code saved it: a growth on trial, a cooldown, and two ceilings, one of them with a
+    # cooldown of its own
     driver = Driver()
     driver.controller.load_state_dict(json.loads(SAVED))
     assert json.dumps(driver.controller.state_dict()) == SAVED

@@ -25,8 +25,12 @@ def fitted(pieces: list[tuple[int, int]], sizes: list[int]) -> MemoryFit:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(affine, min_size=1, max_size=5), st.lists(st.integers(1, 300), min_size=1, max_size=12))
-def test_predictions_between_measurements_never_fall_below_a_convex_peak(pieces: list[tuple[int, int]], sizes: list[int]) -> None:
+@given(
+    st.lists(affine, min_size=1, max_size=5), st.lists(st.integers(1, 300), min_size=1, max_size=12)
+)
+def test_predictions_between_measurements_never_fall_below_a_convex_peak(
+    pieces: list[tuple[int, int]], sizes: list[int]
+) -> None:
     fit = fitted(pieces, sizes)
     for x in range(min(sizes), max(sizes) + 1):
         assert there(fit.predict(x)) >= convex(pieces, x) - 1e-6 * convex(pieces, x)
@@ -36,7 +40,9 @@ def test_predictions_between_measurements_never_fall_below_a_convex_peak(pieces:
 
 @settings(deadline=None, max_examples=100)
 @given(affine, st.integers(2, 500))
-def test_a_line_is_extrapolated_exactly_to_the_double_and_no_further(line: tuple[int, int], last: int) -> None:
+def test_a_line_is_extrapolated_exactly_to_the_double_and_no_further(
+    line: tuple[int, int], last: int
+) -> None:
     fit = fitted([line], [last // 2, last])
     assert fit.predict(2 * last) == pytest.approx(convex([line], 2 * last))
     assert fit.predict(2 * last + 1) is None
@@ -44,17 +50,27 @@ def test_a_line_is_extrapolated_exactly_to_the_double_and_no_further(line: tuple
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6)), min_size=1, max_size=30))
-def test_predictions_never_fall_with_the_size_whatever_was_measured(readings: list[tuple[int, int]]) -> None:
+def test_predictions_never_fall_with_the_size_whatever_was_measured(
+    readings: list[tuple[int, int]],
+) -> None:
     fit = MemoryFit()
     for x, peak in readings:
         fit.add(x, peak)
-    known = [p for p in (fit.predict(x) for x in range(1, 2 * fit.largest_observed + 1)) if p is not None]
+    known = [
+        p for p in (fit.predict(x) for x in range(1, 2 * fit.largest_observed + 1)) if p is not None
+    ]
     assert known == sorted(known)
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6)), min_size=1, max_size=30), st.integers(0, 10**6), st.integers(0, 700))
-def test_largest_is_the_largest_size_predicted_to_fit(readings: list[tuple[int, int]], budget: int, limit: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6)), min_size=1, max_size=30),
+    st.integers(0, 10**6),
+    st.integers(0, 700),
+)
+def test_largest_is_the_largest_size_predicted_to_fit(
+    readings: list[tuple[int, int]], budget: int, limit: int
+) -> None:
     fit = MemoryFit()
     for x, peak in readings:
         fit.add(x, peak)
@@ -63,13 +79,20 @@ def test_largest_is_the_largest_size_predicted_to_fit(readings: list[tuple[int, 
 
 
 def test_one_size_gives_an_upper_bound_below_it_and_no_slope_above_it() -> None:
-    assert (MemoryFit().predict(1), MemoryFit().largest(10**9, 100), MemoryFit().slope, TimeFit().gain(1, 2)) == (None, 0, None, None)
+    assert (
+        MemoryFit().predict(1),
+        MemoryFit().largest(10**9, 100),
+        MemoryFit().slope,
+        TimeFit().gain(1, 2),
+    ) == (None, 0, None, None)
     fit = fitted([(100, 10)], [8])
     assert fit.predict(3) == fit.predict(8) == 180
     assert fit.predict(9) is None
 
 
-def test_the_steepest_slope_counts_where_the_peak_bends_and_two_sizes_next_to_each_other_give_none() -> None:
+def test_the_steepest_slope_counts_where_the_peak_bends_and_two_sizes_next_to_each_other_give_none() -> (
+    None
+):
     bent = [(1000, 1), (0, 30)]
     fit = fitted(bent, [2, 8, 64, 128])
     assert fit.slope == pytest.approx(30)
@@ -87,7 +110,9 @@ def test_the_highest_of_the_latest_readings_counts() -> None:
     assert fit.predict(4) == 95
 
 
-def test_optimizer_state_that_appears_after_the_first_step_moves_all_older_peaks_and_none_measured_since() -> None:
+def test_optimizer_state_that_appears_after_the_first_step_moves_all_older_peaks_and_none_measured_since() -> (
+    None
+):
     line = [(1000, 50)]
     fit = fitted(line, [8, 16, 32])
     fit.add(32, convex(line, 32) + 5000)
@@ -103,7 +128,9 @@ def test_optimizer_state_that_appears_after_the_first_step_moves_all_older_peaks
 def test_a_newer_reading_replaces_what_it_contradicts() -> None:
     fit = fitted([(0, 10)], [4, 8, 16])
     fit.add(12, 70)
-    assert fit.predict(8) == pytest.approx(40 + (70 - 40) * 4 / 8), "less memory for 12 than for 8: the older reading of 8 is gone"
+    assert fit.predict(8) == pytest.approx(40 + (70 - 40) * 4 / 8), (
+        "less memory for 12 than for 8: the older reading of 8 is gone"
+    )
     fit.add(2, 500)
     assert fit.largest_observed == 2
 
@@ -126,9 +153,13 @@ def test_memory_of_the_fits_is_bounded_and_keeps_the_ends(seed: int) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(affine, st.integers(2, 500), st.integers(1, 500))
-def test_below_what_was_measured_a_line_goes_on_and_never_below_what_is_held(line: tuple[int, int], size: int, held: int) -> None:
+def test_below_what_was_measured_a_line_goes_on_and_never_below_what_is_held(
+    line: tuple[int, int], size: int, held: int
+) -> None:
     one, two = fitted([line], [size]), fitted([line], [size, 2 * size])
-    assert one.predict(1) == convex([line], size), "an upper bound, as long as nothing else is known"
+    assert one.predict(1) == convex([line], size), (
+        "an upper bound, as long as nothing else is known"
+    )
     assert two.predict(1) == pytest.approx(convex([line], 1))
     one.hold(line[0])
     assert one.predict(1) == pytest.approx(convex([line], 1))
@@ -138,7 +169,9 @@ def test_below_what_was_measured_a_line_goes_on_and_never_below_what_is_held(lin
 
 def test_a_prediction_is_trusted_as_far_as_earlier_ones_were_right() -> None:
     fit = fitted([(0, 100)], [4, 8])
-    assert [fit.fits(x, 1000) for x in (8, 9, 10)] == [True, True, False], "one twentieth stays free as long as nothing was compared"
+    assert [fit.fits(x, 1000) for x in (8, 9, 10)] == [True, True, False], (
+        "one twentieth stays free as long as nothing was compared"
+    )
     fit.add(12, 1200)
     assert fit.fits(16, 1600)
     fit.add(20, 2200)  # 2000 were predicted
@@ -158,8 +191,14 @@ def test_a_size_that_seemed_slow_on_a_busy_device_does_not_stay_so() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.floats(1e-5, 1), st.floats(0, 1), st.lists(st.integers(1, 1000), min_size=2, max_size=8, unique=True))
-def test_time_recovers_the_line_and_the_efficiency(gamma: float, delta: float, sizes: list[int]) -> None:
+@given(
+    st.floats(1e-5, 1),
+    st.floats(0, 1),
+    st.lists(st.integers(1, 1000), min_size=2, max_size=8, unique=True),
+)
+def test_time_recovers_the_line_and_the_efficiency(
+    gamma: float, delta: float, sizes: list[int]
+) -> None:
     fit = TimeFit()
     for m in sizes:
         fit.add(m, gamma * m + delta)

@@ -34,7 +34,8 @@ def test_growth_counts_margin_and_fragmentation() -> None:
         driver = Driver(8)
         driver.fragmentation = fragmentation
         driver.clean(48)
-        driver.capacity = math.ceil(330 / (1 - Margin.LEAST))  # room for 23 samples, so for three pieces of 22
+        # room for 23 samples, so for three pieces of 22
+        driver.capacity = math.ceil(330 / (1 - Margin.LEAST))
         while driver.until_move(20, samples=64)[1]:
             pass
         assert driver.size() == {22: 22, 16: 13}[expected]
@@ -58,14 +59,18 @@ def test_a_size_that_saves_no_piece_is_no_growth() -> None:
 
 @pytest.mark.parametrize("later", [False, True], ids=["known at once", "known later"])
 @pytest.mark.parametrize(("delta", "grows"), [(0.0001, False), (1.0, True)])
-def test_growth_is_not_worth_it_below_the_smallest_gain(delta: float, grows: bool, later: bool) -> None:
+def test_growth_is_not_worth_it_below_the_smallest_gain(
+    delta: float, grows: bool, later: bool
+) -> None:
     driver, moves, outcome = Driver(4), list[Move](), CallOutcome(64, 1, 16, None, 1.0, None, 0)
     driver.seconds = None if later else lambda m: delta + 0.01 * m
     while (move := driver.until_move()[1]) is not None:
         moves.append(move)
         if later:
             pieces = -(-64 // move.before)
-            driver.controller.timed(KEY, outcome._replace(pieces=pieces, seconds=pieces * (delta + 0.01 * 64 / pieces)))
+            driver.controller.timed(
+                KEY, outcome._replace(pieces=pieces, seconds=pieces * (delta + 0.01 * 64 / pieces))
+            )
             driver.controller.timed(KEY, outcome._replace(seconds=1e-9, ooms=1))
             driver.controller.timed(KEY, outcome._replace(seconds=float("nan")))
             driver.controller.timed(Key("unknown", "train", 0), outcome)
@@ -76,12 +81,15 @@ def test_growth_is_not_worth_it_below_the_smallest_gain(delta: float, grows: boo
 @pytest.mark.parametrize(
     ("base", "capacity", "sizes"),
     [
-        (9000, 10_000, [18, 32]),  # most of it does not depend on the size: in proportion nothing more would fit
+        # most of it does not depend on the size: in proportion nothing more would fit
+        (9000, 10_000, [18, 32]),
         (100, 500, [29]),  # in proportion, which needs no exploration
         (100, 200, []),  # the measured peak itself does not fit
     ],
 )
-def test_with_one_size_measured_growth_takes_the_smallest_step_that_says_something(base: int, capacity: int, sizes: list[int]) -> None:
+def test_with_one_size_measured_growth_takes_the_smallest_step_that_says_something(
+    base: int, capacity: int, sizes: list[int]
+) -> None:
     driver = Driver(16)
     driver.need, driver.capacity = lambda x: base + 10 * x, capacity
     assert [there(driver.until_move(samples=256)[1]).after for _ in sizes] == sizes
@@ -102,7 +110,9 @@ def test_between_the_last_good_and_the_last_bad_size_growth_bisects() -> None:
     moves = []
     while (move := driver.until_move(samples=320)[1]) is not None:
         moves.append(move.after)
-    assert moves == [23, 27, 30], "the smallest sizes for 14, 12 and 11 pieces: 24, 28 and 30 halve the way to 32"
+    assert moves == [23, 27, 30], (
+        "the smallest sizes for 14, 12 and 11 pieces: 24, 28 and 30 halve the way to 32"
+    )
 
 
 def test_a_failed_growth_goes_back_and_is_not_tried_again_on_the_same_evidence() -> None:
@@ -127,7 +137,9 @@ def test_batches_too_small_to_use_the_new_size_prove_nothing() -> None:
     assert driver.failing(22)[1] == Move(11, 12, "limit")
 
 
-def test_a_failed_growth_goes_back_even_if_the_call_is_abandoned_but_stays_down_after_a_second_failure() -> None:
+def test_a_failed_growth_goes_back_even_if_the_call_is_abandoned_but_stays_down_after_a_second_failure() -> (
+    None
+):
     driver = Driver(12)
     driver.until_move()
     assert driver.failing(22, 11) == ([11, 5], None)
@@ -163,7 +175,8 @@ def test_after_a_failed_growth_nothing_grows_for_a_hundred_times_what_it_has_los
 
 def test_a_growth_that_has_saved_more_than_its_failure_loses_is_followed_by_no_cooldown() -> None:
     driver = Driver(8, max_micro_batch_size=16, patience=2)
-    driver.seconds = lambda m: 0.05 + 0.01 * m  # a call of 64 samples takes 1.04 s in pieces of 8, and 0.84 s in pieces of 16
+    # a call of 64 samples takes 1.04 s in pieces of 8, and 0.84 s in pieces of 16
+    driver.seconds = lambda m: 0.05 + 0.01 * m
     driver.until_move()
     driver.lost = 0.5
     for calls, wait in ((1, 30), (6, 2)):
@@ -186,7 +199,9 @@ def test_a_size_that_is_proven_with_as_much_memory_comes_back_at_once() -> None:
     assert driver.clean() == Move(8, 64, "grow")
     assert driver.clean() is None
     driver.failing(64)
-    assert driver.until_move(3) == (3, None), "it has failed with as much memory: not proven any more"
+    assert driver.until_move(3) == (3, None), (
+        "it has failed with as much memory: not proven any more"
+    )
 
 
 def test_a_newer_reading_is_wanted_while_only_that_is_missing() -> None:
@@ -216,7 +231,9 @@ def test_a_failure_without_a_reading_is_explained_by_the_next_one() -> None:
     assert driver.until_move(20, samples=16)[1] == Move(8, 16, "grow")
 
 
-def test_after_a_failure_that_no_reading_explains_the_size_is_back_at_once_but_the_second_one_is_believed() -> None:
+def test_after_a_failure_that_no_reading_explains_the_size_is_back_at_once_but_the_second_one_is_believed() -> (
+    None
+):
     driver = Driver(16)
     for _ in range(3):
         driver.clean(16)
@@ -228,9 +245,12 @@ def test_after_a_failure_that_no_reading_explains_the_size_is_back_at_once_but_t
     assert driver.until_move(300, samples=16) == (300, None)
 
 
-def test_two_failures_in_a_call_that_no_reading_explains_are_tried_again_once_being_small_has_cost_as_much() -> None:
+def test_two_failures_in_a_call_that_no_reading_explains_are_tried_again_once_being_small_has_cost_as_much() -> (
+    None
+):
     driver = Driver(16)
-    driver.seconds = lambda m: 0.1 + 0.01 * m  # 16 samples take 0.26 s in one piece, and 0.56 s in four
+    # 16 samples take 0.26 s in one piece, and 0.56 s in four
+    driver.seconds = lambda m: 0.1 + 0.01 * m
     for _ in range(3):
         driver.clean(16)
     driver.lost = 4.0
@@ -240,7 +260,9 @@ def test_two_failures_in_a_call_that_no_reading_explains_are_tried_again_once_be
     while driver.size() < 16:
         driver.clean(16)
         calls += 1
-    assert 4 / 0.54 <= calls <= 30, "at a second a call, of which four pieces take 0.54 of the time more"
+    assert 4 / 0.54 <= calls <= 30, (
+        "at a second a call, of which four pieces take 0.54 of the time more"
+    )
 
 
 def test_ceilings_of_full_memory_count_again_when_the_co_tenant_has_left() -> None:
@@ -273,7 +295,9 @@ def test_a_failure_that_memory_explains_goes_to_what_fits_at_once() -> None:
     assert sizes == [22]
     assert driver.until_move(20) == (20, None)
     driver.capacity = 100 + 10 * 10
-    assert driver.failing(22, 4)[0] == [8, 2], "a second failure says that the prediction was wrong: it halves"
+    assert driver.failing(22, 4)[0] == [8, 2], (
+        "a second failure says that the prediction was wrong: it halves"
+    )
 
 
 def test_a_failure_that_memory_does_not_explain_halves() -> None:
@@ -292,14 +316,20 @@ def test_what_stays_free_follows_how_far_readings_fall() -> None:
         margin.follow(Capacity(room, float(at)))
         margin.follow(Capacity(1, float(at)))  # not a newer reading
         seen.append(1 - margin.budget(track, Capacity(1000, 0.0)) / 1000)
-    assert seen[:6] == pytest.approx([0.01, 0.01, 0.03, 0.03, 0.03, 0.03]), "a visit is no fall that a margin could cover"
+    assert seen[:6] == pytest.approx([0.01, 0.01, 0.03, 0.03, 0.03, 0.03]), (
+        "a visit is no fall that a margin could cover"
+    )
     assert seen[-1] == pytest.approx(0.01)
     track.fragmentation = 1.25
-    assert margin.budget(track, Capacity(1000, 0.0)) == pytest.approx(950 / 1.25), "an allocator that reserves can need one block more"
+    assert margin.budget(track, Capacity(1000, 0.0)) == pytest.approx(950 / 1.25), (
+        "an allocator that reserves can need one block more"
+    )
 
 
 @pytest.mark.parametrize(("room", "wait"), [(10, 40), (6, 1)])
-def test_a_growth_has_lost_nothing_where_the_size_before_it_would_have_failed_too(room: int, wait: int) -> None:
+def test_a_growth_has_lost_nothing_where_the_size_before_it_would_have_failed_too(
+    room: int, wait: int
+) -> None:
     driver = Driver(8, max_micro_batch_size=16)
     driver.until_move()
     for _ in range(4):

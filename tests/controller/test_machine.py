@@ -69,14 +69,22 @@ class ControllerMachine(RuleBasedStateMachine):
         covered = [i for a, b in ran.pieces for i in range(a, b)]
         assert covered == list(range(len(covered)))
         assert ran.floor or len(covered) == samples
-        assert ran.ooms <= math.floor(math.log2(max(1, ran.size))) + math.floor(math.log2(samples)) + 1
+        assert (
+            ran.ooms <= math.floor(math.log2(max(1, ran.size))) + math.floor(math.log2(samples)) + 1
+        )
         if ran.move:
             assert ran.move.after != ran.move.before
             assert ran.move.reason != "grow" or self.job.policy.grow
-            # The double of what really ran: where the minimum wins, a piece is longer than the size, but shorter than twice the minimum. Or a size
-            # that has run before.
-            before = max(last - first for earlier in self.job.history for first, last in earlier.pieces or [(0, 0)])
-            assert ran.move.reason != "grow" or ran.move.after <= max(2 * ran.move.before, 4 * self.limits.floor, before)
+            # The double of what really ran: where the minimum wins, a piece is longer than the
+            # size, but shorter than twice the minimum. Or a size that has run before.
+            before = max(
+                last - first
+                for earlier in self.job.history
+                for first, last in earlier.pieces or [(0, 0)]
+            )
+            assert ran.move.reason != "grow" or ran.move.after <= max(
+                2 * ran.move.before, 4 * self.limits.floor, before
+            )
             assert ran.move.after % self.limits.align == 0
             assert ran.move.after <= (self.limits.maximum or math.inf)
             assert ran.move.reason != "grow" or self.job.sensed, "growth without a reading"
@@ -157,8 +165,14 @@ class ControllerMachine(RuleBasedStateMachine):
     @invariant()
     def fixed_sizes_do_not_rise(self) -> None:
         if hasattr(self, "job") and not self.job.policy.grow and self.highest is not None:
-            assert all(max(b - a for a, b in ran.pieces) <= max(self.highest, 2 * self.limits.floor) for ran in self.job.history if ran.pieces)
+            assert all(
+                max(b - a for a, b in ran.pieces) <= max(self.highest, 2 * self.limits.floor)
+                for ran in self.job.history
+                if ran.pieces
+            )
 
 
-ControllerMachine.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=25)
+ControllerMachine.TestCase.settings = settings(
+    deadline=None, max_examples=200, stateful_step_count=25
+)
 TestController = ControllerMachine.TestCase

@@ -37,7 +37,14 @@ def test_what_is_not_known_is_none() -> None:
     driver = Driver()
     driver.clean()
     model = driver.controller.models()[str(KEY)]
-    assert [model.size, model.seconds_per_sample, model.knee, model.efficiency(8), model.seconds(8), model.spread] == [None] * 6
+    assert [
+        model.size,
+        model.seconds_per_sample,
+        model.knee,
+        model.efficiency(8),
+        model.seconds(8),
+        model.spread,
+    ] == [None] * 6
     assert Driver().controller.models() == {}
 
 
@@ -65,7 +72,9 @@ def test_a_planned_peak_tells_by_how_much_it_was_off_and_does_not_follow_the_tra
 
 @settings(deadline=None, max_examples=100)
 @given(st.floats(1e-5, 0.1), st.floats(0, 1), st.integers(1, 64), st.integers(0, 2**16))
-def test_times_are_predicted_to_a_tenth_up_to_sixteen_times_the_largest_size(gamma: float, delta: float, least: int, seed: int) -> None:
+def test_times_are_predicted_to_a_tenth_up_to_sixteen_times_the_largest_size(
+    gamma: float, delta: float, least: int, seed: int
+) -> None:
     """Noise goes one way, so the least of ten counts: a third of a percent at most here."""
     noise, fit = random.Random(seed), TimeFit()
     for size in (least, 2 * least, 4 * least):

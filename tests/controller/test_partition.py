@@ -3,7 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.partition import Costs, aligned, longest, partition, piece_count, smallest_size
+from elastic_mbs.controller.partition import (
+    Costs,
+    aligned,
+    longest,
+    partition,
+    piece_count,
+    smallest_size,
+)
 
 small = st.integers(1, 40)
 
@@ -20,14 +27,18 @@ def test_pieces_cover_the_range_in_order_balanced_aligned_and_none_below_the_min
     assert max(lengths) - min(lengths) <= align
     assert all(n % align == 0 for n in lengths[:-1])
     assert min(lengths) >= min(minimum, length)
-    assert lengths[:-1] == sorted(lengths[:-1], reverse=True), "the allocator's blocks for the first serve all that follow"
+    assert lengths[:-1] == sorted(lengths[:-1], reverse=True), (
+        "the allocator's blocks for the first serve all that follow"
+    )
     assert longest(length, size, minimum=minimum, align=align) == max(lengths)
     assert piece_count(length, size, minimum=minimum, align=align) == len(pieces)
 
 
 @settings(deadline=None, max_examples=400)
 @given(st.integers(1, 200), small, st.integers(1, 9))
-def test_no_piece_is_longer_than_the_size_nor_is_there_one_piece_too_many(length: int, size: int, align: int) -> None:
+def test_no_piece_is_longer_than_the_size_nor_is_there_one_piece_too_many(
+    length: int, size: int, align: int
+) -> None:
     lengths = [b - a for a, b in partition(0, length, size, align=align)]
     assert max(lengths) <= (length if size >= length else aligned(size, align))
     assert len(lengths) == (1 if size >= length else -(-length // aligned(size, align)))
@@ -35,7 +46,9 @@ def test_no_piece_is_longer_than_the_size_nor_is_there_one_piece_too_many(length
 
 @settings(deadline=None, max_examples=400)
 @given(st.integers(1, 200), small, st.integers(1, 20), st.integers(1, 9))
-def test_the_minimum_wins_over_the_size_and_allows_as_many_pieces_as_it_can(length: int, size: int, minimum: int, align: int) -> None:
+def test_the_minimum_wins_over_the_size_and_allows_as_many_pieces_as_it_can(
+    length: int, size: int, minimum: int, align: int
+) -> None:
     pieces = partition(0, length, size, minimum=minimum, align=align)
     assert len(pieces) <= len(partition(0, length, size, align=align))
     if len(pieces) < len(partition(0, length, size, align=align)):
@@ -46,7 +59,9 @@ def test_the_minimum_wins_over_the_size_and_allows_as_many_pieces_as_it_can(leng
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 300), st.integers(1, 50), st.integers(1, 9))
-def test_the_smallest_size_for_a_count_is_the_smallest(samples: int, count: int, align: int) -> None:
+def test_the_smallest_size_for_a_count_is_the_smallest(
+    samples: int, count: int, align: int
+) -> None:
     size = smallest_size(samples, count, align=align)
     assert size % align == 0
     assert piece_count(samples, size, align=align) <= count
@@ -54,8 +69,16 @@ def test_the_smallest_size_for_a_count_is_the_smallest(samples: int, count: int,
         assert piece_count(samples, size - align, align=align) > count
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 45), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40))
-def test_samples_that_differ_are_cut_by_what_they_cost(falling: list[int], size: int, minimum: int, align: int, most: int) -> None:
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    st.integers(1, 45),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 40),
+)
+def test_samples_that_differ_are_cut_by_what_they_cost(
+    falling: list[int], size: int, minimum: int, align: int, most: int
+) -> None:
     costs, n = Costs(sorted(falling, reverse=True)), len(falling)
     pieces = costs.partition(0, n, size, minimum=minimum, align=align, most=most)
     assert [start for start, _ in pieces] + [n] == [0] + [stop for _, stop in pieces]
@@ -64,7 +87,10 @@ def test_samples_that_differ_are_cut_by_what_they_cost(falling: list[int], size:
     assert min(lengths) >= min(minimum, n)
     allowed = longest(costs.samples, size, minimum=minimum, align=align)
     if minimum == align == 1:
-        assert all(length <= most and costs.worth(*piece) <= allowed for length, piece in zip(lengths, pieces, strict=True))
+        assert all(
+            length <= most and costs.worth(*piece) <= allowed
+            for length, piece in zip(lengths, pieces, strict=True)
+        )
         assert lengths[0] == min(allowed, most)  # the first piece is the worst that the size means
         for start, stop in pieces:
             halved = costs.partition(start, stop, max(1, costs.worth(start, stop) // 2), most=most)

@@ -11,7 +11,11 @@ from elastic_mbs.controller.fit import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel, envelope
 from tests.helpers.steps import there
 
-lines = st.lists(st.builds(Line, st.integers(0, 1000), st.integers(-2000, 10_000), st.integers(-20, 500)), min_size=1, max_size=12)
+lines = st.lists(
+    st.builds(Line, st.integers(0, 1000), st.integers(-2000, 10_000), st.integers(-20, 500)),
+    min_size=1,
+    max_size=12,
+)
 sizes = st.integers(1, 2000)
 
 
@@ -24,7 +28,9 @@ STEEP, FLAT = Line(100, 50, 10), Line(100, 900, 1)
 
 @settings(deadline=None, max_examples=200)
 @given(lines, st.floats(1, 5000))
-def test_the_envelope_has_the_highest_line_of_every_size_and_no_other(found: list[Line], x: float) -> None:
+def test_the_envelope_has_the_highest_line_of_every_size_and_no_other(
+    found: list[Line], x: float
+) -> None:
     hull = envelope(found)
     assert max(line.at(x) for line in hull) == pytest.approx(max(line.at(x) for line in found))
     assert [line.slope for line in hull] == sorted({line.slope for line in hull})
@@ -54,7 +60,8 @@ def test_measurements_that_disagree_widen_what_is_kept_free() -> None:
     assert (model.spread, model.largest(3000 * (1 + UNCHECKED), 10**6)) == (UNCHECKED, 200)
     model.add(200, 3600)
     assert model.kappa == pytest.approx(3600 / 3000)
-    assert model.spread == pytest.approx(200 / 2000)  # at 100 elements 2200 are predicted, and 2000 were measured
+    # at 100 elements 2200 are predicted, and 2000 were measured
+    assert model.spread == pytest.approx(200 / 2000)
     assert model.largest(1.1 * (1000 + 12 * 210), 10**6) == 210
     assert model.largest(1000 + 12 * 200, 10**6) == 200, "what was measured is certain"
 
@@ -68,7 +75,9 @@ def test_gradients_that_are_made_in_the_call_are_counted_as_far_as_they_are() ->
     assert model.kappa == 2
 
 
-def test_the_state_of_an_optimizer_is_expected_before_it_is_there_and_what_comes_besides_is_added() -> None:
+def test_the_state_of_an_optimizer_is_expected_before_it_is_there_and_what_comes_besides_is_added() -> (
+    None
+):
     model = model_of([STEEP])
     model.hold(400)  # 600 of state are yet to come
     assert model.predict(10) == 1000 + 250
@@ -80,7 +89,9 @@ def test_the_state_of_an_optimizer_is_expected_before_it_is_there_and_what_comes
 
 @settings(deadline=None, max_examples=200)
 @given(lines, st.integers(0, 10**6), st.integers(0, 3000), st.one_of(st.none(), sizes))
-def test_largest_is_the_largest_size_that_fits(found: list[Line], budget: int, limit: int, reach: int | None) -> None:
+def test_largest_is_the_largest_size_that_fits(
+    found: list[Line], budget: int, limit: int, reach: int | None
+) -> None:
     rising = [line._replace(slope=abs(line.slope)) for line in found]
     model = model_of(rising, reach=reach)
     best = model.largest(budget, limit)
@@ -90,8 +101,14 @@ def test_largest_is_the_largest_size_that_fits(found: list[Line], budget: int, l
 
 
 @settings(deadline=None, max_examples=50)
-@given(lines, st.lists(st.tuples(sizes, st.integers(1, 10**7)), max_size=12), st.one_of(st.none(), sizes))
-def test_what_is_known_survives_being_saved(found: list[Line], readings: list[tuple[int, int]], reach: int | None) -> None:
+@given(
+    lines,
+    st.lists(st.tuples(sizes, st.integers(1, 10**7)), max_size=12),
+    st.one_of(st.none(), sizes),
+)
+def test_what_is_known_survives_being_saved(
+    found: list[Line], readings: list[tuple[int, int]], reach: int | None
+) -> None:
     model = model_of(found, step=20, reach=reach)
     for x, peak in readings:
         model.add(x, peak)
@@ -101,7 +118,16 @@ def test_what_is_known_survives_being_saved(found: list[Line], readings: list[tu
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"later": []}, {"first": [[0, 1]]}, {"held": -1}, {"step": "a"}, {"reach": 0}, {"seen": [[1, 0, 1, 1]]}, {"seen": 3}]
+    "wrong",
+    [
+        {"later": []},
+        {"first": [[0, 1]]},
+        {"held": -1},
+        {"step": "a"},
+        {"reach": 0},
+        {"seen": [[1, 0, 1, 1]]},
+        {"seen": 3},
+    ],
 )
 def test_a_malformed_state_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):

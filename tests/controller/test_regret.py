@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from elastic_mbs.controller.controller import Policy
 from tests.helpers.device_sim import Device, Job
 
-BATCH, TOTAL, BASE, SLOPE = 64, 12_800, 1000, 150  # the whole batch fits into what is there without the co-tenant
+# the whole batch fits into what is there without the co-tenant
+BATCH, TOTAL, BASE, SLOPE = 64, 12_800, 1000, 150
 STEPS = [0.005, 0.05, 0.5, 5.0]
 DELTA = 0.02  # of a step at the whole batch is what each piece costs besides its samples
 
@@ -25,7 +26,14 @@ def seconds(size: int, step: float) -> float:
 
 
 def job(device: Device, step: float, seed: int = 0) -> Job:
-    return Job(device, need, seed=seed, per_piece=step * DELTA, per_sample=step * (1 - DELTA) / BATCH, rest=0.002)
+    return Job(
+        device,
+        need,
+        seed=seed,
+        per_piece=step * DELTA,
+        per_sample=step * (1 - DELTA) / BATCH,
+        rest=0.002,
+    )
 
 
 def oracle(device: Device, step: float, calls: int) -> float:
@@ -50,7 +58,9 @@ def test_a_visit_costs_little_more_than_the_oracle(step: float, steps: int) -> N
 
 @settings(deadline=None, max_examples=40)
 @given(st.floats(0.005, 5), st.integers(3000, 9000), st.integers(5, 200), st.integers(0, 2**16))
-def test_full_speed_is_back_within_two_steps_of_the_reading_that_shows_the_headroom(step: float, held: int, stay: int, seed: int) -> None:
+def test_full_speed_is_back_within_two_steps_of_the_reading_that_shows_the_headroom(
+    step: float, held: int, stay: int, seed: int
+) -> None:
     device = Device(TOTAL, others=lambda t: held if 10 * step <= t < (10 + stay) * step else 0)
     ours = job(device, step, seed)
     while device.clock.now < (30 + stay) * step + 1.1:
@@ -60,12 +70,21 @@ def test_full_speed_is_back_within_two_steps_of_the_reading_that_shows_the_headr
     later = [ran for ran in ours.history if ran.at + 1e-9 >= shown]
     assert [ran.size for ran in later[2:4]] == [BATCH] * 2
     if step <= 0.5:
-        assert shown - left <= 8 * step, "readings are asked for, once the patience is over: steps do not wait for the monitor's second"
+        assert shown - left <= 8 * step, (
+            "readings are asked for, once the patience is over: steps do not wait for the "
+            "monitor's second"
+        )
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.floats(0.005, 5), st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10_000)), min_size=1, max_size=40), st.integers(0, 2**16))
-def test_memory_that_comes_and_goes_costs_a_hundredth_more_than_the_best_fixed_size(step: float, visits: list[tuple[int, int]], seed: int) -> None:
+@given(
+    st.floats(0.005, 5),
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10_000)), min_size=1, max_size=40),
+    st.integers(0, 2**16),
+)
+def test_memory_that_comes_and_goes_costs_a_hundredth_more_than_the_best_fixed_size(
+    step: float, visits: list[tuple[int, int]], seed: int
+) -> None:
     until = list(itertools.accumulate(length * step for length, _ in visits))
 
     def others(now: float) -> int:
@@ -76,7 +95,9 @@ def test_memory_that_comes_and_goes_costs_a_hundredth_more_than_the_best_fixed_s
     while device.clock.now < until[-1]:
         ours.call(BATCH)
         calls += 1
-    fixed = seconds(max(1, min(BATCH, (TOTAL - max(held for _, held in visits) - BASE) // SLOPE)), step)
+    fixed = seconds(
+        max(1, min(BATCH, (TOTAL - max(held for _, held in visits) - BASE) // SLOPE)), step
+    )
     falls = 7  # the size falls from the whole batch to one sample once, whoever decides
     assert device.clock.now <= (1 + 1 / Policy().cooldown) * calls * fixed + falls * 2 * step
 

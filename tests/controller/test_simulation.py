@@ -54,14 +54,38 @@ starts = st.one_of(st.none(), st.integers(1, 100))
 
 
 @settings(deadline=None, max_examples=60)
-@given(needs, st.integers(500, 20_000), st.integers(1, 300), starts, st.booleans(), st.booleans(), st.integers(0, 2**16), st.sampled_from([1, 1, 4]))
+@given(
+    needs,
+    st.integers(500, 20_000),
+    st.integers(1, 300),
+    starts,
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**16),
+    st.sampled_from([1, 1, 4]),
+)
 def test_steady_memory_costs_one_failure_at_most_once_settled_and_then_no_move(
-    lines: list[tuple[int, int]], total: int, batch: int, start: int | None, measured: bool, sensed: bool, seed: int, align: int
+    lines: list[tuple[int, int]],
+    total: int,
+    batch: int,
+    start: int | None,
+    measured: bool,
+    sensed: bool,
+    seed: int,
+    align: int,
 ) -> None:
     need = bent(lines)
     if need(min(batch, align)) > total:
         return
-    job = Job(Device(total), need, start=start, seed=seed, measured=measured, sensed=sensed, policy=Policy(align=align))
+    job = Job(
+        Device(total),
+        need,
+        start=start,
+        seed=seed,
+        measured=measured,
+        sensed=sensed,
+        policy=Policy(align=align),
+    )
     for _ in range(160):
         job.call(batch)
     settled = next(i for i, ran in enumerate(job.history) if not ran.ooms)
@@ -71,22 +95,35 @@ def test_steady_memory_costs_one_failure_at_most_once_settled_and_then_no_move(
     if failed:
         assert not [ran.move for ran in after[failed[0] + 1 :] if ran.move]
     assert len(set(sizes(job.history[-60:]))) == 1, "a size must stay put"
-    # Each growth saves a piece and goes to at most the double; a bisection adds as many steps again.
+    # Each growth saves a piece and goes to at most the double; a bisection adds as many steps
+    # again.
     assert sum(1 for ran in after if ran.move) <= 2 * math.ceil(math.log2(batch + 1)) + 1
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(0, 8000), st.integers(5, 400), st.integers(0, 40), st.integers(2, 300), starts, st.integers(0, 2**16))
-def test_in_steady_memory_the_settled_size_is_the_best_that_fits(base: int, slope: int, room: int, batch: int, start: int | None, seed: int) -> None:
+@given(
+    st.integers(0, 8000),
+    st.integers(5, 400),
+    st.integers(0, 40),
+    st.integers(2, 300),
+    starts,
+    st.integers(0, 2**16),
+)
+def test_in_steady_memory_the_settled_size_is_the_best_that_fits(
+    base: int, slope: int, room: int, batch: int, start: int | None, seed: int
+) -> None:
     need = bent([(base, slope)])
     kept = (1 - Policy().margin) / (1 + UNCHECKED)
     total = math.ceil((base + slope * (1 + room)) / kept)
     job = Job(Device(total), need, start=start, seed=seed)
     for _ in range(160):
         job.call(batch)
-    # Sizes that fit with both margins must be used; when a guess of a sixteenth fails, the sizes within that step are lost.
+    # Sizes that fit with both margins must be used; when a guess of a sixteenth fails, the sizes
+    # within that step are lost.
     fitting = largest(need, int(total * kept))
-    gained = (job.per_sample + job.per_piece / min(job.size, batch)) / (job.per_sample + job.per_piece / min(fitting, batch)) - 1
+    gained = (job.per_sample + job.per_piece / min(job.size, batch)) / (
+        job.per_sample + job.per_piece / min(fitting, batch)
+    ) - 1
     assert pieces(job.size, batch) <= pieces(fitting, batch) or gained < 0.06, (job.size, fitting)
 
 
@@ -95,8 +132,15 @@ def square_wave(period: float, low: int) -> Callable[[float], int]:
 
 
 @settings(deadline=None, max_examples=12)
-@given(st.floats(40, 90), st.integers(1500, 6500), st.one_of(st.none(), st.integers(8, 100)), st.integers(0, 2**16))
-def test_square_wave_costs_one_failure_per_halving_and_full_size_returns(period: float, low: int, start: int | None, seed: int) -> None:
+@given(
+    st.floats(40, 90),
+    st.integers(1500, 6500),
+    st.one_of(st.none(), st.integers(8, 100)),
+    st.integers(0, 2**16),
+)
+def test_square_wave_costs_one_failure_per_halving_and_full_size_returns(
+    period: float, low: int, start: int | None, seed: int
+) -> None:
     device = Device(12_800, others=square_wave(period, low))
     job = Job(device, bert, start=start, seed=seed)
     full = run_until(job, period)[-1].size
@@ -113,20 +157,27 @@ def test_square_wave_costs_one_failure_per_halving_and_full_size_returns(period:
         else:
             assert failures == 0
             assert len(moves) <= halvings + 2
-            assert pieces(phase[-1].size) <= pieces(full), "full size is back before the co-tenant is"
+            assert pieces(phase[-1].size) <= pieces(full), (
+                "full size is back before the co-tenant is"
+            )
 
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(1000, 7000), st.floats(20, 200), st.integers(0, 2**16))
-def test_full_size_returns_in_bounded_time_after_the_co_tenant_leaves(held: int, stay: float, seed: int) -> None:
+def test_full_size_returns_in_bounded_time_after_the_co_tenant_leaves(
+    held: int, stay: float, seed: int
+) -> None:
     device = Device(12_800, others=lambda t: held if 30 <= t < 30 + stay else 0)
     job = Job(device, bert, seed=seed)
     full = run_until(job, 30)[-1].size
     *_, last = run_until(job, 30 + stay)
     back = run_until(job, 30 + stay + 120)
-    calls = next(i for i, ran in enumerate(back) if pieces(ran.size) <= pieces(full) and not ran.ooms)
-    # What ran before comes back with the first reading that shows the memory, which is at most a second old, and the jitter of a call.
-    step = max(b.at - a.at for a, b in itertools.pairwise([last, *back]))  # with the one that was being made when it left
+    calls = next(
+        i for i, ran in enumerate(back) if pieces(ran.size) <= pieces(full) and not ran.ooms
+    )
+    # What ran before comes back with the first reading that shows the memory, which is at most a
+    # second old, and the jitter of a call. with the one that was being made when it left
+    step = max(b.at - a.at for a, b in itertools.pairwise([last, *back]))
     assert back[calls].at - (30 + stay) <= 1 + 3 * step
     assert sum(ran.ooms for ran in back[1:]) == 0
 
@@ -137,7 +188,9 @@ def test_a_spike_between_two_readings_does_not_lower_the_size_for_good() -> None
     job = Job(device, bert, rest=1.0)
     full = run_until(job, 40)[-1].size
     job.forget_reading()
-    assert job.reading() is not None, "the last one before the spike; the next comes when it is over"
+    assert job.reading() is not None, (
+        "the last one before the spike; the next comes when it is over"
+    )
     spikes.append(device.clock.now)
     failures = job.call(BATCH).ooms
     assert failures > 0
@@ -167,10 +220,16 @@ def test_random_walk_fails_no_oftener_than_memory_falls(seed: int, stride: int) 
     job = Job(device, bert, seed=seed)
     run_until(job, 800)
     failed = [ran for ran in job.history if ran.ooms]
-    # A failing call ends with more pieces than it began with, and a growth, which can climb several sizes at once, takes them away again.
-    climbed = sum(-(-BATCH // move.before) - -(-BATCH // move.after) for ran in job.history if (move := ran.move) and move.after > move.before)
+    # A failing call ends with more pieces than it began with, and a growth, which can climb several
+    # sizes at once, takes them away again.
+    climbed = sum(
+        -(-BATCH // move.before) - -(-BATCH // move.after)
+        for ran in job.history
+        if (move := ran.move) and move.after > move.before
+    )
     assert len(failed) <= climbed + -(-BATCH // job.history[-1].size)
-    # What grows fits with the margin, so a failure needs memory to have fallen by as much since (or is an exploration); 5,800 is the least there is.
+    # What grows fits with the margin, so a failure needs memory to have fallen by as much since (or
+    # is an exploration); 5,800 is the least there is.
     assert len(failed) <= falls(walk, int(5800 * Policy().margin)) + 2
 
 
@@ -191,13 +250,16 @@ def test_two_jobs_on_one_device_stop_failing(seed: int, total: int) -> None:
         late = [t for t in job.oom_times if t > 200]
         assert not late
         assert len(set(sizes([ran for ran in job.history if ran.at > 200]))) == 1
-        # log2 down from the batch, and a failed growth for each of the other's changes that frees memory.
+        # log2 down from the batch, and a failed growth for each of the other's changes that frees
+        # memory.
         assert job.ooms <= 2 * math.ceil(math.log2(BATCH))
 
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2**16), st.sampled_from([(20_000, 4000), (26_000, 8000), (36_000, 16_000)]))
-def test_memory_that_comes_back_to_two_jobs_at_once_costs_each_one_failure_at_most(seed: int, memory: tuple[int, int]) -> None:
+def test_memory_that_comes_back_to_two_jobs_at_once_costs_each_one_failure_at_most(
+    seed: int, memory: tuple[int, int]
+) -> None:
     total, held = memory
     for job in two_jobs(Device(total, others=lambda t: held if 60 <= t < 150 else 0), seed):
         assert sum(1 for t in job.oom_times if 150 <= t < 250) <= 1
@@ -212,11 +274,15 @@ def growth_times(seed: int, jitter: float) -> list[float]:
 
 
 def test_jitter_takes_jobs_out_of_step() -> None:
-    assert growth_times(1, jitter=0.0) == growth_times(2, jitter=0.0), "without jitter equal jobs grow at the same moments"
+    assert growth_times(1, jitter=0.0) == growth_times(2, jitter=0.0), (
+        "without jitter equal jobs grow at the same moments"
+    )
     moments = [growth_times(seed, jitter=0.25) for seed in range(6)]
     step = 0.1 * 4
     pairs = [(a, b) for i, a in enumerate(moments) for b in moments[i + 1 :]]
-    together = sum(any(abs(t - u) < step for u in b) for a, b in pairs for t in a) / sum(len(a) for a, _ in pairs)
+    together = sum(any(abs(t - u) < step for u in b) for a, b in pairs for t in a) / sum(
+        len(a) for a, _ in pairs
+    )
     assert together < 0.5
 
 

@@ -41,13 +41,16 @@ def sentences(lengths: list[int], width: int) -> dict[str, Any]:
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     words = torch.randint(1, 12, mask.shape) * mask
     labels = torch.where((mask > 0) & (torch.rand(mask.shape) < 0.7), words, -100)
-    labels[:, 0] = torch.where(torch.tensor(lengths) > 1, words[:, 0], -100)  # in some samples nothing counts
+    # in some samples nothing counts
+    labels[:, 0] = torch.where(torch.tensor(lengths) > 1, words[:, 0], -100)
     return {"words": words, "mask": mask, "labels": labels, "index": torch.arange(len(lengths))}
 
 
 def loss_of(model: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
     scores = model(batch["words"], batch["mask"])
-    return functional.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+    return functional.cross_entropy(
+        scores.flatten(0, 1), batch["labels"].flatten(), reduction=reduction
+    )
 
 
 def wanted(model: nn.Module, batch: Any, reduction: str = "mean") -> list[Tensor | None]:
@@ -66,11 +69,22 @@ def wanted(model: nn.Module, batch: Any, reduction: str = "mean") -> list[Tensor
     st.sampled_from(["mean", "sum"]),
 )
 def test_the_gradient_is_that_of_the_padded_batch_for_every_size(
-    lengths: list[int], more: int, size: int | str, least: int, align: int, door: int, reduction: str
+    lengths: list[int],
+    more: int,
+    size: int | str,
+    least: int,
+    align: int,
+    door: int,
+    reduction: str,
 ) -> None:
     model, batch = Reader(), sentences(lengths, max(lengths) + more)
     least = min(least, size) if isinstance(size, int) else least
-    sizes = {"micro_batch_size": size, "min_micro_batch_size": least, "align": align, "reduction": reduction}
+    sizes = {
+        "micro_batch_size": size,
+        "min_micro_batch_size": least,
+        "align": align,
+        "reduction": reduction,
+    }
     result = once(door, model, lambda b: loss_of(model, b, reduction), batch, **OPTIONS, **sizes)
     assert off_by(model, wanted(model, batch, reduction)) <= EXACT
     pieces = [stop - start for start, stop in result.partition]
@@ -83,7 +97,9 @@ def test_the_gradient_is_that_of_the_padded_batch_for_every_size(
 
 @pytest.mark.parametrize("door", [1, 3])
 @pytest.mark.parametrize("warm", [False, True])
-def test_running_out_of_memory_at_any_operation_replays_the_same_samples(door: int, warm: bool) -> None:
+def test_running_out_of_memory_at_any_operation_replays_the_same_samples(
+    door: int, warm: bool
+) -> None:
     model, batch = Reader(), sentences(LENGTHS, 8)
     exact = wanted(model, batch)
     seen: list[list[int]] = []
@@ -92,7 +108,11 @@ def test_running_out_of_memory_at_any_operation_replays_the_same_samples(door: i
         seen.append(piece["index"].tolist())
         return loss_of(model, piece), piece["index"] * 1
 
-    mbs = settled(door, model, loss_fn, batch, **OPTIONS) if warm else elastic(model, micro_batch_size=3, **OPTIONS)
+    mbs = (
+        settled(door, model, loss_fn, batch, **OPTIONS)
+        if warm
+        else elastic(model, micro_batch_size=3, **OPTIONS)
+    )
     for strike in every_operation(stride=1 if door == 1 else 3):
         model.zero_grad()
         seen.clear()
@@ -106,13 +126,17 @@ def test_running_out_of_memory_at_any_operation_replays_the_same_samples(door: i
         left = [sample for start, stop in result.skipped for sample in order[start:stop]]
         assert sorted(run + left) == list(range(len(LENGTHS)))
         assert all(LENGTHS[sample] == 1 for sample in left)
-        ranges = [order[start : start + len(piece)] for piece in seen for start in [order.index(piece[0])]]
+        ranges = [
+            order[start : start + len(piece)] for piece in seen for start in [order.index(piece[0])]
+        ]
         assert ranges == seen  # each attempt was a range of one and the same order
         if door == 1:
             assert result.outputs.tolist() == sorted(run)
 
 
-def test_a_failed_piece_is_halved_by_what_it_is_worth_and_no_piece_takes_more_than_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_piece_is_halved_by_what_it_is_worth_and_no_piece_takes_more_than_the_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = Reader(), sentences(LENGTHS, 8)
     mbs = elastic(model, micro_batch_size=4, **OPTIONS)
     controller, told = mbs._context.controller, list[tuple[int, int | None]]()
@@ -140,7 +164,9 @@ def test_a_failed_piece_is_halved_by_what_it_is_worth_and_no_piece_takes_more_th
 
 
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
-def test_short_samples_that_take_more_than_their_elements_are_halved_below_one_of_the_longest(replay: str) -> None:
+def test_short_samples_that_take_more_than_their_elements_are_halved_below_one_of_the_longest(
+    replay: str,
+) -> None:
     model, batch = Reader(), sentences([16, *[2] * 16], 16)
 
     def loss_fn(piece: Any) -> Tensor:
@@ -214,7 +240,9 @@ def test_a_disabled_runtime_runs_the_padded_batch_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7, 1.1])
-def test_after_a_plan_the_first_step_runs_at_the_largest_size_and_nothing_fails(share: float) -> None:
+def test_after_a_plan_the_first_step_runs_at_the_largest_size_and_nothing_fails(
+    share: float,
+) -> None:
     torch.manual_seed(0)
     model, batch = Reader(), sentences([*range(2, 50), 49], 64)
     with MemoryBudget(2**40, track=[model, *batch.values()]) as budget:
@@ -226,13 +254,21 @@ def test_after_a_plan_the_first_step_runs_at_the_largest_size_and_nothing_fails(
         largest = there(mbs.plan(lambda piece: loss_of(model, piece), batch).largest)
         result = mbs.backward(lambda piece: loss_of(model, piece), batch)
         assert (result.ooms, budget.ooms) == (0, 0)
-        assert result.micro_batch_size == largest == (27 if share > 1 else pytest.approx(27 * share, abs=2))
+        assert (
+            result.micro_batch_size
+            == largest
+            == (27 if share > 1 else pytest.approx(27 * share, abs=2))
+        )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", [lambda value: value, lambda value: value.pin_memory(), lambda value: value.cuda()])
+@pytest.mark.parametrize(
+    "place", [lambda value: value, lambda value: value.pin_memory(), lambda value: value.cuda()]
+)
 @pytest.mark.parametrize("prefetch", [True, "pin"])
-def test_a_batch_on_the_host_in_pinned_memory_or_on_the_device_gives_the_same(place: Any, prefetch: Any) -> None:
+def test_a_batch_on_the_host_in_pinned_memory_or_on_the_device_gives_the_same(
+    place: Any, prefetch: Any
+) -> None:
     model, batch = Reader(), sentences(LENGTHS, 8)
     exact = [None if grad is None else grad.cuda() for grad in wanted(model, batch)]
     model.cuda()
@@ -243,5 +279,7 @@ def test_a_batch_on_the_host_in_pinned_memory_or_on_the_device_gives_the_same(pl
         with InjectOOM(at=[fails]):
             result = mbs.backward(lambda piece: (loss_of(model, piece), piece["index"] * 1), moved)
         assert off_by(model, exact) <= EXACT
-        run = [there(result.order)[i] for start, stop in result.partition for i in range(start, stop)]
+        run = [
+            there(result.order)[i] for start, stop in result.partition for i in range(start, stop)
+        ]
         assert result.outputs.tolist() == sorted(run)

@@ -10,13 +10,36 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, MicroBatch
-from elastic_mbs.errors import IncompleteBatchError, MicroBatchFloorError, ReplayUnsafeError, UsageError
+from elastic_mbs.errors import (
+    IncompleteBatchError,
+    MicroBatchFloorError,
+    ReplayUnsafeError,
+    UsageError,
+)
 from elastic_mbs.events import CallDone, CallFailed, Event
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import FailOn, cross_entropy, elastic, failing, mlp, off_by, pairs, still_works, there, through, whole_gradient
+from tests.helpers.steps import (
+    FailOn,
+    cross_entropy,
+    elastic,
+    failing,
+    mlp,
+    off_by,
+    pairs,
+    still_works,
+    there,
+    through,
+    whole_gradient,
+)
 from tests.helpers.strikes import AtLine, until_clean
 
-ENGINE = ("engine/call.py", "engine/micro_batch.py", "engine/failure.py", "engine/recovery.py", "engine/backward.py")
+ENGINE = (
+    "engine/call.py",
+    "engine/micro_batch.py",
+    "engine/failure.py",
+    "engine/recovery.py",
+    "engine/backward.py",
+)
 
 
 def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: int) -> None:
@@ -29,7 +52,9 @@ def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: in
             assert not mbs._call.inside
             with pytest.raises(IncompleteBatchError):
                 mbs.backward(cross_entropy(model), pairs(8))
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks on saved tensors were left on this thread"
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, (
+            "hooks on saved tensors were left on this thread"
+        )
         torch.optim.SGD(model.parameters()).step()  # no call is taken to run still
         assert still_works(mbs, model), strike.hits
 
@@ -37,18 +62,23 @@ def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: in
 def test_a_call_whose_callback_fails_has_failed_and_is_not_counted_as_done() -> None:
     model, events = mlp(), list[Event]()
     mbs = elastic(model, micro_batch_size=4, on_event=events.append)
-    with pytest.raises(torch.OutOfMemoryError) as caught:  # as it was raised: it is the user's, and not of the library's bookkeeping
+    # as it was raised: it is the user's, and not of the library's bookkeeping
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         for micro in mbs.micro_batches(pairs(8)):
             with micro:
                 micro.backward(cross_entropy(model)(micro.data))
                 micro.on_commit(FailOn(1))
     assert str(caught.value).startswith("CUDA out of memory")
     assert (mbs.last_result, mbs.stats.calls) == (None, 0)
-    assert [type(event) for event in events if isinstance(event, CallDone | CallFailed)] == [CallFailed]
+    assert [type(event) for event in events if isinstance(event, CallDone | CallFailed)] == [
+        CallFailed
+    ]
 
 
 @pytest.mark.parametrize("late", ["on_commit", "keep"])
-def test_what_is_given_to_a_micro_batch_that_is_over_is_refused(model: nn.Sequential, late: str) -> None:
+def test_what_is_given_to_a_micro_batch_that_is_over_is_refused(
+    model: nn.Sequential, late: str
+) -> None:
     mbs = elastic(model, micro_batch_size=4)
     kept = list[MicroBatch]()
     for micro in mbs.micro_batches(pairs(8)):
@@ -60,7 +90,9 @@ def test_what_is_given_to_a_micro_batch_that_is_over_is_refused(model: nn.Sequen
             getattr(micro, late)(print)
 
 
-def test_a_runtime_closed_inside_a_block_says_that_its_batch_is_incomplete(model: nn.Sequential, mbs: ElasticMBS) -> None:
+def test_a_runtime_closed_inside_a_block_says_that_its_batch_is_incomplete(
+    model: nn.Sequential, mbs: ElasticMBS
+) -> None:
     with pytest.raises(IncompleteBatchError, match="closed inside"):
         for micro in mbs.micro_batches(pairs(8)):
             with micro:
@@ -68,7 +100,9 @@ def test_a_runtime_closed_inside_a_block_says_that_its_batch_is_incomplete(model
                 mbs.close()
 
 
-def test_on_fatal_and_the_events_get_the_typed_error_where_bookkeeping_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_fatal_and_the_events_get_the_typed_error_where_bookkeeping_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, events, fatal = mlp(), list[Event](), list[BaseException]()
     mbs = elastic(model, micro_batch_size=4, on_event=events.append, on_fatal=fatal.append)
     monkeypatch.setattr(mbs._context.controller, "end", FailOn(1))
@@ -76,11 +110,15 @@ def test_on_fatal_and_the_events_get_the_typed_error_where_bookkeeping_has_no_ro
     with pytest.raises(MicroBatchFloorError, match="bookkeeping") as caught:
         mbs.backward(cross_entropy(model), pairs(8))
     assert fatal == [caught.value]
-    assert [event.error for event in events if isinstance(event, CallFailed)] == ["MicroBatchFloorError"]
+    assert [event.error for event in events if isinstance(event, CallFailed)] == [
+        "MicroBatchFloorError"
+    ]
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
     mbs = elastic(model, micro_batch_size=4)
@@ -103,7 +141,9 @@ def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(monkey
     assert seen[0] == 5.0
 
 
-def test_the_losses_of_a_failed_attempt_let_go_of_their_graph_whatever_they_were_returned_with() -> None:
+def test_the_losses_of_a_failed_attempt_let_go_of_their_graph_whatever_they_were_returned_with() -> (
+    None
+):
     model, losses = mlp(), list[Tensor]()
     mbs = elastic(model, micro_batch_size=4)
     hook = FailOn(1)
@@ -134,7 +174,9 @@ def test_an_attempt_that_ends_by_an_error_is_not_kept_alive_by_the_loops_variabl
     assert alive[0]() is None
 
 
-def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered_from_in_the_next_call(model: nn.Sequential) -> None:
+def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered_from_in_the_next_call(
+    model: nn.Sequential,
+) -> None:
     mbs = elastic(model, micro_batch_size=4)
 
     def edits(fail: FailOn) -> Any:
@@ -145,18 +187,30 @@ def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered
 
         return loss_fn
 
-    with pytest.raises(ReplayUnsafeError, match=r"changed in place.* From the next call on samples that are edited are copies"):
+    with pytest.raises(
+        ReplayUnsafeError,
+        match=r"changed in place.* From the next call on samples that are edited are copies",
+    ):
         mbs.backward(edits(FailOn(1)), pairs(8))
     batch = pairs(8)
     result = mbs.backward(edits(FailOn(1)), batch)
     assert result.ooms == 1
     assert result.micro_batch_size < 4, "the refused failure counts for the size, too"
-    assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)((2 * pairs(8)[0], pairs(8)[1])))) <= 1e-12
+    assert (
+        off_by(
+            model,
+            whole_gradient(model, lambda twin: cross_entropy(twin)((2 * pairs(8)[0], pairs(8)[1]))),
+        )
+        <= 1e-12
+    )
 
 
-def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie(model: nn.Sequential) -> None:
+def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie(
+    model: nn.Sequential,
+) -> None:
     bucket = torch.zeros(8, 6, dtype=torch.float64)
-    model[0].weight.grad, model[0].bias.grad = bucket, bucket[:, 0]  # they overlap, which is the user's doing
+    # they overlap, which is the user's doing
+    model[0].weight.grad, model[0].bias.grad = bucket, bucket[:, 0]
     before = [p.grad for p in model.parameters()]
     x = pairs(8)[0]
     with InjectOOM(at=[1]) as inject:
@@ -165,7 +219,9 @@ def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie(m
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
 
-def test_the_loss_of_a_result_is_read_after_memory_was_made_free(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_a_result_is_read_after_memory_was_made_free(
+    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = elastic(model, micro_batch_size=4).backward(cross_entropy(model), pairs(8))
     stack, fail = torch.stack, FailOn(1)
 

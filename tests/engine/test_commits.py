@@ -14,7 +14,18 @@ from elastic_mbs.engine.backward import backward
 from elastic_mbs.errors import GradientsChangedError, ReplayUnsafeError
 from elastic_mbs.events import Event
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, settled, through, whole_gradient
+from tests.helpers.steps import (
+    Pair,
+    cross_entropy,
+    elastic,
+    grads,
+    mlp,
+    off_by,
+    pairs,
+    settled,
+    through,
+    whole_gradient,
+)
 from tests.helpers.strikes import every_operation
 
 
@@ -26,14 +37,20 @@ class Step:
     loss_fn: Callable[[Any], Tensor]
     batch: Any
     wanted: list[Tensor | None]
-    begin: Callable[[], object] = lambda: None  # what the user does before the call that fails; the loss function can be known by then
+    # what the user does before the call that fails; the loss function can be known by then
+    begin: Callable[[], object] = lambda: None
     leaves: list[Tensor] | None = None  # whose gradients are wanted, if not the model's
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def plain() -> Step:
     model, batch = mlp(), pairs()
-    return Step(model, cross_entropy(model), batch, whole_gradient(model, lambda twin: cross_entropy(twin)(batch)))
+    return Step(
+        model,
+        cross_entropy(model),
+        batch,
+        whole_gradient(model, lambda twin: cross_entropy(twin)(batch)),
+    )
 
 
 def gradients_there() -> Step:
@@ -66,7 +83,12 @@ def no_gradient_for_a_leaf() -> Step:
         apply: Callable[[Tensor, Any], Tensor] = Threshold.apply
         return nn.functional.cross_entropy(apply(net(piece[0]), net.threshold), piece[1])
 
-    return Step(model, lambda piece: loss_of(model, piece), (x, y), whole_gradient(model, lambda twin: loss_of(twin, (x, y))))
+    return Step(
+        model,
+        lambda piece: loss_of(model, piece),
+        (x, y),
+        whole_gradient(model, lambda twin: loss_of(twin, (x, y))),
+    )
 
 
 def unwritable_gradient() -> Step:
@@ -115,14 +137,30 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([expert(x) for expert, use in zip(self.experts, self.used, strict=True) if use]).pow(2).mean()
+        return (
+            torch.stack(
+                [expert(x) for expert, use in zip(self.experts, self.used, strict=True) if use]
+            )
+            .pow(2)
+            .mean()
+        )
 
 
 class RoutedBySample(Routed):
     """A piece whose samples all take one route reaches the leaves of that one only."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([expert(x[x[:, 0] == i]) for i, expert in enumerate(self.experts) if (x[:, 0] == i).any()]).pow(2).mean()
+        return (
+            torch.cat(
+                [
+                    expert(x[x[:, 0] == i])
+                    for i, expert in enumerate(self.experts)
+                    if (x[:, 0] == i).any()
+                ]
+            )
+            .pow(2)
+            .mean()
+        )
 
 
 def routed_by_sample() -> Step:
@@ -141,23 +179,42 @@ class Meeting(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.apart = apart
-        self.a, self.b, self.w = (nn.Parameter(torch.randn(size, dtype=torch.float64)) for _ in range(3))
+        self.a, self.b, self.w = (
+            nn.Parameter(torch.randn(size, dtype=torch.float64)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         late = (x * self.w).exp().mean()  # made first, so its backward comes last
         shape = () if len(self.w) == 1 else (1, -1)
-        a, b = (leaf.view(shape) * 2 if self.apart else leaf.view(shape) for leaf in (self.a, self.b))
+        a, b = (
+            leaf.view(shape) * 2 if self.apart else leaf.view(shape) for leaf in (self.a, self.b)
+        )
         return a + b + late if not shape else (x + (a + b)).pow(2).mean() + late
 
 
-def becoming(make: Callable[[], nn.Module], replay: str = "auto", accumulate_dtype: torch.dtype | None = None, **later: Any) -> Callable[[], Step]:
+def becoming(
+    make: Callable[[], nn.Module],
+    replay: str = "auto",
+    accumulate_dtype: torch.dtype | None = None,
+    **later: Any,
+) -> Callable[[], Step]:
     """A model that takes another way when memory runs out."""
 
     def step() -> Step:
-        (model, twin), batch = (make(), make()), torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+        (model, twin), batch = (
+            (make(), make()),
+            torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4),
+        )
         vars(twin).update(later)
         wanted = whole_gradient(twin, lambda net: net(batch))
-        return Step(model, model, batch, wanted, lambda: vars(model).update(later), options={"replay": replay, "accumulate_dtype": accumulate_dtype})
+        return Step(
+            model,
+            model,
+            batch,
+            wanted,
+            lambda: vars(model).update(later),
+            options={"replay": replay, "accumulate_dtype": accumulate_dtype},
+        )
 
     return step
 
@@ -175,7 +232,9 @@ def leaves_outside() -> Step:
 
 
 ROUTES = [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
-STEPS = {  # how it is made, the clean calls before memory runs out, and how a piece that had partly committed is replayed then
+# how it is made, the clean calls before memory runs out, and how a piece that had partly committed
+# is replayed then
+STEPS = {
     "plain": (plain, 2, {"piece"}),
     "gradients there": (gradients_there, 2, {"piece"}),
     "no gradient for a leaf": (no_gradient_for_a_leaf, 0, {"piece", "step"}),
@@ -185,21 +244,34 @@ STEPS = {  # how it is made, the clean calls before memory runs out, and how a p
     "hook on another": (lambda: hook_on(0), 0, {"isolate", "step"}),
     "hook on another, known": (lambda: hook_on(0), 1, {"isolate"}),
     "hook on another, late": (lambda: hook_on(0, late=True), 1, {"step", "isolate"}),
-    **{f"routes {used}": (becoming(Routed, used=used), 1, {"piece"} if used[1] else set()) for used in ROUTES},
+    **{
+        f"routes {used}": (becoming(Routed, used=used), 1, {"piece"} if used[1] else set())
+        for used in ROUTES
+    },
     "routes by sample": (routed_by_sample, 1, {"piece"}),
     "one place": (becoming(Meeting), 0, {"piece", "step"}),
     "one place, known": (becoming(Meeting), 1, {"piece", "step"}),
     "one place, isolated": (becoming(Meeting, replay="isolate"), 0, {"isolate"}),
     "one place, wide": (becoming(Meeting, accumulate_dtype=torch.float32), 0, {"isolate"}),
-    "coming into one place": (becoming(lambda: Meeting(apart=True), apart=False), 1, {"piece", "step"}),
-    "coming into one seed": (becoming(lambda: Meeting(1, apart=True), apart=False), 1, {"piece", "step"}),
+    "coming into one place": (
+        becoming(lambda: Meeting(apart=True), apart=False),
+        1,
+        {"piece", "step"},
+    ),
+    "coming into one seed": (
+        becoming(lambda: Meeting(1, apart=True), apart=False),
+        1,
+        {"piece", "step"},
+    ),
     "leaves outside": (leaves_outside, 0, {"piece", "step"}),
     "leaves outside, known": (leaves_outside, 1, {"piece", "step"}),
 }
 
 
 @pytest.mark.parametrize(("make", "calls", "modes"), STEPS.values(), ids=STEPS)
-def test_gradients_are_exact_wherever_memory_runs_out(make: Callable[..., Step], calls: int, modes: set[str], door: int) -> None:
+def test_gradients_are_exact_wherever_memory_runs_out(
+    make: Callable[..., Step], calls: int, modes: set[str], door: int
+) -> None:
     events: list[Event] = []
     for inject in every_operation(first=1 if door == 1 else 2, stride=2):
         step = make()
@@ -211,14 +283,19 @@ def test_gradients_are_exact_wherever_memory_runs_out(make: Callable[..., Step],
         with inject:
             through(door, mbs, step.loss_fn, step.batch)
         assert off_by(step.leaves or step.model, step.wanted) <= 1e-12
-    assert {event.mode for event in events if isinstance(event, OutOfMemory) and event.committed} == modes
+    assert {
+        event.mode for event in events if isinstance(event, OutOfMemory) and event.committed
+    } == modes
 
 
 def test_no_hook_is_ever_on_the_users_model(model: nn.Sequential, batch: Pair, door: int) -> None:
     hooks: list[int] = []
 
     def loss_fn(piece: Pair) -> Tensor:
-        hooks.extend(len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ()) for leaf in model.parameters())
+        hooks.extend(
+            len(leaf._post_accumulate_grad_hooks or ()) + len(leaf._backward_hooks or ())
+            for leaf in model.parameters()
+        )
         return cross_entropy(model)(piece)
 
     mbs = elastic(model, micro_batch_size=3)
@@ -231,7 +308,9 @@ def test_no_hook_is_ever_on_the_users_model(model: nn.Sequential, batch: Pair, d
 
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("size", [3, 8])
-def test_a_hook_that_comes_late_and_clears_gradients_is_noticed_in_the_first_piece(door: int, filled: bool, size: int) -> None:
+def test_a_hook_that_comes_late_and_clears_gradients_is_noticed_in_the_first_piece(
+    door: int, filled: bool, size: int
+) -> None:
     step = gradients_there() if filled else plain()
     mbs = settled(door, step.model, step.loss_fn, step.batch, micro_batch_size=size)
     step.begin()
@@ -257,7 +336,9 @@ def test_gradients_are_the_users_until_the_first_piece_has_committed(door: int) 
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_step_that_makes_its_own_graphs_may_be_called_where_none_are_made(door: int, mode: Callable[[], Any]) -> None:
+def test_a_step_that_makes_its_own_graphs_may_be_called_where_none_are_made(
+    door: int, mode: Callable[[], Any]
+) -> None:
     step = plain()
 
     def loss_fn(piece: Pair) -> Tensor:
@@ -290,7 +371,9 @@ def _edit_one(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("meddle", [_replace, _replace_one, _edit_one, nn.Module.zero_grad])
-def test_gradients_that_other_code_changes_in_the_middle_of_a_known_batch_are_refused(door: int, meddle: Callable[[nn.Module], None]) -> None:
+def test_gradients_that_other_code_changes_in_the_middle_of_a_known_batch_are_refused(
+    door: int, meddle: Callable[[nn.Module], None]
+) -> None:
     """Wherever memory runs out besides: what comes out is the exact gradient, or an error that says what was done."""
     step, calls = plain(), list[int]()
 
@@ -314,10 +397,14 @@ def test_gradients_that_other_code_changes_in_the_middle_of_a_known_batch_are_re
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_that_a_hook_replaces_are_exact_wherever_memory_runs_out(door: int, size: int) -> None:
+def test_gradients_that_a_hook_replaces_are_exact_wherever_memory_runs_out(
+    door: int, size: int
+) -> None:
     step = plain()
     for leaf in step.model.parameters():
-        leaf.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", leaf.grad.clone()))
+        leaf.register_post_accumulate_grad_hook(
+            lambda leaf: setattr(leaf, "grad", leaf.grad.clone())
+        )
     for injected in every_operation():
         mbs = settled(door, step.model, step.loss_fn, step.batch, micro_batch_size=size)
         with injected:
@@ -339,17 +426,25 @@ def test_gradients_cleared_after_the_call_began_are_this_calls_own() -> None:
 
 
 def test_two_step_functions_under_one_decorator_are_learned_apart() -> None:
-    """They share the decorator's code. The second one's own leaf was taken for one that had come in the middle of a batch."""
+    """They share the decorator's code.
+
+    The second one's own leaf was taken for one that had come in the middle of a batch.
+    """
     step, scale = plain(), torch.ones((), dtype=torch.float64, requires_grad=True)
     mbs = settled(1, step.model, torch.enable_grad()(step.loss_fn), step.batch)
     with InjectOOM(at=[35]) as inject:
         mbs.backward(torch.enable_grad()(lambda piece: step.loss_fn(piece) * scale), step.batch)
     assert inject.hits
-    assert off_by([*step.model.parameters(), scale], [*step.wanted, step.loss_fn(step.batch).detach()]) <= 1e-12
+    assert (
+        off_by([*step.model.parameters(), scale], [*step.wanted, step.loss_fn(step.batch).detach()])
+        <= 1e-12
+    )
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_backward_gives_the_same_bits_as_torchs(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_gives_the_same_bits_as_torchs(
+    private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("elastic_mbs.engine.backward._PRIVATE_ENTRY", private)
     ours, torchs = gradients_there(), gradients_there()
     for step in (ours, torchs):

@@ -33,7 +33,10 @@ def test_a_run_with_failures_and_growth_needs_few_graphs(dynamic: bool | None, m
         return F.cross_entropy(model(piece[0]), piece[1])
 
     wanted = whole_gradient(plain, lambda twin: F.cross_entropy(twin(batch[0]), batch[1]))
-    policy, memory = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0), MemoryOptions(sensor=Sensor(), monitor_interval=0)
+    policy, memory = (
+        Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0),
+        MemoryOptions(sensor=Sensor(), monitor_interval=0),
+    )
     with ElasticMBS(plain, policy=policy, memory=memory, on_event=events.append) as mbs:
         for step in range(30):
             longest[0] = 40 if 5 <= step < 15 else 200
@@ -46,4 +49,6 @@ def test_a_run_with_failures_and_growth_needs_few_graphs(dynamic: bool | None, m
         assert result.partition == ((0, 97),)
         assert len(lengths) > 2
         assert 1 <= mbs.stats.graphs <= most
-        assert mbs.stats.graphs == sum(event.graphs for event in events if isinstance(event, CallDone))
+        assert mbs.stats.graphs == sum(
+            event.graphs for event in events if isinstance(event, CallDone)
+        )

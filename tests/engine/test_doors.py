@@ -17,7 +17,21 @@ from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, Event, OutOfMemory, UsageError, elastic_step
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, grads, mlp, off_by, once, pairs, quiet, through, whole_gradient
+from tests.helpers.steps import (
+    FailOn,
+    Pair,
+    cross_entropy,
+    elastic,
+    failing,
+    grads,
+    mlp,
+    off_by,
+    once,
+    pairs,
+    quiet,
+    through,
+    whole_gradient,
+)
 
 pytestmark = pytest.mark.injectable
 
@@ -31,14 +45,29 @@ def test_all_doors_give_the_same_gradients_losses_and_partitions(fault: int) -> 
         model = mlp()
         with InjectOOM(at=[fault]):
             result = once(door, model, cross_entropy(model), batch, micro_batch_size=4)
-        seen.append((grads(model), float(result), result.partition, result.ooms, result.replayed_samples, result.micro_batch_size))
+        seen.append(
+            (
+                grads(model),
+                float(result),
+                result.partition,
+                result.ooms,
+                result.replayed_samples,
+                result.micro_batch_size,
+            )
+        )
         assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
     assert seen[0][1:] == seen[1][1:] == seen[2][1:]
     for others in seen[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(seen[0][0], others[0], strict=True) if a is not None and b is not None)
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(seen[0][0], others[0], strict=True)
+            if a is not None and b is not None
+        )
 
 
-def test_works_without_a_with_block_and_after_it(model: nn.Sequential, batch: Pair, door: int) -> None:
+def test_works_without_a_with_block_and_after_it(
+    model: nn.Sequential, batch: Pair, door: int
+) -> None:
     mbs = elastic(model, micro_batch_size=4)
     wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
 
@@ -55,39 +84,59 @@ def test_works_without_a_with_block_and_after_it(model: nn.Sequential, batch: Pa
 
 
 @pytest.mark.no_oom_injection
-def test_what_was_learned_survives_a_round_trip_through_json(model: nn.Sequential, batch: Pair) -> None:
+def test_what_was_learned_survives_a_round_trip_through_json(
+    model: nn.Sequential, batch: Pair
+) -> None:
     mbs = elastic(model, micro_batch_size=8)
     with InjectOOM(at=[3]):
         assert mbs.backward(cross_entropy(model), batch).micro_batch_size == 4
     state = json.loads(json.dumps(mbs.state_dict()))
     fresh = elastic(model, micro_batch_size=8)
     fresh.load_state_dict(state)
-    assert _without_clock(fresh.state_dict()) == _without_clock(mbs.state_dict()) == _without_clock(state)
+    assert (
+        _without_clock(fresh.state_dict())
+        == _without_clock(mbs.state_dict())
+        == _without_clock(state)
+    )
     result = fresh.backward(cross_entropy(model), batch)
     assert (result.micro_batch_size, result.ooms) == (4, 0)
 
 
 def _without_clock(state: dict[str, Any]) -> list[dict[str, Any]]:
     tracks = state["controller"]["tracks"]
-    return [{**track, "cooldown_left": None, "ceilings": [ceiling[:3] for ceiling in track["ceilings"]]} for track in tracks]
+    return [
+        {**track, "cooldown_left": None, "ceilings": [ceiling[:3] for ceiling in track["ceilings"]]}
+        for track in tracks
+    ]
 
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_runtime_is_not_copied_and_says_so(take: Callable[[Any], object]) -> None:
     """A shallow copy would have shared everything, and a deep one failed at "cannot pickle '_thread.lock' object"."""
-    with elastic(mlp()) as mbs, pytest.raises(UsageError, match=r"neither copied nor pickled.*state_dict\(\)"):
+    with (
+        elastic(mlp()) as mbs,
+        pytest.raises(UsageError, match=r"neither copied nor pickled.*state_dict\(\)"),
+    ):
         take(mbs)
 
 
 @pytest.mark.no_oom_injection
-def test_statistics_and_the_last_result_tell_what_happened(model: nn.Sequential, batch: Pair) -> None:
+def test_statistics_and_the_last_result_tell_what_happened(
+    model: nn.Sequential, batch: Pair
+) -> None:
     loss_fn, mbs = failing(model, FailOn(3)), elastic(model, micro_batch_size=4)
     assert mbs.last_result is None
     for door in (1, 3):
         assert through(door, mbs, loss_fn, batch) is mbs.last_result
     stats = mbs.stats
-    assert (stats.calls, stats.samples, stats.pieces, stats.ooms, stats.replayed_samples) == (2, 16, 2 + 4, 1, 4)
+    assert (stats.calls, stats.samples, stats.pieces, stats.ooms, stats.replayed_samples) == (
+        2,
+        16,
+        2 + 4,
+        1,
+        4,
+    )
     assert stats.sizes == {4: 1, 2: 1}
     stats.sizes.clear()
     assert mbs.stats.sizes == {4: 1, 2: 1}, "a copy"
@@ -98,12 +147,19 @@ def test_events_of_two_runtimes_are_told_apart_by_name() -> None:
     for name in ("generator", "critic"):
         model = mlp()
         with InjectOOM(at=[12]):
-            elastic(model, micro_batch_size=4, name=name, on_event=events.append).backward(cross_entropy(model), pairs())
-    assert [event.name for event in events if isinstance(event, OutOfMemory)] == ["generator", "critic"]
+            elastic(model, micro_batch_size=4, name=name, on_event=events.append).backward(
+                cross_entropy(model), pairs()
+            )
+    assert [event.name for event in events if isinstance(event, OutOfMemory)] == [
+        "generator",
+        "critic",
+    ]
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_disabled_runs_the_batch_whole_and_catches_nothing(model: nn.Sequential, batch: Pair, door: int) -> None:
+def test_disabled_runs_the_batch_whole_and_catches_nothing(
+    model: nn.Sequential, batch: Pair, door: int
+) -> None:
     result = once(door, model, cross_entropy(model), batch, micro_batch_size=2, enabled=False)
     assert result.partition == ((0, 8),)
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) == 0
@@ -131,7 +187,9 @@ def test_disabled_starts_no_thread_and_watches_nothing() -> None:
 
 def test_disabled_gives_outputs_totals_and_callbacks_and_uses_scaler_and_backward() -> None:
     model, batch, log = mlp(), pairs(), list[Any]()
-    mbs = elastic(model, enabled=False, scaler=torch.amp.GradScaler("cpu", init_scale=4.0), reduction="sum")
+    mbs = elastic(
+        model, enabled=False, scaler=torch.amp.GradScaler("cpu", init_scale=4.0), reduction="sum"
+    )
     for micro in mbs.micro_batches(batch):
         with micro:
             micro.on_commit(lambda: log.append("committed"))
@@ -144,10 +202,14 @@ def test_disabled_gives_outputs_totals_and_callbacks_and_uses_scaler_and_backwar
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch) * 4)) <= 1e-12
     elastic(model, enabled=False, backward=log.append).backward(cross_entropy(model), batch)
     assert len(log) == 2
-    assert torch.equal(elastic(model, enabled=False).eval(model, batch[0]), model(batch[0]).detach())
+    assert torch.equal(
+        elastic(model, enabled=False).eval(model, batch[0]), model(batch[0]).detach()
+    )
 
 
-def test_a_backward_of_ones_own_is_called_even_if_it_counts_as_false(model: nn.Sequential, batch: Pair) -> None:
+def test_a_backward_of_ones_own_is_called_even_if_it_counts_as_false(
+    model: nn.Sequential, batch: Pair
+) -> None:
     class Backward(list[float]):  # an empty list
         def __call__(self, loss: Tensor) -> None:
             loss.sum().backward(torch.tensor(2.0))
@@ -156,7 +218,9 @@ def test_a_backward_of_ones_own_is_called_even_if_it_counts_as_false(model: nn.S
     assert off_by(model, whole_gradient(model, lambda net: 2 * cross_entropy(net)(batch))) <= 1e-12
 
 
-def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut(model: nn.Sequential, batch: Pair) -> None:
+def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut(
+    model: nn.Sequential, batch: Pair
+) -> None:
     """A `loss_fn` that normalises by itself has to work with the switch off too; with nothing to cut there is nothing to refuse."""
     mbs = elastic(model, enabled=False, reduction="sum")
     mbs.backward(lambda b: 8 * cross_entropy(model)(b) / mbs.total, batch)
@@ -190,7 +254,9 @@ def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> 
     model, seen = mlp(), []
 
     @elastic_step(model, micro_batch_size=4, **quiet())
-    def train_step(batch: Pair, factor: float, *rest: object, flag: bool = False, **more: object) -> Tensor:
+    def train_step(
+        batch: Pair, factor: float, *rest: object, flag: bool = False, **more: object
+    ) -> Tensor:
         """Its own words."""
         seen.append((len(batch[0]), factor, rest, flag, more))
         return cross_entropy(model)(batch) * factor
@@ -214,7 +280,9 @@ def test_arguments_of_any_name_reach_the_step_function(model: nn.Sequential, doo
     if door == 1:
         elastic(model, micro_batch_size=4).backward(step, pairs(), loss_fn=1, batch=2, self=3, fn=4)
     else:
-        elastic_step(model, micro_batch_size=4, **quiet())(functools.partial(step, batch=2))(pairs(), loss_fn=1, self=3, fn=4)
+        elastic_step(model, micro_batch_size=4, **quiet())(functools.partial(step, batch=2))(
+            pairs(), loss_fn=1, self=3, fn=4
+        )
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(pairs()))) <= 1e-12
 
 
@@ -239,7 +307,13 @@ def test_the_decorator_on_a_method_gives_each_instance_its_own_runtime() -> None
     for trainer in (first, second):
         result = trainer.train_step(batch, factor=3.0)
         assert result.ooms == 1
-        assert off_by(trainer.model, whole_gradient(trainer.model, lambda net: cross_entropy(net)(batch) * 3.0)) <= 1e-12
+        assert (
+            off_by(
+                trainer.model,
+                whole_gradient(trainer.model, lambda net: cross_entropy(net)(batch) * 3.0),
+            )
+            <= 1e-12
+        )
     assert _Trainer.train_step.mbs(first) is not _Trainer.train_step.mbs(second)
     assert _Trainer.train_step.mbs(first) is _Trainer.train_step.mbs(first)
     assert _Trainer.train_step.mbs(first).stats.ooms == 1
@@ -262,7 +336,12 @@ class _OwnModel(nn.Module):
 def test_instances_with_a_decorated_method_are_freed(make: Any) -> None:
     trainer = make()
     trainer.train_step(pairs())
-    gone = weakref.ref(trainer), weakref.ref(next(trainer.train_step.__func__.mbs(trainer)._context.model.modules[0].parameters()))
+    gone = (
+        weakref.ref(trainer),
+        weakref.ref(
+            next(trainer.train_step.__func__.mbs(trainer)._context.model.modules[0].parameters())
+        ),
+    )
     del trainer
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
@@ -288,7 +367,9 @@ class _BatchNormTrainer:
     @staticmethod
     def net(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
+        return nn.Sequential(
+            nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)
+        ).double()
 
     @elastic_step(lambda self: self.model, **quiet(micro_batch_size=4, min_micro_batch_size=4))
     def step(self, x: Tensor) -> Tensor:
@@ -296,7 +377,9 @@ class _BatchNormTrainer:
 
 
 @pytest.mark.no_oom_injection
-@pytest.mark.parametrize("copied", [None, copy.copy, copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+@pytest.mark.parametrize(
+    "copied", [None, copy.copy, copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))]
+)
 def test_an_instance_that_gets_another_model_or_is_a_copy_gets_another_runtime(copied: Any) -> None:
     """The old model's was kept, by a shallow copy of the instance, too: what a failed attempt did to the new one's buffers was not put back."""
     x, runtime_of = torch.randn(8, 4, dtype=torch.float64), _BatchNormTrainer.step.mbs

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import CallDone, ElasticMBS, Event, MicroBatchFloorError, OutOfMemory, Policy, elastic_step
+from elastic_mbs import (
+    CallDone,
+    ElasticMBS,
+    Event,
+    MicroBatchFloorError,
+    OutOfMemory,
+    Policy,
+    elastic_step,
+)
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.contrast import Contrast, samples
 from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by, quiet
@@ -30,14 +38,22 @@ def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
     }
     options = ways.get(by, {})
     if by == "decorator":
-        result = elastic_step(case.model, **quiet(micro_batch_size=3))(case.embed)(x, loss=case.over)
+        result = elastic_step(case.model, **quiet(micro_batch_size=3))(case.embed)(
+            x, loss=case.over
+        )
     else:
-        result = elastic(case.model, micro_batch_size=3, **options).backward(case.embed, x, loss=case.over)
+        result = elastic(case.model, micro_batch_size=3, **options).backward(
+            case.embed, x, loss=case.over
+        )
     if by == "scaler":
         scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
     assert off_by(case.leaves, wanted) <= EXACT
-    assert float(result) == pytest.approx(case.over(case.embed(x)).item(), rel=EXACT), "the loss is not scaled"
-    assert result.noise_scale is None, "a piece has no loss of its own, so its gradient says nothing of the noise"
+    assert float(result) == pytest.approx(case.over(case.embed(x)).item(), rel=EXACT), (
+        "the loss is not scaled"
+    )
+    assert result.noise_scale is None, (
+        "a piece has no loss of its own, so its gradient says nothing of the noise"
+    )
 
 
 @pytest.mark.no_oom_injection
@@ -49,7 +65,9 @@ def test_a_scaler_is_used_once_whatever_fails() -> None:
         case, scaler = Contrast(), torch.amp.GradScaler("cpu", init_scale=1024.0)
         wanted = case.by_hand(x)
         with InjectOOM(at=[at]) as inject:
-            elastic(case.model, micro_batch_size=4, scaler=scaler).backward(case.embed, x, loss=case.over)
+            elastic(case.model, micro_batch_size=4, scaler=scaler).backward(
+                case.embed, x, loss=case.over
+            )
         hit = bool(inject.hits)
         scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
         assert off_by(case.leaves, wanted) <= EXACT, at
@@ -65,7 +83,9 @@ def test_a_gradient_that_half_precision_would_lose_is_scaled_in_the_loss() -> No
     over(model(x)).backward()
     wanted = grads(model)
     model.zero_grad()
-    elastic(model, micro_batch_size=3, scaler=scaler).backward(lambda b: model(b).half(), x, loss=over)
+    elastic(model, micro_batch_size=3, scaler=scaler).backward(
+        lambda b: model(b).half(), x, loss=over
+    )
     scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
     assert off_by(model, wanted) < 1e-2
 
@@ -76,19 +96,36 @@ def test_a_gradient_that_half_precision_would_lose_is_scaled_in_the_loss() -> No
 @pytest.mark.no_oom_injection
 def test_one_call_is_told_of_with_all_that_it_survived() -> None:
     case, x, events = Contrast(nn.Dropout(0.4)), samples(8), list[Event]()
-    mbs = elastic(case.model, micro_batch_size=4, on_event=events.append, count=lambda b: [1, 2] * 4)
-    result = mbs.backward(case.embed_failing(FailOn(4)), x, loss=lambda z: (case.over(z), {"z": z, "total": mbs.total}))
+    mbs = elastic(
+        case.model, micro_batch_size=4, on_event=events.append, count=lambda b: [1, 2] * 4
+    )
+    result = mbs.backward(
+        case.embed_failing(FailOn(4)),
+        x,
+        loss=lambda z: (case.over(z), {"z": z, "total": mbs.total}),
+    )
     mbs.close()
     done = [event for event in events if isinstance(event, CallDone)]
-    assert [(each.samples, each.pieces, each.ooms, each.replayed_samples) for each in done] == [(8, 4, 1, 16)]
+    assert [(each.samples, each.pieces, each.ooms, each.replayed_samples) for each in done] == [
+        (8, 4, 1, 16)
+    ]
     assert done[0].loss == pytest.approx(float(result), rel=EXACT)
-    assert [(each.phase, each.mode) for each in events if isinstance(each, OutOfMemory)] == [("forward", "step")]
+    assert [(each.phase, each.mode) for each in events if isinstance(each, OutOfMemory)] == [
+        ("forward", "step")
+    ]
     assert (mbs.stats.calls, mbs.stats.samples, mbs.stats.pieces, mbs.stats.ooms) == (1, 8, 4, 1)
     assert result is mbs.last_result
     assert result.outputs["z"].shape == (8, 4)
     assert not result.outputs["z"].requires_grad
-    assert result.outputs["total"] == 8, "the counts of a mean over samples mean nothing to a loss over embeddings"
-    assert elastic(case.model, outputs=None).backward(case.embed, x, loss=lambda z: (case.over(z), z)).outputs is None
+    assert result.outputs["total"] == 8, (
+        "the counts of a mean over samples mean nothing to a loss over embeddings"
+    )
+    assert (
+        elastic(case.model, outputs=None)
+        .backward(case.embed, x, loss=lambda z: (case.over(z), z))
+        .outputs
+        is None
+    )
 
 
 @pytest.mark.no_oom_injection
@@ -98,7 +135,9 @@ def test_the_size_grows_back_and_serves_both_passes() -> None:
     with InjectOOM(at=[1]):
         assert mbs.backward(case.embed, x, loss=case.over).micro_batch_size == 4
     assert list(mbs.stats.sizes) == [4]
-    assert [key for key in mbs.model if "embed" in key] == list(mbs.model), "one track, of the function that embeds"
+    assert [key for key in mbs.model if "embed" in key] == list(mbs.model), (
+        "one track, of the function that embeds"
+    )
 
 
 @pytest.mark.no_oom_injection

@@ -33,7 +33,14 @@ def gram(z: Tensor) -> Tensor:
     return (z @ z.T).square().mean()
 
 
-def refused(error: type[Exception], match: str, model: nn.Module, embed: Callable[..., Any], over: Any, mbs: ElasticMBS | None = None) -> None:
+def refused(
+    error: type[Exception],
+    match: str,
+    model: nn.Module,
+    embed: Callable[..., Any],
+    over: Any,
+    mbs: ElasticMBS | None = None,
+) -> None:
     mbs = mbs or elastic(model, micro_batch_size=3)
     streams, buffers = Streams.now(), [buffer.clone() for buffer in model.buffers()]
     with pytest.raises(error, match=match):
@@ -42,7 +49,9 @@ def refused(error: type[Exception], match: str, model: nn.Module, embed: Callabl
     assert Streams.now().same(streams)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
     result = mbs.backward(lambda b: model(b), X, loss=gram)
-    assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12, "the next call is as any other"
+    assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12, (
+        "the next call is as any other"
+    )
     assert result.ooms == 0
 
 
@@ -51,14 +60,19 @@ def refused(error: type[Exception], match: str, model: nn.Module, embed: Callabl
     [
         (lambda z: z.mean(), r"of shape \(\) for 3 samples: .*shape \(3, \.\.\.\)"),
         (lambda z: z.T, r"float64 of shape \(4, 3\) for 3 samples"),
-        (lambda z: (z, z.mean(0)), r"a tuple with torch.float64 of shape \(3, 4\), torch.float64 of shape \(4,\)"),
+        (
+            lambda z: (z, z.mean(0)),
+            r"a tuple with torch.float64 of shape \(3, 4\), torch.float64 of shape \(4,\)",
+        ),
         (lambda z: None, "a NoneType with no tensor"),
         (lambda z: [], "a list with no tensor"),
         (lambda z: {"ids": torch.arange(len(z))}, r"a dict with torch.int64 of shape \(3,\)"),
         (lambda z: z.tolist(), "a list with no tensor"),
     ],
 )
-def test_an_embed_fn_that_returns_nothing_per_sample(value: Callable[[Tensor], Any], match: str) -> None:
+def test_an_embed_fn_that_returns_nothing_per_sample(
+    value: Callable[[Tensor], Any], match: str
+) -> None:
     model = mlp()
     refused(LossError, match, model, lambda b: value(model(b)), gram)
 
@@ -75,7 +89,11 @@ def test_embeddings_that_differ_in_shape_from_piece_to_piece() -> None:
         (lambda z: None, LossError, "returned None"),
         (lambda z: z @ z.T, LossError, "must be a scalar"),
         (lambda z: gram(z.detach()), LossError, "has no graph"),
-        (lambda z: gram(nn.Parameter(torch.ones(2, 2))), LossError, "does not depend on the embeddings"),
+        (
+            lambda z: gram(nn.Parameter(torch.ones(2, 2))),
+            LossError,
+            "does not depend on the embeddings",
+        ),
         (lambda z: 1 / 0, ZeroDivisionError, "division"),
     ],
 )
@@ -115,7 +133,9 @@ def test_samples_that_are_changed_in_place_are_refused_once() -> None:
         (lambda mbs, model: model(X).mean().backward(), BackwardInsideError),
     ],
 )
-def test_what_must_not_run_inside_the_loss(inside: Callable[[ElasticMBS, nn.Module], object], error: type[Exception]) -> None:
+def test_what_must_not_run_inside_the_loss(
+    inside: Callable[[ElasticMBS, nn.Module], object], error: type[Exception]
+) -> None:
     model = mlp()
     mbs = elastic(model, micro_batch_size=3)
 
@@ -142,13 +162,25 @@ def test_a_loss_that_changes_a_buffer() -> None:
 def test_a_leaf_of_the_loss_whose_hook_would_run_twice() -> None:
     model, scale = mlp(), torch.tensor(2.0, requires_grad=True)
     scale.register_hook(lambda grad: grad * 0.1)
-    refused(UsageError, "has a hook on its gradient", model, lambda b: model(b), lambda z: gram(z * scale))
+    refused(
+        UsageError,
+        "has a hook on its gradient",
+        model,
+        lambda b: model(b),
+        lambda z: gram(z * scale),
+    )
     assert scale.grad is None
 
 
 def test_an_embed_fn_that_draws_other_numbers_when_it_runs_again() -> None:
     model = mlp()
-    refused(ReplayUnsafeError, "drew other random numbers", model, lambda b: model(b) + (0 * torch.rand(()) if torch.is_grad_enabled() else 0), gram)
+    refused(
+        ReplayUnsafeError,
+        "drew other random numbers",
+        model,
+        lambda b: model(b) + (0 * torch.rand(()) if torch.is_grad_enabled() else 0),
+        gram,
+    )
 
 
 def test_a_loss_that_does_not_fit_says_that_no_micro_batch_helps() -> None:
@@ -162,11 +194,20 @@ def test_a_loss_that_does_not_fit_says_that_no_micro_batch_helps() -> None:
     mbs = elastic(model, micro_batch_size=3)
     mbs.backward(lambda b: model(b), X, loss=over)
     model.zero_grad()
-    refused(MicroBatchFloorError, "loss= over the embeddings of 8 samples, whose memory no micro-batch changes", model, lambda b: model(b), over, mbs)
+    refused(
+        MicroBatchFloorError,
+        "loss= over the embeddings of 8 samples, whose memory no micro-batch changes",
+        model,
+        lambda b: model(b),
+        over,
+        mbs,
+    )
     fails.calls = frozenset({fails.count + 1})
     model.zero_grad()
     mbs.backward(lambda b: model(b), X, loss=over)
-    assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12, "one failure is recovered from"
+    assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12, (
+        "one failure is recovered from"
+    )
 
 
 def test_a_gradient_outside_the_model_that_is_not_empty_is_added_to() -> None:
@@ -174,7 +215,9 @@ def test_a_gradient_outside_the_model_that_is_not_empty_is_added_to() -> None:
     gram(model(X) * scale).backward()
     wanted = [None if grad is None else 2 * grad for grad in grads([*model.parameters(), scale])]
     with InjectOOM(at=[60]) as inject:
-        elastic(model, micro_batch_size=3).backward(lambda b: model(b), X, loss=lambda z: gram(z * scale))
+        elastic(model, micro_batch_size=3).backward(
+            lambda b: model(b), X, loss=lambda z: gram(z * scale)
+        )
     assert inject.hits
     assert off_by([*model.parameters(), scale], wanted) <= 1e-12
 
@@ -228,12 +271,20 @@ def test_embeddings_edited_in_place_by_a_loss_are_as_they_were_when_it_runs_agai
         fails()
         return gram(z)
 
-    assert elastic(model, micro_batch_size=3).backward(model, X, loss=over).partition == ((0, 3), (3, 6), (6, 8))
+    assert elastic(model, micro_batch_size=3).backward(model, X, loss=over).partition == (
+        (0, 3),
+        (3, 6),
+        (6, 8),
+    )
     assert off_by(model, whole_gradient(model, lambda net: gram((net(X) + 1) / 2))) <= 1e-12
 
 
 def test_without_the_runtime_a_loss_over_embeddings_counts_nothing_either() -> None:
     model = mlp()
-    mbs = elastic(model, enabled=False, count={"one": lambda b: torch.ones(len(b)), "two": lambda b: torch.ones(len(b))})
+    mbs = elastic(
+        model,
+        enabled=False,
+        count={"one": lambda b: torch.ones(len(b)), "two": lambda b: torch.ones(len(b))},
+    )
     assert float(mbs.backward(model, X, loss=gram)) == pytest.approx(float(gram(model(X)).detach()))
     assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12

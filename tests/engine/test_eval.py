@@ -15,7 +15,9 @@ pytestmark = pytest.mark.injectable
 
 
 @pytest.mark.parametrize("fault", [0, 1, 2, 4, 5])
-def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(model: nn.Sequential, batch: Pair, fault: int) -> None:
+def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(
+    model: nn.Sequential, batch: Pair, fault: int
+) -> None:
     with torch.no_grad():
         wanted = model(batch[0])
     modes: list[bool] = []
@@ -39,7 +41,9 @@ def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(model: 
 
 
 @pytest.mark.no_oom_injection
-def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_of_other_lengths() -> None:
+def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_of_other_lengths() -> (
+    None
+):
     """An out-of-memory error halved the pieces to four samples, and the confusion matrices of four classes came back as one with eight rows."""
     model, batch = mlp(), pairs(16)
 
@@ -69,8 +73,12 @@ def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
         assert mbs.stats.ooms == 0
         with pytest.raises(MicroBatchFloorError):
             mbs.eval(fn, batch)
-        budget.limit = budget.live + 700 * 2**10  # the pieces fit, and what they are joined to does not
-        with pytest.raises(MicroBatchFloorError, match=r'no room to join the outputs on the device \(to="cpu" keeps them on the host\)'):
+        # the pieces fit, and what they are joined to does not
+        budget.limit = budget.live + 700 * 2**10
+        with pytest.raises(
+            MicroBatchFloorError,
+            match=r'no room to join the outputs on the device \(to="cpu" keeps them on the host\)',
+        ):
             mbs.eval(fn, batch)
     for bad in (None, "gpu"):
         with pytest.raises(UsageError, match="cpu"):
@@ -78,7 +86,9 @@ def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
 
 
 @pytest.mark.no_oom_injection
-def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> None:
+def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> (
+    None
+):
     """Starting over empties the gradients of the batch, and an evaluation has none of its own."""
     model, batch, fail = mlp(), pairs(8), FailOn(6)  # in the second piece of the third call
     events, draws = list[Event](), False

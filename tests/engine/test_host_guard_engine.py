@@ -11,20 +11,39 @@ from torch import nn
 from elastic_mbs import Event, MemoryBudget, MicroBatchFloorError, OutOfMemory, Warned
 from elastic_mbs.memory import host_guard
 from tests.helpers.rlimit import MEBI, Limit, fake_limit, guard_of
-from tests.helpers.steps import FailOn, cross_entropy, elastic, failing, mlp, off_by, pairs, there, through, whole_gradient
+from tests.helpers.steps import (
+    FailOn,
+    cross_entropy,
+    elastic,
+    failing,
+    mlp,
+    off_by,
+    pairs,
+    there,
+    through,
+    whole_gradient,
+)
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only"
+)
 
 limit = pytest.fixture(fake_limit)
 
 
 def test_without_the_switch_there_is_no_guard(limit: Limit) -> None:
-    for mbs in (elastic(mlp()), elastic(mlp(), host_guard=False), elastic(mlp(), host_guard=True, enabled=False)):
+    for mbs in (
+        elastic(mlp()),
+        elastic(mlp(), host_guard=False),
+        elastic(mlp(), host_guard=True, enabled=False),
+    ):
         assert mbs._context.guard is None
     assert limit.seen == []
 
 
-def test_the_limit_is_up_in_forward_and_backward_and_down_everywhere_else(model: nn.Sequential, limit: Limit, door: int) -> None:
+def test_the_limit_is_up_in_forward_and_backward_and_down_everywhere_else(
+    model: nn.Sequential, limit: Limit, door: int
+) -> None:
     softs: dict[str, list[int]] = {"forward": [], "backward": [], "event": []}
     fail = FailOn(1)
 
@@ -70,7 +89,11 @@ def test_evaluation_is_guarded_too_also_inside_a_step(limit: Limit) -> None:
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), MemoryError()])
 @pytest.mark.parametrize("early", [False, True])
 def test_the_limit_comes_back_whatever_ends_the_call(
-    model: nn.Sequential, limit: Limit, monkeypatch: pytest.MonkeyPatch, error: BaseException, early: bool
+    model: nn.Sequential,
+    limit: Limit,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    early: bool,
 ) -> None:
     fail, mbs = FailOn(*range(1, 50), error=lambda: error), elastic(model, host_guard=True)
     guard = there(mbs._context.guard)
@@ -84,7 +107,8 @@ def test_the_limit_comes_back_whatever_ends_the_call(
 
 def test_closing_the_runtime_restores_the_limit(model: nn.Sequential, limit: Limit) -> None:
     with elastic(model, host_guard=True) as mbs:
-        for micro in mbs.micro_batches(pairs(), own_graph=False):  # its hooks would stay, as this block is never left
+        # its hooks would stay, as this block is never left
+        for micro in mbs.micro_batches(pairs(), own_graph=False):
             micro.__enter__()
             assert limit.soft != -1
             break
@@ -92,7 +116,9 @@ def test_closing_the_runtime_restores_the_limit(model: nn.Sequential, limit: Lim
         assert limit.soft == -1
 
 
-def test_a_budget_with_no_room_for_the_thread_pool_does_not_end_the_step(model: nn.Sequential, limit: Limit) -> None:
+def test_a_budget_with_no_room_for_the_thread_pool_does_not_end_the_step(
+    model: nn.Sequential, limit: Limit
+) -> None:
     with MemoryBudget(2**40, track=model) as budget:
         guard = guard_of(Path("/"))
         budget.limit = 0
@@ -106,7 +132,9 @@ def onednn() -> RuntimeError:
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_an_error_of_onednn_near_the_limit_is_out_of_memory_as_often_as_it_comes(limit: Limit, monkeypatch: pytest.MonkeyPatch, filled: bool) -> None:
+def test_an_error_of_onednn_near_the_limit_is_out_of_memory_as_often_as_it_comes(
+    limit: Limit, monkeypatch: pytest.MonkeyPatch, filled: bool
+) -> None:
     model, batch, events = mlp(), pairs(), list[Event]()
     wanted = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
     monkeypatch.setattr(host_guard, "own_memory", lambda: (100 * MEBI, 950 * MEBI))
@@ -119,7 +147,9 @@ def test_an_error_of_onednn_near_the_limit_is_out_of_memory_as_often_as_it_comes
     assert not [event for event in events if isinstance(event, Warned)]
 
 
-def test_an_error_of_onednn_far_from_the_limit_is_tried_once_and_then_raised(model: nn.Sequential, limit: Limit) -> None:
+def test_an_error_of_onednn_far_from_the_limit_is_tried_once_and_then_raised(
+    model: nn.Sequential, limit: Limit
+) -> None:
     fail = FailOn(*range(1, 100), error=onednn)
     with pytest.raises(RuntimeError, match="could not create a primitive"):
         elastic(model, micro_batch_size=8, host_guard=True).backward(failing(model, fail), pairs())

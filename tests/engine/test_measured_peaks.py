@@ -19,7 +19,13 @@ from tests.helpers.room import batch_on, loss_of, wide
 from tests.helpers.steps import cross_entropy, quiet
 
 CPU = torch.device("cpu")
-AT_ONCE: dict[str, Any] = {"grow": True, "patience": 1, "jitter": 0.0, "cooldown": 0.0, "min_gain": 0.0}
+AT_ONCE: dict[str, Any] = {
+    "grow": True,
+    "patience": 1,
+    "jitter": 0.0,
+    "cooldown": 0.0,
+    "min_gain": 0.0,
+}
 
 
 class Elsewhere:
@@ -92,7 +98,9 @@ def test_the_batch_goes_through_whole_again_when_as_much_memory_is_back_as_there
             assert len(result.partition) == pieces
 
 
-def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is_emptied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is_emptied_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was taken for nothing where the first call had run out of memory, and growth failed on it again and again."""
     model, batch, emptied = wide(CPU), batch_on(CPU, 32), list[object]()
     with MemoryBudget(2**40, track=[model]) as budget:
@@ -113,7 +121,8 @@ def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is
         with InjectOOM(at=[10]):
             call()
         assert emptied == []
-        # What is wasted around the parameters may be of use to what follows, or not: somewhere between all of it and the rest.
+        # What is wasted around the parameters may be of use to what follows, or not: somewhere
+        # between all of it and the rest.
         found = [call() for _ in range(5)]
         assert all(1.2 < each <= 1.31 for each in found), found
         assert len(emptied) == 1
@@ -128,8 +137,13 @@ def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is
         (1.8, Usage(0, 0, 100, 120, 0, 40), 1.2),  # 120 at most
     ],
 )
-def test_fragmentation_is_what_is_known_as_far_as_the_cache_allows(known: float, usage: Usage, after: float) -> None:
-    controller, key = Controller(start=8, policy=Policy(), clock=lambda: 0.0, random=random.Random(0)), Key("loss", "train", 1)
+def test_fragmentation_is_what_is_known_as_far_as_the_cache_allows(
+    known: float, usage: Usage, after: float
+) -> None:
+    controller, key = (
+        Controller(start=8, policy=Policy(), clock=lambda: 0.0, random=random.Random(0)),
+        Key("loss", "train", 1),
+    )
     for least, most in ((known, known), (usage.least_fragmentation, usage.fragmentation)):
         controller.begin(key, 16, 1)
         controller.end(key, CallOutcome(16, 1, 2, None, most, None, 0, 0, least), None)
@@ -137,25 +151,57 @@ def test_fragmentation_is_what_is_known_as_far_as_the_cache_allows(known: float,
     assert saved["tracks"][0]["fragmentation"] == pytest.approx(after)
 
 
-def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_next_size_look_too_large_for_good() -> None:
+def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_next_size_look_too_large_for_good() -> (
+    None
+):
     """The slope ran from a size measured without the state to one measured with it, and the small size was never measured again."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 8), nn.Tanh(), nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 4)).double()
+    model = nn.Sequential(
+        nn.Linear(8, 4096),
+        nn.Tanh(),
+        nn.Linear(4096, 8),
+        nn.Tanh(),
+        nn.Linear(8, 4096),
+        nn.Tanh(),
+        nn.Linear(4096, 4),
+    ).double()
     batch = batch_on(CPU, 64)
     with MemoryBudget(2**40, [model]) as budget:
-        budget.limit = int(1.08 * need_of(budget, lambda: loss_of(model, batch), torch.optim.AdamW(model.parameters())))
-        result = trained(model, cross_entropy(model), batch, torch.optim.AdamW(model.parameters()), sensor=budget, micro_batch_size=16, **AT_ONCE)
+        budget.limit = int(
+            1.08
+            * need_of(budget, lambda: loss_of(model, batch), torch.optim.AdamW(model.parameters()))
+        )
+        result = trained(
+            model,
+            cross_entropy(model),
+            batch,
+            torch.optim.AdamW(model.parameters()),
+            sensor=budget,
+            micro_batch_size=16,
+            **AT_ONCE,
+        )
     assert len(result.partition) == 1
 
 
 def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations() -> None:
-    """It makes them itself. Beside it the second piece seemed to need all of them for one sample more: micro-batches stayed at 2 for good."""
+    """It makes them itself.
+
+    Beside it the second piece seemed to need all of them for one sample more: micro-batches stayed
+    at 2 for good.
+    """
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(16, 64)
     with MemoryBudget("1GiB", track=[model]) as budget:
         budget.limit = int(1.2 * need_of(budget, lambda: model(x).pow(2).mean()))
         options = {**AT_ONCE, "patience": 2}
-        result = trained(model, lambda piece: model(piece).pow(2).mean(), x, torch.optim.SGD(model.parameters(), lr=0.0), sensor=budget, **options)
+        result = trained(
+            model,
+            lambda piece: model(piece).pow(2).mean(),
+            x,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            sensor=budget,
+            **options,
+        )
     assert (result.micro_batch_size, result.ooms) == (16, 0)
 
 
@@ -165,7 +211,9 @@ def test_a_batch_that_is_new_to_a_budget_in_each_call_is_no_part_of_what_a_piece
     model, loss_fn, batch = mlp(48)
     batches = [[rows.clone() for rows in batch] for _ in range(4)]
     with MemoryBudget(2**40, track=[model]) as budget:
-        mbs = ElasticMBS(model, **quiet(micro_batch_size=8, max_micro_batch_size=8, sensor=budget, grow=True))
+        mbs = ElasticMBS(
+            model, **quiet(micro_batch_size=8, max_micro_batch_size=8, sensor=budget, grow=True)
+        )
         mbs.plan(loss_fn, tuple(batches[0]))
         for _ in range(3):
             model.zero_grad()
@@ -178,7 +226,9 @@ def test_a_batch_that_is_new_to_a_budget_in_each_call_is_no_part_of_what_a_piece
     assert predicted == pytest.approx(budget.peak, rel=0.005)
 
 
-def trained(model: nn.Module, loss_fn: Any, batch: Any, optimizer: torch.optim.Optimizer, **options: Any) -> StepResult:
+def trained(
+    model: nn.Module, loss_fn: Any, batch: Any, optimizer: torch.optim.Optimizer, **options: Any
+) -> StepResult:
     """The last of twelve steps."""
     model.zero_grad()
     with ElasticMBS(model, **quiet(**options)) as mbs:
@@ -194,10 +244,17 @@ def test_a_call_whose_growth_waits_for_memory_asks_for_a_reading(mode: str, limi
     model, loss_fn, rows = mlp(64)
     sizes = list[int]()
     model.register_forward_pre_hook(lambda net, args: sizes.append(len(args[0])))
-    options: dict[str, Any] = {"memory": MemoryOptions(monitor_interval=3600), "policy": Policy(patience=1, jitter=0.0)}
+    options: dict[str, Any] = {
+        "memory": MemoryOptions(monitor_interval=3600),
+        "policy": Policy(patience=1, jitter=0.0),
+    }
     options["count"] = lambda batch: (torch.arange(64) < 32).long()  # the last pieces are skipped
     with MemoryBudget(limit, [model]) as budget, ElasticMBS(model, **options) as mbs:
-        step: Callable[[], object] = partial(mbs.backward, loss_fn, rows) if mode == "train" else partial(mbs.eval, model, rows[0])
+        step: Callable[[], object] = (
+            partial(mbs.backward, loss_fn, rows)
+            if mode == "train"
+            else partial(mbs.eval, model, rows[0])
+        )
         for _ in range(20):
             step()
         assert sizes[-1] < 64

@@ -14,14 +14,35 @@ from torch import Tensor, nn
 from elastic_mbs import ElasticMBS, Event, IncompleteBatchError, LossError, OutOfMemory
 from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.engine.misuse import enter_call, running_call
-from elastic_mbs.errors import BackwardInsideError, GradientsChangedError, NestedCallError, OptimizerInBackwardError, StepInsideError
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, off_by, pairs, settled, still_works, through, whole_gradient
+from elastic_mbs.errors import (
+    BackwardInsideError,
+    GradientsChangedError,
+    NestedCallError,
+    OptimizerInBackwardError,
+    StepInsideError,
+)
+from tests.helpers.steps import (
+    FailOn,
+    Pair,
+    cross_entropy,
+    elastic,
+    failing,
+    mlp,
+    off_by,
+    pairs,
+    settled,
+    still_works,
+    through,
+    whole_gradient,
+)
 
 pytestmark = pytest.mark.injectable
 
 
 @pytest.mark.parametrize("thread", [False, True])  # a backward on a GPU has one of its own
-def test_an_optimizer_step_inside_the_step_function(model: nn.Module, mbs: ElasticMBS, door: int, thread: bool) -> None:
+def test_an_optimizer_step_inside_the_step_function(
+    model: nn.Module, mbs: ElasticMBS, door: int, thread: bool
+) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     values = [p.detach().clone() for p in model.parameters()]
 
@@ -40,7 +61,9 @@ def test_an_optimizer_step_inside_the_step_function(model: nn.Module, mbs: Elast
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("on", ["first", "second"])
 @pytest.mark.parametrize("then", ["returns", "runs out of memory"])
-def test_a_backward_inside_the_step_function(model: nn.Module, mbs: ElasticMBS, door: int, then: str, on: str) -> None:
+def test_a_backward_inside_the_step_function(
+    model: nn.Module, mbs: ElasticMBS, door: int, then: str, on: str
+) -> None:
     fail, calls = FailOn(*[1] * (then == "runs out of memory")), [0]
 
     def loss_fn(b: Pair) -> Tensor:
@@ -66,7 +89,10 @@ def test_a_backward_in_the_block_and_none_by_the_engine(model: nn.Module, mbs: E
 
 def test_a_call_that_has_finished_is_neither_running_nor_asked_nor_kept(model: nn.Module) -> None:
     """An interrupt can strike between its end and its leaving."""
-    optimizer, call = torch.optim.SGD(model.parameters()), Mock(finished=False, check_step=Mock(side_effect=StepInsideError("inside")))
+    optimizer, call = (
+        torch.optim.SGD(model.parameters()),
+        Mock(finished=False, check_step=Mock(side_effect=StepInsideError("inside"))),
+    )
     enter_call(call)
     assert running_call() is call
     with pytest.raises(StepInsideError, match="inside"):
@@ -87,7 +113,9 @@ EDITS: dict[str, Callable[[nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_gradients_edited_in_the_middle(model: nn.Module, mbs: ElasticMBS, door: int, edit: str) -> None:
+def test_gradients_edited_in_the_middle(
+    model: nn.Module, mbs: ElasticMBS, door: int, edit: str
+) -> None:
     def loss_fn(b: Pair) -> Tensor:
         EDITS[edit](model)
         return cross_entropy(model)(b)
@@ -109,7 +137,9 @@ PARTLY: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("then", ["returns", "runs out of memory"])
 @pytest.mark.parametrize("piece", [2, 3])
 @pytest.mark.parametrize("change", PARTLY)
-def test_a_step_that_one_day_changes_some_gradients_in_the_middle(model: nn.Module, door: int, change: str, piece: int, then: str) -> None:
+def test_a_step_that_one_day_changes_some_gradients_in_the_middle(
+    model: nn.Module, door: int, change: str, piece: int, then: str
+) -> None:
     """Of a step that is known to leave them alone, too."""
     day, fail = [0], FailOn(*[1] * (then == "runs out of memory"))
 
@@ -131,7 +161,8 @@ def test_a_step_that_one_day_changes_some_gradients_in_the_middle(model: nn.Modu
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("then", ["goes on", "cannot load the next piece"])
 @pytest.mark.parametrize("piece", [0, 1, 2])
-@pytest.mark.parametrize("other", ["with a gradient", "without", "with a gradient, hooked"])  # a leaf that no backward reaches
+# a leaf that no backward reaches
+@pytest.mark.parametrize("other", ["with a gradient", "without", "with a gradient, hooked"])
 @pytest.mark.parametrize("change", [*PARTLY, "of the other"])
 def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(
     model: Any, change: str, other: str, piece: int, then: str, monkeypatch: pytest.MonkeyPatch
@@ -141,21 +172,41 @@ def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(
         model[2].weight.register_hook(lambda grad: grad * 1.0)
     mbs = settled(3, model, cross_entropy(model), pairs())
     model.other.grad = None if other == "without" else torch.ones(3)
-    with pytest.raises(GradientsChangedError, match="middle of a batch"), monkeypatch.context() as patch:
+    with (
+        pytest.raises(GradientsChangedError, match="middle of a batch"),
+        monkeypatch.context() as patch,
+    ):
         for index, micro in enumerate(mbs.micro_batches(pairs())):
             with micro:
                 micro.backward(cross_entropy(model)(micro.data))
                 if index == piece:
-                    PARTLY[change](model) if change in PARTLY else model[2].bias.grad.mul_(2) if other == "without" else model.other.grad.mul_(2)
+                    PARTLY[change](model) if change in PARTLY else model[2].bias.grad.mul_(
+                        2
+                    ) if other == "without" else model.other.grad.mul_(2)
             if index == piece and then != "goes on":
-                patch.setattr(Loader, "load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB")))
+                patch.setattr(
+                    Loader,
+                    "load",
+                    Mock(
+                        side_effect=torch.OutOfMemoryError(
+                            "CUDA out of memory. Tried to allocate 1.00 MiB"
+                        )
+                    ),
+                )
     assert still_works(mbs, model)
 
 
 @pytest.mark.parametrize("outer", ["backward", "loop", "eval"])
 @pytest.mark.parametrize("inner", ["backward", "eval", "verify", "backward of another"])
-def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(model: nn.Module, inner: str, outer: str) -> None:
-    mbs, other, batch, net = elastic(model, micro_batch_size=4), elastic(mlp(seed=5), micro_batch_size=4), pairs(), mlp(seed=6)
+def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(
+    model: nn.Module, inner: str, outer: str
+) -> None:
+    mbs, other, batch, net = (
+        elastic(model, micro_batch_size=4),
+        elastic(mlp(seed=5), micro_batch_size=4),
+        pairs(),
+        mlp(seed=6),
+    )
     third = elastic(net, micro_batch_size=4)
     calls: dict[str, Callable[[Pair], object]] = {
         "backward": lambda b: mbs.backward(cross_entropy(model), b),
@@ -165,7 +216,8 @@ def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(model
     }
 
     def loss_fn(b: Pair) -> Tensor:
-        third.eval(net, b[0])  # allowed; the outer call is still the one that this thread is inside of
+        # allowed; the outer call is still the one that this thread is inside of
+        third.eval(net, b[0])
         calls[inner](b)
         raise AssertionError("it is refused")
 
@@ -179,8 +231,11 @@ def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(model
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("inner", ["eval", "backward", "step", "eval of another"])
-def test_a_call_from_a_sink_in_the_middle_of_a_call_is_refused_and_leaves_it_alone(model: nn.Module, inner: str) -> None:
-    # eval from a sink ended the outer call as a loop left early, and its gradients were emptied while it went on
+def test_a_call_from_a_sink_in_the_middle_of_a_call_is_refused_and_leaves_it_alone(
+    model: nn.Module, inner: str
+) -> None:
+    # eval from a sink ended the outer call as a loop left early, and its gradients were emptied
+    # while it went on
     other, optimizer, batch = mlp(seed=5), torch.optim.SGD(model.parameters(), lr=1.0), pairs()
     judge = elastic(other, micro_batch_size=2)
     calls: dict[str, Callable[[], object]] = {
@@ -206,7 +261,9 @@ def test_a_call_from_a_sink_in_the_middle_of_a_call_is_refused_and_leaves_it_alo
 
 
 @pytest.mark.no_oom_injection
-def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself(model: nn.Module, door: int) -> None:
+def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself(
+    model: nn.Module, door: int
+) -> None:
     teacher, batch = mlp(seed=9), pairs()
     fail = FailOn(2, 5)
     judge = elastic(teacher, micro_batch_size=2)
@@ -224,13 +281,20 @@ def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself
     assert result.ooms == 0
     with torch.no_grad():
         wanted = teacher(batch[0])
-    assert off_by(model, whole_gradient(model, lambda net: nn.functional.mse_loss(net(batch[0]), wanted))) <= 1e-12
+    assert (
+        off_by(
+            model, whole_gradient(model, lambda net: nn.functional.mse_loss(net(batch[0]), wanted))
+        )
+        <= 1e-12
+    )
     assert all(p.grad is None for p in teacher.parameters())
 
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("how", ["optimizer", "by hand"])
-def test_an_optimizer_inside_backward(model: nn.Module, mbs: ElasticMBS, door: int, how: str, known: bool) -> None:
+def test_an_optimizer_inside_backward(
+    model: nn.Module, mbs: ElasticMBS, door: int, how: str, known: bool
+) -> None:
     if known:  # the hooks come later than the first clean call
         through(door, mbs, cross_entropy(model), pairs())
         model.zero_grad()
@@ -264,10 +328,25 @@ LEFT = ["after the block", "before the block"]
 
 
 @pytest.mark.no_oom_injection
-@pytest.mark.parametrize("by", ["the next call", "the optimizer", "the end of the with block", "another runtime", "another, itself dropped"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        "the next call",
+        "the optimizer",
+        "the end of the with block",
+        "another runtime",
+        "another, itself dropped",
+    ],
+)
 @pytest.mark.parametrize("how", LEFT)
-def test_a_loop_left_early_is_named_once_by_what_comes_next(model: nn.Module, how: str, by: str) -> None:
-    mbs, optimizer, net = elastic(model, micro_batch_size=4), torch.optim.SGD(model.parameters(), lr=1.0), mlp(seed=5)
+def test_a_loop_left_early_is_named_once_by_what_comes_next(
+    model: nn.Module, how: str, by: str
+) -> None:
+    mbs, optimizer, net = (
+        elastic(model, micro_batch_size=4),
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        mlp(seed=5),
+    )
     other = elastic(net, micro_batch_size=4)
     _leave_early(mbs, model, how)
     if by == "another, itself dropped":
@@ -287,7 +366,9 @@ def test_a_loop_left_early_is_named_once_by_what_comes_next(model: nn.Module, ho
     optimizer.step()
 
 
-def test_the_with_block_ends_with_its_own_error_even_if_a_loop_was_left_early(model: nn.Module, mbs: ElasticMBS) -> None:
+def test_the_with_block_ends_with_its_own_error_even_if_a_loop_was_left_early(
+    model: nn.Module, mbs: ElasticMBS
+) -> None:
     with pytest.raises(ValueError, match="mine"), mbs:
         _leave_early(mbs, model, "after the block")
         raise ValueError("mine")
@@ -327,7 +408,9 @@ def test_a_block_without_backward(model: nn.Module, mbs: ElasticMBS) -> None:
 
 
 @pytest.mark.parametrize("where", ["twice", "outside", "of an older one"])
-def test_backward_not_once_and_not_inside_its_block(model: nn.Module, mbs: ElasticMBS, where: str) -> None:
+def test_backward_not_once_and_not_inside_its_block(
+    model: nn.Module, mbs: ElasticMBS, where: str
+) -> None:
     older = None
     with pytest.raises(LossError, match="inside its own"):
         for micro in mbs.micro_batches(pairs()):

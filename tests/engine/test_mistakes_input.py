@@ -13,16 +13,42 @@ from tests.helpers.steps import Pair, cross_entropy, elastic, pairs, still_works
 pytestmark = pytest.mark.injectable
 
 
-WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {  # what is wrong, with what, and what is said; more of each kind in tests/batch
+# what is wrong, with what, and what is said; more of each kind in tests/batch
+WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {
     "no loss": ("loss", lambda m, b: None, LossError, "None"),
-    "a vector": ("loss", lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"), LossError, r"shape \(4,\)"),
+    "a vector": (
+        "loss",
+        lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"),
+        LossError,
+        r"shape \(4,\)",
+    ),
     "no graph": ("loss", lambda m, b: cross_entropy(m)(b).detach(), LossError, "no graph"),
-    "losses by name": ("loss", lambda m, b: {"a": cross_entropy(m)(b)}, LossError, "without 'loss'"),
+    "losses by name": (
+        "loss",
+        lambda m, b: {"a": cross_entropy(m)(b)},
+        LossError,
+        "without 'loss'",
+    ),
     "an empty batch": ("batch", (torch.zeros(0, 6), torch.zeros(0)), BatchError, "empty"),
-    "parts that disagree": ("batch", {"x": torch.zeros(8, 6), "y": torch.zeros(7)}, BatchError, r"x.*\n?.*8.*\n?.*y.*7"),
+    "parts that disagree": (
+        "batch",
+        {"x": torch.zeros(8, 6), "y": torch.zeros(7)},
+        BatchError,
+        r"x.*\n?.*8.*\n?.*y.*7",
+    ),
     "an unknown part": ("batch", {"x": torch.zeros(8, 6), "meta": object()}, BatchError, "object"),
-    "a negative count": ("count", lambda b: torch.tensor([1, 2, -1, 1, 1, 1, 1, 1]), CountError, "-1"),
-    "a count that is a total": ("count", lambda b: torch.tensor(8), CountError, "one count per sample"),
+    "a negative count": (
+        "count",
+        lambda b: torch.tensor([1, 2, -1, 1, 1, 1, 1, 1]),
+        CountError,
+        "-1",
+    ),
+    "a count that is a total": (
+        "count",
+        lambda b: torch.tensor(8),
+        CountError,
+        "one count per sample",
+    ),
 }
 
 
@@ -35,8 +61,15 @@ def test_a_loss_a_batch_or_a_count_that_makes_no_sense(
     if door == "eval" and where != "batch":
         return
     broken = True
-    mbs = elastic(model, micro_batch_size=4, count=lambda b: wrong(b) if where == "count" and broken else torch.ones(8))
-    loss_fn, batch = (lambda b: wrong(model, b)) if where == "loss" else cross_entropy(model), wrong if where == "batch" else pairs()
+    mbs = elastic(
+        model,
+        micro_batch_size=4,
+        count=lambda b: wrong(b) if where == "count" and broken else torch.ones(8),
+    )
+    loss_fn, batch = (
+        (lambda b: wrong(model, b)) if where == "loss" else cross_entropy(model),
+        wrong if where == "batch" else pairs(),
+    )
     with pytest.raises(error, match=says):
         mbs.eval(model, batch) if door == "eval" else through(door, mbs, loss_fn, batch)
     broken = False
@@ -66,9 +99,19 @@ def test_total_outside_of_a_call_and_verify_of_too_few_samples(model: nn.Module)
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize(
     "state",
-    [{}, {"version": 2, "controller": {}}, {"version": 1}, {"version": 1, "controller": 3}, None, [], {"version": 1, "controller": {"tracks": 5}}],
+    [
+        {},
+        {"version": 2, "controller": {}},
+        {"version": 1},
+        {"version": 1, "controller": 3},
+        None,
+        [],
+        {"version": 1, "controller": {"tracks": 5}},
+    ],
 )
-def test_a_state_that_is_none_changes_nothing(model: nn.Module, mbs: ElasticMBS, state: Any) -> None:
+def test_a_state_that_is_none_changes_nothing(
+    model: nn.Module, mbs: ElasticMBS, state: Any
+) -> None:
     mbs.eval(model, pairs()[0])
     before = mbs.state_dict()
     with pytest.raises(UsageError):
@@ -79,7 +122,10 @@ def test_a_state_that_is_none_changes_nothing(model: nn.Module, mbs: ElasticMBS,
 def test_a_batch_that_carries_a_graph(model: nn.Module, door: int) -> None:
     x, y = pairs(4)
     encoder = nn.Linear(x.shape[1], x.shape[1], dtype=x.dtype)
-    with pytest.raises(BatchError, match=r"the tensor '0' carries a graph \(AddmmBackward0\).*model=\[\.\.\.\], or detach it"):
+    with pytest.raises(
+        BatchError,
+        match=r"the tensor '0' carries a graph \(AddmmBackward0\).*model=\[\.\.\.\], or detach it",
+    ):
         through(door, elastic(model), cross_entropy(model), (encoder(x), y))
     assert encoder.weight.grad is None
     assert running_call() is None
@@ -89,7 +135,11 @@ def test_a_batch_that_carries_a_graph(model: nn.Module, door: int) -> None:
 def test_a_loss_or_a_batch_in_the_place_of_the_function(model: nn.Module, door: str) -> None:
     mbs, batch = elastic(model), pairs(4)
     for wrong in (cross_entropy(model)(batch), batch):
-        with pytest.raises(UsageError, match=rf"mbs\.{door}\(.*the function comes first and is called on pieces of the batch; got a (Tensor|tuple)"):
+        with pytest.raises(
+            UsageError,
+            match=rf"mbs\.{door}\(.*the function comes first and is called on pieces of the "
+            rf"batch; got a (Tensor|tuple)",
+        ):
             getattr(mbs, door)(wrong, batch)
 
 
@@ -98,7 +148,10 @@ def test_the_decorator_without_its_model_or_with_a_class_in_its_place() -> None:
         raise AssertionError("never called")
 
     decorate: Any = elastic_step
-    with pytest.raises(UsageError, match=r"train_step was decorated without its model: write @elastic_step\(model\) above it"):
+    with pytest.raises(
+        UsageError,
+        match=r"train_step was decorated without its model: write @elastic_step\(model\) above it",
+    ):
         decorate(train_step)(pairs(4))
     with pytest.raises(UsageError, match="class"):
         decorate(nn.Linear)

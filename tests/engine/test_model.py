@@ -18,9 +18,17 @@ def net() -> nn.Sequential:
 def agrees(inventory: TrainedModel, *roots: nn.Module) -> bool:
     """Whether it has exactly the modules and the trainable parameters of `roots`, each once."""
     modules = {id(module) for root in roots for module in root.modules()}
-    leaves = {id(parameter) for root in roots for parameter in root.parameters() if parameter.requires_grad}
+    leaves = {
+        id(parameter)
+        for root in roots
+        for parameter in root.parameters()
+        if parameter.requires_grad
+    }
     found = list(map(id, inventory.modules)), list(map(id, inventory.leaves))
-    return (set(found[0]), set(found[1])) == (modules, leaves) and (len(found[0]), len(found[1])) == (len(modules), len(leaves))
+    return (set(found[0]), set(found[1])) == (modules, leaves) and (
+        len(found[0]),
+        len(found[1]),
+    ) == (len(modules), len(leaves))
 
 
 def test_every_module_and_trainable_leaf_is_there_once() -> None:
@@ -65,7 +73,9 @@ def test_devices_come_in_the_order_met() -> None:
     mixed = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1))
     assert TrainedModel([mixed]).devices() == [torch.device("meta"), torch.device("cpu")]
     assert TrainedModel([nn.Identity()]).devices() == [torch.device("cpu")]
-    assert TrainedModel([nn.BatchNorm1d(1, affine=False, device="meta")]).devices() == [torch.device("meta")]
+    assert TrainedModel([nn.BatchNorm1d(1, affine=False, device="meta")]).devices() == [
+        torch.device("meta")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,15 +89,23 @@ def test_devices_come_in_the_order_met() -> None:
         (nn.InstanceNorm1d(2), True, False),
     ],
 )
-def test_batch_norm_that_would_use_the_batch_is_known(module: nn.Module, training: bool, expected: bool) -> None:
-    assert TrainedModel([nn.Sequential(nn.Identity(), module).train(training)]).normalises_batch() is expected
+def test_batch_norm_that_would_use_the_batch_is_known(
+    module: nn.Module, training: bool, expected: bool
+) -> None:
+    assert (
+        TrainedModel([nn.Sequential(nn.Identity(), module).train(training)]).normalises_batch()
+        is expected
+    )
 
 
 NO_MODEL: list[tuple[Any, str]] = [
     (None, "NoneType"),
     ("model", "str"),
     (lambda self: self, "function"),
-    *((value, "is a list; give a torch.nn.Module") for value in ([], [net(), 3], [nn.Linear], [torch.zeros(1)])),
+    *(
+        (value, "is a list; give a torch.nn.Module")
+        for value in ([], [net(), 3], [nn.Linear], [torch.zeros(1)])
+    ),
     ([nn.Sequential(nn.LazyLinear(3))], "LazyLinear has parameters without a shape yet"),
 ]
 
@@ -98,9 +116,12 @@ def test_what_is_no_model_or_has_no_shape_yet_is_refused_by_type(value: Any, say
         TrainedModel(value)
 
 
-@pytest.mark.parametrize("name", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
+@pytest.mark.parametrize(
+    "name", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"]
+)
 def test_wrappers_with_replicas_or_collectives_are_refused_by_name_at_any_depth(name: str) -> None:
-    wrapper = type("Own", (type(name, (nn.Module,), {}),), {})()  # FSDP2 makes a class of its own for each wrapped one, too
+    # FSDP2 makes a class of its own for each wrapped one, too
+    wrapper = type("Own", (type(name, (nn.Module,), {}),), {})()
     for model in (wrapper, nn.Sequential(wrapper)):
         with pytest.raises(UnsupportedError, match="Own runs collectives or replicas"):
             TrainedModel(model)

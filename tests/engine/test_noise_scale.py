@@ -16,7 +16,16 @@ from torch.nn import functional
 
 from elastic_mbs import GradientOptions, NoiseScale, UsageError, count_tokens
 from elastic_mbs.noise_scale import Smoothed, estimate
-from tests.helpers.steps import cross_entropy, elastic, mlp, off_by, pairs, there, through, whole_gradient
+from tests.helpers.steps import (
+    cross_entropy,
+    elastic,
+    mlp,
+    off_by,
+    pairs,
+    there,
+    through,
+    whole_gradient,
+)
 from tests.helpers.strikes import every_operation
 
 # ---------------------------------------------------------------------- one batch
@@ -29,7 +38,12 @@ def test_the_mean_over_every_batch_that_can_be_drawn_is_the_truth(lengths: Seque
     found = []
     for batch in itertools.product(range(4), repeat=3):
         parts = [part.sum(0) / 3 for part in values[list(batch)].split(list(lengths))]
-        found.append(estimate([(n, float(part.square().sum())) for n, part in zip(lengths, parts, strict=True)], float(sum(parts).square().sum())))
+        found.append(
+            estimate(
+                [(n, float(part.square().sum())) for n, part in zip(lengths, parts, strict=True)],
+                float(sum(parts).square().sum()),
+            )
+        )
     trace, squared_norm = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
     assert trace == pytest.approx(values.var(0, correction=0).sum().item(), rel=1e-12)
     assert squared_norm == pytest.approx(values.mean(0).square().sum().item(), rel=1e-12)
@@ -45,11 +59,19 @@ def averaged(estimates: Sequence[tuple[float, float]], calls: int) -> NoiseScale
     return there(smoothed.latest)
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=12), st.integers(1, 20))
-def test_numerator_and_denominator_are_averaged_apart_with_older_ones_counting_less(estimates: list[tuple[float, float]], calls: int) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=12),
+    st.integers(1, 20),
+)
+def test_numerator_and_denominator_are_averaged_apart_with_older_ones_counting_less(
+    estimates: list[tuple[float, float]], calls: int
+) -> None:
     keep = 1 - 1 / calls
     weights = [keep ** (len(estimates) - 1 - i) for i in range(len(estimates))]
-    trace, squared_norm = (sum(w * each[k] for w, each in zip(weights, estimates, strict=True)) / sum(weights) for k in (0, 1))
+    trace, squared_norm = (
+        sum(w * each[k] for w, each in zip(weights, estimates, strict=True)) / sum(weights)
+        for k in (0, 1)
+    )
     found = averaged(estimates, calls)
     assert [found.trace, found.squared_norm] == pytest.approx([trace, squared_norm], rel=1e-12)
     assert found.value == pytest.approx(trace / squared_norm, rel=1e-12)
@@ -59,7 +81,10 @@ def test_numerator_and_denominator_are_averaged_apart_with_older_ones_counting_l
 def test_the_error_is_that_of_a_quotient_of_means() -> None:
     """Two hundred runs of forty estimates: 95 % of them should be within two standard errors of the truth."""
     draw = random.Random(0)
-    runs = [averaged([(draw.gauss(20, 4), draw.gauss(2, 0.3)) for _ in range(40)], 10**9) for _ in range(200)]
+    runs = [
+        averaged([(draw.gauss(20, 4), draw.gauss(2, 0.3)) for _ in range(40)], 10**9)
+        for _ in range(200)
+    ]
     assert 180 <= sum(abs(run.value - 10) <= 2 * run.error for run in runs) <= 199
     assert averaged([(20.0, 2.0)] * 5, 10).error == pytest.approx(0, abs=1e-6)
 
@@ -75,10 +100,22 @@ def test_what_is_not_known_is_infinite_and_what_overflowed_is_left_out() -> None
 # ---------------------------------------------------------------------- a call
 
 
-def by_hand(model: nn.Module, loss_of: Callable[[nn.Module, int, int], Tensor], partition: Sequence[tuple[int, int]]) -> tuple[float, float]:
+def by_hand(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+    partition: Sequence[tuple[int, int]],
+) -> tuple[float, float]:
     """From each piece's contribution to the gradient, by itself."""
-    parts = [torch.cat([there(g).flatten() for g in whole_gradient(model, lambda net: loss_of(net, *piece))]) for piece in partition]  # noqa: B023  # called now
-    norms = [(stop - start, float(part.double().square().sum())) for (start, stop), part in zip(partition, parts, strict=True)]
+
+    def contribution(piece: tuple[int, int]) -> Tensor:
+        gradients = whole_gradient(model, lambda net: loss_of(net, *piece))
+        return torch.cat([there(gradient).flatten() for gradient in gradients])
+
+    parts = [contribution(piece) for piece in partition]
+    norms = [
+        (stop - start, float(part.double().square().sum()))
+        for (start, stop), part in zip(partition, parts, strict=True)
+    ]
     return estimate(norms, float(torch.stack(parts).double().sum(0).square().sum()))
 
 
@@ -88,13 +125,27 @@ def check(found: NoiseScale | None, wanted: tuple[float, float], rel: float = 1e
 
 
 @pytest.mark.parametrize("door", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}, {"backward": Tensor.backward}])
-def test_a_call_estimates_it_from_pieces_of_unequal_length(door: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}, {"backward": Tensor.backward}],
+)
+def test_a_call_estimates_it_from_pieces_of_unequal_length(
+    door: int, options: dict[str, Any]
+) -> None:
     model, (x, y) = mlp(), pairs(11)
-    result = through(door, elastic(model, micro_batch_size=3, noise_scale=10, **options), cross_entropy(model), (x, y))
+    result = through(
+        door,
+        elastic(model, micro_batch_size=3, noise_scale=10, **options),
+        cross_entropy(model),
+        (x, y),
+    )
     assert len({stop - start for start, stop in result.partition}) == 2
     model.zero_grad()
-    wanted = by_hand(model, lambda net, a, b: functional.cross_entropy(net(x[a:b]), y[a:b]) * (b - a) / 11, result.partition)
+    wanted = by_hand(
+        model,
+        lambda net, a, b: functional.cross_entropy(net(x[a:b]), y[a:b]) * (b - a) / 11,
+        result.partition,
+    )
     check(result.noise_scale, wanted)
     assert there(result.noise_scale).calls == 1
 
@@ -102,10 +153,16 @@ def test_a_call_estimates_it_from_pieces_of_unequal_length(door: int, options: d
 def test_pieces_that_count_nothing_are_pieces_all_the_same() -> None:
     model, (x, y) = mlp(), pairs(9)
     y[3:6] = -100
-    result = elastic(model, micro_batch_size=3, noise_scale=10, count=count_tokens(1)).backward(cross_entropy(model), (x, y))
+    result = elastic(model, micro_batch_size=3, noise_scale=10, count=count_tokens(1)).backward(
+        cross_entropy(model), (x, y)
+    )
     assert result.skipped == ((3, 6),)
     model.zero_grad()
-    wanted = by_hand(model, lambda net, a, b: functional.cross_entropy(net(x[a:b]), y[a:b], reduction="sum") / 6, ((0, 3), (3, 6), (6, 9)))
+    wanted = by_hand(
+        model,
+        lambda net, a, b: functional.cross_entropy(net(x[a:b]), y[a:b], reduction="sum") / 6,
+        ((0, 3), (3, 6), (6, 9)),
+    )
     check(result.noise_scale, wanted)
 
 
@@ -113,16 +170,24 @@ def test_half_precision_is_measured_in_float32_and_sparse_gradients_by_their_ent
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(12, 2))
     batch = torch.randint(0, 5, (8, 3))
-    result = elastic(model, micro_batch_size=4, noise_scale=10).backward(lambda b: model(b).square().mean(), batch)
+    result = elastic(model, micro_batch_size=4, noise_scale=10).backward(
+        lambda b: model(b).square().mean(), batch
+    )
     dense = copy.deepcopy(model)
     dense[0].sparse = False  # type: ignore[assignment]  # it is the embedding
     model.zero_grad()
-    wanted = by_hand(dense, lambda net, a, b: net(batch[a:b]).square().mean() * (b - a) / 8, result.partition)
+    wanted = by_hand(
+        dense, lambda net, a, b: net(batch[a:b]).square().mean() * (b - a) / 8, result.partition
+    )
     check(result.noise_scale, wanted, rel=1e-4)
     half, x = nn.Linear(4, 2, bias=False).bfloat16(), torch.randn(8, 4).bfloat16()
-    result = elastic(half, micro_batch_size=2, noise_scale=10, accumulate_dtype=torch.float32).backward(lambda b: half(b).square().mean(), x)
+    result = elastic(
+        half, micro_batch_size=2, noise_scale=10, accumulate_dtype=torch.float32
+    ).backward(lambda b: half(b).square().mean(), x)
     half.zero_grad()
-    wanted = by_hand(half, lambda net, a, b: net(x[a:b]).square().mean() * (b - a) / 8, result.partition)
+    wanted = by_hand(
+        half, lambda net, a, b: net(x[a:b]).square().mean() * (b - a) / 8, result.partition
+    )
     check(result.noise_scale, wanted, rel=0.05)
 
 
@@ -133,10 +198,22 @@ def test_a_failure_at_any_operation_leaves_no_trace_in_it(door: int) -> None:
     for strike in every_operation():
         model.zero_grad()
         with strike:
-            result = through(door, elastic(model, micro_batch_size=4, noise_scale=10), cross_entropy(model), (x, y))
+            result = through(
+                door,
+                elastic(model, micro_batch_size=4, noise_scale=10),
+                cross_entropy(model),
+                (x, y),
+            )
         assert off_by(model, whole) <= 1e-12
         model.zero_grad()
-        check(result.noise_scale, by_hand(model, lambda net, a, b: functional.cross_entropy(net(x[a:b]), y[a:b]) * (b - a) / 8, result.partition))
+        check(
+            result.noise_scale,
+            by_hand(
+                model,
+                lambda net, a, b: functional.cross_entropy(net(x[a:b]), y[a:b]) * (b - a) / 8,
+                result.partition,
+            ),
+        )
 
 
 def test_a_call_of_one_piece_and_one_that_finds_gradients_add_nothing() -> None:

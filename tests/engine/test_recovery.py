@@ -20,7 +20,19 @@ from elastic_mbs.events import Event
 from elastic_mbs.memory.oom import Kind, Verdict
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.isolation import Isolation
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, off_by, pairs, settled, there, through, whole_gradient
+from tests.helpers.steps import (
+    FailOn,
+    Pair,
+    cross_entropy,
+    elastic,
+    mlp,
+    off_by,
+    pairs,
+    settled,
+    there,
+    through,
+    whole_gradient,
+)
 from tests.helpers.strikes import every_operation
 
 
@@ -49,20 +61,50 @@ def rows(state: CallState) -> Iterator[Row]:
     streams, plain = state.context.streams, replace(state.context.settings.gradients, backward=None)
     yield {}, Mode.REFUSED, "samples 4:8 were changed in place by loss_fn"
     yield {"failure.edited": False}, Mode.REFUSED, "a leaf of shape (3,) outside the model appeared"
-    yield {"failure.unknown": ()}, Mode.STEP, "random numbers were drawn from streams that were not read"  # on the host
-    yield {"failure.streams": state.streams}, Mode.STEP, "random numbers were drawn from streams that were not read"  # since the call began
-    yield {"failure.streams": there(state.streams)._replace()}, Mode.STEP, "can belong to an earlier operation"
+    # on the host
+    yield (
+        {"failure.unknown": ()},
+        Mode.STEP,
+        "random numbers were drawn from streams that were not read",
+    )
+    # since the call began
+    yield (
+        {"failure.streams": state.streams},
+        Mode.STEP,
+        "random numbers were drawn from streams that were not read",
+    )
+    yield (
+        {"failure.streams": there(state.streams)._replace()},
+        Mode.STEP,
+        "can belong to an earlier operation",
+    )
     yield {"state.training": False}, Mode.PIECE, ""
     yield {"state.training": True, "state.committed": []}, Mode.PIECE, ""
     yield {"failure.phase": Phase.WAITING}, Mode.PIECE, ""
-    yield {"failure.phase": Phase.BACKWARD, "state.isolation": Isolation(None)}, Mode.STEP, "the error can be asynchronous"
+    yield (
+        {"failure.phase": Phase.BACKWARD, "state.isolation": Isolation(None)},
+        Mode.STEP,
+        "the error can be asynchronous",
+    )
     yield {"failure.verdict": Verdict(Kind.ALLOCATOR, "")}, Mode.ISOLATED, ""
-    yield {"state.isolation": None}, Mode.STEP, "no backward of this loss function has succeeded yet"
+    yield (
+        {"state.isolation": None},
+        Mode.STEP,
+        "no backward of this loss function has succeeded yet",
+    )
     yield {"profile.commits": {4}}, Mode.STEP, "its backward may have run another one inside"
     yield {"failure.surprising": False}, Mode.PIECE, ""
-    yield {"failure.committed": frozenset({1})}, Mode.STEP, "gradients share memory or have new hooks"
+    yield (
+        {"failure.committed": frozenset({1})},
+        Mode.STEP,
+        "gradients share memory or have new hooks",
+    )
     yield {"failure.indistinct": False}, Mode.STEP, "backward= gives no way"
-    yield {"context.settings": replace(state.context.settings, gradients=plain)}, Mode.STEP, "depends on which samples are in it"
+    yield (
+        {"context.settings": replace(state.context.settings, gradients=plain)},
+        Mode.STEP,
+        "depends on which samples are in it",
+    )
     yield {"profile.normalises_batch": False}, Mode.STEP, "depends on which samples are in it"
     yield {"failure.normalises_batch": False}, Mode.STEP, "depends on which samples are in it"
     yield {"context.buffers": BufferCopies()}, Mode.STEP, "partly committed and drew random numbers"
@@ -72,26 +114,52 @@ def rows(state: CallState) -> Iterator[Row]:
 def cases(state: CallState) -> Iterator[tuple[Failure, Mode, str]]:
     early = there(state.streams)._replace(hosts=None)
     verdict = Verdict(Kind.RUNTIME, "")
-    failure = Failure(Range(4, 8), Phase.FORWARD, verdict, frozenset(), ("(3,)",), True, True, True, True, early)
+    failure = Failure(
+        Range(4, 8), Phase.FORWARD, verdict, frozenset(), ("(3,)",), True, True, True, True, early
+    )
     for changes, mode, words in rows(state):
         for name, value in changes.items():
             owner, _, attribute = name.partition(".")
             if owner == "failure":
                 failure = replace(failure, **{attribute: value})
             else:
-                setattr({"state": state, "profile": state.profile, "context": state.context}[owner], attribute, value)
+                setattr(
+                    {"state": state, "profile": state.profile, "context": state.context}[owner],
+                    attribute,
+                    value,
+                )
         yield failure, mode, words
 
 
 def facts(*things: object) -> list[dict[str, Any]]:
     """What objects hold, as they hold it now."""
-    held = [{name: getattr(thing, name) for name in getattr(thing, "__slots__", None) or vars(thing)} for thing in things]
-    return [{name: copy.copy(value) if isinstance(value, list | dict | set) else value for name, value in each.items()} for each in held]
+    held = [
+        {name: getattr(thing, name) for name in getattr(thing, "__slots__", None) or vars(thing)}
+        for thing in things
+    ]
+    return [
+        {
+            name: copy.copy(value) if isinstance(value, list | dict | set) else value
+            for name, value in each.items()
+        }
+        for each in held
+    ]
 
 
-def test_the_first_rule_that_applies_chooses_the_replay_and_writes_nothing(state: CallState) -> None:
+def test_the_first_rule_that_applies_chooses_the_replay_and_writes_nothing(
+    state: CallState,
+) -> None:
     context = state.context
-    things = [state, state.profile, state.schedule, context, context.ledger, context.buffers, context.model, context.streams]
+    things = [
+        state,
+        state.profile,
+        state.schedule,
+        context,
+        context.ledger,
+        context.buffers,
+        context.model,
+        context.streams,
+    ]
     for failure, mode, words in cases(state):
         before = facts(*things)
         replay = choose_replay(state, failure)
@@ -100,8 +168,13 @@ def test_the_first_rule_that_applies_chooses_the_replay_and_writes_nothing(state
         assert replay.reason.startswith(words) if mode is Mode.REFUSED else words in replay.reason
 
 
-@pytest.mark.parametrize(("obstacle", "told"), [({"had_gradient": {1}}, "zero_grad()"), ({"edited": True}, "work on a copy")])
-def test_what_would_start_over_and_cannot_is_refused(state: CallState, obstacle: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(
+    ("obstacle", "told"),
+    [({"had_gradient": {1}}, "zero_grad()"), ({"edited": True}, "work on a copy")],
+)
+def test_what_would_start_over_and_cannot_is_refused(
+    state: CallState, obstacle: dict[str, Any], told: str
+) -> None:
     for name, value in obstacle.items():
         setattr(state, name, value)
     for failure, mode, words in cases(state):
@@ -111,8 +184,14 @@ def test_what_would_start_over_and_cannot_is_refused(state: CallState, obstacle:
         assert (told in replay.reason) or mode is not Mode.STEP
 
 
-@pytest.mark.parametrize("draw", [torch.rand, lambda n: torch.tensor([random.random() for _ in range(n)])], ids=["torch", "python"])
-def test_a_step_that_begins_to_draw_in_the_very_call_that_fails_ends_as_one_that_never_failed(door: int, draw: Callable[[int], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [torch.rand, lambda n: torch.tensor([random.random() for _ in range(n)])],
+    ids=["torch", "python"],
+)
+def test_a_step_that_begins_to_draw_in_the_very_call_that_fails_ends_as_one_that_never_failed(
+    door: int, draw: Callable[[int], Tensor]
+) -> None:
     """Streams are read once a call, until a step has been seen to draw: then what failed is run again from the call's start."""
     events, batch = list[Event](), pairs()
     for inject in every_operation(stride=3):
@@ -133,7 +212,9 @@ def test_a_step_that_begins_to_draw_in_the_very_call_that_fails_ends_as_one_that
         random.seed(3)
         torch.manual_seed(3)
         for start, stop in result.partition:
-            (loss_fn((batch[0][start:stop], batch[1][start:stop]), twin) * ((stop - start) / 8)).backward()
+            (
+                loss_fn((batch[0][start:stop], batch[1][start:stop]), twin) * ((stop - start) / 8)
+            ).backward()
         assert off_by(model, [p.grad for p in twin.parameters()]) <= 1e-12
         assert after[0] == random.getstate()
         assert torch.equal(after[1], torch.get_rng_state())

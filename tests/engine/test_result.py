@@ -19,7 +19,9 @@ from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic
 
 
-def result(outputs: list[Any], losses: tuple[float, ...] = (), sizes: tuple[int, ...] = (2, 1)) -> StepResult:
+def result(
+    outputs: list[Any], losses: tuple[float, ...] = (), sizes: tuple[int, ...] = (2, 1)
+) -> StepResult:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return StepResult(
         partition=tuple((end - size, end) for size, end in zip(sizes, ends, strict=True)),
@@ -36,8 +38,16 @@ def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
     assert found.loss is found.loss  # summed once
     assert (f"{found:.4f}", f"{found}") == ("0.7500", str(found))
     assert float(result([])) == 0.0
-    assert repr(found) == "StepResult(partition=((0, 2), (2, 3)), micro_batch_size=2, ooms=0, replayed_samples=0, skipped=())"  # no tensor
-    mixed = StepResult(((0, 1), (1, 2)), 1, _losses=(torch.tensor(0.5, dtype=torch.float32), torch.tensor(0.25, dtype=torch.float64)))
+    # no tensor
+    assert (
+        repr(found) == "StepResult(partition=((0, 2), (2, 3)), micro_batch_size=2, ooms=0, "
+        "replayed_samples=0, skipped=())"
+    )
+    mixed = StepResult(
+        ((0, 1), (1, 2)),
+        1,
+        _losses=(torch.tensor(0.5, dtype=torch.float32), torch.tensor(0.25, dtype=torch.float64)),
+    )
     assert (mixed.loss.dtype, float(mixed)) == (torch.float64, 0.75)
 
 
@@ -47,7 +57,10 @@ def test_the_loss_is_there_where_memory_runs_out_as_it_is_added_up() -> None:
         loss = found.loss
     assert inject.hits
     assert loss.item() == 0.75
-    with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError, match="no room to add up the losses"):
+    with (
+        InjectOOM(always_from=1),
+        pytest.raises(MicroBatchFloorError, match="no room to add up the losses"),
+    ):
         _ = result([], (0.25, 0.5)).loss
 
 
@@ -61,11 +74,19 @@ def test_outputs_are_joined_once() -> None:
 @pytest.mark.parametrize("place", ["cpu", "device"])
 def test_stored_outputs_hold_no_graph_and_may_be_sparse(place: Any) -> None:
     w = torch.ones(2, requires_grad=True)
-    own = StoredOutput({"y": w * 2, "cache": SimpleNamespace(keys=w * 4), "rest": [torch.eye(3).to_sparse(), "text", None]}, place)
+    own = StoredOutput(
+        {
+            "y": w * 2,
+            "cache": SimpleNamespace(keys=w * 4),
+            "rest": [torch.eye(3).to_sparse(), "text", None],
+        },
+        place,
+    )
     stored = own.get()
     assert stored["y"].tolist() == [2.0, 2.0]
     assert not stored["y"].requires_grad
-    assert not stored["cache"].keys.requires_grad  # pieces of a decoder kept their cache with its graph: no micro-batch was small enough
+    # pieces of a decoder kept their cache with its graph: no micro-batch was small enough
+    assert not stored["cache"].keys.requires_grad
     assert torch.equal(stored["rest"][0].to_dense(), torch.eye(3))
     assert stored["rest"][1:] == ["text", None]
 
@@ -78,13 +99,17 @@ def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
         return (y.mean(), y) if x[0, 0] > 0 else y.mean()
 
     with elastic(model, micro_batch_size=2) as mbs:
-        outputs = mbs.backward(loss_fn, torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, 2.0]).view(6, 1).expand(6, 3)).outputs
+        outputs = mbs.backward(
+            loss_fn, torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, 2.0]).view(6, 1).expand(6, 3)
+        ).outputs
     assert [output is None for output in outputs] == [False, True, False]
 
 
 @pytest.mark.parametrize(("much", "told"), [(8 * 8 * 4 - 1, 1), (8 * 8 * 4, 0)])
 @pytest.mark.parametrize("place", ["cpu", "device", None])
-def test_outputs_that_take_much_memory_are_told_of_once(place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_take_much_memory_are_told_of_once(
+    place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MUCH", much)
     model, events = nn.Linear(3, 8), list[Any]()
     mbs = elastic(model, outputs=place, micro_batch_size=3, on_event=events.append)
@@ -97,7 +122,10 @@ def test_outputs_that_take_much_memory_are_told_of_once(place: Any, much: int, t
         mbs.backward(step, torch.zeros(8, 3))
     warned = [event.message for event in events if isinstance(event, Warned)]
     assert len(warned) == (told if place else 0)
-    assert all("besides the loss takes 256 B for this batch" in text and "outputs=None" in text for text in warned)
+    assert all(
+        "besides the loss takes 256 B for this batch" in text and "outputs=None" in text
+        for text in warned
+    )
 
 
 def graph(n: int = 2) -> Tensor:
@@ -131,19 +159,40 @@ class Slots:
 @pytest.mark.parametrize(
     ("make", "get"),
     [
-        (lambda t: {"logits": graph(), "cache": SimpleNamespace(layers=[SimpleNamespace(keys=t)])}, lambda o: o["cache"].layers[0].keys),
+        (
+            lambda t: {
+                "logits": graph(),
+                "cache": SimpleNamespace(layers=[SimpleNamespace(keys=t)]),
+            },
+            lambda o: o["cache"].layers[0].keys,
+        ),
         (lambda t: deque([t], maxlen=4), lambda o: o[0]),
         (lambda t: pack_sequence([t]), lambda o: o.data),
-        (lambda t: torch.distributions.Independent(torch.distributions.Normal(t, t.detach()), 1), lambda o: o.base_dist.loc),
+        (
+            lambda t: torch.distributions.Independent(torch.distributions.Normal(t, t.detach()), 1),
+            lambda o: o.base_dist.loc,
+        ),
         (lambda t: torch.max(t.view(1, 2), 0), lambda o: o.values),
         (ReadOnly, lambda o: o.y),
         (Slots, lambda o: o.y),
         (lambda t: Items(t, a=1), lambda o: o.y),
         (lambda t: Items(t, a=graph()), lambda o: o.y),
     ],
-    ids=["cache", "deque", "packed", "distribution", "struct", "property", "slots", "next to items", "next to tensors"],
+    ids=[
+        "cache",
+        "deque",
+        "packed",
+        "distribution",
+        "struct",
+        "property",
+        "slots",
+        "next to items",
+        "next to tensors",
+    ],
 )
-def test_a_tensor_in_any_object_loses_its_graph_and_the_original_keeps_it(make: Any, get: Any) -> None:
+def test_a_tensor_in_any_object_loses_its_graph_and_the_original_keeps_it(
+    make: Any, get: Any
+) -> None:
     own = make(graph())
     found = detached(own)
     assert type(found) is type(own)
@@ -205,7 +254,9 @@ class Chain(SimpleNamespace):
 
 
 @pytest.mark.parametrize("kind", [Single, Locked, Owner, Chain])
-def test_objects_that_cannot_be_copied_are_handed_on_and_their_neighbours_lose_their_graph(kind: Any) -> None:
+def test_objects_that_cannot_be_copied_are_handed_on_and_their_neighbours_lose_their_graph(
+    kind: Any,
+) -> None:
     own = kind(y=graph())
     gone = weakref.proxy(Slots(graph()))  # of an object that has ended
     found = detached({"y": graph(), "own": own, "gone": gone})
@@ -215,6 +266,8 @@ def test_objects_that_cannot_be_copied_are_handed_on_and_their_neighbours_lose_t
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_running_out_of_memory_while_an_object_is_copied_is_not_swallowed(error: type[Exception]) -> None:
+def test_running_out_of_memory_while_an_object_is_copied_is_not_swallowed(
+    error: type[Exception],
+) -> None:
     with pytest.raises(error):
         detached([type("Big", (Locked,), {"error": error})(y=graph())])

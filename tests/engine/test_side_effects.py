@@ -13,13 +13,26 @@ from elastic_mbs import IncompleteBatchError, whole
 from elastic_mbs.errors import BatchError, GradientsChangedError, UsageError
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import FailOn, cross_entropy, elastic, grads, mlp, off_by, pairs, there, through, whole_gradient
+from tests.helpers.steps import (
+    FailOn,
+    cross_entropy,
+    elastic,
+    grads,
+    mlp,
+    off_by,
+    pairs,
+    there,
+    through,
+    whole_gradient,
+)
 from tests.helpers.strikes import every_operation
 
 
 @pytest.mark.parametrize("then", ["goes on", "runs out of memory"])
 @pytest.mark.parametrize("edit", ["clip", "zero_grad", "backward"])
-def test_gradients_edited_inside_the_block_after_backward_are_refused(model: nn.Module, edit: str, then: str) -> None:
+def test_gradients_edited_inside_the_block_after_backward_are_refused(
+    model: nn.Module, edit: str, then: str
+) -> None:
     """The versions that the edit moved passed for a number of commits that is new."""
     edits: dict[str, Callable[[], object]] = {
         "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
@@ -58,7 +71,9 @@ def test_a_loss_term_made_before_the_loop_keeps_its_graph_after_a_failure() -> N
                 scores = model(micro.data[0])
                 if fails:
                     scores.register_hook(lambda grad, hook=hook: hook())
-                micro.backward({"main": functional.cross_entropy(scores, micro.data[1]), "regular": regular})
+                micro.backward(
+                    {"main": functional.cross_entropy(scores, micro.data[1]), "regular": regular}
+                )
         wanted = wanted or grads(model)
     assert off_by(model, wanted) <= 1e-12
 
@@ -66,7 +81,10 @@ def test_a_loss_term_made_before_the_loop_keeps_its_graph_after_a_failure() -> N
 ERRORS: list[Any] = [torch.OutOfMemoryError("CUDA out of memory."), ValueError("of the user's own")]
 SWITCHES: dict[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module, bool], object]]] = {
     "training": (lambda model: model.training, nn.Module.train),
-    "gradients": (lambda model: torch.is_grad_enabled(), lambda model, on: torch.set_grad_enabled(on)),
+    "gradients": (
+        lambda model: torch.is_grad_enabled(),
+        lambda model, on: torch.set_grad_enabled(on),
+    ),
 }
 
 
@@ -77,7 +95,10 @@ def test_what_a_step_switches_off_for_a_while_is_on_after_an_attempt_that_failed
     error: Exception, read: Any, switch: Any, first: int
 ) -> None:
     """`was = model.training; model.eval(); …; model.train(was)`: the replay read the mode that the failed attempt had left."""
-    model, fail = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.1)).double(), FailOn(first, error=lambda: error)
+    model, fail = (
+        nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.1)).double(),
+        FailOn(first, error=lambda: error),
+    )
 
     def loss_fn(batch: Any) -> Tensor:
         was = read(model)
@@ -92,11 +113,17 @@ def test_what_a_step_switches_off_for_a_while_is_on_after_an_attempt_that_failed
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["replayed", "passed on"])
-def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_by_an_error(error: Exception) -> None:
+def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_by_an_error(
+    error: Exception,
+) -> None:
     """They were those of the failed attempt's start, so a batch that started over ran its first piece in the mode that it had left."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
-    mbs, fail, seen = elastic(model, micro_batch_size=4), FailOn(2, error=lambda: error), list[bool]()
+    mbs, fail, seen = (
+        elastic(model, micro_batch_size=4),
+        FailOn(2, error=lambda: error),
+        list[bool](),
+    )
 
     def loss_fn(batch: Any) -> Tensor:
         seen.append(model[1].training)
@@ -136,7 +163,10 @@ def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> N
     def weighted(of: nn.Module) -> Any:
         def loss_fn(batch: Any) -> Tensor:
             batch["w"].mul_(2)
-            each: Tensor = functional.cross_entropy(of(batch["x"]), batch["y"], reduction="none") * batch["w"][batch["y"]]
+            each: Tensor = (
+                functional.cross_entropy(of(batch["x"]), batch["y"], reduction="none")
+                * batch["w"][batch["y"]]
+            )
             return each.mean()
 
         return loss_fn
@@ -154,9 +184,15 @@ def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> N
     assert off_by(model, wanted) <= 1e-12
 
 
-def test_an_evaluation_that_returns_its_own_buffer_again_and_again_is_refused_or_has_every_row() -> None:
+def test_an_evaluation_that_returns_its_own_buffer_again_and_again_is_refused_or_has_every_row() -> (
+    None
+):
     """On the device views of the buffer are kept, which the next piece overwrites."""
-    model, buffer, x = nn.Linear(2, 2).double(), torch.zeros(8, 2, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    model, buffer, x = (
+        nn.Linear(2, 2).double(),
+        torch.zeros(8, 2, dtype=torch.float64),
+        torch.randn(8, 2, dtype=torch.float64),
+    )
 
     def fn(rows: Tensor) -> Tensor:
         return buffer[: len(rows)].copy_(model(rows))
@@ -182,7 +218,9 @@ def test_outputs_are_given_once(model: nn.Sequential) -> None:
                 micro.keep(micro.data[1])
 
 
-def test_statistics_that_a_flag_of_the_users_own_begins_to_move_go_back_with_a_failed_piece() -> None:
+def test_statistics_that_a_flag_of_the_users_own_begins_to_move_go_back_with_a_failed_piece() -> (
+    None
+):
     """The module stays in one mode, and eager batch norm moves no version: the failed attempt's statistics stayed in the buffers."""
 
     class Norm(nn.Module):
@@ -240,7 +278,9 @@ def two_networks(*, thawed: bool) -> tuple[nn.ModuleList, Callable[[Tensor], Ten
 
 @pytest.mark.parametrize("known", [0, 3], ids=["first call", "known"])
 @pytest.mark.parametrize("thawed", [True, False])
-def test_wherever_memory_runs_out_the_gradient_is_exact_and_what_was_frozen_for_a_while_is_no_longer(door: int, known: int, thawed: bool) -> None:
+def test_wherever_memory_runs_out_the_gradient_is_exact_and_what_was_frozen_for_a_while_is_no_longer(
+    door: int, known: int, thawed: bool
+) -> None:
     noise = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def run(inject: InjectOOM) -> tuple[nn.ModuleList, tuple[tuple[int, int], ...]]:
@@ -266,18 +306,25 @@ def test_wherever_memory_runs_out_the_gradient_is_exact_and_what_was_frozen_for_
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_an_error_of_the_users_own_passes_and_leaves_nothing_frozen_that_can_be_trained(door: int, quantised: bool) -> None:
+def test_an_error_of_the_users_own_passes_and_leaves_nothing_frozen_that_can_be_trained(
+    door: int, quantised: bool
+) -> None:
     """It came out as torch's refusal of gradients for integers where a parameter had become one."""
     networks, _ = two_networks(thawed=True)
 
     def loss_fn(noise: Tensor) -> Tensor:
         networks.requires_grad_(False)
-        networks[0].weight.data = networks[0].weight.data.to(torch.int8 if quantised else torch.float64)
+        networks[0].weight.data = networks[0].weight.data.to(
+            torch.int8 if quantised else torch.float64
+        )
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
         through(door, elastic(networks, micro_batch_size=4), loss_fn, ZEROS)
-    assert [parameter.requires_grad for parameter in networks.parameters()] == [not quantised, *[True] * 7]
+    assert [parameter.requires_grad for parameter in networks.parameters()] == [
+        not quantised,
+        *[True] * 7,
+    ]
 
 
 def test_what_is_frozen_after_a_loop_was_left_early_stays_so() -> None:
@@ -310,12 +357,16 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_a_piece_did_to_buffers_stays_where_the_next_one_fails_before_its_snapshot(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+def test_what_a_piece_did_to_buffers_stays_where_the_next_one_fails_before_its_snapshot(
+    monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
     model, fails = Counting(), FailOn(3)
     mbs, batch = elastic(model, micro_batch_size=2), torch.randn(8, 3)
 
     def call() -> None:
-        mbs.backward(lambda x: model(x).square().mean(), batch) if training else mbs.eval(model, batch)
+        mbs.backward(lambda x: model(x).square().mean(), batch) if training else mbs.eval(
+            model, batch
+        )
 
     call()
     begin = BufferCopies.begin_piece

@@ -12,7 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import CallDone, CallFailed, ElasticMBS, Event, Headroom, MemoryBudget, MicroBatchFloorError, OutOfMemory, Policy, Unavailable
+from elastic_mbs import (
+    CallDone,
+    CallFailed,
+    ElasticMBS,
+    Event,
+    Headroom,
+    MemoryBudget,
+    MicroBatchFloorError,
+    OutOfMemory,
+    Policy,
+    Unavailable,
+)
 from elastic_mbs.engine import state, timing
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.engine.timing import Stopwatch, Telemetry, Timed, known, memory_figures
@@ -54,18 +65,26 @@ def telemetry_of(mbs: ElasticMBS) -> Telemetry:
     return there(mbs._context.telemetry)
 
 
-def test_without_a_sink_or_a_log_no_call_is_reported(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_sink_or_a_log_no_call_is_reported(
+    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state, "CallDone", Mock(side_effect=AssertionError("CallDone was built")))
     with elastic(model, micro_batch_size=4) as mbs:
         mbs.backward(cross_entropy(model), pairs())
         mbs.eval(lambda batch: model(batch[0]), pairs())
     with elastic(model, on_event=print, enabled=False) as mbs:
         mbs.backward(cross_entropy(model), pairs())
-    with pytest.raises(AssertionError, match="CallDone was built"), elastic(model, on_event=print) as mbs:  # this test can fail
+    # this test can fail
+    with (
+        pytest.raises(AssertionError, match="CallDone was built"),
+        elastic(model, on_event=print) as mbs,
+    ):
         mbs.backward(cross_entropy(model), pairs())
 
 
-def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_begins(door: int) -> None:
+def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_begins(
+    door: int,
+) -> None:
     heard, model = Heard(), mlp()
     with elastic(model, on_event=heard, micro_batch_size=3) as mbs:
         for number in range(1, 4):
@@ -74,10 +93,21 @@ def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_beg
             assert (heard.begun, len(heard.calls), heard.closed) == (number, number, 0)
             done = heard.calls[-1]
             assert done.loss == pytest.approx(float(result), rel=1e-14)
-            assert (done.samples, done.pieces, done.size_before, done.micro_batch_size) == (8, 3, 3, 3)
-            assert (done.mode, done.ooms, done.replayed_samples, done.seconds_lost) == ("train", 0, 0, 0.0)
+            assert (done.samples, done.pieces, done.size_before, done.micro_batch_size) == (
+                8,
+                3,
+                3,
+                3,
+            )
+            assert (done.mode, done.ooms, done.replayed_samples, done.seconds_lost) == (
+                "train",
+                0,
+                0,
+                0.0,
+            )
             assert there(done.seconds) > 0
-            assert (done.free, done.held_by_others, done.total) == (None, None, None)  # it has no sensor
+            # it has no sensor
+            assert (done.free, done.held_by_others, done.total) == (None, None, None)
         mbs.eval(lambda batch: model(batch[0]), pairs())
         done = heard.calls[-1]
         assert (done.mode, done.loss, done.samples, done.pieces) == ("eval", None, 8, 3)
@@ -102,9 +132,14 @@ def test_a_call_that_fails_is_reported_as_that_and_not_as_finished() -> None:
 
 
 def test_a_sink_that_fails_when_a_call_has_failed_does_not_hide_why() -> None:
-    with elastic(mlp(), on_event=Mock(side_effect=ValueError("disk"))) as mbs, pytest.raises(ZeroDivisionError) as caught:
+    with (
+        elastic(mlp(), on_event=Mock(side_effect=ValueError("disk"))) as mbs,
+        pytest.raises(ZeroDivisionError) as caught,
+    ):
         mbs.backward(Mock(side_effect=ZeroDivisionError), pairs())
-    assert caught.value.__notes__ == ["elastic_mbs: a function in on_event failed at CallFailed: ValueError: disk"]
+    assert caught.value.__notes__ == [
+        "elastic_mbs: a function in on_event failed at CallFailed: ValueError: disk"
+    ]
 
 
 def refuse_done(event: Event) -> None:
@@ -112,18 +147,27 @@ def refuse_done(event: Event) -> None:
         raise ZeroDivisionError
 
 
-def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_whole(model: nn.Sequential) -> None:
+def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_whole(
+    model: nn.Sequential,
+) -> None:
     with elastic(model, on_event=refuse_done) as mbs, pytest.raises(ZeroDivisionError):
         mbs.backward(cross_entropy(model), pairs())
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert mbs.last_result is not None
 
 
-REFUSED, PERHAPS_EARLIER = torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")
+REFUSED, PERHAPS_EARLIER = (
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("CUDA error: out of memory"),
+)
 
 
-@pytest.mark.parametrize(("error", "mode", "lost"), [(REFUSED, "piece", [1.0]), (PERHAPS_EARLIER, "step", [2.0, 3.0])])
-def test_lost_is_the_time_of_the_attempts_that_are_undone(host: Clock, error: Exception, mode: str, lost: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("error", "mode", "lost"), [(REFUSED, "piece", [1.0]), (PERHAPS_EARLIER, "step", [2.0, 3.0])]
+)
+def test_lost_is_the_time_of_the_attempts_that_are_undone(
+    host: Clock, error: Exception, mode: str, lost: list[float]
+) -> None:
     heard, model, fail, began = Heard(), mlp(), FailOn(2, 5, error=lambda: error), host.now
 
     def step(batch: Any) -> Tensor:
@@ -134,16 +178,24 @@ def test_lost_is_the_time_of_the_attempts_that_are_undone(host: Clock, error: Ex
     with elastic(model, micro_batch_size=4, min_micro_batch_size=2, on_event=heard) as mbs:
         mbs.backward(step, pairs())
     failures = [event for event in heard.events if isinstance(event, OutOfMemory)]
-    assert [(event.mode, event.seconds_lost) for event in failures] == [(mode, seconds) for seconds in lost]
+    assert [(event.mode, event.seconds_lost) for event in failures] == [
+        (mode, seconds) for seconds in lost
+    ]
     done = heard.calls[-1]
     assert (done.seconds_lost, done.seconds, done.ended) == (sum(lost), host.now - began, host.now)
 
 
 @pytest.mark.parametrize("inner", ["eval", "backward"])
-def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(host: Clock, inner: str) -> None:
+def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(
+    host: Clock, inner: str
+) -> None:
     heard, model = Heard(), mlp()
     with elastic(model, micro_batch_size=8, on_event=heard) as mbs:
-        call = partial(mbs.eval, model, pairs()[0]) if inner == "eval" else partial(mbs.backward, cross_entropy(model), pairs())
+        call = (
+            partial(mbs.eval, model, pairs()[0])
+            if inner == "eval"
+            else partial(mbs.backward, cross_entropy(model), pairs())
+        )
         for micro in mbs.micro_batches(pairs()):
             with micro:
                 host.now += 4.0
@@ -153,9 +205,16 @@ def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(hos
 
 
 def test_reading_the_loss_takes_no_memory_and_waits_for_nothing(model: nn.Sequential) -> None:
-    assert str(StepResult(((0, 1),), 1, _losses=(torch.tensor(float("nan")),)).loss_on_host()) == "nan"
-    assert StepResult(((0, 1),), 1, _losses=(torch.zeros((), device="meta"),)).loss_on_host() is None
-    with MemoryBudget("1GiB", [model]) as budget, elastic(model, micro_batch_size=2, on_event=Heard()) as mbs:
+    assert (
+        str(StepResult(((0, 1),), 1, _losses=(torch.tensor(float("nan")),)).loss_on_host()) == "nan"
+    )
+    assert (
+        StepResult(((0, 1),), 1, _losses=(torch.zeros((), device="meta"),)).loss_on_host() is None
+    )
+    with (
+        MemoryBudget("1GiB", [model]) as budget,
+        elastic(model, micro_batch_size=2, on_event=Heard()) as mbs,
+    ):
         result = mbs.backward(cross_entropy(model), pairs())
         budget.reset_peak()
         rest = budget.live
@@ -175,13 +234,16 @@ ROOM = Headroom(free=50, total=100, held_by_others=30, source="test", at=0.0)
     ("meter", "reading", "figures"),
     [
         (Meter(), ROOM, (1, 2, 3, 4, 50, 30, 100)),
-        (NoMeter(), ROOM, (None, 20, None, None, 50, 30, 100)),  # what is neither free nor others' is ours
+        # what is neither free nor others' is ours
+        (NoMeter(), ROOM, (None, 20, None, None, 50, 30, 100)),
         (Meter(), Unavailable("gone"), (1, 2, 3, 4, None, None, None)),
         (NoMeter(), Unavailable("gone"), (None,) * 7),
     ],
     ids=["both", "reading", "meter", "none"],
 )
-def test_memory_is_reported_as_far_as_it_is_known(meter: NoMeter, reading: Reading, figures: tuple[int | None, ...]) -> None:
+def test_memory_is_reported_as_far_as_it_is_known(
+    meter: NoMeter, reading: Reading, figures: tuple[int | None, ...]
+) -> None:
     sensor = Mock(read=Mock(return_value=reading))
     monitor = Monitor(sensor, interval=0)
     monitor.read_now()
@@ -196,7 +258,8 @@ def test_a_call_is_reported_when_its_figures_have_arrived_and_in_order(device: D
             device.arrived = arrived
             mbs.backward(cross_entropy(model), pairs())
             assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0][:arrived]
-    assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0, 4.0]  # the rest when the runtime was closed
+    # the rest when the runtime was closed
+    assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0, 4.0]
     assert heard.closed == 1
 
 
@@ -215,7 +278,9 @@ def test_a_users_sink_that_raises_at_the_end_keeps_no_file_open_and_loses_no_oth
 
 
 @pytest.mark.usefixtures("device")
-def test_a_forked_child_reports_nothing_of_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_reports_nothing_of_its_parents_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heard, model = Heard(), mlp()
     mbs = elastic(model, on_event=heard)
     mbs.backward(cross_entropy(model), pairs())
@@ -265,7 +330,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda", 1)
 
 
-def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order_or_are_unknown_where_it_is_lost(cuda: torch.device) -> None:
+def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order_or_are_unknown_where_it_is_lost(
+    cuda: torch.device,
+) -> None:
     timed: Timed[int] = deque()
     for number in range(4):
         watch = Stopwatch(cuda)
@@ -283,7 +350,8 @@ def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order_or_
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # said once in a process, by whichever test is the first
+# said once in a process, by whichever test is the first
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_reporting_calls_never_waits_for_the_device() -> None:
     where = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
@@ -292,10 +360,14 @@ def test_reporting_calls_never_waits_for_the_device() -> None:
     heard = Heard()
     losses = []
     try:
-        with ElasticMBS(model, micro_batch_size=16, on_event=heard, policy=Policy(max_micro_batch_size=16)) as mbs:
+        with ElasticMBS(
+            model, micro_batch_size=16, on_event=heard, policy=Policy(max_micro_batch_size=16)
+        ) as mbs:
             deadline = time.monotonic() + 120
             while not isinstance(mbs.headroom, Headroom) and time.monotonic() < deadline:
-                time.sleep(0.01)  # the first call may be over before NVML has answered for the first time, and would tell of no total
+                # the first call may be over before NVML has answered for the first time, and would
+                # tell of no total
+                time.sleep(0.01)
             for i in range(8):
                 model.zero_grad()
                 torch.cuda.set_sync_debug_mode("error" if i >= 2 else "default")

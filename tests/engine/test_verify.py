@@ -33,7 +33,9 @@ def tokens() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def language(model: nn.Module) -> Any:
-    return lambda b: functional.cross_entropy(model(b["input_ids"]).flatten(0, 1), b["labels"].flatten(), ignore_index=-100)
+    return lambda b: functional.cross_entropy(
+        model(b["input_ids"]).flatten(0, 1), b["labels"].flatten(), ignore_index=-100
+    )
 
 
 def says(report: VerifyReport, *words: str) -> bool:
@@ -67,12 +69,18 @@ def test_verify_names_a_missing_count_for_a_loss_that_shifts_its_labels_too() ->
         report.raise_if_wrong()
 
     def loss_fn(b: dict[str, Tensor]) -> Tensor:
-        return functional.cross_entropy(model(b["input_ids"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten(), ignore_index=-100)
+        return functional.cross_entropy(
+            model(b["input_ids"])[:, :-1].flatten(0, 1),
+            b["labels"][:, 1:].flatten(),
+            ignore_index=-100,
+        )
 
     for given in (None, count_tokens("labels")):
         report = elastic(model, count=given).verify(loss_fn, batch)
         assert not report.ok
-        assert says(report, "from the second of each sample on", "count=count_tokens('labels', shift=True)")
+        assert says(
+            report, "from the second of each sample on", "count=count_tokens('labels', shift=True)"
+        )
     assert elastic(model, count=count_tokens("labels", shift=True)).verify(loss_fn, batch).ok
 
 
@@ -99,7 +107,9 @@ def _contrastive(model: nn.Module, b: Pair) -> Tensor:
     ],
     ids=["sum", "mean", "regulariser", "contrastive"],
 )
-def test_verify_names_what_is_wrong(model: nn.Sequential, reduction: str, loss: Any, words: tuple[str, ...]) -> None:
+def test_verify_names_what_is_wrong(
+    model: nn.Sequential, reduction: str, loss: Any, words: tuple[str, ...]
+) -> None:
     report = elastic(model, reduction=reduction).verify(partial(loss, model), pairs())
     assert not report.ok
     size = 0.1 * sum(p.square().sum().item() for p in model.parameters())
@@ -108,9 +118,14 @@ def test_verify_names_what_is_wrong(model: nn.Sequential, reduction: str, loss: 
 
 def test_verify_names_randomness_that_is_not_rolled_back_and_the_loss_among_several() -> None:
     model, own = mlp(), random.Random(0)
-    losses: dict[str, Any] = {"good": cross_entropy(model), "bad": lambda b: cross_entropy(model)(b) * own.random()}
+    losses: dict[str, Any] = {
+        "good": cross_entropy(model),
+        "bad": lambda b: cross_entropy(model)(b) * own.random(),
+    }
     names: dict[str, None] = dict.fromkeys(losses)
-    report = elastic(model, count=names).verify(lambda b: {name: loss(b) for name, loss in losses.items()}, pairs())
+    report = elastic(model, count=names).verify(
+        lambda b: {name: loss(b) for name, loss in losses.items()}, pairs()
+    )
     assert not report.ok
     assert says(report, "'bad'", "generators=")
     assert not says(report, "'good'")
@@ -124,7 +139,9 @@ class Traced:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+        self.model = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)
+        ).double()
         self.model[1].eval()
         self.batch, self.ends = pairs(), ends
         cross_entropy(self.model)(self.batch).backward()
@@ -133,7 +150,8 @@ class Traced:
 
     def loss_fn(self, b: Pair) -> Tensor:
         self.model.get_buffer("1.running_mean").add_(1.0)
-        noise = torch.rand(()) + random.random() + np.random.rand()  # the legacy stream is what is rolled back
+        # the legacy stream is what is rolled back
+        noise = torch.rand(()) + random.random() + np.random.rand()
         loss: Tensor = cross_entropy(self.model)(b) + 0 * noise
         loss.backward(retain_graph=True)
         if self.ends is not None:
@@ -141,13 +159,25 @@ class Traced:
         return loss
 
     def state(self) -> list[Any]:
-        tensors = [*self.model.state_dict().values(), *(grad for grad in self.grads if grad is not None)]
+        tensors = [
+            *self.model.state_dict().values(),
+            *(grad for grad in self.grads if grad is not None),
+        ]
         modes = [module.training for module in self.model.modules()]
-        return [[tensor.tolist() for tensor in tensors], modes, torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
+        return [
+            [tensor.tolist() for tensor in tensors],
+            modes,
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            repr(np.random.get_state()),
+        ]
 
     def check(self) -> None:
         assert self.state() == self.before
-        assert all(parameter.grad is grad for parameter, grad in zip(self.model.parameters(), self.grads, strict=True))
+        assert all(
+            parameter.grad is grad
+            for parameter, grad in zip(self.model.parameters(), self.grads, strict=True)
+        )
 
 
 @pytest.mark.no_oom_injection
@@ -166,7 +196,10 @@ def test_verify_leaves_no_trace_however_it_ends(ends: BaseException | None) -> N
 
 @pytest.mark.no_oom_injection
 def test_verify_struck_at_any_operation_or_line_leaves_no_trace() -> None:
-    operations, lines = until_clean(lambda n: Everywhere(at=[n]), stride=5, least=50), until_clean(lambda n: AtLine(n, *VERIFY), stride=29, least=100)
+    operations, lines = (
+        until_clean(lambda n: Everywhere(at=[n]), stride=5, least=50),
+        until_clean(lambda n: AtLine(n, *VERIFY), stride=29, least=100),
+    )
     strikes: Iterator[Any] = chain(operations, lines)
     for strike in strikes:
         traced = Traced()
@@ -178,7 +211,9 @@ def test_verify_struck_at_any_operation_or_line_leaves_no_trace() -> None:
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("n", [1, 5, 20, 60])
-def test_verify_that_runs_out_of_memory_for_good_ends_in_a_typed_error_without_a_trace(n: int) -> None:
+def test_verify_that_runs_out_of_memory_for_good_ends_in_a_typed_error_without_a_trace(
+    n: int,
+) -> None:
     traced = Traced()
     with InjectOOM(always_from=n), pytest.raises(MicroBatchFloorError, match="there is no room to"):
         elastic(traced.model).verify(traced.loss_fn, traced.batch, samples=2)
@@ -192,7 +227,9 @@ def test_verify_passes_an_error_on_that_is_only_often_a_hidden_out_of_memory() -
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_verify_does_not_take_a_loss_that_is_no_number_for_randomness(model: nn.Sequential, value: float) -> None:
+def test_verify_does_not_take_a_loss_that_is_no_number_for_randomness(
+    model: nn.Sequential, value: float
+) -> None:
     report = elastic(model).verify(lambda batch: cross_entropy(model)(batch) * value, pairs())
     assert not report.ok
     assert f"is {value}, which no split can be compared with" in report.findings[0]

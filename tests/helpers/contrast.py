@@ -21,7 +21,8 @@ class Contrast:
     def __init__(self, *layers: nn.Module) -> None:
         self.model = nn.Sequential(*mlp(), *layers).double()
         self.temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-        self.sizes: list[int] = []  # of the pieces that were embedded, and of the batch at each loss, negative
+        # of the pieces that were embedded, and of the batch at each loss, negative
+        self.sizes: list[int] = []
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -44,7 +45,9 @@ class Contrast:
         """The gradients of the loss of these pieces' embeddings, each with its graph."""
         before = [leaf.grad for leaf in self.leaves]
         self.zero()
-        self.over(joined([self.embed(x[start:stop]) for start, stop in pieces or [(0, len(x))]])).backward()
+        self.over(
+            joined([self.embed(x[start:stop]) for start, stop in pieces or [(0, len(x))]])
+        ).backward()
         found = grads(self.leaves)
         self.zero()
         for leaf, grad in zip(self.leaves, before, strict=True):

@@ -4,13 +4,24 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Move, Plan, Policy
+from elastic_mbs.controller.controller import (
+    CallOutcome,
+    Capacity,
+    Controller,
+    Key,
+    Move,
+    Plan,
+    Policy,
+)
 
 KEY = Key("loss", "train", 0)
 
 
 class Driver:
-    """Runs calls by hand: the test says what a call sees. Without jitter, unless the policy's options have it."""
+    """Runs calls by hand: the test says what a call sees.
+
+    Without jitter, unless the policy's options have it.
+    """
 
     def __init__(self, start: int | None = None, *, seed: int = 0, **options: Any) -> None:
         self.now = 0.0
@@ -24,7 +35,12 @@ class Driver:
         self.controller = self.make()
 
     def make(self) -> Controller:
-        return Controller(start=self.start, policy=self.policy, clock=lambda: self.now, random=random.Random(self.seed))
+        return Controller(
+            start=self.start,
+            policy=self.policy,
+            clock=lambda: self.now,
+            random=random.Random(self.seed),
+        )
 
     def reading(self) -> Capacity | None:
         return None if self.capacity is None else Capacity(self.capacity, self.now)
@@ -33,7 +49,16 @@ class Driver:
         return None if self.need is None else self.need(x)
 
     def finish(
-        self, plan: Plan, samples: int, elements: int, key: Key, *, size: int, pieces: int = 1, retries: int = 0, ooms: int = 0
+        self,
+        plan: Plan,
+        samples: int,
+        elements: int,
+        key: Key,
+        *,
+        size: int,
+        pieces: int = 1,
+        retries: int = 0,
+        ooms: int = 0,
     ) -> Move | None:
         self.now += 1
         longest = -(-samples // -(-samples // size))
@@ -50,18 +75,32 @@ class Driver:
         )
         return self.controller.end(key, outcome, self.reading())
 
-    def clean(self, samples: int = 64, elements: int = 1, *, retries: int = 0, key: Key = KEY) -> Move | None:
+    def clean(
+        self, samples: int = 64, elements: int = 1, *, retries: int = 0, key: Key = KEY
+    ) -> Move | None:
         plan = self.controller.begin(key, samples, elements)
-        return self.finish(plan, samples, elements, key, size=plan.size, pieces=-(-samples // plan.size), retries=retries)
+        return self.finish(
+            plan,
+            samples,
+            elements,
+            key,
+            size=plan.size,
+            pieces=-(-samples // plan.size),
+            retries=retries,
+        )
 
-    def failing(self, attempted: int, *more: int, samples: int = 64, elements: int = 1) -> tuple[list[int | None], Move | None]:
+    def failing(
+        self, attempted: int, *more: int, samples: int = 64, elements: int = 1
+    ) -> tuple[list[int | None], Move | None]:
         """A call in which pieces of these lengths fail, one after the other."""
         plan = self.controller.begin(KEY, samples, elements)
         sizes = [self.controller.out_of_memory(KEY, n, self.reading()) for n in (attempted, *more)]
         last = sizes[-1]
         return sizes, self.finish(plan, samples, elements, KEY, size=last or 1, ooms=len(sizes))
 
-    def until_move(self, calls: int = 40, samples: int = 64, elements: int = 1) -> tuple[int, Move | None]:
+    def until_move(
+        self, calls: int = 40, samples: int = 64, elements: int = 1
+    ) -> tuple[int, Move | None]:
         """Clean calls until the size changes: how many, and the change."""
         for n in range(1, calls + 1):
             if move := self.clean(samples, elements):

@@ -4,7 +4,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Move, Policy, shape_class
+from elastic_mbs.controller.controller import (
+    CallOutcome,
+    Capacity,
+    Controller,
+    Key,
+    Move,
+    Policy,
+    shape_class,
+)
 from elastic_mbs.controller.partition import partition
 
 
@@ -24,7 +32,11 @@ class Device:
     jobs: list["Job"] = field(default_factory=list)
 
     def capacity(self, job: "Job") -> int:
-        return self.total - self.others(self.clock.now) - sum(other.reserved for other in self.jobs if other is not job)
+        return (
+            self.total
+            - self.others(self.clock.now)
+            - sum(other.reserved for other in self.jobs if other is not job)
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,12 @@ class Job:
         self.controller = self.fresh()
 
     def fresh(self) -> Controller:
-        return Controller(start=self.start, policy=self.policy, clock=self.device.clock, random=random.Random(self.seed))
+        return Controller(
+            start=self.start,
+            policy=self.policy,
+            clock=self.device.clock,
+            random=random.Random(self.seed),
+        )
 
     def reading(self) -> Capacity | None:
         """The monitor's latest reading: at most a second old."""
@@ -85,11 +102,29 @@ class Job:
     def forget_reading(self) -> None:
         self._reading = None
 
-    def call(self, samples: int, elements: int = 1, *, retries: int = 0, name: str = "loss", stop_after: int | None = None) -> Ran:
-        """Runs a batch as the engine does: pieces, and halves of what failed. `stop_after` pieces it ends by an exception."""
+    def call(
+        self,
+        samples: int,
+        elements: int = 1,
+        *,
+        retries: int = 0,
+        name: str = "loss",
+        stop_after: int | None = None,
+    ) -> Ran:
+        """Runs a batch as the engine does: pieces, and halves of what failed.
+
+        `stop_after` pieces it ends by an exception.
+        """
         key, limits = Key(name, "train", shape_class(elements)), self.policy.limits
         plan = self.controller.begin(key, samples, elements)
-        size, at, peak, failures, began, lost_before = plan.size, 0, 0, 0, self.device.clock.now, self.lost
+        size, at, peak, failures, began, lost_before = (
+            plan.size,
+            0,
+            0,
+            0,
+            self.device.clock.now,
+            self.lost,
+        )
         waiting = list(self._cut(0, samples, size))
         done: list[tuple[int, int]] = []
         while waiting:
@@ -141,9 +176,20 @@ class Job:
         return self._ran(began, plan.size, done, failures, move, floor=False)
 
     def _cut(self, begin: int, end: int, size: int) -> tuple[tuple[int, int], ...]:
-        return partition(begin, end, size, minimum=self.policy.limits.minimum, align=self.policy.align)
+        return partition(
+            begin, end, size, minimum=self.policy.limits.minimum, align=self.policy.align
+        )
 
-    def _ran(self, at: float, size: int, done: list[tuple[int, int]], ooms: int, move: Move | None, *, floor: bool) -> Ran:
+    def _ran(
+        self,
+        at: float,
+        size: int,
+        done: list[tuple[int, int]],
+        ooms: int,
+        move: Move | None,
+        *,
+        floor: bool,
+    ) -> Ran:
         self.history.append(Ran(at, size, tuple(done), ooms, move, floor))
         return self.history[-1]
 

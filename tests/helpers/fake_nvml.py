@@ -36,14 +36,18 @@ class Card:
 
 
 class FakeDriver:
-    """Stands for libnvidia-ml under pynvml, which calls it through ctypes. `fail` maps a function (its middle) to the code that it returns."""
+    """Stands for libnvidia-ml under pynvml, which calls it through ctypes.
+
+    `fail` maps a function (its middle) to the code that it returns.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cards = [Card("GPU-abc", 6 * GIB, 10 * GIB)]
         self.fail: dict[str, int] = {}
         self.calls: list[str] = []
         self.references = 0
-        self.epoch = self.epoch_of_init = 0  # the driver was loaded again: references of an earlier epoch are stale
+        # the driver was loaded again: references of an earlier epoch are stale
+        self.epoch = self.epoch_of_init = 0
         self._handles: list[str] = []
         monkeypatch.setattr(pynvml, "nvmlLib", self)
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
@@ -53,7 +57,9 @@ class FakeDriver:
             raise AttributeError(name)
         if name == "nvmlErrorString":
             return partial(lambda code: _WORDS[code])
-        return partial(self._call, name.removeprefix("nvml").replace("DeviceGet", "").partition("_v")[0])
+        return partial(
+            self._call, name.removeprefix("nvml").replace("DeviceGet", "").partition("_v")[0]
+        )
 
     def _call(self, name: str, *args: Any) -> int:
         self.calls.append(name)
@@ -73,7 +79,10 @@ class FakeDriver:
     def _answer(self, name: str, *args: Any) -> int:
         first = args[0]
         if name == "HandleByUUID":
-            return self._open(next((card for card in self._all() if card.uuid == first.value.decode()), None), args[1])
+            return self._open(
+                next((card for card in self._all() if card.uuid == first.value.decode()), None),
+                args[1],
+            )
         if name == "HandleByIndex":
             return self._open(self.cards[first.value], args[1])
         if name == "Count":
@@ -95,11 +104,19 @@ class FakeDriver:
             return _list(card.compute if name.startswith("Compute") else card.graphics, *args)
         elif name == "MigDeviceHandleByIndex":
             index = args[0].value
-            return self._open(card.instances[index] if index < len(card.instances) else None, args[1])
+            return self._open(
+                card.instances[index] if index < len(card.instances) else None, args[1]
+            )
         elif name in ("UUID", "Name"):
-            args[0].value = card.uuid.encode() if name == "UUID" else b"Stub " + card.uuid[:3].encode()
+            args[0].value = (
+                card.uuid.encode() if name == "UUID" else b"Stub " + card.uuid[:3].encode()
+            )
         else:
-            args[0]._obj.value = {"MigMode": bool(card.instances), "MaxMigDeviceCount": 7, "ComputeMode": card.mode}[name]
+            args[0]._obj.value = {
+                "MigMode": bool(card.instances),
+                "MaxMigDeviceCount": 7,
+                "ComputeMode": card.mode,
+            }[name]
         return 0
 
     def _all(self) -> list[Card]:
@@ -140,13 +157,21 @@ class FakeCuda:
     """torch.cuda, as far as the sensors use it: a card of 9 GiB of which 5 are free, 2 are reserved by us."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.properties = types.SimpleNamespace(total_memory=9 * GIB, uuid="abc", is_integrated=False)
+        self.properties = types.SimpleNamespace(
+            total_memory=9 * GIB, uuid="abc", is_integrated=False
+        )
         self.reserved = [2 * GIB]
         self.fraction = 1.0
         self.info: tuple[int, int] | Exception = (5 * GIB, 9 * GIB)
         self.stats: dict[str, int] = {}
         self.resets: list[torch.device] = []
-        for name in ("get_device_properties", "memory_reserved", "get_per_process_memory_fraction", "mem_get_info", "memory_stats"):
+        for name in (
+            "get_device_properties",
+            "memory_reserved",
+            "get_per_process_memory_fraction",
+            "mem_get_info",
+            "memory_stats",
+        ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name), raising=False)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.resets.append)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

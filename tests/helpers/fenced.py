@@ -40,7 +40,9 @@ def script(code: str) -> list[str]:
 def run(fence: Fence, code: str) -> str:
     """Runs a script under the fence; a failed assertion in it fails the test."""
     environment = os.environ | fences.environment(fence)
-    done = subprocess.run(script(code), env=environment, capture_output=True, text=True, check=False, timeout=LONG)
+    done = subprocess.run(
+        script(code), env=environment, capture_output=True, text=True, check=False, timeout=LONG
+    )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -48,7 +50,9 @@ def run(fence: Fence, code: str) -> str:
 def start(fence: Fence, code: str) -> subprocess.Popen[str]:
     """Starts one and waits until it is ready."""
     environment = os.environ | fences.environment(fence)
-    process = subprocess.Popen(script(code), env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        script(code), env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process

@@ -8,10 +8,17 @@ from torch.utils import _pytree as pytree
 
 from tests.helpers.steps import elastic
 
-IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
-    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD momentum": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
     "Adam": (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
@@ -22,11 +29,16 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 class World:
     """A small model with gradients, its optimizer and a runtime."""
 
-    def __init__(self, name: str, implementation: str, *, steps: int = 1, scaled: bool = False) -> None:
+    def __init__(
+        self, name: str, implementation: str, *, steps: int = 1, scaled: bool = False
+    ) -> None:
         torch.manual_seed(0)
         cls, options = OPTIMIZERS[name]
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-        groups: list[dict[str, Any]] = [{"params": [*self.model[0].parameters()]}, {"params": [*self.model[1].parameters()], "lr": 0.05}]
+        groups: list[dict[str, Any]] = [
+            {"params": [*self.model[0].parameters()]},
+            {"params": [*self.model[1].parameters()], "lr": 0.05},
+        ]
         self.optimizer = cls(groups, **options, **IMPLEMENTATIONS[implementation])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
         self.events: list[Any] = []
@@ -38,7 +50,9 @@ class World:
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
-        loss = self.model(torch.linspace(-1, 2, 15, dtype=torch.float64).reshape(5, 3)).pow(2).mean()
+        loss = (
+            self.model(torch.linspace(-1, 2, 15, dtype=torch.float64).reshape(5, 3)).pow(2).mean()
+        )
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def plain(self) -> None:
@@ -68,7 +82,8 @@ def same(a: Any, b: Any) -> bool:
     """Whether nested values have the same bits."""
     (ours, here), (theirs, there) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     return here == there and all(
-        type(x) is type(y) and (torch.equal(x, y) if isinstance(x, Tensor) else x == y) for x, y in zip(ours, theirs, strict=True)
+        type(x) is type(y) and (torch.equal(x, y) if isinstance(x, Tensor) else x == y)
+        for x, y in zip(ours, theirs, strict=True)
     )
 
 

@@ -21,7 +21,9 @@ def tried(*, reserve: bool) -> dict[str, object]:
     if pool is not None:
         with torch.cuda.use_mem_pool(pool, DEVICE):
             torch.empty(6 * model.weight.nbytes, dtype=torch.uint8, device=DEVICE)
-    fraction = (torch.cuda.memory_reserved(DEVICE) + 2**20) / torch.cuda.get_device_properties(DEVICE).total_memory
+    fraction = (torch.cuda.memory_reserved(DEVICE) + 2**20) / torch.cuda.get_device_properties(
+        DEVICE
+    ).total_memory
     torch.cuda.set_per_process_memory_fraction(fraction, DEVICE)
     try:
         optimizer.step()
@@ -34,7 +36,11 @@ def tried(*, reserve: bool) -> dict[str, object]:
     del pool
     gc.collect()
     torch.cuda.empty_cache()
-    return {"reserve": reserve, "made": made, "stranded": torch.cuda.memory_reserved(DEVICE) - torch.cuda.memory_allocated(DEVICE)}
+    return {
+        "reserve": reserve,
+        "made": made,
+        "stranded": torch.cuda.memory_reserved(DEVICE) - torch.cuda.memory_allocated(DEVICE),
+    }
 
 
 if __name__ == "__main__":

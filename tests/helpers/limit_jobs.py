@@ -23,15 +23,22 @@ SAMPLES, ROWS, WIDTH = 32, 32, 256
 def train(emit: Emit, kind: str) -> None:
     """Runs out of memory in forward and in backward, and says how that went; then has the co-tenant come and go."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10)).double()
-    x, y = torch.randn(SAMPLES, ROWS, 64, dtype=torch.float64), torch.randint(0, 10, (SAMPLES, ROWS))
+    model = nn.Sequential(
+        nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10)
+    ).double()
+    x, y = (
+        torch.randn(SAMPLES, ROWS, 64, dtype=torch.float64),
+        torch.randint(0, 10, (SAMPLES, ROWS)),
+    )
     in_backward: list[int] = []
     memory = open_limit(kind)
 
     def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
         hidden = model[:2](batch[0])
         if in_backward:
-            hidden.register_hook(lambda _: memory.resize(in_backward.pop()) if in_backward else None)
+            hidden.register_hook(
+                lambda _: memory.resize(in_backward.pop()) if in_backward else None
+            )
         return functional.cross_entropy(model[2:](hidden).flatten(0, 1), batch[1].flatten())
 
     def piece(size: int) -> None:
@@ -53,15 +60,29 @@ def train(emit: Emit, kind: str) -> None:
         for phase in ("forward", "backward"):
             events: list[Any] = []
             before, failures = live(), memory.failures()
-            with elastic(model, micro_batch_size=SAMPLES, on_event=events.append, sensor=memory.sensor) as mbs:
+            with elastic(
+                model, micro_batch_size=SAMPLES, on_event=events.append, sensor=memory.sensor
+            ) as mbs:
                 narrow = before + need * 45 // 100
                 in_backward.append(narrow) if phase == "backward" else memory.resize(narrow)
                 pieces = len(mbs.backward(loss_fn, (x, y)).partition)
             failures = None if failures is None else (memory.failures() or 0) - failures
             memory.resize(None)
             ooms = [event for event in events if isinstance(event, OutOfMemory)]
-            found = {"phases": [event.phase for event in ooms], "message": ooms[0].message if ooms else "", "worst": off_by(model, whole)}
-            emit({"what": phase, "pieces": pieces, "failures": failures, **found, "left": live() - before})
+            found = {
+                "phases": [event.phase for event in ooms],
+                "message": ooms[0].message if ooms else "",
+                "worst": off_by(model, whole),
+            }
+            emit(
+                {
+                    "what": phase,
+                    "pieces": pieces,
+                    "failures": failures,
+                    **found,
+                    "left": live() - before,
+                }
+            )
         _come_and_go(emit, memory)
     emit({"what": "lifted", "bytes": MEBI * len(_taken(64)[0])})
 
@@ -74,7 +95,15 @@ def _come_and_go(emit: Emit, memory: MemoryLimit) -> None:
     reading = meter.read() if meter is not None else None
     assert isinstance(reading, Headroom)
     figures = {name: getattr(reading, name) for name in ("free", "capacity", "total", "source")}
-    emit({"what": "beside", "others": memory.others(), "live": memory.live() - start, "kept": len(kept), **figures})
+    emit(
+        {
+            "what": "beside",
+            "others": memory.others(),
+            "live": memory.live() - start,
+            "kept": len(kept),
+            **figures,
+        }
+    )
     emit({"what": "refused", "kind": _taken(4)[1]})
     memory.occupy(0)
     torch.zeros(8 * MEBI, dtype=torch.uint8)
@@ -84,7 +113,14 @@ def _come_and_go(emit: Emit, memory: MemoryLimit) -> None:
     meter.reset_peak()  # as a runtime does, in the middle of somebody else's interval
     usage = meter.usage()
     assert usage is not None
-    emit({"what": "alone", "others": memory.others(), "peak": memory.peak() - start, "of the runtime": usage.peak_allocated - start})
+    emit(
+        {
+            "what": "alone",
+            "others": memory.others(),
+            "peak": memory.peak() - start,
+            "of the runtime": usage.peak_allocated - start,
+        }
+    )
 
 
 def _taken(mebi: int) -> tuple[list[Tensor], str | None]:
@@ -103,5 +139,12 @@ def share(emit: Emit, size: int, hold: float) -> None:
     """Takes as much of a shared device as it can get, up to `size`, in blocks of 1 MiB; says so, and keeps it for a while."""
     with (memory := open_limit("shim", shared=True)):
         blocks, kind = _taken(size // MEBI)
-        emit({"pid": os.getpid(), "held": len(blocks) * MEBI, "kind": kind, "others": memory.others()})
+        emit(
+            {
+                "pid": os.getpid(),
+                "held": len(blocks) * MEBI,
+                "kind": kind,
+                "others": memory.others(),
+            }
+        )
         time.sleep(hold)

@@ -23,9 +23,19 @@ def mlp(samples: int) -> Subject:
 
 
 def cnn(samples: int) -> Subject:
-    blocks = [layer for width in (3, 16, 16) for layer in (nn.Conv2d(width, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())]
-    model = nn.Sequential(*blocks, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-    return model, lambda b: F.cross_entropy(model(b[0]), b[1]), (torch.randn(samples, 3, 16, 16), torch.randint(0, 10, (samples,)))
+    blocks = [
+        layer
+        for width in (3, 16, 16)
+        for layer in (nn.Conv2d(width, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+    ]
+    model = nn.Sequential(
+        *blocks, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    )
+    return (
+        model,
+        lambda b: F.cross_entropy(model(b[0]), b[1]),
+        (torch.randn(samples, 3, 16, 16), torch.randint(0, 10, (samples,))),
+    )
 
 
 def gpt(samples: int, *, checkpointed: bool = False) -> Subject:
@@ -33,7 +43,11 @@ def gpt(samples: int, *, checkpointed: bool = False) -> Subject:
     for block in model.blocks if checkpointed else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     rows = torch.randint(0, 64, (2, samples, 32))
-    return model, lambda b: F.cross_entropy(model(b[0]).flatten(0, 1), b[1].flatten()), (rows[0], rows[1])
+    return (
+        model,
+        lambda b: F.cross_entropy(model(b[0]).flatten(0, 1), b[1].flatten()),
+        (rows[0], rows[1]),
+    )
 
 
 def checkpointed_gpt(samples: int) -> Subject:
@@ -59,25 +73,39 @@ def gru(samples: int) -> Subject:
 
 def autoencoder(samples: int) -> Subject:
     model = nn.Sequential(nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 256))
-    return model, lambda b: F.mse_loss(model(b[0]), b[1]), (torch.randn(samples, 32, 256), torch.randn(samples, 32, 256))
+    return (
+        model,
+        lambda b: F.mse_loss(model(b[0]), b[1]),
+        (torch.randn(samples, 32, 256), torch.randn(samples, 32, 256)),
+    )
 
 
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.norm, self.deep = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 16, 3, padding=1)
+        self.down, self.norm, self.deep = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.GroupNorm(2, 8),
+            nn.Conv2d(8, 16, 3, padding=1),
+        )
         self.up, self.out = nn.Conv2d(24, 8, 3, padding=1), nn.Conv2d(8, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = F.relu(self.norm(self.down(x)))
-        deep = F.interpolate(F.relu(self.deep(F.max_pool2d(wide, 2))), scale_factor=2, mode="bilinear")
+        deep = F.interpolate(
+            F.relu(self.deep(F.max_pool2d(wide, 2))), scale_factor=2, mode="bilinear"
+        )
         out: Tensor = self.out(F.relu(self.up(torch.cat([wide, deep], 1))))
         return out
 
 
 def unet(samples: int) -> Subject:
     model = UNet()
-    return model, lambda b: F.binary_cross_entropy_with_logits(model(b[0]), b[1]), (torch.randn(samples, 3, 16, 16), torch.rand(samples, 1, 16, 16))
+    return (
+        model,
+        lambda b: F.binary_cross_entropy_with_logits(model(b[0]), b[1]),
+        (torch.randn(samples, 3, 16, 16), torch.rand(samples, 1, 16, 16)),
+    )
 
 
 def peak_of(budget: MemoryBudget, run: Callable[[], object]) -> int:

@@ -5,9 +5,32 @@ from typing import Any
 
 from stress.record import Differences, End, Mark, Needs, Run, Step
 
-NEEDS = Needs(samples=32, rest=1000, sizes=[1, 8, 16, 32], peaks=[1100, 1800, 2600, 4200], optimizer=3000, held=2000)
-SAME = Differences(loss=1e-15, norm=1e-15, weight=1e-14, tolerance_loss=1e-12, tolerance_weight=1e-9, whole_loss=1e-15, whole_weight=1e-14)
-_RAN: dict[str, Any] = {"samples": 32, "elements": 9, "size": 32, "partition": [[0, 32]], "replayed": 0, "loss": 1.0, "norm": 1.0}
+NEEDS = Needs(
+    samples=32,
+    rest=1000,
+    sizes=[1, 8, 16, 32],
+    peaks=[1100, 1800, 2600, 4200],
+    optimizer=3000,
+    held=2000,
+)
+SAME = Differences(
+    loss=1e-15,
+    norm=1e-15,
+    weight=1e-14,
+    tolerance_loss=1e-12,
+    tolerance_weight=1e-9,
+    whole_loss=1e-15,
+    whole_weight=1e-14,
+)
+_RAN: dict[str, Any] = {
+    "samples": 32,
+    "elements": 9,
+    "size": 32,
+    "partition": [[0, 32]],
+    "replayed": 0,
+    "loss": 1.0,
+    "norm": 1.0,
+}
 _USUAL = Step(0, at=0.0, seconds=0.1, capacity=5000, others=0, live=1000, peak=4200, **_RAN)
 
 
@@ -21,7 +44,9 @@ def step(number: int, **changes: Any) -> Step:
 
 def small(number: int, size: int = 16, **changes: Any) -> Step:
     """A step whose batch ran in smaller pieces."""
-    return step(number, **({"size": size, "partition": halves(size), "peak": NEEDS.at(size)} | changes))
+    return step(
+        number, **({"size": size, "partition": halves(size), "peak": NEEDS.at(size)} | changes)
+    )
 
 
 def record(steps: list[Step] | None = None, **changes: Any) -> Run:

@@ -30,33 +30,59 @@ def write_group(
     high: int | str | None = None,
     **stat: int,
 ) -> Path:
-    """One group's files under `top`, the folder of its hierarchy. A limit of None: the memory controller is not switched on there."""
+    """One group's files under `top`, the folder of its hierarchy.
+
+    A limit of None: the memory controller is not switched on there.
+    """
     folder = top / path.strip("/")
     folder.mkdir(parents=True, exist_ok=True)
     prefix, mapped_name = ("total_", "total_mapped_file") if version == 1 else ("", "file_mapped")
-    lines = {f"{prefix}inactive_file": inactive, f"{prefix}active_file": active, mapped_name: mapped, **stat}
+    lines = {
+        f"{prefix}inactive_file": inactive,
+        f"{prefix}active_file": active,
+        mapped_name: mapped,
+        **stat,
+    }
     (folder / "cgroup.procs").write_text("")
     if limit is not None:
-        (folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(f"{limit}\n")
-        (folder / ("memory.usage_in_bytes" if version == 1 else "memory.current")).write_text(f"{used}\n")
-        (folder / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
+        (folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(
+            f"{limit}\n"
+        )
+        (folder / ("memory.usage_in_bytes" if version == 1 else "memory.current")).write_text(
+            f"{used}\n"
+        )
+        (folder / "memory.stat").write_text(
+            "".join(f"{name} {value}\n" for name, value in lines.items())
+        )
     if high is not None:
         (folder / "memory.high").write_text(f"{high}\n")
     return folder
 
 
-def write_membership(root: Path, paths: Mapping[Version, str], mount_roots: Mapping[Version, str] | None = None, more: str = "") -> None:
+def write_membership(
+    root: Path,
+    paths: Mapping[Version, str],
+    mount_roots: Mapping[Version, str] | None = None,
+    more: str = "",
+) -> None:
     """/proc/self/cgroup and /proc/self/mountinfo: which groups this process is in, and which of them the mounts begin with."""
     proc = root / "proc/self"
     proc.mkdir(parents=True, exist_ok=True)
     lines = {1: "4:hugetlb,memory:{}", 2: "0::{}"}
     kinds = {1: "cgroup cgroup rw,hugetlb,memory", 2: "cgroup2 cgroup2 rw,nsdelegate"}
     mounts = {1: "/" + ROOT_OF[1], 2: "/" + (ROOT_OF[2] + "/unified" if 1 in paths else ROOT_OF[2])}
-    (proc / "cgroup").write_text("".join(lines[version].format(path) + "\n" for version, path in paths.items()) + "3:cpuset:/elsewhere\n")
+    (proc / "cgroup").write_text(
+        "".join(lines[version].format(path) + "\n" for version, path in paths.items())
+        + "3:cpuset:/elsewhere\n"
+    )
     tops = mount_roots or {}
     (proc / "mountinfo").write_text(
         "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/root rw\n"
-        + "".join(f"3{version} 22 0:3{version} {tops.get(version, '/')} {mounts[version]} rw shared:9 - {kinds[version]}\n" for version in paths)
+        + "".join(
+            f"3{version} 22 0:3{version} {tops.get(version, '/')} {mounts[version]} rw shared:9 - "
+            f"{kinds[version]}\n"
+            for version in paths
+        )
         + "40 22 0:40 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
         + more
     )
@@ -99,7 +125,11 @@ def fake_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Limit]:
     monkeypatch.setattr("mmap.mmap", fake.mmap)
     monkeypatch.setattr(host_guard, "_process", host_guard._ProcessLimit())
     monkeypatch.setattr(host_guard, "own_memory", lambda: (100 * MEBI, 150 * MEBI))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=900 * MEBI, total=2000 * MEBI))
+    monkeypatch.setattr(
+        psutil,
+        "virtual_memory",
+        lambda: types.SimpleNamespace(available=900 * MEBI, total=2000 * MEBI),
+    )
     yield fake
     assert not host_guard._process._wanted, "a guard was left up"
 

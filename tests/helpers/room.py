@@ -45,7 +45,11 @@ class Room(ExitStack):
     def taken(self) -> int:
         """Bytes of live tensors."""
         gc.collect()
-        return self._budget.live if self._budget is not None else torch.cuda.memory_allocated(self.device)
+        return (
+            self._budget.live
+            if self._budget is not None
+            else torch.cuda.memory_allocated(self.device)
+        )
 
     def allow(self, more: int) -> None:
         """Lets this process have `more` bytes than it holds now."""
@@ -55,7 +59,9 @@ class Room(ExitStack):
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         total = torch.cuda.mem_get_info(self.device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved(self.device) + more) / total), self.device)
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, (torch.cuda.memory_reserved(self.device) + more) / total), self.device
+        )
 
     def need(self, run: Callable[[], object]) -> int:
         """Bytes that `run` takes at its peak, more than what is held before it."""
@@ -125,9 +131,14 @@ def wide(device: torch.device, middle: nn.Module | None = None) -> Wide:
     return Wide(scale(device)[1], middle).double().to(device)
 
 
-def batch_on(device: torch.device, samples: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Pair:
+def batch_on(
+    device: torch.device, samples: int, seed: int = 1, dtype: torch.dtype = torch.float64
+) -> Pair:
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(samples, 8, dtype=dtype, generator=generator), torch.randint(0, 4, (samples,), generator=generator)
+    x, y = (
+        torch.randn(samples, 8, dtype=dtype, generator=generator),
+        torch.randint(0, 4, (samples,), generator=generator),
+    )
     return x.to(device), y.to(device)
 
 
@@ -135,7 +146,9 @@ def loss_of(model: nn.Module, batch: Pair) -> Tensor:
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def by_hand(model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]) -> list[Tensor | None]:
+def by_hand(
+    model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]
+) -> list[Tensor | None]:
     """The gradient of a hand-written accumulation over a partition."""
     model.zero_grad()
     total = len(batch[1])
@@ -150,6 +163,9 @@ def by_hand(model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...
 def needs(room: Room, model: nn.Module, batch: Pair) -> tuple[int, int]:
     """Bytes of the forward and of the whole step, with gradients and what libraries keep for good in place."""
     loss_of(model, batch).backward()
-    found = room.need(lambda: loss_of(model, batch)), room.need(lambda: loss_of(model, batch).backward())
+    found = (
+        room.need(lambda: loss_of(model, batch)),
+        room.need(lambda: loss_of(model, batch).backward()),
+    )
     model.zero_grad()
     return found

@@ -18,7 +18,9 @@ class Branched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.mask = nn.Linear(8, 256), nn.Dropout(0.2)
-        self.a, self.b = (nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)) for _ in range(2))
+        self.a, self.b = (
+            nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)) for _ in range(2)
+        )
         self.register_buffer("mean", torch.zeros(256))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,12 +49,18 @@ def branched() -> Subject:
 
 def plain() -> Subject:
     """Samples that do not depend on each other, and count differently."""
-    return _trained(nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)).double())
+    return _trained(
+        nn.Sequential(
+            nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)
+        ).double()
+    )
 
 
 def tiny() -> Subject:
     """So small that thousands of steps fit into seconds."""
-    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.BatchNorm1d(32), nn.Linear(32, 2)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 32), nn.Tanh(), nn.BatchNorm1d(32), nn.Linear(32, 2)
+    ).double()
     batch = torch.randn(16, 4, dtype=torch.float64), torch.randint(0, 2, (16,))
     return Subject(model, lambda b: functional.cross_entropy(model(b[0]), b[1]), [batch])
 
@@ -64,11 +72,21 @@ def flat() -> Subject:
 
 
 def _trained(model: nn.Module) -> Subject:
-    data = [(torch.randn(SAMPLES, ROWS, 8, dtype=torch.float64), torch.randint(0, 2, (SAMPLES, ROWS))) for _ in range(3)]
+    data = [
+        (torch.randn(SAMPLES, ROWS, 8, dtype=torch.float64), torch.randint(0, 2, (SAMPLES, ROWS)))
+        for _ in range(3)
+    ]
     for _, labels in data:
         labels[3:, 1:] = -100
 
     def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
         return functional.cross_entropy(model(batch[0]).transpose(1, 2), batch[1])
 
-    return Subject(model, loss_fn, data, lambda parameters: torch.optim.AdamW(parameters), {"count": count_tokens(1)}, "small")
+    return Subject(
+        model,
+        loss_fn,
+        data,
+        lambda parameters: torch.optim.AdamW(parameters),
+        {"count": count_tokens(1)},
+        "small",
+    )

@@ -27,7 +27,16 @@ def there(value: T | None) -> T:
 
 def quiet(**options: Any) -> dict[str, Any]:
     """Options of a runtime without a thread, without readings, without waits, without chance and without growth, unless these say otherwise."""
-    return grouped({"monitor_interval": 0, "sensor": NoSensor("not in this test"), "wait_for_memory": 0, "seed": 0, "grow": False, **options})
+    return grouped(
+        {
+            "monitor_interval": 0,
+            "sensor": NoSensor("not in this test"),
+            "wait_for_memory": 0,
+            "seed": 0,
+            "grow": False,
+            **options,
+        }
+    )
 
 
 def elastic(model: nn.Module, **options: Any) -> ElasticMBS:
@@ -41,7 +50,9 @@ def mlp(width: int = 8, seed: int = 0) -> nn.Sequential:
 
 def pairs(n: int = 8, seed: int = 1) -> Pair:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 6, dtype=torch.float64, generator=generator), torch.randint(0, 4, (n,), generator=generator)
+    return torch.randn(n, 6, dtype=torch.float64, generator=generator), torch.randint(
+        0, 4, (n,), generator=generator
+    )
 
 
 def cross_entropy(model: nn.Module) -> Callable[..., Tensor]:
@@ -57,7 +68,9 @@ def grads(leaves: nn.Module | Iterable[Tensor]) -> list[Tensor | None]:
     return [None if leaf.grad is None else leaf.grad.clone() for leaf in tensors]
 
 
-def whole_gradient(model: nn.Module, make_loss: Callable[[nn.Module], Tensor]) -> list[Tensor | None]:
+def whole_gradient(
+    model: nn.Module, make_loss: Callable[[nn.Module], Tensor]
+) -> list[Tensor | None]:
     """The gradient of a plain backward, on a copy of the model."""
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
@@ -87,7 +100,11 @@ def through(door: int, mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResu
 
 def once(door: int, model: nn.Module, loss_fn: LossFn, batch: Any, **options: Any) -> StepResult:
     """One call through any of the three doors of a new runtime."""
-    return elastic_step(model, **quiet(**options))(loss_fn)(batch) if door == 2 else through(door, elastic(model, **options), loss_fn, batch)
+    return (
+        elastic_step(model, **quiet(**options))(loss_fn)(batch)
+        if door == 2
+        else through(door, elastic(model, **options), loss_fn, batch)
+    )
 
 
 def settled(door: int, model: nn.Module, loss_fn: LossFn, batch: Any, **options: Any) -> ElasticMBS:
@@ -105,7 +122,9 @@ class FailOn:
     def __init__(self, *calls: int, error: Callable[[], BaseException] | None = None) -> None:
         self.calls = frozenset(calls)
         self.count = 0
-        self.error = error or (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."))
+        self.error = error or (
+            lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        )
 
     def __call__(self) -> None:
         self.count += 1

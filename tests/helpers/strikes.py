@@ -16,14 +16,22 @@ COPIES = ("aten::copy_", "aten::_foreach_copy_")
 class Everywhere(InjectOOM):
     """Fails at operations in place too: what is refused there has not happened, what came before it has."""
 
-    def __init__(self, at: Iterable[int] = (), always_from: int | None = None, errors: Iterable[type[BaseException]] = ()) -> None:
+    def __init__(
+        self,
+        at: Iterable[int] = (),
+        always_from: int | None = None,
+        errors: Iterable[type[BaseException]] = (),
+    ) -> None:
         super().__init__(at, always_from)
         self._errors, self._for_good = iter(errors), always_from is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returns, name = func._schema.returns, func._schema.name
-        view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not (view or (self._for_good and name in COPIES)):  # where even copies failed for good nothing could be rolled back
+        view = bool(returns) and all(
+            r.alias_info is not None and not r.alias_info.is_write for r in returns
+        )
+        # where even copies failed for good nothing could be rolled back
+        if not (view or (self._for_good and name in COPIES)):
             try:
                 self.step(name)
             except torch.OutOfMemoryError as error:
@@ -35,7 +43,11 @@ class AtLine:
     """An error before the n-th line that runs in one of these files, where it is not `spared`."""
 
     def __init__(
-        self, n: int, *files: str, error: type[BaseException] = KeyboardInterrupt, spared: Callable[[FrameType], bool] = lambda frame: False
+        self,
+        n: int,
+        *files: str,
+        error: type[BaseException] = KeyboardInterrupt,
+        spared: Callable[[FrameType], bool] = lambda frame: False,
     ) -> None:
         self.left, self.files, self.error, self.spared = n, files, error, spared
         self.hits: list[str] = []
@@ -67,7 +79,9 @@ class _Strike(Protocol):
 Strike = TypeVar("Strike", bound=_Strike)
 
 
-def until_clean(make: Callable[[int], Strike], first: int = 1, stride: int = 1, least: int = 20) -> Iterator[Strike]:
+def until_clean(
+    make: Callable[[int], Strike], first: int = 1, stride: int = 1, least: int = 20
+) -> Iterator[Strike]:
     """`make(first)`, `make(first + stride)`, … until a run under one has had no error; that comes above `least`."""
     for at in itertools.count(first, stride):
         strike = make(at)

@@ -5,7 +5,8 @@ def absent(*packages: str) -> bool:
     return any(find_spec(package) is None for package in packages)
 
 
-# They run in an environment of their own, which has the trainers (`make frameworks`). That of a GPU may have what one of them needs alone.
+# They run in an environment of their own, which has the trainers (`make frameworks`). That of a GPU
+# may have what one of them needs alone.
 if absent("accelerate", "transformers"):
     collect_ignore_glob = ["test_*.py"]
 elif absent("lightning", "peft", "sentence_transformers", "trl"):

@@ -22,7 +22,9 @@ WARNINGS = [  # of Lightning's own
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:You defined a `.*_step` but have no `.*_dataloader`"),
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
+    ),
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
     pytest.mark.filterwarnings("ignore:The frontend of torch.compile:UserWarning"),
 ]
@@ -74,7 +76,13 @@ class Net(LightningModule):
         right = (output.argmax(1) == batch[1]).double()
         self.log("loss", loss, on_epoch=True, prog_bar=True)
         self.log("right", right.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
-        self.log("worst", functional.cross_entropy(output, batch[1], reduction="none").max(), reduce_fx=torch.max, on_step=True, on_epoch=True)
+        self.log(
+            "worst",
+            functional.cross_entropy(output, batch[1], reduction="none").max(),
+            reduce_fx=torch.max,
+            on_step=True,
+            on_epoch=True,
+        )
         self.log("by_two", right.mean(), batch_size=2 * len(right), on_epoch=True)
         self.log("train_f1", self.train_f1, on_step=False, on_epoch=True)
         self.seen.update(batch[1])
@@ -96,12 +104,16 @@ class Net(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.ended.append(dict(outputs))
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.ended.append(outputs)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+        ]
 
 
 def loader(samples: int = SAMPLES, seed: int = 0) -> DataLoader[Any]:
@@ -132,17 +144,49 @@ class Run:
     def outcome(self) -> dict[str, Any]:
         hooks = getattr(self.module, "ended", [])
         state = {name: value.detach() for name, value in self.module.state_dict().items()}
-        return {"weights": state, "lines": self.lines, "metrics": self.trainer.callback_metrics, "steps": self.trainer.global_step, "hooks": hooks}
+        return {
+            "weights": state,
+            "lines": self.lines,
+            "metrics": self.trainer.callback_metrics,
+            "steps": self.trainer.global_step,
+            "hooks": hooks,
+        }
 
 
 def trainer(callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
-    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False, "logger": Memory()}
-    return Trainer(**{"max_epochs": 2, "accelerator": "cpu", "log_every_n_steps": 1, "callbacks": list(callbacks), **quiet, **options})
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "logger": Memory(),
+    }
+    return Trainer(
+        **{
+            "max_epochs": 2,
+            "accelerator": "cpu",
+            "log_every_n_steps": 1,
+            "callbacks": list(callbacks),
+            **quiet,
+            **options,
+        }
+    )
 
 
-def fit(module: LightningModule, callbacks: Sequence[Callback] = (), train: Any = None, val: Any = None, path: Any = None, **options: Any) -> Run:
+def fit(
+    module: LightningModule,
+    callbacks: Sequence[Callback] = (),
+    train: Any = None,
+    val: Any = None,
+    path: Any = None,
+    **options: Any,
+) -> Run:
     made = trainer(callbacks, **options)
-    made.fit(module, loader() if train is None else train, [loader(13, 1), loader(9, 2)] if val is None else val or None, ckpt_path=path)
+    made.fit(
+        module,
+        loader() if train is None else train,
+        [loader(13, 1), loader(9, 2)] if val is None else val or None,
+        ckpt_path=path,
+    )
     return Run(made, module, getattr(made.logger, "lines", []))
 
 
@@ -157,6 +201,12 @@ def check_same(got: Any, wanted: Any, where: str = "") -> None:
         for i, value in enumerate(wanted):
             check_same(got[i], value, f"{where}[{i}]")
     elif isinstance(wanted, Tensor | float):
-        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(
+            torch.as_tensor(got),
+            torch.as_tensor(wanted),
+            rtol=TOLERANCE,
+            atol=TOLERANCE,
+            msg=lambda text: f"{where}: {text}",
+        )
     else:
         assert got == wanted, where

@@ -25,7 +25,16 @@ from elastic_mbs.testing import InjectOOM
 from elastic_mbs.testing.faults import RandomFaults
 from tests.helpers.room import ROOT
 from tests.helpers.strikes import every_operation
-from tests.integrations.lightning_runs import BATCH, WARNINGS, Net, Run, check_same, fit, loader, trainer
+from tests.integrations.lightning_runs import (
+    BATCH,
+    WARNINGS,
+    Net,
+    Run,
+    check_same,
+    fit,
+    loader,
+    trainer,
+)
 
 pytestmark = [pytest.mark.no_oom_injection, *WARNINGS]
 FITS = 3  # samples of a batch of 8
@@ -40,7 +49,10 @@ class Scaled(Net):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         scaler = self.trainer.precision_plugin.scaler
-        self.ended.append([parameter.grad.clone() for parameter in self.parameters()] + ([] if scaler is None else [scaler.get_scale()]))
+        self.ended.append(
+            [parameter.grad.clone() for parameter in self.parameters()]
+            + ([] if scaler is None else [scaler.get_scale()])
+        )
 
 
 class OwnBackward(Net):
@@ -79,12 +91,20 @@ class Hooked(Net):
         self.log("before", loss)
 
     def on_after_backward(self) -> None:
-        grads = torch.cat([parameter.grad.flatten() for parameter in self.parameters() if parameter.grad is not None])
+        grads = torch.cat(
+            [
+                parameter.grad.flatten()
+                for parameter in self.parameters()
+                if parameter.grad is not None
+            ]
+        )
         self.log("norm", grads.norm())
 
 
 def scaled(scale: float) -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
+    return MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    )
 
 
 CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
@@ -96,7 +116,10 @@ CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "scaler, accumulated": (Scaled, {"plugins": scaled, "accumulate_grad_batches": 3}),
     "64-true": (Net, {"precision": "64-true"}),
     "own backward": (OwnBackward, {}),
-    "two loaders": (Pairs, {"train": lambda: CombinedLoader({"a": loader(), "b": loader(seed=5)}, "min_size")}),
+    "two loaders": (
+        Pairs,
+        {"train": lambda: CombinedLoader({"a": loader(), "b": loader(seed=5)}, "min_size")},
+    ),
     "a batch skipped": (SkipsOneBatch, {}),
     "hooks": (Hooked, {}),
     "validation within the epoch": (Net, {"val_check_interval": 1, "num_sanity_val_steps": 0}),
@@ -108,7 +131,10 @@ OPTIONS: dict[str, dict[str, Any]] = {"two loaders": {"dims": fields("a", "b")}}
 
 def run(case: str, fits: int = BATCH, callback: ElasticCallback | None = None) -> Run:
     made, options = CASES[case]
-    options = {name: value(256.0) if name == "plugins" else value() if callable(value) else value for name, value in options.items()}
+    options = {
+        name: value(256.0) if name == "plugins" else value() if callable(value) else value
+        for name, value in options.items()
+    }
     return fit(made(fits), [] if callback is None else [callback], **options)
 
 
@@ -134,8 +160,15 @@ def struck(monkeypatch: pytest.MonkeyPatch, door: str, inject: InjectOOM) -> Non
 
 
 @pytest.mark.parametrize("door", ["backward", "eval"])
-def test_an_error_at_any_operation_of_a_step_changes_nothing(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    once: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+def test_an_error_at_any_operation_of_a_step_changes_nothing(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once: dict[str, Any] = {
+        "max_epochs": 1,
+        "limit_train_batches": 2,
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 0,
+    }
     wanted = fit(Net(), **once).outcome()
     for inject in every_operation(stride=5 if door == "backward" else 3):
         with monkeypatch.context() as patch:
@@ -145,7 +178,12 @@ def test_an_error_at_any_operation_of_a_step_changes_nothing(door: str, monkeypa
 
 def test_an_error_at_any_operation_of_a_fit_is_recovered_from_or_was_lightnings_own() -> None:
     """Between two calls Lightning records logs, copies the loss, and steps: what of that is ours is made again."""
-    once: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    once: dict[str, Any] = {
+        "max_epochs": 1,
+        "limit_train_batches": 2,
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 0,
+    }
     wanted, ours = fit(Net(), **once).outcome(), 0
     for inject in every_operation(stride=7):
         net, callback = Net(), ElasticCallback(micro_batch_size=4)
@@ -183,11 +221,21 @@ class Ones(LightningModule):
 
 
 @pytest.mark.parametrize("length", [True, False], ids=["length known", "length unknown"])
-def test_a_window_of_accumulation_that_ends_early_is_a_mean_over_its_batches_unlike_lightnings_own(length: bool) -> None:
-    data: Any = TensorDataset(torch.ones(10, dtype=torch.float64))  # five batches of two: a window of four, and one of one
+def test_a_window_of_accumulation_that_ends_early_is_a_mean_over_its_batches_unlike_lightnings_own(
+    length: bool,
+) -> None:
+    # five batches of two: a window of four, and one of one
+    data: Any = TensorDataset(torch.ones(10, dtype=torch.float64))
     if not length:
-        data = type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter([(torch.ones((), dtype=torch.float64),)] * 10)})()
-    stock, ours = ([fit(Ones(), each, DataLoader(data, 2), (), max_epochs=1, accumulate_grad_batches=4)] for each in ([], [ElasticCallback()]))
+        data = type(
+            "Stream",
+            (torch.utils.data.IterableDataset,),
+            {"__iter__": lambda self: iter([(torch.ones((), dtype=torch.float64),)] * 10)},
+        )()
+    stock, ours = (
+        [fit(Ones(), each, DataLoader(data, 2), (), max_epochs=1, accumulate_grad_batches=4)]
+        for each in ([], [ElasticCallback()])
+    )
     assert [stock[0].module.grads, ours[0].module.grads] == [[1.0, 0.25], [1.0, 1.0]]
 
 
@@ -195,7 +243,9 @@ def test_under_a_budget_in_which_the_batch_does_not_fit_training_is_the_same() -
     class Deep(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Sequential(nn.Linear(4, 64), *[nn.Tanh() for _ in range(30)], nn.Linear(64, 8)).double()
+            self.body = nn.Sequential(
+                nn.Linear(4, 64), *[nn.Tanh() for _ in range(30)], nn.Linear(64, 8)
+            ).double()
 
     with MemoryBudget("1GiB") as budget:
         wanted = fit(Deep())
@@ -270,7 +320,9 @@ def test_the_epoch_of_stochastic_weight_averaging_that_has_no_backward_runs_in_p
     assert callback.runtime.stats.calls == 6  # of four epochs
     assert got["weights"].pop("norm.running_mean").isfinite().all()
     for state in (got, wanted):
-        state["weights"] = {name: value for name, value in state["weights"].items() if not name.startswith("norm")}
+        state["weights"] = {
+            name: value for name, value in state["weights"].items() if not name.startswith("norm")
+        }
     check_same(got, wanted)
 
 
@@ -317,14 +369,20 @@ def test_a_run_that_is_resumed_goes_on_as_it_would_have_and_knows_its_sizes(tmp_
     assert callback.runtime.stats.ooms == 0
     assert second.trainer.global_step == whole.trainer.global_step == 9
     check_same(second.outcome()["weights"], whole.outcome()["weights"])
-    check_same([line for line in first.lines + second.lines if "loss_step" in line[1]], [line for line in whole.lines if "loss_step" in line[1]])
+    check_same(
+        [line for line in first.lines + second.lines if "loss_step" in line[1]],
+        [line for line in whole.lines if "loss_step" in line[1]],
+    )
 
 
 def test_validate_test_and_predict_run_in_pieces_and_give_what_the_batch_gives() -> None:
     wanted, got = Net(), Net(FITS)
     callback = ElasticCallback()
     for stage in ("validate", "test", "predict"):
-        stock, ours = (getattr(made, stage)(module, loader(13)) for made, module in ((trainer(), wanted), (trainer([callback]), got)))
+        stock, ours = (
+            getattr(made, stage)(module, loader(13))
+            for made, module in ((trainer(), wanted), (trainer([callback]), got))
+        )
         check_same(ours, stock, stage)
     check_same(got.ended, wanted.ended)
     assert callback.runtime.stats.ooms >= 2
@@ -362,17 +420,37 @@ def untouched(made: Trainer) -> None:
 
 
 def test_steps_are_replaced_while_a_run_with_the_callback_lasts_and_nowhere_else() -> None:
-    assert {point.group for point in distribution("elastic-mbs").entry_points} == {"console_scripts"}
+    assert {point.group for point in distribution("elastic-mbs").entry_points} == {
+        "console_scripts"
+    }
     untouched(fit(Net()).trainer)
     untouched(fit(Net(), [ElasticCallback()]).trainer)
 
 
 def test_both_sides_of_the_diff_of_the_page_train_the_same() -> None:
-    diff = re.findall(r"^## Lightning\n.*?```diff\n(.*?)^```", (ROOT / "docs" / "trainers.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    diff = re.findall(
+        r"^## Lightning\n.*?```diff\n(.*?)^```",
+        (ROOT / "docs" / "trainers.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )[0]
     found = []
     for sign, fits in (("-", BATCH), ("+", FITS)):
-        quiet = partial(Trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-        names = {"Trainer": quiet, "module": Net(fits), "train_loader": loader(), "val_loader": loader(9, 1)}
-        exec("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", sign)), names)
+        quiet = partial(
+            Trainer,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        names = {
+            "Trainer": quiet,
+            "module": Net(fits),
+            "train_loader": loader(),
+            "val_loader": loader(9, 1),
+        }
+        exec(
+            "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", sign)),
+            names,
+        )
         found.append(Run(names["trainer"], names["module"], []).outcome())
     check_same(found[1], found[0])

@@ -36,15 +36,30 @@ class Searches(Net):
 
 
 class OwnWay(Precision):
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         tensor.backward()
 
 
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
-    "a strategy of many": (Net, {"strategy": "ddp", "devices": 1}, r"DDPStrategy over 1 processes.*devices=1"),
+    "a strategy of many": (
+        Net,
+        {"strategy": "ddp", "devices": 1},
+        r"DDPStrategy over 1 processes.*devices=1",
+    ),
     "a precision of its own": (Net, {"plugins": OwnWay()}, "OwnWay has a backward of its own"),
-    "BatchSizeFinder": (Net, {"callbacks": [BatchSizeFinder()]}, "BatchSizeFinder waits for an out-of-memory error.*give the batch you want"),
-    "dataloader_iter": (Fetches, {}, r"training_step\(dataloader_iter\) fetches its batches itself.*training_step\(batch, batch_idx\)"),
+    "BatchSizeFinder": (
+        Net,
+        {"callbacks": [BatchSizeFinder()]},
+        "BatchSizeFinder waits for an out-of-memory error.*give the batch you want",
+    ),
+    "dataloader_iter": (
+        Fetches,
+        {},
+        r"training_step\(dataloader_iter\) fetches its batches itself.*training_step\(batch, "
+        r"batch_idx\)",
+    ),
 }
 
 
@@ -62,7 +77,9 @@ def test_a_trainer_whose_steps_could_not_be_replayed_is_refused_with_the_way_out
         (Searches, "LBFGS runs the batch several times.*another optimizer"),
     ],
 )
-def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(made: type[Net], message: str) -> None:
+def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(
+    made: type[Net], message: str
+) -> None:
     with pytest.raises((UnsupportedError, UsageError), match=message):
         fit(made(), [ElasticCallback(micro_batch_size=1)])
 
@@ -70,7 +87,10 @@ def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(made: typ
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 4}, "ElasticCallback has no option 'batch_size'; there are micro_batch_size"),
+        (
+            {"batch_size": 4},
+            "ElasticCallback has no option 'batch_size'; there are micro_batch_size",
+        ),
         ({"micro_batch_size": 0}, "micro_batch_size=0 is neither"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "Lightning's: Trainer"),
         ({"gradients": GradientOptions(backward=print)}, "Lightning's: Trainer"),
@@ -78,7 +98,9 @@ def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(made: typ
     ],
     ids=["unknown", "wrong", "scaler", "backward", "losses"],
 )
-def test_an_option_that_makes_no_sense_is_refused_when_the_callback_is_made(options: dict[str, Any], message: str) -> None:
+def test_an_option_that_makes_no_sense_is_refused_when_the_callback_is_made(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         ElasticCallback(**options)
 
@@ -87,5 +109,8 @@ def test_a_trainer_of_the_older_package_and_a_runtime_before_its_time_are_refuse
     callback = ElasticCallback()
     with pytest.raises(UsageError, match="once a Trainer with this callback has begun"):
         _ = callback.runtime
-    with pytest.raises(UsageError, match=r"types\.SimpleNamespace.*from lightning\.pytorch in place of pytorch_lightning"):
+    with pytest.raises(
+        UsageError,
+        match=r"types\.SimpleNamespace.*from lightning\.pytorch in place of pytorch_lightning",
+    ):
         callback.setup(SimpleNamespace(), Net(), "fit")

@@ -25,7 +25,10 @@ from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
 from tests.helpers.steps import FailOn, grads, mlp, pairs, quiet
 
-pytestmark = [pytest.mark.no_oom_injection, pytest.mark.filterwarnings("ignore:The frontend of torch.compile:UserWarning")]
+pytestmark = [
+    pytest.mark.no_oom_injection,
+    pytest.mark.filterwarnings("ignore:The frontend of torch.compile:UserWarning"),
+]
 
 EXACT = 1e-12
 LossFn = Callable[[Any], Tensor]
@@ -52,7 +55,13 @@ class Loop:
     def elastic(self, model: Any = None, **options: Any) -> ElasticMBS:
         return self.wrap(self.model if model is None else model, **quiet(**options))
 
-    def train(self, mbs: ElasticMBS | None = None, inject: InjectOOM | None = None, *, guarded: bool = False) -> list[Any]:
+    def train(
+        self,
+        mbs: ElasticMBS | None = None,
+        inject: InjectOOM | None = None,
+        *,
+        guarded: bool = False,
+    ) -> list[Any]:
         """Two steps; what a run leaves."""
         inject = inject or InjectOOM()
         for batch in self.loader:
@@ -75,34 +84,71 @@ class Loop:
         return self.left()
 
     def left(self) -> list[Any]:
-        state = [entry[name] for entry in self.optimizer.state_dict()["state"].values() for name in ("step", "exp_avg", "exp_avg_sq")]
-        return [*self.plain.state_dict().values(), *state, torch.tensor([*self.losses, *self.schedule.get_last_lr()], dtype=torch.float64)]
+        state = [
+            entry[name]
+            for entry in self.optimizer.state_dict()["state"].values()
+            for name in ("step", "exp_avg", "exp_avg_sq")
+        ]
+        return [
+            *self.plain.state_dict().values(),
+            *state,
+            torch.tensor([*self.losses, *self.schedule.get_last_lr()], dtype=torch.float64),
+        ]
 
 
 class AccelerateLoop(Loop):
-    def __init__(self, model: nn.Module | None = None, *, half: bool = False, scale: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        half: bool = False,
+        scale: float = 0.0,
+        **options: Any,
+    ) -> None:
         super().__init__(model)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True, mixed_precision="bf16" if half else "fp16" if scale else "no", **options)
+        self.accelerator = Accelerator(
+            cpu=True, mixed_precision="bf16" if half else "fp16" if scale else "no", **options
+        )
         if scale:  # accelerate makes a scaler on a GPU only
             self.accelerator.scaler = self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
             self.accelerator.native_amp = True
-        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(self.plain, self.optimizer, self.schedule, self.loader)
-        self.backward, self.clip = self.accelerator.backward, lambda: self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
+            self.plain, self.optimizer, self.schedule, self.loader
+        )
+        self.backward, self.clip = (
+            self.accelerator.backward,
+            lambda: self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5),
+        )
         self.wrap = partial(by_accelerate.elastic, self.accelerator)
 
 
 class FabricLoop(Loop):
-    def __init__(self, model: nn.Module | None = None, *, half: bool = False, scale: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        half: bool = False,
+        scale: float = 0.0,
+        **options: Any,
+    ) -> None:
         super().__init__(model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
-        plugin = MixedPrecision("16-mixed", "cpu", self.scaler) if scale else MixedPrecision("bf16-mixed", "cpu") if half else None
+        plugin = (
+            MixedPrecision("16-mixed", "cpu", self.scaler)
+            if scale
+            else MixedPrecision("bf16-mixed", "cpu")
+            if half
+            else None
+        )
         self.fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin, **options)
         self.model, self.optimizer = self.fabric.setup(self.plain, self.optimizer)
         self.loader = self.fabric.setup_dataloaders(self.loader)
         self.backward = self.fabric.backward
-        self.clip = lambda: self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5, error_if_nonfinite=False)
+        self.clip = lambda: self.fabric.clip_gradients(
+            self.model, self.optimizer, max_norm=0.5, error_if_nonfinite=False
+        )
         self.wrap = partial(by_fabric.elastic, self.fabric)
 
 
@@ -118,7 +164,9 @@ def _no_state_is_left_behind() -> Iterator[None]:
 
 @LOOPS
 @pytest.mark.parametrize("guarded", [False, True], ids=["plain-step", "guarded-step"])
-def test_a_run_that_runs_out_of_memory_at_any_operation_is_the_frameworks_own_run(make: Any, guarded: bool) -> None:
+def test_a_run_that_runs_out_of_memory_at_any_operation_is_the_frameworks_own_run(
+    make: Any, guarded: bool
+) -> None:
     wanted, at, hit = make().train(), 0, True
     while hit:
         at += 1
@@ -134,7 +182,9 @@ def test_a_run_that_runs_out_of_memory_at_any_operation_is_the_frameworks_own_ru
 def test_a_run_in_too_little_memory_is_the_frameworks_own_run(make: Any, guarded: bool) -> None:
     def deep() -> nn.Module:  # it keeps a tensor per layer, and few weights
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 64), *(nn.Tanh() for _ in range(20)), nn.Linear(64, 4)).double()
+        return nn.Sequential(
+            nn.Linear(6, 64), *(nn.Tanh() for _ in range(20)), nn.Linear(64, 4)
+        ).double()
 
     loop = make(deep())
     with MemoryBudget("1GiB") as budget:
@@ -172,7 +222,10 @@ def test_bf16_rounds_as_the_frameworks_own_loop_over_the_same_pieces(make: Any) 
     loop.plain[0].register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     with InjectOOM(at=[5]):
         result = loop.elastic().backward(loop.loss_fn, batch)
-    own = [twin.loss_fn(tuple(part[start:stop] for part in batch)) * (stop - start) / 8 for start, stop in result.partition]
+    own = [
+        twin.loss_fn(tuple(part[start:stop] for part in batch)) * (stop - start) / 8
+        for start, stop in result.partition
+    ]
     for loss in own:
         twin.backward(loss)
     assert len(own) > 1
@@ -182,13 +235,15 @@ def test_bf16_rounds_as_the_frameworks_own_loop_over_the_same_pieces(make: Any) 
 
 
 @LOOPS
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # Fabric's own loop goes on after a step that was skipped
+# Fabric's own loop goes on after a step that was skipped
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("scale", [1024.0, 2.0**60], ids=["fits", "overflows"])
 def test_fp16_scales_clips_and_skips_steps_as_the_framework_does(make: Any, scale: float) -> None:
     def run(*, elastic: bool) -> tuple[list[Any], Any]:
         loop = make(mlp().float(), scale=scale)
         loop.loader = [(x.float(), y) for x, y in loop.loader]
-        loop.optimizer.param_groups[0]["eps"] = 1.0  # a step is then as large as its gradient, and not as its sign
+        # a step is then as large as its gradient, and not as its sign
+        loop.optimizer.param_groups[0]["eps"] = 1.0
         left = loop.train(loop.elastic() if elastic else None, inject := InjectOOM(at=[5]))
         assert len(inject.hits) == elastic
         return left, loop.scaler.state_dict()
@@ -235,13 +290,21 @@ def test_the_loop_written_out_and_a_loss_over_embeddings_give_the_gradient_too(m
             micro.backward(loop.loss_fn(micro.data))
     assert error_of(grads(loop.plain), wanted) <= EXACT
     loop.plain.zero_grad()
-    mbs.backward(lambda piece: loop.model(piece[0]), batch, loss=lambda z: functional.cross_entropy(z, batch[1]))
+    mbs.backward(
+        lambda piece: loop.model(piece[0]),
+        batch,
+        loss=lambda z: functional.cross_entropy(z, batch[1]),
+    )
     assert error_of(grads(loop.plain), wanted) <= EXACT
 
 
 @LOOPS
 def test_compiled_models_and_several_of_them_are_unwrapped(make: Any) -> None:
-    loop, other, batch = make(torch.compile(mlp(), backend="eager", dynamic=True)), mlp(5, seed=3), pairs(8)
+    loop, other, batch = (
+        make(torch.compile(mlp(), backend="eager", dynamic=True)),
+        mlp(5, seed=3),
+        pairs(8),
+    )
     mbs, fail = loop.elastic([loop.model, other]), FailOn(2)
 
     def both(piece: Any) -> Any:
@@ -264,20 +327,28 @@ def test_switched_off_it_is_the_frameworks_own_loop(make: Any) -> None:
 
 
 @LOOPS
-def test_a_checkpoint_of_the_framework_has_what_was_learned_of_sizes(make: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_framework_has_what_was_learned_of_sizes(
+    make: Any, tmp_path: Path
+) -> None:
     def saved(loop: Any, mbs: ElasticMBS) -> None:
         if make is AccelerateLoop:
             loop.accelerator.register_for_checkpointing(mbs)
             loop.accelerator.save_state(str(tmp_path / "state"))
         else:
-            loop.fabric.save(tmp_path / "state", {"model": loop.model, "optimizer": loop.optimizer, "elastic": mbs})
+            loop.fabric.save(
+                tmp_path / "state",
+                {"model": loop.model, "optimizer": loop.optimizer, "elastic": mbs},
+            )
 
     def loaded(loop: Any, mbs: ElasticMBS) -> None:
         if make is AccelerateLoop:
             loop.accelerator.register_for_checkpointing(mbs)
             loop.accelerator.load_state(str(tmp_path / "state"))
         else:
-            loop.fabric.load(tmp_path / "state", {"model": loop.model, "optimizer": loop.optimizer, "elastic": mbs})
+            loop.fabric.load(
+                tmp_path / "state",
+                {"model": loop.model, "optimizer": loop.optimizer, "elastic": mbs},
+            )
 
     loop = make()
     mbs = loop.elastic()
@@ -294,8 +365,16 @@ def test_a_checkpoint_of_the_framework_has_what_was_learned_of_sizes(make: Any, 
 
 
 @LOOPS
-@pytest.mark.parametrize("options", [{"scaler": torch.amp.GradScaler("cpu")}, {"gradients": GradientOptions(backward=Tensor.backward)}])
-def test_what_belongs_to_the_framework_is_not_taken_from_the_user(make: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scaler": torch.amp.GradScaler("cpu")},
+        {"gradients": GradientOptions(backward=Tensor.backward)},
+    ],
+)
+def test_what_belongs_to_the_framework_is_not_taken_from_the_user(
+    make: Any, options: dict[str, Any]
+) -> None:
     loop = make()
     with pytest.raises(UsageError, match="part: leave them out"):
         loop.wrap(loop.model, **options)
@@ -304,13 +383,19 @@ def test_what_belongs_to_the_framework_is_not_taken_from_the_user(make: Any, opt
 @LOOPS
 def test_an_option_that_is_none_is_named(make: Any) -> None:
     loop = make()
-    with pytest.raises(UsageError, match=r"elastic\(\) for (accelerate|Fabric) has no option 'size'; there are micro_batch_size"):
+    with pytest.raises(
+        UsageError,
+        match=r"elastic\(\) for (accelerate|Fabric) has no option 'size'; there are "
+        r"micro_batch_size",
+    ):
         loop.wrap(loop.model, size=4)
 
 
 @pytest.mark.parametrize("module", [by_accelerate, by_fabric])
 def test_arguments_in_the_wrong_order_are_named(module: Any) -> None:
-    with pytest.raises(UsageError, match=r"=.Sequential.* is no .*elastic\((accelerator|fabric), model\)"):
+    with pytest.raises(
+        UsageError, match=r"=.Sequential.* is no .*elastic\((accelerator|fabric), model\)"
+    ):
         module.elastic(mlp(), None)
 
 
@@ -322,7 +407,9 @@ def test_a_model_that_is_none_is_named(make: Any) -> None:
 
 def test_accumulation_by_accelerate_is_refused_when_it_is_there_and_when_it_comes() -> None:
     loop = AccelerateLoop(gradient_accumulation_steps=4)
-    with pytest.raises(UsageError, match=r"gradient_accumulation_steps=4: .* leave accelerator\.accumulate\(\) out"):
+    with pytest.raises(
+        UsageError, match=r"gradient_accumulation_steps=4: .* leave accelerator\.accumulate\(\) out"
+    ):
         loop.elastic()
     loop.accelerator.gradient_accumulation_steps = 1
     mbs = loop.elastic()
@@ -334,29 +421,53 @@ def test_accumulation_by_accelerate_is_refused_when_it_is_there_and_when_it_come
             call()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DistributedType if kind is not DistributedType.NO])
-def test_distributed_accelerate_is_refused_by_name(kind: DistributedType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", [kind for kind in DistributedType if kind is not DistributedType.NO]
+)
+def test_distributed_accelerate_is_refused_by_name(
+    kind: DistributedType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = AccelerateLoop()
     monkeypatch.setattr(type(loop.accelerator), "distributed_type", kind)
-    with pytest.raises(UnsupportedError, match=rf"distributed_type is {kind.value} .* run one process on one device"):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"distributed_type is {kind.value} .* run one process on one device",
+    ):
         loop.elastic()
 
 
 @pytest.mark.parametrize(
-    "strategy", ["DDPStrategy", "FSDPStrategy", "DataParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"]
+    "strategy",
+    [
+        "DDPStrategy",
+        "FSDPStrategy",
+        "DataParallelStrategy",
+        "DeepSpeedStrategy",
+        "XLAStrategy",
+        "SingleDeviceXLAStrategy",
+    ],
 )
-def test_distributed_fabric_is_refused_by_name(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_fabric_is_refused_by_name(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = FabricLoop()
-    monkeypatch.setattr(type(loop.fabric), "strategy", object.__new__(getattr(strategies, strategy)))
+    monkeypatch.setattr(
+        type(loop.fabric), "strategy", object.__new__(getattr(strategies, strategy))
+    )
     monkeypatch.setattr(type(loop.fabric), "world_size", 2)
-    with pytest.raises(UnsupportedError, match=rf"the strategy is {strategy} \(2 processes\): .* run one process on one device"):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"the strategy is {strategy} \(2 processes\): .* run one process on one device",
+    ):
         loop.elastic()
 
 
 def test_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate, fabric = AccelerateLoop(), FabricLoop()
     monkeypatch.setattr(type(accelerate.accelerator), "mixed_precision", "fp8")
-    monkeypatch.setattr(fabric.fabric.strategy.precision, "precision", "transformer-engine", raising=False)
+    monkeypatch.setattr(
+        fabric.fabric.strategy.precision, "precision", "transformer-engine", raising=False
+    )
     for loop in (accelerate, fabric):
         with pytest.raises(UnsupportedError, match=r"FP8 remembers .*: use bf16"):
             loop.elastic()

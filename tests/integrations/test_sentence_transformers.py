@@ -32,17 +32,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     here: Path = tmp_path_factory.mktemp("bert")
     words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    words.train_from_iterator(lines(), trainers.WordPieceTrainer(vocab_size=300, special_tokens=list(special.values())))
+    special = {
+        "unk_token": "[UNK]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
+    words.train_from_iterator(
+        lines(), trainers.WordPieceTrainer(vocab_size=300, special_tokens=list(special.values()))
+    )
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(here)
-    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
-    BertModel(BertConfig(**size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).save_pretrained(here)
+    size: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 300,
+    }
+    BertModel(
+        BertConfig(**size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    ).save_pretrained(here)
     transformer = Transformer(str(here))
     return SentenceTransformer(modules=[transformer, Pooling(16)], device="cpu").double()
 
 
 def lines() -> list[str]:
-    return [line.strip() for line in inspect.getsource(argparse).splitlines() if len(line.strip()) > 20]
+    return [
+        line.strip() for line in inspect.getsource(argparse).splitlines() if len(line.strip()) > 20
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +82,34 @@ def embed(model: Any) -> Callable[[Columns], list[Tensor]]:
     return lambda columns: [model(dict(column))["sentence_embedding"] for column in columns]
 
 
-def test_the_negatives_are_the_whole_batchs_whatever_runs_out_of_memory(model: Any, columns: Columns) -> None:
+def test_the_negatives_are_the_whole_batchs_whatever_runs_out_of_memory(
+    model: Any, columns: Columns
+) -> None:
     loss = MultipleNegativesRankingLoss(model)
     wanted, at, hit, struck = whole(model, loss, columns), 0, True, 0
     while hit:
         at += 23
         model.zero_grad()
         with InjectOOM(at=[at]) as inject, elastic(model, micro_batch_size=3) as mbs:
-            mbs.backward(embed(model), columns, loss=lambda embeddings: loss.compute_loss_from_embeddings(embeddings, None))
+            mbs.backward(
+                embed(model),
+                columns,
+                loss=lambda embeddings: loss.compute_loss_from_embeddings(embeddings, None),
+            )
         hit = bool(inject.hits)
         struck += hit
-        assert error_of(grads(model), wanted, floor=1e-6) <= 1e-12, at  # a key's bias has no gradient but rounding
+        # a key's bias has no gradient but rounding
+        assert error_of(grads(model), wanted, floor=1e-6) <= 1e-12, at
     assert struck > 10
 
 
-def test_verify_says_that_the_loss_compares_samples_where_loss_is_not_given(model: Any, columns: Columns) -> None:
+def test_verify_says_that_the_loss_compares_samples_where_loss_is_not_given(
+    model: Any, columns: Columns
+) -> None:
     loss = MultipleNegativesRankingLoss(model)
     with elastic(model) as mbs:
-        report = mbs.verify(lambda features: loss([dict(column) for column in features], None), columns)
+        report = mbs.verify(
+            lambda features: loss([dict(column) for column in features], None), columns
+        )
     assert not report.ok
     assert "compares samples" in str(report)

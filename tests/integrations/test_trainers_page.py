@@ -17,7 +17,9 @@ from tests.helpers.room import ROOT
 from tests.helpers.steps import mlp, pairs
 
 PAGE = (ROOT / "docs" / "trainers.md").read_text()
-SECTIONS = dict(re.findall(r"^## (accelerate|Fabric)\n.*?```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+SECTIONS = dict(
+    re.findall(r"^## (accelerate|Fabric)\n.*?```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+)
 
 
 def side(diff: str, sign: str) -> str:
@@ -35,8 +37,18 @@ def world(fits: int) -> dict[str, Any]:
     model: nn.Module = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    loop = {"accelerator": Accelerator(cpu=True), "fabric": Fabric(accelerator="cpu", devices=1), "scheduler": schedule}
-    return {**loop, "model": model, "optimizer": optimizer, "loader": DataLoader(TensorDataset(*pairs(24)), 8), "criterion": partial(criterion, fits)}
+    loop = {
+        "accelerator": Accelerator(cpu=True),
+        "fabric": Fabric(accelerator="cpu", devices=1),
+        "scheduler": schedule,
+    }
+    return {
+        **loop,
+        "model": model,
+        "optimizer": optimizer,
+        "loader": DataLoader(TensorDataset(*pairs(24)), 8),
+        "criterion": partial(criterion, fits),
+    }
 
 
 @pytest.mark.no_oom_injection
@@ -48,7 +60,11 @@ def test_both_sides_of_every_diff_train_the_same(framework: str) -> None:
     assert after["mbs"].stats.ooms
     for name in ("model", "optimizer", "scheduler"):
         states = [
-            [leaf for leaf in torch.utils._pytree.tree_leaves(names[name].state_dict()) if isinstance(leaf, Tensor | float)]
+            [
+                leaf
+                for leaf in torch.utils._pytree.tree_leaves(names[name].state_dict())
+                if isinstance(leaf, Tensor | float)
+            ]
             for names in (after, before)
         ]
         assert error_of(*([torch.as_tensor(leaf) for leaf in state] for state in states)) <= 1e-12

@@ -30,14 +30,30 @@ from tests.helpers.strikes import every_operation
 pytestmark = [
     pytest.mark.no_oom_injection,
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo looks at it
+    # peft asks for it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # dynamo looks at it
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 
 EXACT = 1e-12
 ROUNDED = 1e-6  # where transformers computes a part in float32 whatever the model's type
-TINY = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 16}
-BERT = {**TINY, "num_hidden_layers": 1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+}
+BERT = {
+    **TINY,
+    "num_hidden_layers": 1,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "num_labels": 3,
+}
 Data = list[dict[str, Tensor]]
 
 
@@ -55,12 +71,25 @@ def made(build: Callable[[], Any]) -> Any:
 
 
 def gpt2(**config: Any) -> Any:
-    plain = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    plain = {
+        "vocab_size": 40,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 16,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
     return made(lambda: transformers.GPT2LMHeadModel(GPT2Config(**plain | config)))
 
 
 def llama() -> Any:
-    model = made(lambda: transformers.LlamaForCausalLM(LlamaConfig(**TINY, num_hidden_layers=1, num_key_value_heads=1)))
+    model = made(
+        lambda: transformers.LlamaForCausalLM(
+            LlamaConfig(**TINY, num_hidden_layers=1, num_key_value_heads=1)
+        )
+    )
     for parent in list(model.modules()):  # its own norm is in float32
         for name, child in parent.named_children():
             if type(child).__name__ == "LlamaRMSNorm":
@@ -84,7 +113,10 @@ class Plain(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.head(self.embed(input_ids).cumsum(1))
-        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        return {
+            "loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            "logits": logits,
+        }
 
 
 def bert(kind: str) -> Any:
@@ -103,11 +135,39 @@ def rows(labels: str, n: int = 16) -> Data:
     return found
 
 
-def trainer(kind: Any, model: Any, data: Any, *, callbacks: Any = None, compute_loss_func: Any = None, elastic: Any = None, **args: Any) -> Any:
-    plain = {"output_dir": ".", "use_cpu": True, "per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 0.1}
-    plain |= {"optim": "sgd", "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}
+def trainer(
+    kind: Any,
+    model: Any,
+    data: Any,
+    *,
+    callbacks: Any = None,
+    compute_loss_func: Any = None,
+    elastic: Any = None,
+    **args: Any,
+) -> Any:
+    plain = {
+        "output_dir": ".",
+        "use_cpu": True,
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 1,
+        "learning_rate": 0.1,
+    }
+    plain |= {
+        "optim": "sgd",
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
     more = {} if elastic is None else {"elastic": quiet() | elastic}
-    return kind(model=model, args=TrainingArguments(**plain | args), train_dataset=data, compute_loss_func=compute_loss_func, **more)
+    return kind(
+        model=model,
+        args=TrainingArguments(**plain | args),
+        train_dataset=data,
+        compute_loss_func=compute_loss_func,
+        **more,
+    )
 
 
 def trained(kind: Any, model: Any, data: Any, faults: Any = None, **args: Any) -> Any:
@@ -124,8 +184,19 @@ def flat(tensors: Iterable[Tensor]) -> list[Tensor | None]:
 
 def apart(one: Any, other: Any) -> float:
     """How far two trainers are from each other: trained weights, and every loss that they have logged."""
-    losses = [flat(torch.tensor(log["loss"], dtype=torch.float64) for log in found.state.log_history if "loss" in log) for found in (one, other)]
-    return max(error_of(flat(one.model.parameters()), flat(other.model.parameters())), error_of(*losses) / 1e6)  # a loss is added up in float32
+    losses = [
+        flat(
+            torch.tensor(log["loss"], dtype=torch.float64)
+            for log in found.state.log_history
+            if "loss" in log
+        )
+        for found in (one, other)
+    ]
+    # a loss is added up in float32
+    return max(
+        error_of(flat(one.model.parameters()), flat(other.model.parameters())),
+        error_of(*losses) / 1e6,
+    )
 
 
 def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
@@ -134,7 +205,12 @@ def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
 
 
 def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Any:
-    return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+    return (
+        functional.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+        )
+        / num_items_in_batch
+    )
 
 
 KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
@@ -150,18 +226,44 @@ KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "loss function": (gpt2, "tokens", {"compute_loss_func": summed_loss}),
     "smoothed": (gpt2, "tokens", {"label_smoothing_factor": 0.1}),
     "checkpointing": (gpt2, "tokens", {"gradient_checkpointing": True}),
-    "reentrant": (gpt2, "tokens", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
-    "LoRA": (lambda: get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)).double(), "tokens", {}),
+    "reentrant": (
+        gpt2,
+        "tokens",
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "LoRA": (
+        lambda: get_peft_model(
+            gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        ).double(),
+        "tokens",
+        {},
+    ),
 }
-STEPS = dict.fromkeys(KINDS, (1, 4)) | {"classes": (1,), "plain module": (1,), "tokens": (1,), "masked": (1,), "checkpointing": (1,), "llama": (1,)}
+STEPS = dict.fromkeys(KINDS, (1, 4)) | {
+    "classes": (1,),
+    "plain module": (1,),
+    "tokens": (1,),
+    "masked": (1,),
+    "checkpointing": (1,),
+    "llama": (1,),
+}
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(kind, steps) for kind in KINDS for steps in STEPS[kind]])
+@pytest.mark.parametrize(
+    ("kind", "steps"), [(kind, steps) for kind in KINDS for steps in STEPS[kind]]
+)
 def test_training_is_that_of_the_stock_trainer(kind: str, steps: int) -> None:
     build, labels, args = KINDS[kind]
     args = args | {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 8 // steps}
     stock = trained(Trainer, build(), rows(labels), **args)
-    ours = trained(elastic_trainer(Trainer), build(), rows(labels), RandomFaults(0, kind, always=True), elastic={}, **args)
+    ours = trained(
+        elastic_trainer(Trainer),
+        build(),
+        rows(labels),
+        RandomFaults(0, kind, always=True),
+        elastic={},
+        **args,
+    )
     assert ours.elastic.stats.ooms > 0
     assert apart(ours, stock) <= (ROUNDED if kind == "smoothed" else EXACT)
 
@@ -175,12 +277,17 @@ class Struck(ElasticTrainerMixin, Trainer):
 
 
 @pytest.mark.parametrize("kind", ["causal", "classes"])
-def test_memory_may_run_out_at_any_operation_of_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_may_run_out_at_any_operation_of_a_step(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build, labels, _ = KINDS[kind]
     stock = trained(Trainer, build(), rows(labels, 4))
     for inject in every_operation(stride=7, least=100):
         monkeypatch.setattr(Struck, "inject", inject)
-        assert apart(trained(Struck, build(), rows(labels, 4), elastic={"micro_batch_size": 2}), stock) <= EXACT
+        assert (
+            apart(trained(Struck, build(), rows(labels, 4), elastic={"micro_batch_size": 2}), stock)
+            <= EXACT
+        )
 
 
 def test_gradients_under_accumulation_are_exact_for_classifiers_where_stock_5_23_is_wrong() -> None:
@@ -190,17 +297,38 @@ def test_gradients_under_accumulation_are_exact_for_classifiers_where_stock_5_23
     model.train()
     model(**batch).loss.backward()
     before = [each.detach().clone() for each in model.parameters()]
-    exact = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+    exact = [
+        torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()
+    ]
     for steps in (2, 4):
-        args = {"per_device_train_batch_size": 16 // steps, "gradient_accumulation_steps": steps, "max_grad_norm": 0.0, "learning_rate": 1.0}
-        made = {
-            kind: trained(kind, bert("SequenceClassification"), data, lr_scheduler_type="constant", **args, **more)
-            for kind, more in ((Trainer, {}), (elastic_trainer(Trainer), {"elastic": {"micro_batch_size": 1}}))
+        args = {
+            "per_device_train_batch_size": 16 // steps,
+            "gradient_accumulation_steps": steps,
+            "max_grad_norm": 0.0,
+            "learning_rate": 1.0,
         }
-        stock, ours = ([a - b.detach() for a, b in zip(before, each.model.parameters(), strict=True)] for each in made.values())
+        made = {
+            kind: trained(
+                kind,
+                bert("SequenceClassification"),
+                data,
+                lr_scheduler_type="constant",
+                **args,
+                **more,
+            )
+            for kind, more in (
+                (Trainer, {}),
+                (elastic_trainer(Trainer), {"elastic": {"micro_batch_size": 1}}),
+            )
+        }
+        stock, ours = (
+            [a - b.detach() for a, b in zip(before, each.model.parameters(), strict=True)]
+            for each in made.values()
+        )
         assert error_of(flat(ours), flat(exact)) <= EXACT
         assert error_of(flat(each / steps for each in stock), flat(exact)) <= EXACT, (
-            "transformers divides now: take out this line, and the paragraph on it in docs/trainers.md"
+            "transformers divides now: take out this line, and the paragraph on it in "
+            "docs/trainers.md"
         )
 
 
@@ -210,12 +338,29 @@ def test_a_loss_that_ignores_the_number_of_items_is_weighed_by_its_labels(kind: 
     args: dict[str, Any] = {"compute_loss_func": token_loss} if kind == "llama" else {}
     whole = trained(Trainer, build(), rows(labels), **args)
     args |= {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
-    assert apart(trained(elastic_trainer(Trainer), build(), rows(labels), elastic={"micro_batch_size": 1}, **args), whole) <= EXACT
+    assert (
+        apart(
+            trained(
+                elastic_trainer(Trainer),
+                build(),
+                rows(labels),
+                elastic={"micro_batch_size": 1},
+                **args,
+            ),
+            whole,
+        )
+        <= EXACT
+    )
 
 
 def test_bf16_and_dropout_train_and_stay_finite_under_errors() -> None:
     ours = trained(
-        elastic_trainer(Trainer), gpt2(resid_pdrop=0.1).float(), rows("tokens"), RandomFaults(0, "bf16", always=True), elastic={}, bf16=True
+        elastic_trainer(Trainer),
+        gpt2(resid_pdrop=0.1).float(),
+        rows("tokens"),
+        RandomFaults(0, "bf16", always=True),
+        elastic={},
+        bf16=True,
     )
     assert ours.elastic.stats.ooms > 0
     assert all(each.isfinite().all() for each in ours.model.parameters())
@@ -224,7 +369,13 @@ def test_bf16_and_dropout_train_and_stay_finite_under_errors() -> None:
 def test_a_compiled_model_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # dynamo traces `float`
     stock = trained(Trainer, gpt2(), rows("tokens"))
-    ours = trained(elastic_trainer(Trainer), gpt2(), rows("tokens"), elastic={"micro_batch_size": 4}, torch_compile_backend="aot_eager")
+    ours = trained(
+        elastic_trainer(Trainer),
+        gpt2(),
+        rows("tokens"),
+        elastic={"micro_batch_size": 4},
+        torch_compile_backend="aot_eager",
+    )
     assert ours.elastic.stats.pieces == 4
     assert apart(ours, stock) <= ROUNDED
 
@@ -234,16 +385,24 @@ def test_a_compiled_model_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("kind", ["causal", "causal, rows without labels", "masked", "classes"])
 @pytest.mark.parametrize("host", [None, 1])
-def test_evaluation_alone_gives_the_loss_and_the_logits_of_the_stock_trainer(kind: str, host: int | None) -> None:
+def test_evaluation_alone_gives_the_loss_and_the_logits_of_the_stock_trainer(
+    kind: str, host: int | None
+) -> None:
     build, labels, _ = KINDS[kind]
     args = {"per_device_eval_batch_size": 8, "eval_accumulation_steps": host}
-    stock, ours = trainer(Trainer, build(), None, **args), trainer(elastic_trainer(Trainer), build(), None, elastic={}, **args)
+    stock, ours = (
+        trainer(Trainer, build(), None, **args),
+        trainer(elastic_trainer(Trainer), build(), None, elastic={}, **args),
+    )
     wanted = stock.predict(rows(labels))
     with RandomFaults(0, kind, always=True) as faults:
         found = ours.predict(rows(labels))
     assert faults.hits
     assert abs(found.metrics["test_loss"] - wanted.metrics["test_loss"]) <= EXACT
-    assert error_of([torch.as_tensor(found.predictions)], [torch.as_tensor(wanted.predictions)]) <= EXACT
+    assert (
+        error_of([torch.as_tensor(found.predictions)], [torch.as_tensor(wanted.predictions)])
+        <= EXACT
+    )
     assert (found.label_ids == wanted.label_ids).all()
 
 
@@ -257,7 +416,13 @@ class Padding(Trainer):
 
 
 def test_outputs_that_pieces_pad_by_themselves_are_joined_as_the_trainer_joins_batches() -> None:
-    found = trainer(elastic_trainer(Padding), gpt2(), None, elastic={"micro_batch_size": 3}, per_device_eval_batch_size=8).predict(rows("tokens"))
+    found = trainer(
+        elastic_trainer(Padding),
+        gpt2(),
+        None,
+        elastic={"micro_batch_size": 3},
+        per_device_eval_batch_size=8,
+    ).predict(rows("tokens"))
     logits, losses = found.predictions
     assert logits.shape == (16, 10, 40)
     assert (logits == -100).any()
@@ -271,31 +436,89 @@ def sft(kind: Any, faults: Any = None, **args: Any) -> Any:
     words = {f"w{i}": i for i in range(38)} | {"<pad>": 38, "<eos>": 39}
     split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=split, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
-    texts = [{"prompt": "w1 w2", "completion": " " + " ".join(f"w{(5 * i + k) % 38}" for k in range(1 + 3 * i % 8))} for i in range(16)]
-    plain = {"output_dir": ".", "use_cpu": True, "bf16": False, "per_device_train_batch_size": 8, "num_train_epochs": 1, "report_to": []}
-    plain |= {"optim": "sgd", "learning_rate": 0.1, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=split, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+    )
+    texts = [
+        {
+            "prompt": "w1 w2",
+            "completion": " " + " ".join(f"w{(5 * i + k) % 38}" for k in range(1 + 3 * i % 8)),
+        }
+        for i in range(16)
+    ]
+    plain = {
+        "output_dir": ".",
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 1,
+        "report_to": [],
+    }
+    plain |= {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
     more = {} if kind is SFTTrainer else {"elastic": quiet()}
     data = datasets.Dataset.from_list(texts)
-    found = kind(model=llama(), args=SFTConfig(**plain | args), train_dataset=data, eval_dataset=data, processing_class=tokenizer, **more)
+    found = kind(
+        model=llama(),
+        args=SFTConfig(**plain | args),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tokenizer,
+        **more,
+    )
     with faults or nullcontext():
         found.train()
         found.evaluate()
     return found
 
 
-@pytest.mark.parametrize("args", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}, {"packing_strategy": "wrapped"}])
-def test_sft_trains_and_counts_its_metrics_as_without_errors(args: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+        {"packing_strategy": "wrapped"},
+    ],
+)
+def test_sft_trains_and_counts_its_metrics_as_without_errors(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()  # its fused head is written for float32
-    args = {"gradient_checkpointing": False, **args, **({"packing": True, "max_length": 8} if "packing_strategy" in args else {})}
-    stock, ours = sft(SFTTrainer, **args), sft(elastic_trainer(SFTTrainer), RandomFaults(0, "sft", always=True), **args)
+    args = {
+        "gradient_checkpointing": False,
+        **args,
+        **({"packing": True, "max_length": 8} if "packing_strategy" in args else {}),
+    }
+    stock, ours = (
+        sft(SFTTrainer, **args),
+        sft(elastic_trainer(SFTTrainer), RandomFaults(0, "sft", always=True), **args),
+    )
     assert ours.elastic.stats.ooms > 1
     assert apart(ours, stock) <= ROUNDED
-    names = ("entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens")
-    noted = [[(name, log[name]) for log in found.state.log_history for name in names if name in log] for found in (ours, stock)]
+    names = (
+        "entropy",
+        "mean_token_accuracy",
+        "num_tokens",
+        "eval_loss",
+        "eval_entropy",
+        "eval_mean_token_accuracy",
+        "eval_num_tokens",
+    )
+    noted = [
+        [(name, log[name]) for log in found.state.log_history for name in names if name in log]
+        for found in (ours, stock)
+    ]
     assert len(noted[0]) == len(noted[1]) > 7
     assert [name for name, _ in noted[0]] == [name for name, _ in noted[1]]
-    assert [value for _, value in noted[0]] == pytest.approx([value for _, value in noted[1]], rel=1e-5)
+    assert [value for _, value in noted[0]] == pytest.approx(
+        [value for _, value in noted[1]], rel=1e-5
+    )
 
 
 # ---------------------------------------------------------------------- the step, checkpoints, logs, memory
@@ -303,7 +526,13 @@ def test_sft_trains_and_counts_its_metrics_as_without_errors(args: dict[str, Any
 
 def test_the_optimizers_step_is_guarded_where_that_is_asked_for() -> None:
     stock = trained(Trainer, gpt2(), rows("tokens"), optim="adamw_torch")
-    ours = trainer(elastic_trainer(Trainer), gpt2(), rows("tokens"), elastic={"optimizer_step": True}, optim="adamw_torch")
+    ours = trainer(
+        elastic_trainer(Trainer),
+        gpt2(),
+        rows("tokens"),
+        elastic={"optimizer_step": True},
+        optim="adamw_torch",
+    )
     step, struck = ours.elastic.optimizer_step, list[InjectOOM]()
 
     def injected(optimizer: Any, closure: Any = None) -> None:
@@ -318,14 +547,30 @@ def test_the_optimizers_step_is_guarded_where_that_is_asked_for() -> None:
 
 
 def test_a_resumed_training_goes_on_with_sizes_and_curve(tmp_path: Path) -> None:
-    args = {"save_strategy": "steps", "save_steps": 2, "elastic": {"micro_batch_size": 3}, "optim": "adamw_torch", "num_train_epochs": 2}
-    whole = trained(elastic_trainer(Trainer), gpt2(), rows("tokens"), output_dir=str(tmp_path), **args)
-    resumed = trainer(elastic_trainer(Trainer), gpt2(), rows("tokens"), output_dir=str(tmp_path), **args | {"elastic": {}})
+    args = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "elastic": {"micro_batch_size": 3},
+        "optim": "adamw_torch",
+        "num_train_epochs": 2,
+    }
+    whole = trained(
+        elastic_trainer(Trainer), gpt2(), rows("tokens"), output_dir=str(tmp_path), **args
+    )
+    resumed = trainer(
+        elastic_trainer(Trainer),
+        gpt2(),
+        rows("tokens"),
+        output_dir=str(tmp_path),
+        **args | {"elastic": {}},
+    )
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert apart(resumed, whole) <= EXACT
     assert resumed.state.log_history[-2]["elastic/micro_batch_size"] == 3
     (tmp_path / "checkpoint-2" / "elastic_mbs.json").write_text(json.dumps({"version": 7}))
-    with pytest.raises(Exception, match=r"checkpoint-2/elastic_mbs\.json: .* Remove the file to resume without it"):
+    with pytest.raises(
+        Exception, match=r"checkpoint-2/elastic_mbs\.json: .* Remove the file to resume without it"
+    ):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -333,7 +578,9 @@ def test_a_budget_splits_the_batch_and_every_log_of_training_says_so() -> None:
     data = rows("tokens", 64)
     stock = trained(Trainer, gpt2(), data, per_device_train_batch_size=32)
     with MemoryBudget("1GiB") as budget:
-        ours = trainer(elastic_trainer(Trainer), gpt2(), data, per_device_train_batch_size=32, elastic={})
+        ours = trainer(
+            elastic_trainer(Trainer), gpt2(), data, per_device_train_batch_size=32, elastic={}
+        )
         budget.limit = budget.live + 500_000
         ours.train()
     assert apart(ours, stock) <= EXACT

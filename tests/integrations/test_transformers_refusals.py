@@ -21,7 +21,10 @@ from elastic_mbs import UnsupportedError, UsageError
 from elastic_mbs.integrations.transformers import ElasticTrainerMixin, elastic_trainer
 from tests.helpers.steps import quiet
 
-pytestmark = [pytest.mark.no_oom_injection, pytest.mark.filterwarnings("ignore:Warnings will be raised for:UserWarning")]
+pytestmark = [
+    pytest.mark.no_oom_injection,
+    pytest.mark.filterwarnings("ignore:Warnings will be raised for:UserWarning"),
+]
 
 ELASTIC: Any = elastic_trainer(Trainer)
 
@@ -29,7 +32,9 @@ ELASTIC: Any = elastic_trainer(Trainer)
 def tiny(**config: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **config))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **config)
+    )
 
 
 def rows(tokens: Callable[[int], int]) -> list[dict[str, Tensor]]:
@@ -37,34 +42,78 @@ def rows(tokens: Callable[[int], int]) -> list[dict[str, Tensor]]:
     found = []
     for i in range(8):
         ids = torch.arange(10) * (i + 3) % 40
-        found.append({"input_ids": ids, "labels": torch.where(torch.arange(10) < tokens(i), ids, -100)})
+        found.append(
+            {"input_ids": ids, "labels": torch.where(torch.arange(10) < tokens(i), ids, -100)}
+        )
     return found
 
 
-def make(folder: Any, *, model: Any = None, elastic: Any = None, collator: Any = None, loss: Any = None, data: Any = None, **args: Any) -> Any:
-    plain = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
-    options = TrainingArguments(**plain | {"dataloader_pin_memory": False, "per_device_train_batch_size": 8} | args)
-    more = {"train_dataset": rows(lambda i: 2 + i) if data is None else data, "data_collator": collator, "compute_loss_func": loss}
+def make(
+    folder: Any,
+    *,
+    model: Any = None,
+    elastic: Any = None,
+    collator: Any = None,
+    loss: Any = None,
+    data: Any = None,
+    **args: Any,
+) -> Any:
+    plain = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_steps": 1,
+    }
+    options = TrainingArguments(
+        **plain | {"dataloader_pin_memory": False, "per_device_train_batch_size": 8} | args
+    )
+    more = {
+        "train_dataset": rows(lambda i: 2 + i) if data is None else data,
+        "data_collator": collator,
+        "compute_loss_func": loss,
+    }
     return ELASTIC(model=model or tiny(), args=options, elastic=quiet() | (elastic or {}), **more)
 
 
 # ---------------------------------------------------------------------- classes
 
 
-@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "DistillationTrainer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GRPOTrainer",
+        "RLOOTrainer",
+        "DPOTrainer",
+        "KTOTrainer",
+        "RewardTrainer",
+        "DistillationTrainer",
+    ],
+)
 def test_of_trl_only_sft_is_taken(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"{name}: of trl only SFTTrainer .* smaller per_device_train_batch_size"):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"{name}: of trl only SFTTrainer .* smaller per_device_train_batch_size",
+    ):
         elastic_trainer(getattr(trl, name))
 
 
 def test_a_trainer_of_sentence_transformers_is_sent_to_the_loss_over_embeddings() -> None:
-    foreign = type("SentenceTransformerTrainer", (Trainer,), {"__module__": "sentence_transformers.trainer"})
-    with pytest.raises(UnsupportedError, match=r"compare the samples .* mbs\.backward\(embed_fn, batch, loss=over_embeddings\)"):
+    foreign = type(
+        "SentenceTransformerTrainer", (Trainer,), {"__module__": "sentence_transformers.trainer"}
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match=r"compare the samples .* mbs\.backward\(embed_fn, batch, loss=over_embeddings\)",
+    ):
         type("Mine", (ElasticTrainerMixin, foreign), {})
 
 
 def test_the_mixin_goes_left_and_a_class_of_trainers_is_wanted() -> None:
-    with pytest.raises(UsageError, match=r"goes left of Trainer.*class X\(ElasticTrainerMixin, Trainer\)"):
+    with pytest.raises(
+        UsageError, match=r"goes left of Trainer.*class X\(ElasticTrainerMixin, Trainer\)"
+    ):
         type("Wrong", (Trainer, ElasticTrainerMixin), {})
     with pytest.raises(UsageError, match="give a class of trainers"):
         elastic_trainer(int)
@@ -87,23 +136,69 @@ class Args(TrainingArguments):
 
 
 REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
-    "batch size": (lambda made: vars(made.args).update(auto_find_batch_size=True), UsageError, "keeps the batch: leave it out"),
-    "several processes": (lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.MULTI_CPU), UnsupportedError, "MULTI_CPU"),
-    "DeepSpeed": (lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.DEEPSPEED), UnsupportedError, "one process"),
-    "FSDP": (lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.FSDP), UnsupportedError, "without DeepSpeed, FSDP"),
-    "sagemaker": (lambda made: setattr(made.args, "mode", ParallelMode.SAGEMAKER_MODEL_PARALLEL), UnsupportedError, "sagemaker_model_parallel"),
+    "batch size": (
+        lambda made: vars(made.args).update(auto_find_batch_size=True),
+        UsageError,
+        "keeps the batch: leave it out",
+    ),
+    "several processes": (
+        lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.MULTI_CPU),
+        UnsupportedError,
+        "MULTI_CPU",
+    ),
+    "DeepSpeed": (
+        lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.DEEPSPEED),
+        UnsupportedError,
+        "one process",
+    ),
+    "FSDP": (
+        lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.FSDP),
+        UnsupportedError,
+        "without DeepSpeed, FSDP",
+    ),
+    "sagemaker": (
+        lambda made: setattr(made.args, "mode", ParallelMode.SAGEMAKER_MODEL_PARALLEL),
+        UnsupportedError,
+        "sagemaker_model_parallel",
+    ),
     "XLA": (lambda made: setattr(made.args, "mode", ParallelMode.TPU), UnsupportedError, "tpu"),
-    "DataParallel": (lambda made: setattr(made.args, "mode", ParallelMode.NOT_DISTRIBUTED), UnsupportedError, "CUDA_VISIBLE_DEVICES=0"),
-    "context": (lambda made: setattr(made.accelerator.state, "parallelism_config", ParallelismConfig()), UnsupportedError, r"\(ParallelismConfig\)"),
-    "activation offloading": (lambda made: setattr(made.args, "activation_offloading", True), UnsupportedError, "escalate="),
-    "flattening": (lambda made: setattr(made, "data_collator", DataCollatorWithFlattening()), UnsupportedError, "one row of a batch"),
-    "router": (lambda made: setattr(made.model.config, "output_router_logits", True), UnsupportedError, '"verify": False'),
-    "scaler": (lambda made: setattr(made.accelerator, "scaler", torch.amp.GradScaler("cpu")), UnsupportedError, "use bf16=True"),
+    "DataParallel": (
+        lambda made: setattr(made.args, "mode", ParallelMode.NOT_DISTRIBUTED),
+        UnsupportedError,
+        "CUDA_VISIBLE_DEVICES=0",
+    ),
+    "context": (
+        lambda made: setattr(made.accelerator.state, "parallelism_config", ParallelismConfig()),
+        UnsupportedError,
+        r"\(ParallelismConfig\)",
+    ),
+    "activation offloading": (
+        lambda made: setattr(made.args, "activation_offloading", True),
+        UnsupportedError,
+        "escalate=",
+    ),
+    "flattening": (
+        lambda made: setattr(made, "data_collator", DataCollatorWithFlattening()),
+        UnsupportedError,
+        "one row of a batch",
+    ),
+    "router": (
+        lambda made: setattr(made.model.config, "output_router_logits", True),
+        UnsupportedError,
+        '"verify": False',
+    ),
+    "scaler": (
+        lambda made: setattr(made.accelerator, "scaler", torch.amp.GradScaler("cpu")),
+        UnsupportedError,
+        "use bf16=True",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_pieces_would_not_train_right_is_refused_before_the_first_step(what: str, tmp_path: Any) -> None:
+def test_what_pieces_would_not_train_right_is_refused_before_the_first_step(
+    what: str, tmp_path: Any
+) -> None:
     change, error, way_out = REFUSED[what]
     made = make(tmp_path, elastic={"optimizer_step": what == "scaler"})
     made.args.__class__ = Args
@@ -127,7 +222,13 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(tmp_path: Any) -> No
     made._get_learning_rate = lambda: 0.1
     made.args.optim = transformers.training_args.OptimizerNames.LOMO
     with pytest.raises(UnsupportedError, match=r"learning_rate=….*LOMO"):
-        made.training_step(made.model, {name: torch.stack([row[name] for row in made.train_dataset]) for name in ("input_ids", "labels")})
+        made.training_step(
+            made.model,
+            {
+                name: torch.stack([row[name] for row in made.train_dataset])
+                for name in ("input_ids", "labels")
+            },
+        )
 
 
 # ---------------------------------------------------------------------- options of ours
@@ -136,10 +237,16 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(tmp_path: Any) -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mirco_batch_size": 4}, "elastic= has no option 'mirco_batch_size'; there are micro_batch_size, count"),
+        (
+            {"mirco_batch_size": 4},
+            "elastic= has no option 'mirco_batch_size'; there are micro_batch_size, count",
+        ),
         ({"scaler": None}, "elastic= has no option 'scaler'"),
         ({"optimizer_step": "yes"}, "'optimizer_step': 'yes'} is neither True nor False"),
-        ({"count": {"a": len}}, "give a function of the batch that returns one count per sample, or None"),
+        (
+            {"count": {"a": len}},
+            "give a function of the batch that returns one count per sample, or None",
+        ),
         ({"micro_batch_size": 0}, "micro_batch_size=0 is neither 'auto' nor"),
     ],
 )
@@ -149,7 +256,9 @@ def test_a_wrong_option_is_named(options: dict[str, Any], said: str, tmp_path: A
 
 
 def test_options_that_are_no_dict_are_named() -> None:
-    with pytest.raises(UsageError, match="elastic=: True is no dict of options; there are micro_batch_size, count"):
+    with pytest.raises(
+        UsageError, match="elastic=: True is no dict of options; there are micro_batch_size, count"
+    ):
         ELASTIC(model=tiny(), elastic=True)
 
 
@@ -158,7 +267,9 @@ def test_options_that_are_no_dict_are_named() -> None:
 
 def by_sample(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """A mean over samples of the means over their tokens."""
-    each = functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    each = functional.cross_entropy(
+        outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+    )
     return (each.sum(1) / labels[:, 1:].ne(-100).sum(1)).mean()
 
 
@@ -167,11 +278,18 @@ def contrastive(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
-def test_a_loss_that_is_weighed_otherwise_is_found_out_and_the_count_mends_it(tmp_path: Any) -> None:
-    with pytest.raises(UsageError, match=r'(?s)WRONG: .*"count": batch → one count per sample}, None for samples'):
+def test_a_loss_that_is_weighed_otherwise_is_found_out_and_the_count_mends_it(
+    tmp_path: Any,
+) -> None:
+    with pytest.raises(
+        UsageError, match=r'(?s)WRONG: .*"count": batch → one count per sample}, None for samples'
+    ):
         make(tmp_path, loss=by_sample).train()
     whole, split = ({"enabled": False}, {"count": None, "micro_batch_size": 3})
-    losses = [make(tmp_path, loss=by_sample, elastic=elastic).train().training_loss for elastic in (whole, split)]
+    losses = [
+        make(tmp_path, loss=by_sample, elastic=elastic).train().training_loss
+        for elastic in (whole, split)
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
@@ -181,15 +299,21 @@ def test_a_loss_that_compares_samples_is_refused_unless_that_is_meant(tmp_path: 
     make(tmp_path, loss=contrastive, elastic={"verify": False, "micro_batch_size": 4}).train()
 
 
-def test_a_batch_that_hides_what_is_wrong_is_not_the_last_one_that_is_looked_at(tmp_path: Any) -> None:
+def test_a_batch_that_hides_what_is_wrong_is_not_the_last_one_that_is_looked_at(
+    tmp_path: Any,
+) -> None:
     """Class weights mean nothing in samples of one class."""
 
     def by_class(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return functional.cross_entropy(outputs.logits[:, 0, :2], labels[:, 0], weight=torch.tensor([1.0, 5.0]))
+        return functional.cross_entropy(
+            outputs.logits[:, 0, :2], labels[:, 0], weight=torch.tensor([1.0, 5.0])
+        )
 
     made = make(tmp_path, loss=by_class, elastic={"micro_batch_size": 4})
     ids = torch.arange(80).reshape(8, 10) % 40
-    made.training_step(made.model, {"input_ids": ids, "labels": torch.zeros(8, 1, dtype=torch.long)})
+    made.training_step(
+        made.model, {"input_ids": ids, "labels": torch.zeros(8, 1, dtype=torch.long)}
+    )
     made.model.zero_grad()
     with pytest.raises(UsageError, match=r'"count": batch → one count per sample'):
         made.training_step(made.model, {"input_ids": ids, "labels": torch.arange(8)[:, None] % 2})
@@ -220,10 +344,20 @@ def test_switched_off_it_is_the_stock_trainer(tmp_path: Any) -> None:
 # ---------------------------------------------------------------------- private names
 
 USED = {
-    "_inner_training_loop": ("resume_from_checkpoint", "train() runs it once the model is the one that is trained: the runtime's block is around it"),
+    "_inner_training_loop": (
+        "resume_from_checkpoint",
+        "train() runs it once the model is the one that is trained: the runtime's block is around "
+        "it",
+    ),
     "_get_num_items_in_batch": ("batch_samples", "counts the labels of batches: here of one piece"),
-    "_save_optimizer_and_scheduler": ("output_dir", "is called for each checkpoint that can be resumed"),
-    "_load_optimizer_and_scheduler": ("checkpoint", "is called with the checkpoint that is resumed"),
+    "_save_optimizer_and_scheduler": (
+        "output_dir",
+        "is called for each checkpoint that can be resumed",
+    ),
+    "_load_optimizer_and_scheduler": (
+        "checkpoint",
+        "is called with the checkpoint that is resumed",
+    ),
     "_prepare_inputs": ("inputs", "moves a batch to the device"),
     "create_optimizer": ("model", "is called once per training"),
     "training_step": ("num_items_in_batch", "runs accelerator.backward once per batch"),
@@ -235,16 +369,27 @@ USED = {
 def test_what_is_used_of_the_trainer_is_there(name: str) -> None:
     parameter, what = USED[name]
     method = getattr(Trainer, name, None)
-    assert method is not None, f"Trainer.{name} is gone: it {what}. Look for what does so now, in elastic_mbs/integrations/transformers.py"
-    assert parameter in inspect.signature(method).parameters, f"Trainer.{name} has other arguments: {inspect.signature(method)}"
+    assert method is not None, (
+        f"Trainer.{name} is gone: it {what}. Look for what does so now, in "
+        "elastic_mbs/integrations/transformers.py"
+    )
+    assert parameter in inspect.signature(method).parameters, (
+        f"Trainer.{name} has other arguments: {inspect.signature(method)}"
+    )
 
 
 def test_the_attributes_that_are_used_are_there(tmp_path: Any) -> None:
     made = make(tmp_path)
-    assert isinstance(made._loss_shifts_labels, bool), "says whether labels are counted from the second of each row on"
+    assert isinstance(made._loss_shifts_labels, bool), (
+        "says whether labels are counted from the second of each row on"
+    )
     source = inspect.getsource(Trainer)
-    assert "self.loss_is_scaled_for_ga is not None" in source, "True keeps training_step from dividing by the batches accumulated"
+    assert "self.loss_is_scaled_for_ga is not None" in source, (
+        "True keeps training_step from dividing by the batches accumulated"
+    )
     assert "self.current_gradient_accumulation_steps = len(batch_samples)" in source
     sft = inspect.getsource(trl.SFTTrainer)
-    assert 'self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}' in sft, "see elastic_mbs/integrations/trl_metrics.py"
+    assert 'self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}' in sft, (
+        "see elastic_mbs/integrations/trl_metrics.py"
+    )
     assert "self._total_train_tokens +=" in sft

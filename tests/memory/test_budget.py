@@ -45,7 +45,9 @@ def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("wrong", [-1, True, 1.5, None, "", "GiB", "-1MiB", "2G", "2 parsecs", "1e3", "1..5MiB"])
+@pytest.mark.parametrize(
+    "wrong", [-1, True, 1.5, None, "", "GiB", "-1MiB", "2G", "2 parsecs", "1e3", "1..5MiB"]
+)
 def test_a_size_that_cannot_be_read_is_named(wrong: Any) -> None:
     with pytest.raises(UsageError, match=re.escape(f"{wrong!r}" if wrong != -1 else "-1 bytes")):
         parse_bytes(wrong)
@@ -64,7 +66,8 @@ def test_a_size_that_cannot_be_read_is_named(wrong: Any) -> None:
         (lambda: torch.empty(2, 4).max(dim=1), 8 + 16),
         (lambda: (torch.empty(4), [torch.empty(2), {"x": torch.empty(1)}]), 28),
         (lambda: torch.zeros(2).resize_(100), 400),
-        (lambda: [x := block(4), x.untyped_storage().resize_(KIB), x.resize_(9).zero_()][0], KIB),  # seen at the next operation that touches it
+        # seen at the next operation that touches it
+        (lambda: [x := block(4), x.untyped_storage().resize_(KIB), x.resize_(9).zero_()][0], KIB),
         (lambda: torch.empty(8, device="meta"), 0),
     ],
 )
@@ -76,7 +79,10 @@ def test_live_is_the_bytes_of_the_storages(make: Callable[[], Any], size: int) -
         assert budget.live == 0
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+@pytest.mark.parametrize(
+    "layout",
+    [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc],
+)
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_tensors_count_with_their_indices_and_values(layout: torch.layout) -> None:
     blocks = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
@@ -149,7 +155,8 @@ def test_tensors_that_were_not_tracked_are_counted_when_seen_and_do_not_raise() 
 
 
 def test_an_operation_that_writes_a_list_and_one_tensor_runs() -> None:
-    # a GradScaler's unscale_: its first argument is a list, and what it writes beside that list comes second
+    # a GradScaler's unscale_: its first argument is a list, and what it writes beside that list
+    # comes second
     grads, found, scale = [torch.ones(4)], torch.zeros(()), torch.full((), 0.5)
     with MemoryBudget("1MiB"):
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
@@ -166,7 +173,10 @@ def test_track_knows_modules_optimizers_gradients_and_containers() -> None:
     state = 2 * grads + 4 * 4  # two moments, and one step count for each parameter
     extra = torch.ones(10)
     assert MemoryBudget(MIB, track=model).live == sizes + grads
-    assert MemoryBudget(MIB, track=(model, optimizer, {"x": [extra, (extra,)]})).live == sizes + grads + state + 40
+    assert (
+        MemoryBudget(MIB, track=(model, optimizer, {"x": [extra, (extra,)]})).live
+        == sizes + grads + state + 40
+    )
     assert MemoryBudget(MIB, track={"x": extra}).live == MemoryBudget(MIB, track={extra}).live == 40
     budget = MemoryBudget(0)
     budget.track(model, model, optimizer)
@@ -233,17 +243,24 @@ class Allocator:
 
     def resize(self, slot: int, size: int) -> None:
         key = self.looks[slot]
-        self.sizes[key] = max(size, self.sizes[key])  # torch never shrinks a storage in resize_, and one that is enlarged in place is not refused
+        # torch never shrinks a storage in resize_, and one that is enlarged in place is not refused
+        self.sizes[key] = max(size, self.sizes[key])
         self.peak = max(self.peak, self.live)
 
 
-STEP = st.tuples(st.sampled_from(["new", "free", "resize", "view", "inplace", "copy"]), st.integers(0, 5), st.integers(0, 40))
+STEP = st.tuples(
+    st.sampled_from(["new", "free", "resize", "view", "inplace", "copy"]),
+    st.integers(0, 5),
+    st.integers(0, 40),
+)
 
 
 @settings(max_examples=100)
 @example(steps=[("new", 0, 0), ("resize", 0, 1), ("new", 0, 0)], limit=0)
 @given(steps=st.lists(STEP, max_size=40), limit=st.integers(0, 200))
-def test_live_peak_and_errors_equal_a_model_of_the_allocator(steps: list[tuple[str, int, int]], limit: int) -> None:
+def test_live_peak_and_errors_equal_a_model_of_the_allocator(
+    steps: list[tuple[str, int, int]], limit: int
+) -> None:
     slots: dict[int, Tensor] = {}
     model = Allocator(limit)
 
@@ -271,7 +288,9 @@ def test_live_peak_and_errors_equal_a_model_of_the_allocator(steps: list[tuple[s
     with MemoryBudget(limit) as budget:
         for action, slot, size in steps:
             with contextlib.suppress(torch.OutOfMemoryError):
-                assert act(action, slot, (slot + 1) % 6, size), "the budget let an allocation pass that the model refuses"
+                assert act(action, slot, (slot + 1) % 6, size), (
+                    "the budget let an allocation pass that the model refuses"
+                )
             assert (budget.live, budget.ooms) == (model.live, model.ooms)
         assert budget.peak == model.peak
         slots.clear()

@@ -34,7 +34,11 @@ def test_the_operation_that_passes_the_limit_raises_and_leaves_nothing() -> None
         kept = torch.empty(9 * MIB, dtype=torch.uint8)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.empty(2 * MIB, dtype=torch.uint8)
-        assert str(caught.value) == "virtual device out of memory. Tried to allocate 2.0 MiB. Budget 10.0 MiB, of which 9.0 MiB is in use."
+        assert (
+            str(caught.value)
+            == "virtual device out of memory. Tried to allocate 2.0 MiB. Budget 10.0 MiB, of "
+            "which 9.0 MiB is in use."
+        )
         assert budget.live == budget.peak == 9 * MIB
         assert budget.ooms == 1
         assert torch.empty(MIB, dtype=torch.uint8).numel() == MIB  # exactly full is not over
@@ -63,7 +67,11 @@ def test_the_error_keeps_no_tensor_of_the_operation() -> None:
         while trace is not None:
             if trace.tb_frame.f_code.co_name == "__torch_dispatch__":
                 seen += 1
-                assert not {name for name, value in trace.tb_frame.f_locals.items() if isinstance(value, Tensor | tuple | list)} - {"types"}
+                assert not {
+                    name
+                    for name, value in trace.tb_frame.f_locals.items()
+                    if isinstance(value, Tensor | tuple | list)
+                } - {"types"}
             trace = trace.tb_next
         assert seen == 1
         error.__traceback__ = None
@@ -84,17 +92,29 @@ def test_operations_in_place_never_raise() -> None:
 
 
 def _sparse(*rows: int) -> Tensor:
-    return torch.sparse_coo_tensor(torch.tensor([rows]), torch.ones(len(rows), 2), (6, 2), check_invariants=False)
+    return torch.sparse_coo_tensor(
+        torch.tensor([rows]), torch.ones(len(rows), 2), (6, 2), check_invariants=False
+    )
 
 
 ENLARGING: dict[str, tuple[Callable[[], tuple[Tensor, ...]], Callable[..., object]]] = {
     "add_ of sparse": (lambda: (_sparse(1, 3), _sparse(2, 3)), lambda x, y: x.add_(y)),
     "copy_ of sparse": (lambda: (_sparse(1), _sparse(2, 3)), lambda x, y: x.copy_(y)),
-    "out= of sparse": (lambda: (_sparse(1), _sparse(2), _sparse(3)), lambda x, y, z: torch.add(y, z, out=x)),
-    "resize_ of a storage": (lambda: (torch.zeros(3),), lambda x: (x.untyped_storage().resize_(900), x.zero_())),  # as FSDP does before it gathers
+    "out= of sparse": (
+        lambda: (_sparse(1), _sparse(2), _sparse(3)),
+        lambda x, y, z: torch.add(y, z, out=x),
+    ),
+    # as FSDP does before it gathers
+    "resize_ of a storage": (
+        lambda: (torch.zeros(3),),
+        lambda x: (x.untyped_storage().resize_(900), x.zero_()),
+    ),
     "resize_as_": (lambda: (torch.zeros(3), torch.zeros(9)), lambda x, y: x.resize_as_(y).zero_()),
     "out=": (lambda: (torch.empty(0), torch.ones(5)), lambda x, y: torch.add(y, 1, out=x)),
-    "two out=": (lambda: (torch.empty(0), torch.ones(5, 2)), lambda x, y: torch.max(y, dim=1, out=(x, torch.empty(0, dtype=torch.long)))),
+    "two out=": (
+        lambda: (torch.empty(0), torch.ones(5, 2)),
+        lambda x, y: torch.max(y, dim=1, out=(x, torch.empty(0, dtype=torch.long))),
+    ),
 }
 
 
@@ -133,15 +153,24 @@ class _FullFromTheFirstAddition(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
-def test_a_sparse_gradient_whose_addition_passes_the_limit_is_added_once(replay: Literal["auto", "isolate"]) -> None:
-    # the gradient has the piece already when the limit is seen to be passed: a replay would add it again
+def test_a_sparse_gradient_whose_addition_passes_the_limit_is_added_once(
+    replay: Literal["auto", "isolate"],
+) -> None:
+    # the gradient has the piece already when the limit is seen to be passed: a replay would add it
+    # again
     found = []
     for refuses in (False, True):
         torch.manual_seed(0)
         model = nn.Embedding(20, 5, sparse=True).double()
         mbs = ElasticMBS(model, micro_batch_size=2, recovery=RecoveryOptions(replay=replay))
-        with MemoryBudget("1GiB") as budget, mbs, _FullFromTheFirstAddition(budget) if refuses else nullcontext():
-            mbs.backward(lambda x, model=model: model(x).square().mean(), torch.arange(24).reshape(8, 3) % 20)
+        with (
+            MemoryBudget("1GiB") as budget,
+            mbs,
+            _FullFromTheFirstAddition(budget) if refuses else nullcontext(),
+        ):
+            mbs.backward(
+                lambda x, model=model: model(x).square().mean(), torch.arange(24).reshape(8, 3) % 20
+            )
         assert budget.ooms == refuses
         found.append(there(model.weight.grad).to_dense())
     torch.testing.assert_close(*found)
@@ -169,7 +198,12 @@ class Squares(torch.utils.data.Dataset[Tensor]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_loader_works_inside(workers: int) -> None:
-    loader = torch.utils.data.DataLoader(Squares(), batch_size=4, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    loader = torch.utils.data.DataLoader(
+        Squares(),
+        batch_size=4,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
     with MemoryBudget("64KiB" if workers else "1MiB") as budget:
         assert [float(batch[1].mean() + 1) for batch in loader] == [2.0, 6.0]
     assert budget.ooms == 0
@@ -273,7 +307,13 @@ def test_a_forked_child_is_not_counted() -> None:
         os._exit(0) if pid == 0 else None  # it leaves the block as its parent does
         print("parent done")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert (done.returncode, done.stdout) == (0, "parent done\n"), done.stderr
 
 

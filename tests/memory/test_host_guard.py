@@ -17,11 +17,21 @@ from torch import nn
 
 from elastic_mbs import ElasticMBS, Event, MemoryOptions, UsageError, Warned
 from elastic_mbs.memory import host_guard
-from tests.helpers.rlimit import MEBI, ROOT_OF, Limit, fake_limit, guard_of, write_group, write_membership
+from tests.helpers.rlimit import (
+    MEBI,
+    ROOT_OF,
+    Limit,
+    fake_limit,
+    guard_of,
+    write_group,
+    write_membership,
+)
 from tests.helpers.room import ROOT
 from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, pairs
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only"
+)
 
 limit = pytest.fixture(fake_limit)
 
@@ -35,14 +45,28 @@ def container(root: Path, limit: int | str, used: int, cache: int = 0) -> None:
     ("group", "expected"),
     [
         pytest.param(("max", 0, 0), 900 + 100 - 10, id="no container: what the machine has left"),
-        pytest.param((500 * MEBI, 300 * MEBI, 0), 200 + 100 - 10, id="what others leave of the container"),
-        pytest.param((500 * MEBI, 300 * MEBI, 50 * MEBI), 250 + 100 - 10, id="page cache is not others"),
-        pytest.param((1500 * MEBI, 300 * MEBI, 0), 900 + 100 - 10, id="the machine has less than the container"),
+        pytest.param(
+            (500 * MEBI, 300 * MEBI, 0), 200 + 100 - 10, id="what others leave of the container"
+        ),
+        pytest.param(
+            (500 * MEBI, 300 * MEBI, 50 * MEBI), 250 + 100 - 10, id="page cache is not others"
+        ),
+        pytest.param(
+            (1500 * MEBI, 300 * MEBI, 0),
+            900 + 100 - 10,
+            id="the machine has less than the container",
+        ),
         pytest.param((120 * MEBI, 50 * MEBI, 0), 120 - 10, id="never above the container's limit"),
-        pytest.param((105 * MEBI, 105 * MEBI, 0), 100 - 10, id="a full container: nothing new, although more is mapped"),
+        pytest.param(
+            (105 * MEBI, 105 * MEBI, 0),
+            100 - 10,
+            id="a full container: nothing new, although more is mapped",
+        ),
     ],
 )
-def test_the_limit_is_what_others_leave_less_the_margin(tmp_path: Path, limit: Limit, group: tuple[int | str, int, int], expected: int) -> None:
+def test_the_limit_is_what_others_leave_less_the_margin(
+    tmp_path: Path, limit: Limit, group: tuple[int | str, int, int], expected: int
+) -> None:
     container(tmp_path, *group)
     guard = guard_of(tmp_path)
     guard.renew()
@@ -53,13 +77,26 @@ def test_the_limit_is_what_others_leave_less_the_margin(tmp_path: Path, limit: L
 
 @pytest.mark.parametrize(
     ("total", "margin", "left"),
-    [(1000 * MEBI, None, 1000 * MEBI - 32 * MEBI), (128 * 1024 * MEBI, None, 127 * 1024 * MEBI), (1000 * MEBI, "1GiB", 0)],
+    [
+        (1000 * MEBI, None, 1000 * MEBI - 32 * MEBI),
+        (128 * 1024 * MEBI, None, 127 * 1024 * MEBI),
+        (1000 * MEBI, "1GiB", 0),
+    ],
     ids=["at least 32 MiB", "grows with the limit", "never below nothing"],
 )
 def test_the_margin_is_left_to_others(
-    tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch, total: int, margin: str | None, left: int
+    tmp_path: Path,
+    limit: Limit,
+    monkeypatch: pytest.MonkeyPatch,
+    total: int,
+    margin: str | None,
+    left: int,
 ) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=total - 100 * MEBI, total=total))
+    monkeypatch.setattr(
+        psutil,
+        "virtual_memory",
+        lambda: types.SimpleNamespace(available=total - 100 * MEBI, total=total),
+    )
     guard = guard_of(tmp_path, margin, warn=[].append)
     guard.renew()
     assert guard.limit == limit.soft == left
@@ -67,7 +104,9 @@ def test_the_margin_is_left_to_others(
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(200 * MEBI, -1), (200 * MEBI, 400 * MEBI)])
-def test_the_users_own_limit_is_an_upper_bound_and_comes_back(tmp_path: Path, limit: Limit, soft: int, hard: int) -> None:
+def test_the_users_own_limit_is_an_upper_bound_and_comes_back(
+    tmp_path: Path, limit: Limit, soft: int, hard: int
+) -> None:
     limit.soft, limit.hard = soft, hard
     guard = guard_of(tmp_path)
     guard.renew()
@@ -80,7 +119,9 @@ moves = st.tuples(st.booleans(), st.integers(0, 2), st.integers(1, 9))
 
 
 @given(st.integers(1, 9), st.lists(moves, max_size=20))
-def test_any_order_of_guards_keeps_to_the_lowest_and_ends_with_the_users(user: int, steps: list[tuple[bool, int, int]]) -> None:
+def test_any_order_of_guards_keeps_to_the_lowest_and_ends_with_the_users(
+    user: int, steps: list[tuple[bool, int, int]]
+) -> None:
     fake, process = Limit(), host_guard._ProcessLimit()
     fake.soft, fake.hard = user * MEBI, 1 << 40
     guards: list[Any] = [object(), object(), object()]
@@ -94,10 +135,15 @@ def test_any_order_of_guards_keeps_to_the_lowest_and_ends_with_the_users(user: i
             else:
                 wanted.pop(which, None)
                 process.release(guards[which])
-            assert (fake.soft, fake.hard) == (min(user * MEBI, *wanted.values(), fake.hard), 1 << 40)
+            assert (fake.soft, fake.hard) == (
+                min(user * MEBI, *wanted.values(), fake.hard),
+                1 << 40,
+            )
 
 
-def test_the_limit_comes_back_where_python_has_no_memory_to_look(limit: Limit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_limit_comes_back_where_python_has_no_memory_to_look(
+    limit: Limit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     limit.soft = 700 * MEBI
     container(tmp_path, 300 * MEBI, 100 * MEBI)
     guard = guard_of(tmp_path)
@@ -108,7 +154,9 @@ def test_the_limit_comes_back_where_python_has_no_memory_to_look(limit: Limit, m
     assert limit.soft == 700 * MEBI
 
 
-@pytest.mark.parametrize("helps", [True, False, None], ids=["trimmed", "nothing to trim", "cannot trim"])
+@pytest.mark.parametrize(
+    "helps", [True, False, None], ids=["trimmed", "nothing to trim", "cannot trim"]
+)
 def test_memory_that_others_took_is_trimmed_from_the_heap_else_said_once(
     tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch, helps: bool | None
 ) -> None:
@@ -134,7 +182,9 @@ def test_memory_that_others_took_is_trimmed_from_the_heap_else_said_once(
         pytest.param(nn.Conv2d(1, 1, 1), True, True, id="convolution"),
         pytest.param(nn.ConvTranspose1d(1, 1, 1), True, True, id="transposed"),
         pytest.param(nn.Conv2d(1, 1, 1), False, False, id="without onednn"),
-        pytest.param(nn.Conv2d(1, 1, 1).double(), True, False, id="float64, which oneDNN leaves to torch"),
+        pytest.param(
+            nn.Conv2d(1, 1, 1).double(), True, False, id="float64, which oneDNN leaves to torch"
+        ),
         pytest.param(nn.Linear(1, 1), True, False, id="linear"),
     ],
 )
@@ -144,14 +194,26 @@ def test_a_model_with_convolutions_is_warned_of_onednn(
     events: list[Event] = []
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", enabled)
     elastic(model, host_guard=True, on_event=events.append)
-    said = [event.message for event in events if isinstance(event, Warned) and event.topic == "host_guard"]
+    said = [
+        event.message
+        for event in events
+        if isinstance(event, Warned) and event.topic == "host_guard"
+    ]
     assert len(said) == warns
     assert all("torch.backends.mkldnn.enabled = False" in text for text in said)
 
 
-@pytest.mark.parametrize("error", [ValueError("not allowed to raise maximum limit"), PermissionError(1, "Operation not permitted")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("not allowed to raise maximum limit"),
+        PermissionError(1, "Operation not permitted"),
+    ],
+)
 @pytest.mark.parametrize("while_up", [False, True])
-def test_a_refused_limit_turns_the_guard_off_with_one_warning(tmp_path: Path, limit: Limit, error: Exception, while_up: bool) -> None:
+def test_a_refused_limit_turns_the_guard_off_with_one_warning(
+    tmp_path: Path, limit: Limit, error: Exception, while_up: bool
+) -> None:
     said: list[str] = []
     guard = guard_of(tmp_path, warn=said.append)
     guard.renew()
@@ -163,7 +225,9 @@ def test_a_refused_limit_turns_the_guard_off_with_one_warning(tmp_path: Path, li
     guard.lift()
     limit.refuse = None
     guard.renew()
-    assert limit.soft == (-1 if not while_up else 990 * MEBI), "what cannot be put back ends no step"
+    assert limit.soft == (-1 if not while_up else 990 * MEBI), (
+        "what cannot be put back ends no step"
+    )
     assert len(said) == 1
     assert type(error).__name__ in said[0]
     assert guard.trouble == said[0]
@@ -171,11 +235,15 @@ def test_a_refused_limit_turns_the_guard_off_with_one_warning(tmp_path: Path, li
     limit.refuse = error
     at_once = guard_of(tmp_path, warn=said.append)
     at_once.renew()
-    assert said == [at_once.trouble] * 2, "one that is refused when it is made is off as well, with a warning of its own"
+    assert said == [at_once.trouble] * 2, (
+        "one that is refused when it is made is off as well, with a warning of its own"
+    )
 
 
 @pytest.mark.parametrize("error", [OSError("no /proc"), psutil.AccessDenied()])
-def test_a_reading_that_fails_never_raises_into_a_step(tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_reading_that_fails_never_raises_into_a_step(
+    tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     said: list[str] = []
     guard = guard_of(tmp_path, warn=said.append)
     guard.renew()
@@ -184,7 +252,9 @@ def test_a_reading_that_fails_never_raises_into_a_step(tmp_path: Path, limit: Li
     assert (len(said), limit.soft) == (1, -1)
 
 
-def test_an_ambiguous_error_counts_only_near_the_limit(tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ambiguous_error_counts_only_near_the_limit(
+    tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     guard = guard_of(tmp_path)
     assert not guard.explains("could not create a primitive"), "never up"
     guard.renew()
@@ -200,13 +270,17 @@ def test_an_ambiguous_error_counts_only_near_the_limit(tmp_path: Path, limit: Li
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_a_system_without_such_a_limit_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+def test_a_system_without_such_a_limit_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
     monkeypatch.setattr(sys, "platform", system)
     with pytest.raises(UsageError, match=f"needs Linux.*this is {system}: leave it off"):
         guard_of(tmp_path)
 
 
-def test_a_kernel_that_does_not_enforce_the_limit_is_refused_by_name(tmp_path: Path, limit: Limit) -> None:
+def test_a_kernel_that_does_not_enforce_the_limit_is_refused_by_name(
+    tmp_path: Path, limit: Limit
+) -> None:
     limit.enforced = False
     with pytest.raises(UsageError, match="maps memory beyond it"):
         guard_of(tmp_path)
@@ -216,12 +290,17 @@ def test_a_kernel_that_does_not_enforce_the_limit_is_refused_by_name(tmp_path: P
 @pytest.mark.parametrize(
     ("model", "value", "said"),
     [
-        *[(mlp(), value, "neither True nor False; a margin is a string") for value in (None, 1, 0, 2.0)],
+        *[
+            (mlp(), value, "neither True nor False; a margin is a string")
+            for value in (None, 1, 0, 2.0)
+        ],
         (mlp(), "plenty", "cannot read 'plenty' as a number of bytes"),
         (mlp().to("meta"), True, "train on the CPU, and this one is on 'meta'"),
     ],
 )
-def test_what_is_no_switch_and_no_size_and_no_model_on_the_cpu_is_refused(model: nn.Module, value: Any, said: str) -> None:
+def test_what_is_no_switch_and_no_size_and_no_model_on_the_cpu_is_refused(
+    model: nn.Module, value: Any, said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         ElasticMBS(model, memory=MemoryOptions(host_guard=value))
 
@@ -272,13 +351,21 @@ def run_limited(code: str, timeout: float = 120, *, fresh: bool = False) -> str:
     """Runs a script in a process of its own, with this repository's package; a fresh one has imported nothing beside it."""
     script = textwrap.dedent(PREPARE) + ("" if fresh else IMPORT) + "\n" + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=timeout, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        env=environment,
+    )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> None:
-    # every tensor of 64 KiB and more is a mapping of its own, so that what is mapped is what is in use
+    # every tensor of 64 KiB and more is a mapping of its own, so that what is mapped is what is in
+    # use
     out = run_limited("""
         ctypes.CDLL("libc.so.6").mallopt(-3, 65536)
         random_rooms = random.Random(7)
@@ -350,7 +437,8 @@ def test_a_forked_child_and_a_thread_are_held_to_what_they_should_be() -> None:
 
 
 def test_threads_and_what_the_first_backward_imports_are_there_before_the_first_piece() -> None:
-    # refused memory for the stack of a thread, libgomp ends the process; in the middle of an import, sympy stayed half imported
+    # refused memory for the stack of a thread, libgomp ends the process; in the middle of an
+    # import, sympy stayed half imported
     run_limited(
         """
         torch.set_num_threads(3)

@@ -74,7 +74,9 @@ def test_a_reading_is_stamped_before_the_sensor_is_asked_and_becomes_the_latest(
     assert monitor.read_now() == monitor.latest() == Unavailable("lost", at=50.0)
 
 
-def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread_and_what_is_no_time_is_refused() -> None:
+def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread_and_what_is_no_time_is_refused() -> (
+    None
+):
     sensor = Script(room(1), room(2))
     monitor = Monitor(sensor, interval=0, clock=lambda: 1.0)
     monitor.start()
@@ -165,9 +167,14 @@ def test_requested_readings_leave_the_step_its_time() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [(ValueError("bad"), "ValueError: bad"), (None, "Script.read returned NoneType, not Headroom or Unavailable")],
+    [
+        (ValueError("bad"), "ValueError: bad"),
+        (None, "Script.read returned NoneType, not Headroom or Unavailable"),
+    ],
 )
-def test_a_sensor_that_misbehaves_is_unavailable_and_an_interrupt_passes_through(answer: Any, reason: str) -> None:
+def test_a_sensor_that_misbehaves_is_unavailable_and_an_interrupt_passes_through(
+    answer: Any, reason: str
+) -> None:
     assert Monitor(Script(answer), clock=lambda: 1.0).read_now() == Unavailable(reason, 1.0)
     with pytest.raises(KeyboardInterrupt):
         Monitor(Script(KeyboardInterrupt())).read_now()
@@ -197,7 +204,9 @@ def test_an_error_in_on_change_does_not_end_the_thread(caplog: pytest.LogCapture
         wait_until(lambda: sensor.reads > 3)
         monitor.stop()
     assert isinstance(monitor.latest(), Headroom)
-    assert [record.message for record in caplog.records] == ["an error in on_change of the memory monitor"] * 2
+    assert [record.message for record in caplog.records] == [
+        "an error in on_change of the memory monitor"
+    ] * 2
     with pytest.raises(RuntimeError, match="sink is full"):
         Monitor(Script(LOST), on_change=fail).read_now()
 
@@ -241,7 +250,9 @@ def test_stopping_does_not_wait_for_a_sensor_that_hangs(monkeypatch: pytest.Monk
     assert threads()  # it still hangs
     release.set()
     wait_until(lambda: not threads())
-    assert monitor.latest() == Unavailable("no reading yet"), "what comes after the end is not published"
+    assert monitor.latest() == Unavailable("no reading yet"), (
+        "what comes after the end is not published"
+    )
 
 
 def test_on_change_may_stop_the_monitor() -> None:
@@ -266,7 +277,9 @@ def test_where_there_can_be_no_thread_the_sensor_is_lost(monkeypatch: pytest.Mon
     monitor = Monitor(Script(room()), clock=lambda: 2.0, on_change=seen.append)
     monitor.start()
     assert not monitor.running
-    assert monitor.latest() == Unavailable("no thread for the memory monitor: can't start new thread", 2.0)
+    assert monitor.latest() == Unavailable(
+        "no thread for the memory monitor: can't start new thread", 2.0
+    )
     assert seen == [monitor.latest()]
 
 
@@ -281,7 +294,11 @@ def run(code: str) -> None:
                 return Headroom(os.getpid(), 10**9, 0, "pid", 0.0)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 

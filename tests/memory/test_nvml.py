@@ -19,7 +19,16 @@ from elastic_mbs.memory import processes as holders
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from elastic_mbs.memory.processes import holders_on, name_of, pids_are_ours
 from tests.helpers.device_sim import Clock
-from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver, read_cuda
+from tests.helpers.fake_nvml import (
+    ABSENT,
+    GIB,
+    LOST,
+    UNKNOWN,
+    Card,
+    FakeCuda,
+    FakeDriver,
+    read_cuda,
+)
 from tests.helpers.steps import there
 
 FREE = 6 * GIB
@@ -42,8 +51,17 @@ def test_devices_are_found_by_uuid_whatever_their_order_and_opened_once(driver: 
     assert driver.calls.count("MemoryInfo") == 6
 
 
-@pytest.mark.parametrize("text", [None, "raise FutureWarning('The pynvml package is deprecated')", "NVMLError, nvmlInit = ValueError, int"])
-def test_a_binding_that_is_missing_or_deprecated_or_foreign_is_no_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "raise FutureWarning('The pynvml package is deprecated')",
+        "NVMLError, nvmlInit = ValueError, int",
+    ],
+)
+def test_a_binding_that_is_missing_or_deprecated_or_foreign_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
+) -> None:
     monkeypatch.delitem(sys.modules, "pynvml")
     if text is None:
         monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -63,12 +81,18 @@ def test_figures_that_never_were_are_no_loss(driver: FakeDriver) -> None:
     there = NvmlDevice("abc")
     there.memory()
     driver.cards[0].total = 0
-    assert there.memory() == NoAnswer("NVML gives no memory figures for this device", lost=True), "it had some before"
-    assert NvmlDevice("abc").memory() == NoAnswer("NVML gives no memory figures for this device", lost=False)
+    assert there.memory() == NoAnswer("NVML gives no memory figures for this device", lost=True), (
+        "it had some before"
+    )
+    assert NvmlDevice("abc").memory() == NoAnswer(
+        "NVML gives no memory figures for this device", lost=False
+    )
 
 
 @pytest.mark.parametrize("code", [LOST, UNKNOWN, ABSENT, NOT_SUPPORTED])
-def test_a_loss_is_latched_and_nvml_is_left_alone_until_a_try_is_due(driver: FakeDriver, code: int) -> None:
+def test_a_loss_is_latched_and_nvml_is_left_alone_until_a_try_is_due(
+    driver: FakeDriver, code: int
+) -> None:
     clock = Clock()
     device = NvmlDevice("abc", clock=clock)
     assert device.memory() == FREE
@@ -85,15 +109,20 @@ def test_a_loss_is_latched_and_nvml_is_left_alone_until_a_try_is_due(driver: Fak
     assert driver.calls == ["MemoryInfo", "Shutdown", *OPEN]
 
 
-def test_after_the_driver_was_loaded_again_all_references_are_given_back(driver: FakeDriver) -> None:
-    # a stale reference would go on failing: the library looks for the driver only when it has none, and two devices hold one each
+def test_after_the_driver_was_loaded_again_all_references_are_given_back(
+    driver: FakeDriver,
+) -> None:
+    # a stale reference would go on failing: the library looks for the driver only when it has none,
+    # and two devices hold one each
     driver.cards.append(Card("GPU-def", 5, 9))
     clock = Clock()
     devices = [NvmlDevice(uuid, clock=clock) for uuid in ("abc", "def")]
     assert [device.memory() for device in devices] == [FREE, 5]
     [gone] = driver.cards[1:]
     driver.cards.remove(gone)
-    assert [device.memory() for device in devices] == [FREE, no_answer(LOST, lost=True)], "one that falls off the bus is lost alone"
+    assert [device.memory() for device in devices] == [FREE, no_answer(LOST, lost=True)], (
+        "one that falls off the bus is lost alone"
+    )
     driver.cards.append(gone)
     clock.now += 10.0
     assert [device.memory() for device in devices] == [FREE, 5]
@@ -116,7 +145,9 @@ STATES: list[dict[str, int]] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(STATES), st.integers(1, 90)), max_size=8))
-def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_ten_seconds(story: list[tuple[dict[str, int], int]]) -> None:
+def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_ten_seconds(
+    story: list[tuple[dict[str, int], int]],
+) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         driver = FakeDriver(patch)
@@ -145,7 +176,9 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("named")
-def test_the_holders_are_those_of_both_lists_without_us_the_biggest_first_read_every_few_seconds(driver: FakeDriver) -> None:
+def test_the_holders_are_those_of_both_lists_without_us_the_biggest_first_read_every_few_seconds(
+    driver: FakeDriver,
+) -> None:
     card, clock = driver.cards[0], Clock()
     card.compute = [(12, None), (os.getpid(), 5 * GIB), (11, 1), (10, 3 * GIB)]
     card.graphics = [(11, 2 * GIB), (10, None)]
@@ -178,7 +211,9 @@ def test_a_list_that_is_refused_costs_no_reading(driver: FakeDriver, which: str,
     [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],
     ids=["host", "host-no-context", "shared-pids", "container"],
 )
-def test_a_pid_of_another_namespace_is_not_given_a_name(monkeypatch: pytest.MonkeyPatch, ours: bool, listed: bool, named: bool) -> None:
+def test_a_pid_of_another_namespace_is_not_given_a_name(
+    monkeypatch: pytest.MonkeyPatch, ours: bool, listed: bool, named: bool
+) -> None:
     # in a container the driver's PID 42 is the host's: who has that number in here is somebody else
     monkeypatch.setattr(holders, "pids_are_ours", lambda: ours)
     card = FakeDriver(monkeypatch).cards[0]
@@ -201,7 +236,9 @@ def test_a_pid_of_another_namespace_is_not_given_a_name(monkeypatch: pytest.Monk
     ],
     ids=["host", "container", "no-proc", "windows", "macos"],
 )
-def test_a_container_is_told_by_its_pid_namespace(monkeypatch: pytest.MonkeyPatch, platform: str, link: str | OSError, ours: bool) -> None:
+def test_a_container_is_told_by_its_pid_namespace(
+    monkeypatch: pytest.MonkeyPatch, platform: str, link: str | OSError, ours: bool
+) -> None:
     def readlink(path: str) -> str:
         assert path == "/proc/self/ns/pid"
         if isinstance(link, OSError):
@@ -222,11 +259,17 @@ def test_a_process_has_a_name_while_it_is_there() -> None:
     assert name_of(2**80) is None
 
 
-def test_nvml_that_is_lost_leaves_the_runtimes_figures_in_doubt_until_it_is_back(cuda: FakeCuda, driver: FakeDriver) -> None:
+def test_nvml_that_is_lost_leaves_the_runtimes_figures_in_doubt_until_it_is_back(
+    cuda: FakeCuda, driver: FakeDriver
+) -> None:
     clock, changes = Clock(5.0), list[Reading]()
-    monitor = Monitor(CudaSensor("cuda:0", clock=clock), interval=0, clock=clock, on_change=changes.append)
+    monitor = Monitor(
+        CudaSensor("cuda:0", clock=clock), interval=0, clock=clock, on_change=changes.append
+    )
     good = Headroom(6 * GIB, 9 * GIB, 1 * GIB, "nvml", 5.0)
-    doubtful = Headroom(5 * GIB, 9 * GIB, 2 * GIB, "cuda", 5.0, doubt=no_answer(LOST, lost=True).reason)
+    doubtful = Headroom(
+        5 * GIB, 9 * GIB, 2 * GIB, "cuda", 5.0, doubt=no_answer(LOST, lost=True).reason
+    )
     assert monitor.latest() == good
     driver.fail = {"MemoryInfo": LOST}
     assert monitor.latest() == doubtful
@@ -238,10 +281,14 @@ def test_nvml_that_is_lost_leaves_the_runtimes_figures_in_doubt_until_it_is_back
     assert changes == [doubtful, back]
 
 
-def test_a_device_that_neither_answers_for_is_unavailable(cuda: FakeCuda, driver: FakeDriver) -> None:
+def test_a_device_that_neither_answers_for_is_unavailable(
+    cuda: FakeCuda, driver: FakeDriver
+) -> None:
     driver.fail = {"MemoryInfo": LOST}
     cuda.info = torch.AcceleratorError("CUDA error: unspecified launch failure")
-    assert CudaSensor("cuda:0", clock=Clock(5.0)).read() == Unavailable("cuda:0: AcceleratorError: CUDA error: unspecified launch failure", 5.0)
+    assert CudaSensor("cuda:0", clock=Clock(5.0)).read() == Unavailable(
+        "cuda:0: AcceleratorError: CUDA error: unspecified launch failure", 5.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,16 +320,23 @@ def test_growth_is_stopped_where_nvml_fails_and_not_where_it_was_never_there(
 def test_only_a_board_that_shares_the_hosts_memory_is_read_from_the_host(
     cuda: FakeCuda, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, integrated: bool, how: str
 ) -> None:
-    # a discrete card that fails says the same to NVML: taking the host's memory for its own would let it grow without end
+    # a discrete card that fails says the same to NVML: taking the host's memory for its own would
+    # let it grow without end
     cuda.properties.is_integrated = integrated
     driver.cards[0].total = 0
     driver.fail = {"MemoryInfo": NOT_SUPPORTED} if how == "not supported" else {}
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=30 * GIB, total=100 * GIB))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: types.SimpleNamespace(available=30 * GIB, total=100 * GIB)
+    )
     reading = read_cuda()
-    assert (reading.source, reading.total) == (("host", 100 * GIB) if integrated else ("cuda", 9 * GIB))
+    assert (reading.source, reading.total) == (
+        ("host", 100 * GIB) if integrated else ("cuda", 9 * GIB)
+    )
 
 
-def test_a_torch_that_tells_no_uuid_is_read_through_the_runtime(cuda: FakeCuda, driver: FakeDriver) -> None:
+def test_a_torch_that_tells_no_uuid_is_read_through_the_runtime(
+    cuda: FakeCuda, driver: FakeDriver
+) -> None:
     del cuda.properties.uuid
     assert read_cuda() == Headroom(5 * GIB, 9 * GIB, 2 * GIB, "cuda", 5.0)
     assert driver.calls == []

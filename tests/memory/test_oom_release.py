@@ -58,7 +58,10 @@ def test_clearing_a_traceback_frees_its_tensors_although_the_error_is_kept() -> 
     watch: list[weakref.ref[torch.Tensor]] = []
     direct, context = caught(attempt, watch, False), caught(attempt, watch, True)
     wrapped = Wrapper("step failed")
-    wrapped.__cause__, wrapped.__context__ = ExceptionGroup("pieces", [context, wrapped]) if isinstance(context, Exception) else None, direct
+    wrapped.__cause__, wrapped.__context__ = (
+        ExceptionGroup("pieces", [context, wrapped]) if isinstance(context, Exception) else None,
+        direct,
+    )
     direct.__cause__ = wrapped
     clear_traceback(wrapped)
     assert [ref() for ref in watch] == [None, None]
@@ -66,7 +69,9 @@ def test_clearing_a_traceback_frees_its_tensors_although_the_error_is_kept() -> 
 
 @pytest.mark.parametrize("alien", [False, True])
 @pytest.mark.no_oom_injection
-def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activations(alien: bool) -> None:
+def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activations(
+    alien: bool,
+) -> None:
     """Autograd leaves them in the thread's queue until its next backward: the replay's forward had to fit beside the attempt that had failed."""
     torch.manual_seed(0)
     model = nn.Linear(4, 512, bias=False).double()
@@ -76,7 +81,11 @@ def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activatio
 
     def fail(grad: Tensor) -> None:
         if failing.pop() if failing else False:
-            raise ValueError("mine") if alien else torch.OutOfMemoryError("CUDA out of memory. in a branch")
+            raise (
+                ValueError("mine")
+                if alien
+                else torch.OutOfMemoryError("CUDA out of memory. in a branch")
+            )
 
     def loss_fn(piece: Tensor) -> Tensor:
         live.append(budget.live)
@@ -106,7 +115,9 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise RuntimeError("XPU error: out of memory" + CUDA_ADVICE)
 
     def module(name: str) -> SimpleNamespace:
-        return SimpleNamespace() if name == "cpu" else SimpleNamespace(empty_cache=lambda: empty(name))
+        return (
+            SimpleNamespace() if name == "cpu" else SimpleNamespace(empty_cache=lambda: empty(name))
+        )
 
     monkeypatch.setattr(torch, "get_device_module", module)
     return calls
@@ -115,7 +126,9 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 DEVICES = [torch.device(name) for name in ("cuda:0", "cuda:1", "cpu", "xpu", "mtia")]
 
 
-def test_a_first_failure_costs_neither_the_cache_nor_a_collection_but_of_what_is_young(monkeypatch: pytest.MonkeyPatch, emptied: list[str]) -> None:
+def test_a_first_failure_costs_neither_the_cache_nor_a_collection_but_of_what_is_young(
+    monkeypatch: pytest.MonkeyPatch, emptied: list[str]
+) -> None:
     monkeypatch.setattr(gc, "collect", made := Mock())
     release(devices=DEVICES, thorough=False)
     assert emptied == []
@@ -132,7 +145,9 @@ def test_a_cycle_of_the_failed_attempt_is_collected_at_the_first_failure() -> No
     assert gone() is None
 
 
-def test_a_thorough_release_collects_then_empties_each_backend_once_whichever_fails(emptied: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thorough_release_collects_then_empties_each_backend_once_whichever_fails(
+    emptied: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     cycle: list[Any] = [torch.zeros(10)]
     gone = weakref.ref(cycle[0])
     cycle.append(cycle)
@@ -144,7 +159,9 @@ def test_a_thorough_release_collects_then_empties_each_backend_once_whichever_fa
     assert "empty_cache on xpu: XPU error: out of memory" in caplog.messages
 
 
-def test_an_out_of_memory_pinned_by_a_shell_is_cleared_and_another_error_is_left_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_pinned_by_a_shell_is_cleared_and_another_error_is_left_to_be_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def mistake() -> None:
         evidence = torch.zeros(3)
         watch.append(weakref.ref(evidence))
@@ -152,7 +169,11 @@ def test_an_out_of_memory_pinned_by_a_shell_is_cleared_and_another_error_is_left
 
     watch: list[weakref.ref[torch.Tensor]] = []
     for error in (caught(mistake), caught(attempt, watch, False)):
-        for name, value in (("last_exc", error), ("last_value", error), ("last_traceback", error.__traceback__)):
+        for name, value in (
+            ("last_exc", error),
+            ("last_value", error),
+            ("last_traceback", error.__traceback__),
+        ):
             monkeypatch.setattr(sys, name, value, raising=False)
         release(devices=[], thorough=False)
         assert None not in [ref() for ref in watch]
@@ -166,15 +187,29 @@ def test_an_out_of_memory_pinned_by_a_shell_is_cleared_and_another_error_is_left
         ([None], None),
         ([RuntimeError("CUDA error: out of memory"), None], None),
         ([torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")], None),
-        ([RuntimeError("CUDA error: out of memory" + CUDA_ADVICE)] * 2, "CUDA error: out of memory"),
+        (
+            [RuntimeError("CUDA error: out of memory" + CUDA_ADVICE)] * 2,
+            "CUDA error: out of memory",
+        ),
         (
             [RuntimeError("CUDA error: an illegal memory access was encountered" + CUDA_ADVICE)],
             "CUDA error: an illegal memory access was encountered",
         ),
-        ([RuntimeError("CUDA driver error: device not ready")], "CUDA driver error: device not ready"),
+        (
+            [RuntimeError("CUDA driver error: device not ready")],
+            "CUDA driver error: device not ready",
+        ),
         ([RuntimeError("")], "RuntimeError"),
     ],
-    ids=["healthy", "one left over", "merely full", "keeps failing", "sticky", "poisoned", "silent"],
+    ids=[
+        "healthy",
+        "one left over",
+        "merely full",
+        "keeps failing",
+        "sticky",
+        "poisoned",
+        "silent",
+    ],
 )
 def test_a_probe_tells_a_poisoned_device_from_a_healthy_one(
     monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None], expected: str | None
@@ -204,7 +239,9 @@ def test_a_thorough_release_gives_the_cache_back_to_the_device() -> None:
     assert torch.cuda.memory_reserved(device) <= reserved - (1 << 28)
 
 
-def test_bookkeeping_is_not_repeated_after_an_error_that_can_belong_to_an_earlier_operation() -> None:
+def test_bookkeeping_is_not_repeated_after_an_error_that_can_belong_to_an_earlier_operation() -> (
+    None
+):
     runs: list[str] = []
 
     def operation() -> None:
@@ -212,6 +249,8 @@ def test_bookkeeping_is_not_repeated_after_an_error_that_can_belong_to_an_earlie
         if len(runs) == 1:
             raise RuntimeError("CUDA error: out of memory")
 
-    with pytest.raises(MicroBatchFloorError, match="there is no room to compare the buffers: CUDA error"):
+    with pytest.raises(
+        MicroBatchFloorError, match="there is no room to compare the buffers: CUDA error"
+    ):
         oom.retry("compare the buffers", operation, [])
     assert len(runs) == 1

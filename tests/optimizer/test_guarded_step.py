@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_mbs import ElasticMBS, MemoryBudget, OptimizerOutOfMemory, OptimizerStepError, StepInsideError, UsageError
+from elastic_mbs import (
+    ElasticMBS,
+    MemoryBudget,
+    OptimizerOutOfMemory,
+    OptimizerStepError,
+    StepInsideError,
+    UsageError,
+)
 from elastic_mbs.optimizer.guarded_step import LONGEST_PAUSE, AttemptOrder
 from elastic_mbs.optimizer.known import one_by_one, only_in_place
 from elastic_mbs.testing import InjectOOM
@@ -18,8 +25,15 @@ from tests.helpers.guarded import IMPLEMENTATIONS, OPTIMIZERS, World, copied, la
 from tests.helpers.steps import elastic
 from tests.helpers.strikes import COPIES, AtLine, Everywhere, until_clean
 
-CASES = [(name, implementation, False) for name in OPTIMIZERS for implementation in IMPLEMENTATIONS if (name, implementation) != ("RMSprop", "fused")]
-CASES += [(name, implementation, True) for name in ("SGD", "Adam") for implementation in IMPLEMENTATIONS]
+CASES = [
+    (name, implementation, False)
+    for name in OPTIMIZERS
+    for implementation in IMPLEMENTATIONS
+    if (name, implementation) != ("RMSprop", "fused")
+]
+CASES += [
+    (name, implementation, True) for name in ("SGD", "Adam") for implementation in IMPLEMENTATIONS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +52,24 @@ def stepped(world: World) -> Any:
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])
 @pytest.mark.parametrize(("name", "implementation", "scaled"), CASES)
-def test_wherever_it_runs_out_of_memory_a_step_is_made_whole_or_not_at_all(name: str, implementation: str, scaled: bool, steps: int) -> None:
+def test_wherever_it_runs_out_of_memory_a_step_is_made_whole_or_not_at_all(
+    name: str, implementation: str, scaled: bool, steps: int
+) -> None:
     reference = World(name, implementation, steps=steps, scaled=scaled)
     wanted = stepped(reference)
     reference.backward()
     following = stepped(reference)
-    allocates_nothing = only_in_place(World(name, implementation, steps=steps, scaled=scaled).optimizer)
-    # Where copies are taken, operations in place fail as well: their errors are others than memory's on a real device, but no less half-way.
+    allocates_nothing = only_in_place(
+        World(name, implementation, steps=steps, scaled=scaled).optimizer
+    )
+    # Where copies are taken, operations in place fail as well: their errors are others than
+    # memory's on a real device, but no less half-way.
     harness = InjectOOM if allocates_nothing else Everywhere
-    patterns = [(1, lambda at: harness(at=[at])), (3, lambda at: harness(at=[at, at + 3])), (3, lambda at: harness(always_from=at))]
+    patterns = [
+        (1, lambda at: harness(at=[at])),
+        (3, lambda at: harness(at=[at, at + 3])),
+        (3, lambda at: harness(always_from=at)),
+    ]
     points = 0
     for stride, make in patterns:
         for number, inject in enumerate(until_clean(make, stride=stride, least=0)):
@@ -69,7 +92,12 @@ def test_wherever_it_runs_out_of_memory_a_step_is_made_whole_or_not_at_all(name:
     assert points > 0 or (allocates_nothing and not scaled)
 
 
-SECOND: list[type[BaseException] | None] = [None, torch.OutOfMemoryError, MemoryError, KeyboardInterrupt]
+SECOND: list[type[BaseException] | None] = [
+    None,
+    torch.OutOfMemoryError,
+    MemoryError,
+    KeyboardInterrupt,
+]
 
 
 def at_two(gap: int, errors: list[type[BaseException]], at: int) -> Everywhere:
@@ -77,8 +105,12 @@ def at_two(gap: int, errors: list[type[BaseException]], at: int) -> Everywhere:
 
 
 @pytest.mark.parametrize("second", SECOND, ids=lambda kind: kind.__name__ if kind else "alone")
-@pytest.mark.parametrize("first", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, ValueError])
-def test_an_error_at_any_operation_ours_included_leaves_a_whole_step_or_none(first: type[BaseException], second: type[BaseException] | None) -> None:
+@pytest.mark.parametrize(
+    "first", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, ValueError]
+)
+def test_an_error_at_any_operation_ours_included_leaves_a_whole_step_or_none(
+    first: type[BaseException], second: type[BaseException] | None
+) -> None:
     # the second one strikes while the first is being rolled back, or in the next try
     wanted, passed = stepped(World("AdamW", "foreach")), 0
     for gap in (1, 2, 3, 5) if second is not None else (0,):
@@ -98,22 +130,31 @@ def test_an_error_at_any_operation_ours_included_leaves_a_whole_step_or_none(fir
     assert bool(passed) == (not {first, second} <= {torch.OutOfMemoryError, MemoryError, None})
 
 
-@pytest.mark.parametrize(("implementation", "scaled"), [("foreach", False), ("loop", True), ("fused", False), ("fused", True)])
+@pytest.mark.parametrize(
+    ("implementation", "scaled"),
+    [("foreach", False), ("loop", True), ("fused", False), ("fused", True)],
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(error: type[BaseException], implementation: str, scaled: bool) -> None:
-    # Out of memory is ours to recover from there, and all else passes: with nothing done, or with a note that all is done, or that nothing is known.
+def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(
+    error: type[BaseException], implementation: str, scaled: bool
+) -> None:
+    # Out of memory is ours to recover from there, and all else passes: with nothing done, or with a
+    # note that all is done, or that nothing is known.
     def spared(frame: FrameType) -> bool:
         """What comes before the step, and our own way into a hook of the user's, whose errors are passed on as they are."""
         in_hook = error is MemoryError and getattr(frame.f_locals.get("self"), "running", False)
         return in_hook or frame.f_code.co_name in ("__call__", "_check", "_retry")
 
     wanted = stepped(World("AdamW", implementation, scaled=scaled))
-    for strike in until_clean(lambda n: AtLine(n, "optimizer/guarded_step.py", error=error, spared=spared), least=70):
+    for strike in until_clean(
+        lambda n: AtLine(n, "optimizer/guarded_step.py", error=error, spared=spared), least=70
+    ):
         world, hooks = World("AdamW", implementation, scaled=scaled), list[str]()
         world.optimizer.register_step_pre_hook(lambda *a, ran=hooks: ran.append("before"))
         world.optimizer.register_step_post_hook(lambda *a, ran=hooks: ran.append("after"))
         before, caught = world.values(), None
-        with Everywhere(at=[30] if implementation == "foreach" else []):  # the first try fails half-way
+        # the first try fails half-way
+        with Everywhere(at=[30] if implementation == "foreach" else []):
             try:
                 with strike:
                     world.guarded()
@@ -129,7 +170,9 @@ def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(error: ty
             assert "after" not in hooks, strike.hits
             world.guarded()
         else:
-            assert hooks == ["before", "after"] or (caught is not None and "this step has been made" in notes), strike.hits
+            assert hooks == ["before", "after"] or (
+                caught is not None and "this step has been made" in notes
+            ), strike.hits
         world.update()
         assert same(world.values(), wanted), strike.hits
 
@@ -138,13 +181,23 @@ def test_a_step_that_cannot_be_rolled_back_says_so() -> None:
     world = World("AdamW", "foreach")
 
     class NoCopies(InjectOOM):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.name == "aten::_foreach_addcdiv_" or (self.hits and func._schema.name in COPIES):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func._schema.name == "aten::_foreach_addcdiv_" or (
+                self.hits and func._schema.name in COPIES
+            ):
                 self.hits.append(func._schema.name)
                 raise torch.OutOfMemoryError("the device is lost")
             return func(*args, **(kwargs or {}))
 
-    with NoCopies(), pytest.raises(OptimizerStepError, match=r"parameters may be half changed: load the last checkpoint.*the device is lost"):
+    with (
+        NoCopies(),
+        pytest.raises(
+            OptimizerStepError,
+            match=r"parameters may be half changed: load the last checkpoint.*the device is lost",
+        ),
+    ):
         world.guarded()
 
 
@@ -154,8 +207,18 @@ def test_a_recovered_step_is_told_of() -> None:
     with InjectOOM(always_from=4), pytest.raises(OptimizerStepError, match=says):
         world.guarded()
     told = [event for event in world.events if isinstance(event, OptimizerOutOfMemory)]
-    assert [event.action for event in told] == ["with the caches let go of", "one parameter at a time"]
-    assert told[0].line().startswith("out of memory in AdamW.step(), which has been taken back; trying again with the caches let go of: injected")
+    assert [event.action for event in told] == [
+        "with the caches let go of",
+        "one parameter at a time",
+    ]
+    assert (
+        told[0]
+        .line()
+        .startswith(
+            "out of memory in AdamW.step(), which has been taken back; trying again with the "
+            "caches let go of: injected"
+        )
+    )
 
 
 def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -> None:
@@ -164,18 +227,28 @@ def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -
     with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
         mbs = elastic(model, sensor=None)
         budget.limit = budget.live + 2**14
-        with pytest.raises(OptimizerStepError, match=r"16\.0 KiB of 8\.0 MiB were free at the last look, 7\.5 MiB held by others.*fused=True"):
+        with pytest.raises(
+            OptimizerStepError,
+            match=r"16\.0 KiB of 8\.0 MiB were free at the last look, 7\.5 MiB held by "
+            r"others.*fused=True",
+        ):
             mbs.optimizer_step(optimizer)
         assert not optimizer.state
         assert same(model.state_dict(), before)
         live, budget.limit = budget.live, "8MiB"
         mbs.optimizer_step(optimizer)
         gc.collect()
-        assert budget.live == live + 2 * 16 * 2**14 + 16 * 4  # the state, and nothing of the copies or of what failed
+        # the state, and nothing of the copies or of what failed
+        assert budget.live == live + 2 * 16 * 2**14 + 16 * 4
 
 
-@pytest.mark.parametrize(("way", "room", "copies"), [("foreach", True, 2 * 16 * 2**14), ("foreach", False, 0), ("fused", True, 0)])
-def test_copies_are_on_the_device_where_they_fit_and_on_the_host_otherwise_and_a_fused_step_takes_none(way: str, room: bool, copies: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "room", "copies"),
+    [("foreach", True, 2 * 16 * 2**14), ("foreach", False, 0), ("fused", True, 0)],
+)
+def test_copies_are_on_the_device_where_they_fit_and_on_the_host_otherwise_and_a_fused_step_takes_none(
+    way: str, room: bool, copies: int
+) -> None:
     model, optimizer = layers("SGD", lr=0.1, momentum=0.9, **{way: True})
     optimizer.step()
     with MemoryBudget("64MiB", track=(model, optimizer)) as budget:
@@ -194,12 +267,24 @@ def test_copies_are_on_the_device_where_they_fit_and_on_the_host_otherwise_and_a
 @pytest.mark.parametrize(
     ("implementation", "at", "error", "said"),
     [
-        ("loop", 40, KeyboardInterrupt, "parameters and optimizer state are as they were before this step."),
+        (
+            "loop",
+            40,
+            KeyboardInterrupt,
+            "parameters and optimizer state are as they were before this step.",
+        ),
         # nothing there can allocate on a real device
-        ("fused", 4, torch.OutOfMemoryError, "a fused step, of which no copies are taken, ended half-way: load the last checkpoint."),
+        (
+            "fused",
+            4,
+            torch.OutOfMemoryError,
+            "a fused step, of which no copies are taken, ended half-way: load the last checkpoint.",
+        ),
     ],
 )
-def test_any_other_error_passes_through_with_a_note_of_what_it_leaves(implementation: str, at: int, error: type[BaseException], said: str) -> None:
+def test_any_other_error_passes_through_with_a_note_of_what_it_leaves(
+    implementation: str, at: int, error: type[BaseException], said: str
+) -> None:
     world = World("AdamW", implementation)
     with pytest.raises(error, match="injected") as caught, Everywhere(at=[at], errors=[error]):
         world.guarded()
@@ -207,7 +292,9 @@ def test_any_other_error_passes_through_with_a_note_of_what_it_leaves(implementa
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_runtime_that_is_not_enabled_steps_plainly_and_without_gradients_nothing_happens_but_the_hooks(scaled: bool) -> None:
+def test_a_runtime_that_is_not_enabled_steps_plainly_and_without_gradients_nothing_happens_but_the_hooks(
+    scaled: bool,
+) -> None:
     world = World("Adam", "foreach", scaled=scaled)
     ElasticMBS(world.model, scaler=world.scaler, enabled=False).optimizer_step(world.optimizer)
     world.update()
@@ -223,13 +310,18 @@ def test_a_runtime_that_is_not_enabled_steps_plainly_and_without_gradients_nothi
 def test_what_cannot_be_stepped_is_refused_by_name() -> None:
     world = World("Adam", "foreach")
     wrapper = type("Wrapper", (), {"optimizer": world.optimizer})()
-    accelerated: Any = type("Accelerated", (torch.optim.Optimizer,), {"__init__": lambda self, inner: setattr(self, "optimizer", inner)})
+    accelerated: Any = type(
+        "Accelerated",
+        (torch.optim.Optimizer,),
+        {"__init__": lambda self, inner: setattr(self, "optimizer", inner)},
+    )
     wrong: dict[str, tuple[Any, ...]] = {
         "LBFGS runs its closure": (torch.optim.LBFGS(world.model.parameters()),),
         "takes no closure": (world.optimizer, lambda: 1.0),
         "got a int, which is no torch": (3,),
         "got a Wrapper.*pass the Adam inside it": (wrapper,),
-        r"got a Accelerated, which never called Optimizer.__init__: pass the Adam inside it, its \.optimizer, if": (accelerated(world.optimizer),),
+        r"got a Accelerated, which never called Optimizer.__init__: pass the Adam inside it, its "
+        r"\.optimizer, if": (accelerated(world.optimizer),),
     }
     for says, arguments in wrong.items():
         with pytest.raises(UsageError, match=says):
@@ -240,7 +332,9 @@ def test_what_cannot_be_stepped_is_refused_by_name() -> None:
         break
 
 
-def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time_and_finds_back() -> None:
+def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time_and_finds_back() -> (
+    None
+):
     reference, plain = layers("AdamW", foreach=True)
     for _ in range(45):
         plain.step()
@@ -263,7 +357,9 @@ def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time
     assert same(model.state_dict(), reference.state_dict())
 
 
-def test_the_fastest_way_is_tried_again_at_intervals_that_grow_up_to_a_bound_for_each_kind_of_step() -> None:
+def test_the_fastest_way_is_tried_again_at_intervals_that_grow_up_to_a_bound_for_each_kind_of_step() -> (
+    None
+):
     order, began = AttemptOrder(), list[int]()
     for _ in range(400):
         began.append(order.first("adam"))
@@ -288,7 +384,21 @@ def test_a_fused_step_whose_state_is_there_needs_nothing(name: str) -> None:
         assert (budget.peak, budget.live) == (before, before)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor", "Muon"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGD",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "Adadelta",
+        "RMSprop",
+        "Rprop",
+        "ASGD",
+        "Adafactor",
+        "Muon",
+    ],
+)
 def test_torchs_optimizers_give_the_same_result_one_parameter_at_a_time(name: str) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")

@@ -26,7 +26,8 @@ def test_step_hooks_run_once_however_often_the_step_is_tried() -> None:
         world.guarded()
     assert calls == ["before", "after", "before"]
     world.optimizer.step()
-    assert calls == ["before", "after", "before", "before", "after"]  # they are back where they were
+    # they are back where they were
+    assert calls == ["before", "after", "before", "before", "after"]
 
 
 @pytest.mark.parametrize("hook", ["pre", "post"])
@@ -56,7 +57,9 @@ def test_a_hook_that_changes_the_arguments_is_refused() -> None:
 
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_the_scaler_leaves_a_step_out_where_a_gradient_is_not_finite(implementation: str, unscaled: bool) -> None:
+def test_the_scaler_leaves_a_step_out_where_a_gradient_is_not_finite(
+    implementation: str, unscaled: bool
+) -> None:
     world = World("AdamW", implementation, scaled=True)
     assert world.scaler is not None
     before, after = world.values(), []
@@ -69,17 +72,29 @@ def test_the_scaler_leaves_a_step_out_where_a_gradient_is_not_finite(implementat
     world.update()
     assert same(world.values()["model"], before["model"])
     assert world.scaler.get_scale() == 512.0
-    assert after == ([1] if implementation == "fused" else [])  # the fused one is stepped, and leaves its values alone
+    # the fused one is stepped, and leaves its values alone
+    assert after == ([1] if implementation == "fused" else [])
 
 
 def test_gradients_of_several_types_are_unscaled_once_each_wherever_that_fails() -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ElasticMBS]:
         torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(3, 3).double(), nn.Linear(3, 3), nn.Embedding(5, 3, sparse=True)])
+        model = nn.ModuleList(
+            [nn.Linear(3, 3).double(), nn.Linear(3, 3), nn.Embedding(5, 3, sparse=True)]
+        )
         scaler, x = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.ones(2, 3)
-        loss = model[0](x.double()).sum().float() + model[1](x).sum() + model[2](torch.tensor([1, 1, 3])).sum()
+        loss = (
+            model[0](x.double()).sum().float()
+            + model[1](x).sum()
+            + model[2](torch.tensor([1, 1, 3])).sum()
+        )
         scaler.scale(loss).backward()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, elastic(model, scaler=scaler)
+        return (
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            scaler,
+            elastic(model, scaler=scaler),
+        )
 
     reference, optimizer, scaler, _ = make()
     scaler.step(optimizer)
@@ -110,11 +125,17 @@ def test_a_step_hook_that_takes_itself_off_stays_off_and_a_scheduler_sees_the_st
     scheduler.step()  # warns, and so fails here, where it has seen no step
 
 
-def test_a_hook_before_the_step_sees_every_group_where_the_step_begins_one_parameter_at_a_time() -> None:
+def test_a_hook_before_the_step_sees_every_group_where_the_step_begins_one_parameter_at_a_time() -> (
+    None
+):
     world, seen = World("AdamW", "foreach"), list[int]()
     with Everywhere(at=[28, 70]):
         world.guarded()
-    world.optimizer.register_step_pre_hook(lambda optimizer, *a: seen.append(sum(len(group["params"]) for group in optimizer.param_groups)))
+    world.optimizer.register_step_pre_hook(
+        lambda optimizer, *a: seen.append(
+            sum(len(group["params"]) for group in optimizer.param_groups)
+        )
+    )
     world.guarded()
     assert seen == [4]
 
@@ -135,7 +156,8 @@ def test_a_failed_step_is_reported_with_what_to_do(implementation: str) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught, world.mbs, InjectOOM(at=[2]):
         world.optimizer.step()
     assert caught.value.__notes__ == [
-        "elastic_mbs: `Adam.step()` did not end; parameters and state may be half changed: load the last checkpoint, or use `mbs.optimizer_step`."
+        "elastic_mbs: `Adam.step()` did not end; parameters and state may be half changed: load "
+        "the last checkpoint, or use `mbs.optimizer_step`."
     ]
 
 

@@ -93,7 +93,9 @@ def with_gradients() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_step_of_an_optimizer_with_state_in_other_places_is_made_once_or_not_at_all(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_a_step_of_an_optimizer_with_state_in_other_places_is_made_once_or_not_at_all(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
     def trained(inject: InjectOOM) -> list[Tensor]:
         model = with_gradients()
         optimizer, mbs = make(model.parameters()), elastic(model)
@@ -103,7 +105,14 @@ def test_a_step_of_an_optimizer_with_state_in_other_places_is_made_once_or_not_a
             cross_entropy(model)(pairs()).backward()
 
         def values() -> Any:
-            return copied((model.state_dict(), vars(optimizer).get("count"), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+            return copied(
+                (
+                    model.state_dict(),
+                    vars(optimizer).get("count"),
+                    optimizer.state_dict(),
+                    [p.grad for p in model.parameters()],
+                )
+            )
 
         before = values()
         try:

@@ -1,4 +1,7 @@
-"""The benchmark works: all contenders train the same model, and its figures are there. Speed is not asserted here."""
+"""The benchmark works: all contenders train the same model, and its figures are there.
+
+Speed is not asserted here.
+"""
 
 import json
 from functools import partial
@@ -16,7 +19,9 @@ from tools.bench.rows import fault, idle, settled, whole_run
 from tools.bench.sweep import Sweep
 
 
-def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(whole_run, "MODELS", {"lstm": MODELS["lstm"]})
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     bench.main(["run", "--quick", "--json", str(figures), "--png", str(picture)])
@@ -31,16 +36,22 @@ def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(t
 
 
 @pytest.mark.parametrize("row", ["settled", "recovery", "flapping", "fault", "idle", "scale"])
-def test_every_other_row_has_a_table(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_other_row_has_a_table(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for module in (fault, idle, settled):
         monkeypatch.setattr(module, "MODELS", {"gpt": (MODELS["gpt"][0], 12)})
     more = tmp_path / "more.json"
     more.write_text('{"speed": 1}')
-    bench.main([row, "--quick", "--json", str(tmp_path / "figures.json"), "--include", f"more={more}"])
+    bench.main(
+        [row, "--quick", "--json", str(tmp_path / "figures.json"), "--include", f"more={more}"]
+    )
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["more"] == {"speed": 1}
     assert found["environment"]["peers"].keys() == {"accelerate", "lightning"}
-    assert len(capsys.readouterr().out.strip().splitlines()) == 4 + len(found[row]), "a heading, an empty line, two lines of the table's head"
+    assert len(capsys.readouterr().out.strip().splitlines()) == 4 + len(found[row]), (
+        "a heading, an empty line, two lines of the table's head"
+    )
 
 
 def test_samples_are_counted_as_replayed_where_the_runtime_says_so_and_not_for_a_plan() -> None:
@@ -57,7 +68,9 @@ def test_a_row_that_does_not_exist_is_refused() -> None:
         bench.main(["nonsense"])
 
 
-def test_without_a_device_there_is_nothing_to_run_on_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_there_is_nothing_to_run_on_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         bench.main(["run", "--device", "cuda"])

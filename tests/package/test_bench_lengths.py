@@ -1,4 +1,7 @@
-"""The benchmark of pieces by length compares loops that train the same, and its figures are there. Speed is not asserted here."""
+"""The benchmark of pieces by length compares loops that train the same, and its figures are there.
+
+Speed is not asserted here.
+"""
 
 import json
 from contextlib import ExitStack
@@ -29,8 +32,25 @@ def test_all_loops_give_the_same_gradient() -> None:
 
 def test_the_figures_are_written(tmp_path: Path) -> None:
     out = tmp_path / "sub" / "lengths.json"
-    small = ["--samples", "6", "--longest", "48", "--size", "2", "--width", "8", "--layers", "1", "--batches", "1", "--rounds", "2"]
+    small = [
+        "--samples",
+        "6",
+        "--longest",
+        "48",
+        "--size",
+        "2",
+        "--width",
+        "8",
+        "--layers",
+        "1",
+        "--batches",
+        "1",
+        "--rounds",
+        "2",
+    ]
     assert bench_lengths.main([*small, "--json", str(out)]) in {0, 1}
     rows = json.loads(out.read_text())["loops"]
     assert {row["loop"] for row in rows} >= {PADDED, "elastic", "by_length"}
-    assert all(row["speed"]["low"] <= row["speed"]["median"] <= row["speed"]["high"] for row in rows)
+    assert all(
+        row["speed"]["low"] <= row["speed"]["median"] <= row["speed"]["high"] for row in rows
+    )

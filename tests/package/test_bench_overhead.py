@@ -1,4 +1,7 @@
-"""The overhead benchmark works: what it compares is the same training, and its figures are there. Speed is not asserted here."""
+"""The overhead benchmark works: what it compares is the same training, and its figures are there.
+
+Speed is not asserted here.
+"""
 
 import json
 from pathlib import Path
@@ -34,14 +37,41 @@ def test_a_workload_is_made_as_large_as_a_step_must_be_long() -> None:
     assert with_pieces(workload, 2).samples == 2 * workload.size
 
 
-def test_the_table_and_the_breakdown_have_their_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_breakdown_have_their_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "sub" / "overhead.json"
-    assert bench_overhead.main(["tiny", "mlp", "--pairs", "3", "--seconds", "1", "--step-ms", "0.1", "--json", str(out)]) == 0
+    assert (
+        bench_overhead.main(
+            [
+                "tiny",
+                "mlp",
+                "--pairs",
+                "3",
+                "--seconds",
+                "1",
+                "--step-ms",
+                "0.1",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
     rows = json.loads(out.read_text())["overhead"]
     assert [row["name"] for row in rows] == ["tiny", "mlp"]
-    assert all(row["pieces"] == 6 and row["overhead"]["low"] <= row["overhead"]["median"] <= row["overhead"]["high"] for row in rows)
+    assert all(
+        row["pieces"] == 6
+        and row["overhead"]["low"] <= row["overhead"]["median"] <= row["overhead"]["high"]
+        for row in rows
+    )
     assert "open" in capsys.readouterr().out  # three pairs are not enough for a verdict
-    assert bench_overhead.main(["tiny", "--breakdown", "--pairs", "5", "--seconds", "1", "--json", str(out)]) == 0
+    assert (
+        bench_overhead.main(
+            ["tiny", "--breakdown", "--pairs", "5", "--seconds", "1", "--json", str(out)]
+        )
+        == 0
+    )
     found = json.loads(out.read_text())["breakdown"]["tiny"]
     parts = {row["part"]: row["times"] for row in found["parts"]}
     assert parts["runtime.py:ElasticMBS.backward"] == 1
@@ -60,7 +90,9 @@ def test_the_verdict_needs_the_whole_interval_on_one_side_and_an_outlier_does_no
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["--device", "cuda"]])
-def test_what_cannot_be_measured_is_refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_measured_is_refused(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         bench_overhead.main(arguments)

@@ -13,7 +13,9 @@ from tests.helpers.room import ROOT
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^(?P<why><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?P<why><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 TEXTS = {page: page.read_text() for page in PAGES}
 EXAMPLES = [page for page in PAGES if BLOCK.search(TEXTS[page])]
 
@@ -23,24 +25,41 @@ def world() -> dict[str, object]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]
-    names = {"model": model, "loader": loader, "batch": loader[0], "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    names = {
+        "model": model,
+        "loader": loader,
+        "batch": loader[0],
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
     return {**names, "loss_fn": lambda batch: (model(batch[0]) - batch[1]).square().mean()}
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.stem)
-def test_every_block_of_python_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_block_of_python_runs(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)  # for the run logs
     for block in BLOCK.finditer(TEXTS[page]):
-        code = compile(block["code"], f"{page.name}:{TEXTS[page][: block.start('code')].count(chr(10)) + 1}", "exec")
+        code = compile(
+            block["code"],
+            f"{page.name}:{TEXTS[page][: block.start('code')].count(chr(10)) + 1}",
+            "exec",
+        )
         if block["why"] is None:
             exec(code, world())
 
 
 def test_every_file_that_is_linked_or_named_exists() -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\)|^\[\d+\]: (\S+)$", TEXTS[README], re.MULTILINE)  # mkdocs looks at the links of its pages
+    # mkdocs looks at the links of its pages
+    targets = re.findall(r"\]\(([^)#:]+)\)|^\[\d+\]: (\S+)$", TEXTS[README], re.MULTILINE)
     assert len(targets) > 20
-    named = [name for text in TEXTS.values() for name in re.findall(r"`([a-z_]+/[\w/]+\.py)`", text)]
-    paths = [(ROOT / path, ROOT / "elastic_mbs" / path) for path in [*("".join(target) for target in targets), *named]]
+    named = [
+        name for text in TEXTS.values() for name in re.findall(r"`([a-z_]+/[\w/]+\.py)`", text)
+    ]
+    paths = [
+        (ROOT / path, ROOT / "elastic_mbs" / path)
+        for path in [*("".join(target) for target in targets), *named]
+    ]
     assert [places[0] for places in paths if not any(place.exists() for place in places)] == []
 
 
@@ -52,8 +71,17 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
 
 def test_every_error_and_every_public_name_is_documented() -> None:
     entries = re.findall(r"^### (\w+)$", TEXTS[ROOT / "docs" / "troubleshooting.md"], re.MULTILINE)
-    assert {name for name in vars(errors) if name.endswith("Error")} - {"ElasticMBSError"} == set(entries)
+    assert {name for name in vars(errors) if name.endswith("Error")} - {"ElasticMBSError"} == set(
+        entries
+    )
     reference = "".join(text for page, text in TEXTS.items() if page.parent.name == "reference")
-    named = {*re.findall(r"::: elastic_mbs\.(\w+)$", reference, re.MULTILINE), *re.findall(r"^ +- (\w+)$", reference, re.MULTILINE)}
+    named = {
+        *re.findall(r"::: elastic_mbs\.(\w+)$", reference, re.MULTILINE),
+        *re.findall(r"^ +- (\w+)$", reference, re.MULTILINE),
+    }
     modules = {*vars(errors), *vars(elastic_mbs.events), "MemoryBudget"}
-    assert [name for name in elastic_mbs.__all__ if name not in named | modules and name != "__version__"] == []
+    assert [
+        name
+        for name in elastic_mbs.__all__
+        if name not in named | modules and name != "__version__"
+    ] == []

@@ -9,7 +9,10 @@ from elastic_mbs import events
 from elastic_mbs.events import Event, EventLog, SensorBack, WaitingForMemory, Warned, format_bytes
 from tests.helpers.events import ONE_OF_EACH, done, failure
 
-UNKNOWN: list[Event] = [done(seconds=None, loss=None, allocated=None), WaitingForMemory("run", 2.5, None, None)]
+UNKNOWN: list[Event] = [
+    done(seconds=None, loss=None, allocated=None),
+    WaitingForMemory("run", 2.5, None, None),
+]
 
 
 @pytest.mark.parametrize("event", ONE_OF_EACH + UNKNOWN, ids=lambda event: type(event).__name__)
@@ -17,38 +20,72 @@ def test_an_event_is_one_line_frozen_and_of_numbers_and_strings_only(event: Even
     assert len(event.line().splitlines()) == 1
     assert ("unknown" in event.line()) == (event in UNKNOWN)
     for field in fields(event):
-        assert isinstance(getattr(event, field.name), int | float | str | None)  # a sink that keeps it keeps no memory alive
+        # a sink that keeps it keeps no memory alive
+        assert isinstance(getattr(event, field.name), int | float | str | None)
     with pytest.raises(FrozenInstanceError):
         event.name = "another"  # type: ignore[misc]  # the mistake
 
 
 def test_the_line_of_a_failure_says_where_what_was_asked_and_what_happens_next() -> None:
-    for part in ("backward", "16:32", "16 → 8", "mode piece", "3 leaves", "Tried to allocate 2.00 GiB"):
+    for part in (
+        "backward",
+        "16:32",
+        "16 → 8",
+        "mode piece",
+        "3 leaves",
+        "Tried to allocate 2.00 GiB",
+    ):
         assert part in failure().line()
-    for part in ("64 samples", "4 pieces", "0.5 s", "loss 2.5", "2 out-of-memory errors", "0.25 s lost", "10.0 MiB"):
+    for part in (
+        "64 samples",
+        "4 pieces",
+        "0.5 s",
+        "loss 2.5",
+        "2 out-of-memory errors",
+        "0.25 s lost",
+        "10.0 MiB",
+    ):
         assert part in done(ooms=2, seconds_lost=0.25).line()
 
 
 @pytest.mark.parametrize(("seconds", "rate"), [(1.25, 51.2), (None, None), (0.0, None)])
-def test_the_rate_is_samples_per_second_where_the_time_is_known(seconds: float | None, rate: float | None) -> None:
+def test_the_rate_is_samples_per_second_where_the_time_is_known(
+    seconds: float | None, rate: float | None
+) -> None:
     assert done(seconds=seconds).rate == rate
 
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(None, "unknown"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (int(79.16 * (1 << 30)), "79.2 GiB"), (1 << 60, "1048576.0 TiB")],
+    [
+        (None, "unknown"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (int(79.16 * (1 << 30)), "79.2 GiB"),
+        (1 << 60, "1048576.0 TiB"),
+    ],
 )
 def test_bytes_are_written_as_a_person_does(count: int | None, text: str) -> None:
     assert format_bytes(count) == text
 
 
-def test_an_event_goes_to_the_log_once_and_to_every_sink_in_order(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_goes_to_the_log_once_and_to_every_sink_in_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     seen: list[tuple[str, Event]] = []
-    log = EventLog([lambda event: seen.append(("first", event)), lambda event: seen.append(("second", event))])
+    log = EventLog(
+        [lambda event: seen.append(("first", event)), lambda event: seen.append(("second", event))]
+    )
     with caplog.at_level(logging.INFO, logger="elastic_mbs"):
         log.emit(failure())
         log.emit(SensorBack("other", "nvml"))
-    assert [(place, event.name) for place, event in seen] == [("first", "run"), ("second", "run"), ("first", "other"), ("second", "other")]
+    assert [(place, event.name) for place, event in seen] == [
+        ("first", "run"),
+        ("second", "run"),
+        ("first", "other"),
+        ("second", "other"),
+    ]
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", f"[run] {failure().line()}"),
         ("INFO", "[other] memory readings are back (from nvml)"),
@@ -60,7 +97,9 @@ def test_a_warning_is_said_once_per_log_and_topic() -> None:
     for log in (EventLog([seen.append]), EventLog([seen.append])):
         for topic in ("count", "sink", "count"):
             log.warn_once("run", topic, "pass count=")
-    assert seen == [Warned("run", topic, "pass count=") for topic in ("count", "sink", "count", "sink")]
+    assert seen == [
+        Warned("run", topic, "pass count=") for topic in ("count", "sink", "count", "sink")
+    ]
 
 
 def test_the_package_is_silent_where_the_user_has_set_up_no_logging() -> None:

@@ -38,19 +38,47 @@ def tool() -> Any:
 
 def test_a_dry_run_leaves_one_json_with_figures(tool: Any, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "check.json"
-    assert tool.main(["--dry-run", "--only", "breakdown", "--only", "fragmented", "--stretch", "20", "--out", str(out)]) == 0
+    assert (
+        tool.main(
+            [
+                "--dry-run",
+                "--only",
+                "breakdown",
+                "--only",
+                "fragmented",
+                "--stretch",
+                "20",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     report = json.loads(out.read_text())
-    assert (report["passed"], report["dry_run"], report["simulated"], report["versions"]["torch"]) == (True, True, False, torch.__version__)
+    assert (
+        report["passed"],
+        report["dry_run"],
+        report["simulated"],
+        report["versions"]["torch"],
+    ) == (True, True, False, torch.__version__)
     assert set(report) >= {"device", "commit", "dirty", "began", "seconds"}
     breakdown, fragmented = (report["parts"][name] for name in ("breakdown", "fragmented"))
-    assert (breakdown["exit_code"], breakdown["timed_out"], breakdown["limit"]) == (0, False, 20 * 33)
+    assert (breakdown["exit_code"], breakdown["timed_out"], breakdown["limit"]) == (
+        0,
+        False,
+        20 * 33,
+    )
     assert breakdown["figures"]["breakdown"]["tiny"]["per_piece"] != 0
     assert fragmented["figures"]["fragmentation"]["ooms"] > 0
 
 
-def test_the_stress_tools_record_becomes_figures_and_must_be_of_the_right_segments(tmp_path: Path) -> None:
+def test_the_stress_tools_record_becomes_figures_and_must_be_of_the_right_segments(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "stress.json"
-    write_json([record(expandable=True), record(expandable=True, process=1, complaints=["no"])], 0, path)
+    write_json(
+        [record(expandable=True), record(expandable=True, process=1, complaints=["no"])], 0, path
+    )
     found = figures.read_stress(path, expandable=True)
     assert list(found) == ["made_up", "made_up_2"]
     assert found["made_up_2"]["complaints"] == ["no"]
@@ -61,13 +89,17 @@ def test_the_stress_tools_record_becomes_figures_and_must_be_of_the_right_segmen
         figures.read_stress(path)
 
 
-def test_without_a_device_it_says_so(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_it_says_so(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_a_simulated_device_passes_for_no_other(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_simulated_device_passes_for_no_other(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     worlds: list[str] = []
 
     def check(world: str, **_: object) -> dict[str, Any]:
@@ -80,15 +112,21 @@ def test_a_simulated_device_passes_for_no_other(tool: Any, monkeypatch: pytest.M
     for arguments in ["--simcuda"], []:
         assert tool.main([*arguments, "--out", str(tmp_path / "check.json")]) == 0
     assert worlds == ["simcuda", "simcuda"]  # asked for or not
-    assert tool.default_out("Simulated CUDA device", "2026-01-01").name.startswith("gpu_check-simulated-")
+    assert tool.default_out("Simulated CUDA device", "2026-01-01").name.startswith(
+        "gpu_check-simulated-"
+    )
     planned = tool.parts(tmp_path, "simcuda")
-    assert [each.name for each in planned] == [name for name in tool.NAMES if name not in tool.SPEED]
+    assert [each.name for each in planned] == [
+        name for name in tool.NAMES if name not in tool.SPEED
+    ]
     assert all("cuda" not in each.command or each.name == "demo" for each in planned)
     with pytest.raises(SystemExit):
         tool.main(["--only", "overhead"])
 
 
-def test_without_the_simulation_it_says_so(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_simulation_it_says_so(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def start_again() -> None:
         raise UsageError("no compiler")
 
@@ -98,13 +136,21 @@ def test_without_the_simulation_it_says_so(tool: Any, monkeypatch: pytest.Monkey
     assert "no compiler" in capsys.readouterr().err
 
 
-def test_all_parts_together_take_less_than_nine_minutes_and_run_every_file_with_a_test_for_a_gpu(tool: Any, tmp_path: Path) -> None:
+def test_all_parts_together_take_less_than_nine_minutes_and_run_every_file_with_a_test_for_a_gpu(
+    tool: Any, tmp_path: Path
+) -> None:
     real = tool.parts(tmp_path, "cuda")
     assert [each.name for each in real] == list(tool.NAMES)
     assert sum(each.limit + 2 * tool.GRACE for each in real) < 9 * 60
-    marked = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/test_*.py") if "mark." + "gpu" in path.read_text()}
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").glob("*/test_*.py")
+        if "mark." + "gpu" in path.read_text()
+    }
     simulated = {path for path in marked if path.startswith("tests/simcuda/")}  # nothing for a card
-    assert {argument for argument in real[0].command if argument.startswith("tests/")} == marked - simulated
+    assert {
+        argument for argument in real[0].command if argument.startswith("tests/")
+    } == marked - simulated
 
 
 def alive(pid: int) -> bool:
@@ -134,7 +180,17 @@ def test_a_part_that_runs_over_reports_what_it_has_done_and_is_ended_with_all_th
     child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(3600)"
     start = f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(3600)"
     tests.write_text(f"import subprocess, sys, time\ndef test_a(): pass\ndef test_b(): {start}\n")
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--junit-xml={junit}", str(tests)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tmp_path}",
+        f"--junit-xml={junit}",
+        str(tests),
+    ]
     outcome = tool.run(tool.Part("it", command, LIMIT, lambda _: figures.read_junit(junit)))
     assert (outcome.timed_out, outcome.passed) == (True, False)
     assert outcome.figures["passed"] == 1
@@ -143,12 +199,22 @@ def test_a_part_that_runs_over_reports_what_it_has_done_and_is_ended_with_all_th
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("code", ["import os, elastic_mbs; print(os.environ['PATH'])", "raise SystemExit(3)", "print('torn')"])
-def test_one_part_that_failed_or_left_no_figures_fails_the_check(tool: Any, code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "code",
+    ["import os, elastic_mbs; print(os.environ['PATH'])", "raise SystemExit(3)", "print('torn')"],
+)
+def test_one_part_that_failed_or_left_no_figures_fails_the_check(
+    tool: Any, code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     passed, out = "elastic_mbs" in code, tmp_path / "check.json"
     monkeypatch.setenv("PATH", "")  # no git
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    part = tool.Part("it", [sys.executable, "-c", code], 600.0, lambda text: {} if "torn" not in text else figures.read_object(text))
+    part = tool.Part(
+        "it",
+        [sys.executable, "-c", code],
+        600.0,
+        lambda text: {} if "torn" not in text else figures.read_object(text),
+    )
     monkeypatch.setattr(tool, "parts", lambda folder, world: [part])
     assert tool.main(["--dry-run", "--out", str(out)]) == (0 if passed else 1)
     report = json.loads(out.read_text())
@@ -160,8 +226,10 @@ def test_pytests_report_becomes_figures(tmp_path: Path) -> None:
     report = tmp_path / "junit.xml"
     report.write_text(
         "<testsuites><testsuite><testcase classname='tests.promises.test_gpu' name='a' time='2.5'/>"
-        "<testcase classname='tests.promises.test_gpu' name='b' time='0.5'><failure>no</failure></testcase>"
-        "<testcase classname='tests.promises.test_gpu' name='c' time='0'><skipped/></testcase></testsuite></testsuites>"
+        "<testcase classname='tests.promises.test_gpu' name='b' "
+        "time='0.5'><failure>no</failure></testcase>"
+        "<testcase classname='tests.promises.test_gpu' name='c' "
+        "time='0'><skipped/></testcase></testsuite></testsuites>"
     )
     found = figures.read_junit(report)
     assert (found["run"], found["passed"], found["slowest"][0]) == (3, 1, ["a", 2.5])
@@ -175,16 +243,24 @@ def test_what_a_test_records_is_a_figure(tool: Any, tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("def test_it(record_property): record_property('seen', 7)")
     part = tool.parts(tmp_path, "cuda")[0]
-    command = [each for each in part.command if not each.startswith("tests/")][:-2]  # without `-m gpu`
-    outcome = tool.run(replace(part, command=[*command, "-c", "pyproject.toml", str(file)], limit=600.0))
+    # without `-m gpu`
+    command = [each for each in part.command if not each.startswith("tests/")][:-2]
+    outcome = tool.run(
+        replace(part, command=[*command, "-c", "pyproject.toml", str(file)], limit=600.0)
+    )
     assert (outcome.passed, outcome.figures["recorded"]) == (True, {"seen": "7"})
 
 
 def test_what_the_demo_and_the_doctor_print_becomes_figures() -> None:
     printed = f"step  micro-batch   loss\n   1       3   1.0   1.0\n\n{'time':<22}3.1 s limited\n\nEQUAL within rounding: the run.\n"
-    assert figures.read_demo(printed) == {"time": "3.1 s limited", "verdict": "EQUAL within rounding: the run."}
+    assert figures.read_demo(printed) == {
+        "time": "3.1 s limited",
+        "verdict": "EQUAL within rounding: the run.",
+    }
     with pytest.raises(ValueError, match="no summary"):
         figures.read_demo("elastic-mbs: something is wrong")
-    assert figures.read_object('UserWarning: of something\n{"healthy": true,\n "findings": []}\nand more\n') == {"healthy": True, "findings": []}
+    assert figures.read_object(
+        'UserWarning: of something\n{"healthy": true,\n "findings": []}\nand more\n'
+    ) == {"healthy": True, "findings": []}
     with pytest.raises(ValueError):
         figures.read_object("nothing")

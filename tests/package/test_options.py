@@ -14,42 +14,108 @@ from elastic_mbs.options import Settings
 from stress.flat_options import grouped
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    *(({"micro_batch_size": value}, f"micro_batch_size={value!r}", "'auto'") for value in (0, -1, 2.0, "8", "Auto", True, None, (4,))),
-    *(({"min_micro_batch_size": value}, f"min_micro_batch_size={value!r}", "at least 1") for value in (0, -3, 1.5, "2", True)),
-    *(({"align": value}, f"align={value!r}", "at least 1") for value in (0, -8, 8.0, None, "8", False)),
-    *(({"max_micro_batch_size": value}, f"max_micro_batch_size={value!r}", "None or a whole number") for value in (0, -1, 4.0, "8", True)),
-    ({"max_micro_batch_size": 3, "min_micro_batch_size": 4}, "max_micro_batch_size=3", "at least min_micro_batch_size=4"),
-    ({"micro_batch_size": 3, "min_micro_batch_size": 4}, "micro_batch_size=3", "outside [min_micro_batch_size=4, max_micro_batch_size=None]"),
-    ({"micro_batch_size": 9, "max_micro_batch_size": 8}, "micro_batch_size=9", "outside [min_micro_batch_size=1, max_micro_batch_size=8]"),
-    *(({"reduction": value}, f"reduction={value!r}", "'mean'") for value in ("none", "Mean", None, ["sum"])),
-    *(({"escalate": value}, f"escalate={value!r}", '("offload", "checkpoint")') for value in ("offload", None, ("swap",), ("offload",) * 2)),
+    *(
+        ({"micro_batch_size": value}, f"micro_batch_size={value!r}", "'auto'")
+        for value in (0, -1, 2.0, "8", "Auto", True, None, (4,))
+    ),
+    *(
+        ({"min_micro_batch_size": value}, f"min_micro_batch_size={value!r}", "at least 1")
+        for value in (0, -3, 1.5, "2", True)
+    ),
+    *(
+        ({"align": value}, f"align={value!r}", "at least 1")
+        for value in (0, -8, 8.0, None, "8", False)
+    ),
+    *(
+        (
+            {"max_micro_batch_size": value},
+            f"max_micro_batch_size={value!r}",
+            "None or a whole number",
+        )
+        for value in (0, -1, 4.0, "8", True)
+    ),
+    (
+        {"max_micro_batch_size": 3, "min_micro_batch_size": 4},
+        "max_micro_batch_size=3",
+        "at least min_micro_batch_size=4",
+    ),
+    (
+        {"micro_batch_size": 3, "min_micro_batch_size": 4},
+        "micro_batch_size=3",
+        "outside [min_micro_batch_size=4, max_micro_batch_size=None]",
+    ),
+    (
+        {"micro_batch_size": 9, "max_micro_batch_size": 8},
+        "micro_batch_size=9",
+        "outside [min_micro_batch_size=1, max_micro_batch_size=8]",
+    ),
+    *(
+        ({"reduction": value}, f"reduction={value!r}", "'mean'")
+        for value in ("none", "Mean", None, ["sum"])
+    ),
+    *(
+        ({"escalate": value}, f"escalate={value!r}", '("offload", "checkpoint")')
+        for value in ("offload", None, ("swap",), ("offload",) * 2)
+    ),
     *(({"replay": value}, f"replay={value!r}", "'isolate'") for value in ("piece", None, True)),
     *(
         ({"accumulate_dtype": value}, f"accumulate_dtype={value!r}", "torch.float32")
         for value in (torch.bfloat16, torch.float16, torch.int32, "float32", float)
     ),
-    ({"scaler": torch.amp.GradScaler("cpu"), "backward": lambda loss: None}, "scaler= and backward=", "leave scaler out"),
-    *(({"wait_for_memory": value}, f"wait_for_memory={value!r}", "at least 0") for value in (-1, -0.5, float("nan"), None, "30")),
+    (
+        {"scaler": torch.amp.GradScaler("cpu"), "backward": lambda loss: None},
+        "scaler= and backward=",
+        "leave scaler out",
+    ),
+    *(
+        ({"wait_for_memory": value}, f"wait_for_memory={value!r}", "at least 0")
+        for value in (-1, -0.5, float("nan"), None, "30")
+    ),
     ({"align": 8, "max_micro_batch_size": 4}, "align=8", "leaves no size"),
-    *(({"monitor_interval": value}, f"monitor_interval={value!r}", "at least 0") for value in (-1.0, "1", float("inf"))),
+    *(
+        ({"monitor_interval": value}, f"monitor_interval={value!r}", "at least 0")
+        for value in (-1.0, "1", float("inf"))
+    ),
     *(({"count": value}, f"count={value!r}", "count_tokens") for value in (3, "labels")),
     *(({"device": value}, str(value), "device") for value in ("nowhere", 3.5)),
-    *(({"generators": value}, "generator", says) for value, says in ((["state"], "str"), ([3], "int"), (7, "no sequence of random generators"))),
+    *(
+        ({"generators": value}, "generator", says)
+        for value, says in (
+            (["state"], "str"),
+            ([3], "int"),
+            (7, "no sequence of random generators"),
+        )
+    ),
     *(({name: 3}, f"{name}=3", "function") for name in ("is_oom", "on_fatal", "backward")),
     *(({"on_event": value}, "on_event", "function") for value in (3, [print, 3])),
     ({"scaler": 2.0}, "scaler=2.0", "GradScaler"),
     ({"sensor": "nvml"}, "sensor='nvml'", "MemorySensor"),
     ({"policy": {"patience": 3}}, "policy={'patience': 3}", "elastic_mbs.Policy"),
     ({"pieces": "by_size"}, "pieces='by_size'", "'by_length'"),
-    *(({"pieces": "by_length", "length": value}, f"length={value!r}", "attention mask") for value in (None, 3.0, True, ["mask"])),
-    *(({"pieces": "by_length", "length": "mask", "trim": {"ids": value}}, f"trim says {value!r}", "or None") for value in ("1", True, 1.0)),
-    *(({name: value}, "length= and trim=", "pieces='by_length'") for name, value in (("length", "mask"), ("trim", {"ids": 1}))),
+    *(
+        ({"pieces": "by_length", "length": value}, f"length={value!r}", "attention mask")
+        for value in (None, 3.0, True, ["mask"])
+    ),
+    *(
+        (
+            {"pieces": "by_length", "length": "mask", "trim": {"ids": value}},
+            f"trim says {value!r}",
+            "or None",
+        )
+        for value in ("1", True, 1.0)
+    ),
+    *(
+        ({name: value}, "length= and trim=", "pieces='by_length'")
+        for name, value in (("length", "mask"), ("trim", {"ids": 1}))
+    ),
     *(({"outputs": value}, f"outputs={value!r}", "'device'") for value in ("gpu", "CPU", True, 1)),
 ]
 
 
 @pytest.mark.parametrize(("options", "value", "way_out"), BAD, ids=[str(case[1]) for case in BAD])
-def test_a_bad_value_is_refused_by_name_with_a_way_out(options: dict[str, Any], value: str, way_out: str) -> None:
+def test_a_bad_value_is_refused_by_name_with_a_way_out(
+    options: dict[str, Any], value: str, way_out: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         ElasticMBS(nn.Linear(1, 1), **grouped(options))
     assert value in str(caught.value)
@@ -57,17 +123,27 @@ def test_a_bad_value_is_refused_by_name_with_a_way_out(options: dict[str, Any], 
 
 
 def test_what_makes_sense_is_accepted_as_it_is() -> None:
-    sizes = {"micro_batch_size": 8, "min_micro_batch_size": 8, "max_micro_batch_size": 8, "align": 8}
+    sizes = {
+        "micro_batch_size": 8,
+        "min_micro_batch_size": 8,
+        "max_micro_batch_size": 8,
+        "align": 8,
+    }
     settings = Settings(**grouped({**sizes, "accumulate_dtype": torch.float64}))
     assert {name: {**vars(settings), **vars(settings.policy)}[name] for name in sizes} == sizes
     assert settings.gradients.accumulate_dtype is torch.float64
 
 
 @given(st.integers(-1, 9), st.integers(-1, 9), st.none() | st.integers(-1, 9))
-def test_sizes_are_accepted_exactly_when_they_are_ordered(size: int, low: int, high: int | None) -> None:
+def test_sizes_are_accepted_exactly_when_they_are_ordered(
+    size: int, low: int, high: int | None
+) -> None:
     sensible = 1 <= low <= size and (high is None or size <= high)
     try:
-        Settings(micro_batch_size=size, policy=Policy(min_micro_batch_size=low, max_micro_batch_size=high))
+        Settings(
+            micro_batch_size=size,
+            policy=Policy(min_micro_batch_size=low, max_micro_batch_size=high),
+        )
     except UsageError:
         assert not sensible
     else:

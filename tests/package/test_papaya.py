@@ -1,4 +1,7 @@
-"""tools/papers/papaya.py works: its figures are there, and what it counts is right. Speed is not asserted here."""
+"""tools/papers/papaya.py works: its figures are there, and what it counts is right.
+
+Speed is not asserted here.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +11,9 @@ import pytest
 from tools.papers import papaya
 
 
-def test_the_comparison_with_papaya_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_comparison_with_papaya_has_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     papaya.main(["gpt", "--quick", "--json", str(figures), "--png", str(picture)])
     assert "PAPAYA: more than 0.97" in capsys.readouterr().out
@@ -21,12 +26,19 @@ def test_the_comparison_with_papaya_has_its_figures(tmp_path: Path, capsys: pyte
         assert choice["measured"].keys() == choice["predicted"].keys() == choice["sizes"].keys()
         assert choice["sizes"]["none"] <= min(choice["sizes"].values())
         assert choice["best"] == min(choice["measured"], key=lambda name: choice["measured"][name])
-        assert choice["picked"] == min(choice["predicted"], key=lambda name: choice["predicted"][name])
+        assert choice["picked"] == min(
+            choice["predicted"], key=lambda name: choice["predicted"][name]
+        )
     assert picture.stat().st_size > 0
 
 
-@pytest.mark.parametrize(("pairs", "r2", "worst"), [([(1.0, 1.0), (2.0, 2.0), (4.0, 4.0)], 1, 0), ([(1.0, 2.0), (3.0, 2.0)], 0, 1)])
-def test_a_prediction_is_held_against_the_measured(pairs: list[tuple[float, float]], r2: float, worst: float) -> None:
+@pytest.mark.parametrize(
+    ("pairs", "r2", "worst"),
+    [([(1.0, 1.0), (2.0, 2.0), (4.0, 4.0)], 1, 0), ([(1.0, 2.0), (3.0, 2.0)], 0, 1)],
+)
+def test_a_prediction_is_held_against_the_measured(
+    pairs: list[tuple[float, float]], r2: float, worst: float
+) -> None:
     fit = papaya.Fit.of(pairs)
     assert (fit.r2, fit.worst) == pytest.approx((r2, worst))
 

@@ -1,4 +1,7 @@
-"""The tables of the source works are made by one command each. What they find takes minutes, and is not asserted here."""
+"""The tables of the source works are made by one command each.
+
+What they find takes minutes, and is not asserted here.
+"""
 
 import json
 from pathlib import Path
@@ -10,14 +13,18 @@ from tools.papers import goyal, mbs, smith
 from tools.papers.common import digits
 
 
-@pytest.mark.parametrize("module", [smith, goyal, mbs], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "module", [smith, goyal, mbs], ids=lambda module: module.__name__.rpartition(".")[2]
+)
 def test_a_small_run_prints_its_table_and_writes_figures_and_a_picture(
     module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mbs, "TIMES", (1, 16))
     monkeypatch.setattr(mbs, "ROUNDS", 1)
     figures, picture = tmp_path / "figures.json", tmp_path / "sub" / "picture.png"
-    assert module.main(["--seeds", "1", "--epochs", "1", "--json", str(figures), "--picture", str(picture)]) in {0, 3}
+    assert module.main(
+        ["--seeds", "1", "--epochs", "1", "--json", str(figures), "--picture", str(picture)]
+    ) in {0, 3}
     assert "paper" in capsys.readouterr().out
     written = json.loads(figures.read_text())
     assert written["paper"]

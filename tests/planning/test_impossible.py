@@ -39,7 +39,9 @@ def test_a_loss_that_needs_values_has_no_plan_and_trains_all_the_same(case: str)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
-def test_an_optimizer_whose_step_cannot_be_traced_is_named(kind: Callable[..., torch.optim.Optimizer]) -> None:
+def test_an_optimizer_whose_step_cannot_be_traced_is_named(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
     model = mlp()
     mbs = elastic(model)
     report = mbs.plan(cross_entropy(model), pairs(), optimizer=kind(model.parameters()))
@@ -47,7 +49,9 @@ def test_an_optimizer_whose_step_cannot_be_traced_is_named(kind: Callable[..., t
     assert mbs.plan(cross_entropy(model), pairs()).reason is None
 
 
-def test_a_loop_too_long_to_trace_is_traced_as_far_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_too_long_to_trace_is_traced_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = nn.Linear(6, 2)
     monkeypatch.setattr("elastic_mbs.planning.timeline.MOST_OPERATIONS", 400)
 
@@ -65,7 +69,9 @@ def test_a_loop_too_long_to_trace_is_traced_as_far_as_it_goes(monkeypatch: pytes
 
 def test_a_model_on_several_devices_has_no_plan() -> None:
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    assert "2 devices" in there(elastic(model).plan(lambda b: model[0](b).mean(), torch.randn(4, 2)).reason)
+    assert "2 devices" in there(
+        elastic(model).plan(lambda b: model[0](b).mean(), torch.randn(4, 2)).reason
+    )
 
 
 def test_mistakes_are_raised_as_in_training() -> None:

@@ -25,9 +25,16 @@ class Restless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop, self.rnn = nn.BatchNorm1d(8, momentum=None), nn.Dropout(0.5), nn.GRU(8, 8)
+        self.norm, self.drop, self.rnn = (
+            nn.BatchNorm1d(8, momentum=None),
+            nn.Dropout(0.5),
+            nn.GRU(8, 8),
+        )
         self.first, self.last = parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 2)
-        self.tied, self.blocks = self.last, nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.tied, self.blocks = (
+            self.last,
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)),
+        )
         self.register_buffer("mean", torch.zeros(8))
         self.mask = torch.ones(8)
         self.calls, self.kept, self.cache = 0, [torch.zeros(1)], {"first": torch.ones(1)}
@@ -49,11 +56,25 @@ def contents(model: nn.Module) -> Iterator[tuple[Any, ...]]:
     """Everything that the modules hold, with the identities, versions and values of the tensors."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            inside = list(value.items() if isinstance(value, dict) else enumerate(value)) if isinstance(value, dict | list) else [("", value)]
+            inside = (
+                list(value.items() if isinstance(value, dict) else enumerate(value))
+                if isinstance(value, dict | list)
+                else [("", value)]
+            )
             yield name, key, id(value), len(inside)
             for each, found in inside:
-                tensors = (found._version, found.detach().clone().tolist(), id(found.grad)) if isinstance(found, Tensor) else ()
-                yield name, key, each, id(found) if isinstance(value, dict | list) else repr(value), *tensors
+                tensors = (
+                    (found._version, found.detach().clone().tolist(), id(found.grad))
+                    if isinstance(found, Tensor)
+                    else ()
+                )
+                yield (
+                    name,
+                    key,
+                    each,
+                    id(found) if isinstance(value, dict | list) else repr(value),
+                    *tensors,
+                )
 
 
 class Subject:
@@ -69,10 +90,28 @@ class Subject:
         return F.cross_entropy(self.model(batch[0]) * self.outside, batch[1])
 
     def state(self) -> Any:
-        optimizer = [(id(p), id(v), v._version, v.tolist()) for p, state in self.optimizer.state.items() for v in state.values()]
-        hosts = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-        groups = [{**group, "params": list(map(id, group["params"]))} for group in self.optimizer.param_groups]
-        return list(contents(self.model)), optimizer, groups, hosts, id(self.outside.grad), self.steps
+        optimizer = [
+            (id(p), id(v), v._version, v.tolist())
+            for p, state in self.optimizer.state.items()
+            for v in state.values()
+        ]
+        hosts = (
+            random.getstate(),
+            numpy.random.get_state()[1].tolist(),
+            torch.get_rng_state().tolist(),
+        )  # type: ignore[index]
+        groups = [
+            {**group, "params": list(map(id, group["params"]))}
+            for group in self.optimizer.param_groups
+        ]
+        return (
+            list(contents(self.model)),
+            optimizer,
+            groups,
+            hosts,
+            id(self.outside.grad),
+            self.steps,
+        )
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
@@ -82,7 +121,9 @@ def test_nothing_of_model_optimizer_and_random_streams_is_changed(trained: bool)
         subject.loss_fn(subject.batch).backward()
         subject.optimizer.step()
     before = subject.state()
-    report = ElasticMBS(subject.model, **quiet()).plan(subject.loss_fn, subject.batch, optimizer=subject.optimizer, budget=2**30, compare=True)
+    report = ElasticMBS(subject.model, **quiet()).plan(
+        subject.loss_fn, subject.batch, optimizer=subject.optimizer, budget=2**30, compare=True
+    )
     assert [report.reason, *(way.reason for way in report.ways)] == 4 * [None]
     assert subject.state() == before
     subject.loss_fn(subject.batch).backward()
@@ -112,13 +153,17 @@ def test_a_plan_takes_no_memory() -> None:
     with MemoryBudget(2**40, track=[model, batch, labels]) as budget:
         before = budget.live
         optimizer = torch.optim.AdamW(model.parameters())
-        report = ElasticMBS(model, **quiet()).plan(lambda b: F.cross_entropy(model(b[0]), b[1]), (batch, labels), optimizer=optimizer)
+        report = ElasticMBS(model, **quiet()).plan(
+            lambda b: F.cross_entropy(model(b[0]), b[1]), (batch, labels), optimizer=optimizer
+        )
         assert report.step > 3 * before / 2
         assert budget.peak - before < 4096
         assert budget.live - before < 4096
 
 
-def test_tensors_that_the_loss_function_keeps_are_refused_because_training_could_not_use_them() -> None:
+def test_tensors_that_the_loss_function_keeps_are_refused_because_training_could_not_use_them() -> (
+    None
+):
     model, kept = nn.Linear(8, 2), []
 
     def loss_fn(batch: Tensor) -> Tensor:
@@ -136,6 +181,11 @@ def test_tensors_that_the_loss_function_keeps_are_refused_because_training_could
 def test_casts_that_an_autocast_around_it_keeps_are_fakes_no_longer() -> None:
     model = nn.Linear(8, 2)
     with torch.autocast("cpu", torch.bfloat16):
-        assert ElasticMBS(model, **quiet()).plan(lambda b: model(b).float().mean(), torch.randn(8, 8)).reason is None
+        assert (
+            ElasticMBS(model, **quiet())
+            .plan(lambda b: model(b).float().mean(), torch.randn(8, 8))
+            .reason
+            is None
+        )
         model(torch.randn(8, 8)).float().mean().backward()
     assert there(model.weight.grad).abs().sum() > 0

@@ -19,14 +19,18 @@ def first_samples(batch: Any, samples: int) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, lambda leaf: leaf[:samples], batch)
 
 
-def plan_of(subject: Subject, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> tuple[PlanReport, PeakModel, int]:
+def plan_of(
+    subject: Subject, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> tuple[PlanReport, PeakModel, int]:
     model, loss_fn, batch = subject
     report = ElasticMBS(model, **quiet(**options)).plan(loss_fn, batch, optimizer=optimizer)
     assert report.reason is None
     return report, there(report.model), sum(leaf[0].numel() for leaf in batch)
 
 
-def real_peaks(budget: MemoryBudget, subject: Subject, sizes: list[int], *, emptied: bool) -> dict[int, int]:
+def real_peaks(
+    budget: MemoryBudget, subject: Subject, sizes: list[int], *, emptied: bool
+) -> dict[int, int]:
     """The peak of forward and backward by size, into empty gradients or into those that are there."""
     model, loss_fn, batch = subject
     found = {}
@@ -41,13 +45,18 @@ def real_peaks(budget: MemoryBudget, subject: Subject, sizes: list[int], *, empt
 
 @pytest.mark.parametrize("emptied", [False, True], ids=["into gradients", "into none"])
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_one_measured_peak_predicts_those_of_sizes_up_to_16_times_as_large(make: Callable[[int], Subject], emptied: bool) -> None:
+def test_one_measured_peak_predicts_those_of_sizes_up_to_16_times_as_large(
+    make: Callable[[int], Subject], emptied: bool
+) -> None:
     torch.manual_seed(0)
-    calibrated = 16 if make is lstm else 4  # of a smaller piece oneDNN's own rounding is a larger part
+    # of a smaller piece oneDNN's own rounding is a larger part
+    calibrated = 16 if make is lstm else 4
     subject = make(16 * calibrated)
     with MemoryBudget(GREAT, track=[subject[0], *subject[2]]) as budget:
         _, planned, elements = plan_of(subject)
-        real = real_peaks(budget, subject, [calibrated * k for k in (1, 2, 3, 5, 8, 12, 16)], emptied=emptied)
+        real = real_peaks(
+            budget, subject, [calibrated * k for k in (1, 2, 3, 5, 8, 12, 16)], emptied=emptied
+        )
     planned.add(calibrated * elements, real.pop(calibrated), first=emptied)
     predicted = {size: there(planned.predict(size * elements, first=emptied)) for size in real}
     errors = {size: predicted[size] / peak - 1 for size, peak in real.items()}
@@ -87,7 +96,10 @@ def test_the_step_and_its_state_are_predicted_before_there_is_any(name: str, tra
         report, planned, elements = plan_of(subject, optimizer)
         for _ in range(2):
             step()
-        assert budget.live == pytest.approx(sum((report.sizes[0].parameters, report.sizes[0].optimizer, report.sizes[0].other)), abs=256)
+        assert budget.live == pytest.approx(
+            sum((report.sizes[0].parameters, report.sizes[0].optimizer, report.sizes[0].other)),
+            abs=256,
+        )
         loss_fn(batch).backward()
         real = peak_of(budget, optimizer.step), peak_of(budget, lambda: loss_fn(batch).backward())
     assert report.step == pytest.approx(real[0], rel=0.01)
@@ -123,7 +135,10 @@ def test_where_operations_differ_from_size_to_size_no_size_takes_more_than_predi
 def test_what_is_isolated_is_counted_twice() -> None:
     subject = gpt(8)
     gradients = sum(leaf.nbytes for leaf in subject[0].parameters())
-    usual, isolated, wide = (plan_of(subject, **options)[1] for options in ({}, {"replay": "isolate"}, {"accumulate_dtype": torch.float64}))
+    usual, isolated, wide = (
+        plan_of(subject, **options)[1]
+        for options in ({}, {"replay": "isolate"}, {"accumulate_dtype": torch.float64})
+    )
     assert there(isolated.predict(10**4)) - there(usual.predict(10**4)) <= gradients
     assert there(isolated.predict(1)) > there(usual.predict(1))
     assert there(wide.predict(1)) - there(isolated.predict(1)) == pytest.approx(gradients, rel=0.01)
@@ -133,7 +148,9 @@ def test_what_is_isolated_is_counted_twice() -> None:
 def test_of_a_short_batch_as_much_is_predicted_as_it_shows(samples: int) -> None:
     subject = mlp(samples)
     report, planned, elements = plan_of(subject)
-    assert [planned_size.size for planned_size in report.sizes] == sorted({samples, -(-samples // 2)}, reverse=True)
+    assert [planned_size.size for planned_size in report.sizes] == sorted(
+        {samples, -(-samples // 2)}, reverse=True
+    )
     assert planned.predict(samples * elements) is not None
     assert (planned.predict(1000 * elements) is None) == (samples == 1)
 

@@ -23,14 +23,21 @@ AT_ONCE: dict[str, Any] = {"monitor_interval": 0, "seed": 0}
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.8, 1.1])
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_the_first_steps_run_at_the_largest_size_that_fits_and_nothing_fails(make: Callable[[int], Subject], share: float) -> None:
+def test_the_first_steps_run_at_the_largest_size_that_fits_and_nothing_fails(
+    make: Callable[[int], Subject], share: float
+) -> None:
     torch.manual_seed(0)
     model, loss_fn, batch = make(48)
     optimizer = torch.optim.AdamW(model.parameters())
     with MemoryBudget(2**40, track=[model, *batch]) as budget:
         mbs = ElasticMBS(model, **grouped(AT_ONCE))
         ends = mbs.plan(loss_fn, batch, optimizer=optimizer).sizes
-        budget.limit = int((there(ends[-1].peak) + share * (there(ends[0].peak) - there(ends[-1].peak))) / 0.95) + 1024
+        budget.limit = (
+            int(
+                (there(ends[-1].peak) + share * (there(ends[0].peak) - there(ends[-1].peak))) / 0.95
+            )
+            + 1024
+        )
         report = mbs.plan(loss_fn, batch, optimizer=optimizer)
         largest = there(report.largest)
         assert largest == 48 if share > 1 else 1 <= largest < 48
@@ -42,10 +49,16 @@ def test_the_first_steps_run_at_the_largest_size_that_fits_and_nothing_fails(mak
             assert len(result.partition) == -(-48 // largest)
         assert budget.ooms == 0
     assert there(report.model).kappa == pytest.approx(1, abs=0.02)
-    assert there(report.model).spread in (UNCHECKED, pytest.approx(0, abs=0.01)), "where one size was measured"
+    assert there(report.model).spread in (UNCHECKED, pytest.approx(0, abs=0.01)), (
+        "where one size was measured"
+    )
     if largest < 48:  # one sample more would not have left the margin free
         size = max(largest + 1, 2)
-        assert not there(report.model).fits(size * (batch[0][0].numel() + batch[1][0].numel()), there(report.usable), first=size == 48)
+        assert not there(report.model).fits(
+            size * (batch[0][0].numel() + batch[1][0].numel()),
+            there(report.usable),
+            first=size == 48,
+        )
 
 
 def test_a_step_after_a_plan_is_the_step_of_that_partition() -> None:
@@ -71,10 +84,14 @@ def worked(x: Tensor) -> list[Tensor]:
 
 @worked.register_fake
 def _(x: Tensor) -> list[Tensor]:
-    return [torch.empty_like(x), x.new_empty(0)]  # as torch's own do whose workspace only the kernel knows
+    # as torch's own do whose workspace only the kernel knows
+    return [torch.empty_like(x), x.new_empty(0)]
 
 
-worked.register_autograd(lambda ctx, grads: 2 * grads[0], setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]))
+worked.register_autograd(
+    lambda ctx, grads: 2 * grads[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
 
 
 def test_a_plan_that_knows_too_little_of_a_kernel_is_corrected_by_the_first_steps() -> None:
@@ -118,7 +135,12 @@ KEY = Key("loss", "train", 3)
 
 
 def controller(**options: Any) -> Controller:
-    return Controller(start=None, policy=Policy(patience=1, jitter=0, seed=0, **options), clock=iter(range(10**6)).__next__, random=random.Random(0))
+    return Controller(
+        start=None,
+        policy=Policy(patience=1, jitter=0, seed=0, **options),
+        clock=iter(range(10**6)).__next__,
+        random=random.Random(0),
+    )
 
 
 def planned_peak(slope: int = 10) -> PeakModel:
@@ -138,16 +160,24 @@ def test_full_speed_is_back_in_one_move_where_the_peak_is_planned() -> None:
     assert sizes == [64, None, None]
 
 
-@pytest.mark.parametrize(("align", "samples", "size", "pieces"), [(1, 7, 7, 1), (4, 7, 7, 1), (4, 23, 10, 3), (4, 23, 0, 6)])
-def test_a_planned_size_is_aligned_and_a_batch_that_fits_is_not_split(align: int, samples: int, size: int, pieces: int) -> None:
+@pytest.mark.parametrize(
+    ("align", "samples", "size", "pieces"),
+    [(1, 7, 7, 1), (4, 7, 7, 1), (4, 23, 10, 3), (4, 23, 0, 6)],
+)
+def test_a_planned_size_is_aligned_and_a_batch_that_fits_is_not_split(
+    align: int, samples: int, size: int, pieces: int
+) -> None:
     control = controller(align=align)
     control.planned(KEY, samples, 8, planned_peak(), size)
     assert -(-samples // control.begin(KEY, samples, 8).size) == pieces
-    other = control.begin(KEY._replace(shape=4), samples, 16)  # of another shape, before any call: no more elements at once
+    # of another shape, before any call: no more elements at once
+    other = control.begin(KEY._replace(shape=4), samples, 16)
     assert other.size <= max(size, align)
 
 
-def test_a_loop_written_out_starts_at_the_planned_size_under_the_name_of_the_function_that_was_planned() -> None:
+def test_a_loop_written_out_starts_at_the_planned_size_under_the_name_of_the_function_that_was_planned() -> (
+    None
+):
     model, _, batch = gpt(12)
 
     def loss_fn(piece: Any) -> Tensor:

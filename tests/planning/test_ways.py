@@ -23,7 +23,9 @@ from tests.helpers.planned import Subject, cnn, gpt, lstm, peak_of, unet
 from tests.helpers.steps import quiet, there
 
 
-def plan_of(subject: Subject, share: float, budget: MemoryBudget, **options: int) -> tuple[ElasticMBS, PlanReport]:
+def plan_of(
+    subject: Subject, share: float, budget: MemoryBudget, **options: int
+) -> tuple[ElasticMBS, PlanReport]:
     """A plan for a budget between the peaks of the smallest size and of the largest."""
     model, loss_fn, batch = subject
     mbs = ElasticMBS(model, **quiet(sensor=budget, **options))
@@ -35,11 +37,22 @@ def plan_of(subject: Subject, share: float, budget: MemoryBudget, **options: int
 def made(way: str, model: nn.Module, piece: Any) -> AbstractContextManager[Any]:
     if way == "offload":
         return OffloadedTensors(lambda: [*model.parameters(), *model.buffers(), *piece])
-    return CheckpointedBlocks([model], RandomStreams((), [])) if way == "checkpoint" else nullcontext()
+    return (
+        CheckpointedBlocks([model], RandomStreams((), [])) if way == "checkpoint" else nullcontext()
+    )
 
 
-@pytest.mark.parametrize(("make", "ways"), [(gpt, ("none", "offload", "checkpoint")), (unet, ("none", "offload")), (cnn, ("none", "offload"))])
-def test_the_largest_size_of_each_way_fits_and_the_next_does_not(make: Callable[[int], Subject], ways: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("make", "ways"),
+    [
+        (gpt, ("none", "offload", "checkpoint")),
+        (unet, ("none", "offload")),
+        (cnn, ("none", "offload")),
+    ],
+)
+def test_the_largest_size_of_each_way_fits_and_the_next_does_not(
+    make: Callable[[int], Subject], ways: tuple[str, ...]
+) -> None:
     torch.manual_seed(0)
     model, loss_fn, batch = subject = make(96)
     with MemoryBudget(2**40, track=[model, *batch]) as budget:
@@ -80,13 +93,18 @@ def test_as_many_bytes_are_moved_as_planned(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_way_that_cannot_be_gone_is_named_with_its_reason() -> None:
     budget = MemoryBudget(2**40)
-    of = {make: {way.name: way.reason or "" for way in plan_of(make(16), 0.5, budget)[1].ways} for make in (cnn, lstm)}
+    of = {
+        make: {way.name: way.reason or "" for way in plan_of(make(16), 0.5, budget)[1].ways}
+        for make in (cnn, lstm)
+    }
     assert "BatchNorm2d changes its buffer" in of[cnn]["checkpoint"]
     assert "has no blocks" in of[lstm]["checkpoint"]
     assert {reasons["offload"] for reasons in of.values()} == {""}
 
 
-def test_the_fastest_is_known_where_one_way_alone_fits_or_nothing_is_split_and_else_from_measured_calls() -> None:
+def test_the_fastest_is_known_where_one_way_alone_fits_or_nothing_is_split_and_else_from_measured_calls() -> (
+    None
+):
     torch.manual_seed(0)
     model, loss_fn, batch = subject = gpt(64)
     budget = MemoryBudget(2**40, track=[model, *batch])
@@ -105,7 +123,9 @@ def test_the_fastest_is_known_where_one_way_alone_fits_or_nothing_is_split_and_e
     seconds = {way.name: there(way.seconds) for way in report.ways}
     assert report.fastest == min(seconds, key=lambda name: seconds[name])
     assert 1 < there(report.ways[2].work) < 1.34
-    assert report.sizes[1].seconds == pytest.approx(there(mbs.model[next(iter(mbs.model))].seconds(32)) * 2)
+    assert report.sizes[1].seconds == pytest.approx(
+        there(mbs.model[next(iter(mbs.model))].seconds(32)) * 2
+    )
     assert f"fastest: {report.fastest}" in str(report)
 
 
@@ -119,11 +139,19 @@ def test_nothing_is_said_of_ways_that_were_not_asked_for() -> None:
 positive = st.floats(0.01, 100)
 
 
-@given(alpha=st.integers(2, 1000), less=st.floats(0.01, 0.99), gamma=positive, more=st.floats(1.01, 5), delta=positive, m=st.integers(1, 50))
+@given(
+    alpha=st.integers(2, 1000),
+    less=st.floats(0.01, 0.99),
+    gamma=positive,
+    more=st.floats(1.01, 5),
+    delta=positive,
+    m=st.integers(1, 50),
+)
 def test_the_fastest_is_the_one_that_the_p_score_against_the_p_point_chooses(
     alpha: int, less: float, gamma: float, more: float, delta: float, m: int
 ) -> None:
-    beta, other = 10**6, max(1, round(m / less))  # the largest size in the same memory, which is all used
+    # the largest size in the same memory, which is all used
+    beta, other = 10**6, max(1, round(m / less))
     capacity, samples = beta + alpha * m, m * other  # whole pieces in both ways
     score = (alpha - alpha * m / other) / (gamma * more - gamma)
     point = (capacity - beta) / delta
@@ -131,20 +159,61 @@ def test_the_fastest_is_the_one_that_the_p_score_against_the_p_point_chooses(
     none, trace = Trace(1, [0], [], flops=10**12), Trace(1, [0], [], flops=round(10**12 * more))
     known = Known((gamma, delta))
     ways = [
-        weighed(Way.NONE, trace=none, none=none, samples=samples, largest=m, pieces=other, before=other, known=known),
-        weighed(Way.CHECKPOINT, trace=trace, none=none, samples=samples, largest=other, pieces=m, before=other, known=known),
+        weighed(
+            Way.NONE,
+            trace=none,
+            none=none,
+            samples=samples,
+            largest=m,
+            pieces=other,
+            before=other,
+            known=known,
+        ),
+        weighed(
+            Way.CHECKPOINT,
+            trace=trace,
+            none=none,
+            samples=samples,
+            largest=other,
+            pieces=m,
+            before=other,
+            known=known,
+        ),
     ]
-    assert PlanReport(samples, ways=tuple(ways)).fastest == ("checkpoint" if score > point else "none")
+    assert PlanReport(samples, ways=tuple(ways)).fastest == (
+        "checkpoint" if score > point else "none"
+    )
     assert (delta / gamma > there(ways[1].pays)) == (score > point)
 
 
 def test_what_is_moved_is_charged_at_the_speed_of_a_copy() -> None:
     none, trace = Trace(2, [0] * 10, [], flops=100), Trace(2, [0] * 20, [], flops=100, moved=1000)
-    way = weighed(Way.OFFLOAD, trace=trace, none=none, samples=8, largest=4, pieces=2, before=4, known=Known((1.0, 3.0), 0.002))
+    way = weighed(
+        Way.OFFLOAD,
+        trace=trace,
+        none=none,
+        samples=8,
+        largest=4,
+        pieces=2,
+        before=4,
+        known=Known((1.0, 3.0), 0.002),
+    )
     assert way == PlannedWay("offload", 4, 2, 1.0, 500, way.seconds, None)
     assert way.seconds == pytest.approx((1.0 + 500 * 0.002) * 8 + 2 * 3.0 * 2)
     for known in (Known(), Known((1.0, 3.0))):
-        assert weighed(Way.OFFLOAD, trace=trace, none=none, samples=8, largest=4, pieces=2, before=4, known=known).seconds is None
+        assert (
+            weighed(
+                Way.OFFLOAD,
+                trace=trace,
+                none=none,
+                samples=8,
+                largest=4,
+                pieces=2,
+                before=4,
+                known=known,
+            ).seconds
+            is None
+        )
 
 
 class Counted(torch.utils._python_dispatch.TorchDispatchMode):
@@ -159,7 +228,9 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kernel", ["oneDNN", "attention"])
-def test_a_kernel_has_as_much_work_as_the_products_that_it_stands_for(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_has_as_much_work_as_the_products_that_it_stands_for(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rnn, x = nn.LSTM(8, 16, 2), torch.randn(5, 3, 8)
     q = torch.randn(2, 4, 8, 16, requires_grad=True)
 
@@ -168,7 +239,9 @@ def test_a_kernel_has_as_much_work_as_the_products_that_it_stands_for(kernel: st
             monkeypatch.setattr("torch.backends.mkldnn.enabled", fused)
             out: Tensor = rnn(x)[0].sum()
         else:
-            out = (F.scaled_dot_product_attention(q, q, q) if fused else (q @ q.mT).softmax(-1) @ q).sum()
+            out = (
+                F.scaled_dot_product_attention(q, q, q) if fused else (q @ q.mT).softmax(-1) @ q
+            ).sum()
         return out
 
     flops = []
@@ -176,6 +249,7 @@ def test_a_kernel_has_as_much_work_as_the_products_that_it_stands_for(kernel: st
         with Counted() as counted:
             step(fused=fused).backward()
         flops.append(counted.flops)
-    # the flash kernel computes its scores a second time in backward, and oneDNN's has the gradient of an input that needs none
+    # the flash kernel computes its scores a second time in backward, and oneDNN's has the gradient
+    # of an input that needs none
     assert flops[0] > 0
     assert 1 <= flops[1] / flops[0] <= 1.25

@@ -36,14 +36,18 @@ EXACT = 1e-12
     replay=st.sampled_from(["auto", "isolate"]),
 )
 @settings(max_examples=80)
-def test_the_gradient_is_the_whole_batchs_whatever_fails(n: int, size: int, at: set[int], warm: bool, full: bool, replay: str) -> None:
+def test_the_gradient_is_the_whole_batchs_whatever_fails(
+    n: int, size: int, at: set[int], warm: bool, full: bool, replay: str
+) -> None:
     case, x = Contrast(), samples(n)
     wanted = case.by_hand(x)
     mbs = elastic(case.model, micro_batch_size=size, replay=replay)
     if warm:
         mbs.backward(case.embed, x, loss=case.over)
         case.zero()
-    start: list[Tensor | None] = [torch.full_like(leaf, 3.0) if full else None for leaf in case.leaves]
+    start: list[Tensor | None] = [
+        torch.full_like(leaf, 3.0) if full else None for leaf in case.leaves
+    ]
     for leaf, grad in zip(case.leaves, start, strict=True):
         leaf.grad = None if grad is None else grad.clone()
     try:
@@ -53,23 +57,38 @@ def test_the_gradient_is_the_whole_batchs_whatever_fails(n: int, size: int, at: 
         assert len(inject.hits) > 1, "one failure can always be recovered from"
         assert off_by(case.leaves, start) == 0
         return
-    total = [grad if before is None or grad is None else grad + before for grad, before in zip(wanted, start, strict=True)]
+    total = [
+        grad if before is None or grad is None else grad + before
+        for grad, before in zip(wanted, start, strict=True)
+    ]
     assert off_by(case.leaves, total) <= EXACT
     assert float(result) == pytest.approx(case.over(case.embed(x)).item(), rel=EXACT)
-    assert [start for start, _ in result.partition] + [n] == [0, *(stop for _, stop in result.partition)]
+    assert [start for start, _ in result.partition] + [n] == [
+        0,
+        *(stop for _, stop in result.partition),
+    ]
 
 
 @pytest.mark.parametrize(
     ("layers", "warm"),
-    [((), False), ((), True), ((nn.Dropout(0.4), nn.Dropout(0.4)), True), ((nn.BatchNorm1d(4), nn.Dropout(0.4)), False)],
+    [
+        ((), False),
+        ((), True),
+        ((nn.Dropout(0.4), nn.Dropout(0.4)), True),
+        ((nn.BatchNorm1d(4), nn.Dropout(0.4)), False),
+    ],
     ids=["cold", "warm", "masks", "statistics"],
 )
 @pytest.mark.no_oom_injection
-def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_from(layers: tuple[nn.Module, ...], warm: bool) -> None:
+def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_from(
+    layers: tuple[nn.Module, ...], warm: bool
+) -> None:
     x, at, hit = samples(8), 0, True
     while hit:
         at += 1
-        case = Contrast(*[type(layer)(4) if isinstance(layer, nn.BatchNorm1d) else layer for layer in layers])
+        case = Contrast(
+            *[type(layer)(4) if isinstance(layer, nn.BatchNorm1d) else layer for layer in layers]
+        )
         mbs = elastic(case.model, micro_batch_size=4)
         if warm:
             mbs.backward(case.embed, x, loss=case.over)
@@ -78,14 +97,21 @@ def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_fro
         torch.manual_seed(7)
         with InjectOOM(at=[at]) as inject:
             result = mbs.backward(case.embed, x, loss=case.over)
-        hit, end, after = bool(inject.hits), Streams.now(), [buffer.clone() for buffer in case.model.buffers()]
+        hit, end, after = (
+            bool(inject.hits),
+            Streams.now(),
+            [buffer.clone() for buffer in case.model.buffers()],
+        )
         found = grads(case.leaves)
         for buffer, value in zip(case.model.buffers(), buffers, strict=True):
             buffer.data.copy_(value)
         torch.manual_seed(7)
         assert off_by(case.leaves, case.by_hand(x, result.partition)) <= EXACT, (at, result)
         assert Streams.now().same(end), "random streams are where one pass leaves them"
-        assert all(torch.allclose(a, b, rtol=EXACT) for a, b in zip(case.model.buffers(), after, strict=True)), "buffers are updated once"
+        assert all(
+            torch.allclose(a, b, rtol=EXACT)
+            for a, b in zip(case.model.buffers(), after, strict=True)
+        ), "buffers are updated once"
         assert found[-1] is not None
     assert at > 60, "the faults have reached the second pass"
 
@@ -98,12 +124,18 @@ def test_a_second_pass_whose_samples_are_independent_is_split_where_it_fails() -
     case.zero()
     result = mbs.backward(embed, x, loss=case.over)
     assert case.sizes == [4, 4, -8, 4, 2, 2, 2, 2]
-    assert (result.partition, result.ooms, result.replayed_samples) == (((0, 2), (2, 4), (4, 6), (6, 8)), 1, 4)
+    assert (result.partition, result.ooms, result.replayed_samples) == (
+        ((0, 2), (2, 4), (4, 6), (6, 8)),
+        1,
+        4,
+    )
 
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("options", [{"layers": (nn.Dropout(0.4),)}, {"replay": "isolate"}])
-def test_a_second_pass_whose_masks_would_be_others_starts_both_again(options: dict[str, Any]) -> None:
+def test_a_second_pass_whose_masks_would_be_others_starts_both_again(
+    options: dict[str, Any],
+) -> None:
     case, x = Contrast(*options.pop("layers", ())), samples(8)
     mbs = elastic(case.model, micro_batch_size=4, **options)
     mbs.backward(case.embed, x, loss=case.over)
@@ -113,7 +145,8 @@ def test_a_second_pass_whose_masks_would_be_others_starts_both_again(options: di
     assert (result.ooms, result.replayed_samples) == (1, 16)
     case.zero()
     mbs = elastic(case.model, micro_batch_size=4, **options)
-    result = mbs.backward(case.embed_failing(FailOn(2)), x, loss=case.over)  # the first pass, whose pieces would be of two sizes
+    # the first pass, whose pieces would be of two sizes
+    result = mbs.backward(case.embed_failing(FailOn(2)), x, loss=case.over)
     assert case.sizes == [4, 4, 2, 2, 2, 2, 2, 2, -8, 2, 2, 2, 2]
     assert (result.ooms, result.replayed_samples) == (1, 12)
 
@@ -157,7 +190,9 @@ def test_several_embedders_with_labels_beside_them(size: int) -> None:
     wanted = grads(leaves)
     for leaf in leaves:
         leaf.grad = None
-    result = ElasticMBS([picture, text], micro_batch_size=size, **quiet()).backward(embed, batch, loss=over)
+    result = ElasticMBS([picture, text], micro_batch_size=size, **quiet()).backward(
+        embed, batch, loss=over
+    )
     assert off_by(leaves, wanted) <= EXACT
     assert float(result) == pytest.approx(over(embed(batch)).item(), rel=EXACT)
 
@@ -167,7 +202,10 @@ def test_padded_texts_in_pieces_by_length() -> None:
     """A vector per token: the gradient of a piece is cut to the length that its samples were trimmed to."""
     model = nn.Embedding(20, 4).double()
     mask = (torch.arange(6) < torch.tensor([2, 6, 1, 4, 3])[:, None]).long()
-    batch = {"ids": torch.randint(1, 20, (5, 6), generator=torch.Generator().manual_seed(0)) * mask, "mask": mask}
+    batch = {
+        "ids": torch.randint(1, 20, (5, 6), generator=torch.Generator().manual_seed(0)) * mask,
+        "mask": mask,
+    }
 
     def embed(b: dict[str, Tensor]) -> Tensor:
         found: Tensor = model(b["ids"]).tanh() * b["mask"][..., None]
@@ -179,7 +217,9 @@ def test_padded_texts_in_pieces_by_length() -> None:
     over(embed(batch)).backward()
     wanted = grads(model)
     model.zero_grad()
-    result = elastic(model, micro_batch_size=2, pieces="by_length", length="mask").backward(embed, batch, loss=over)
+    result = elastic(model, micro_batch_size=2, pieces="by_length", length="mask").backward(
+        embed, batch, loss=over
+    )
     assert len(result.partition) > 1
     assert off_by(model, wanted) <= EXACT
 
@@ -198,7 +238,9 @@ def test_on_a_device_the_gradient_is_the_whole_batchs(device: torch.device) -> N
 # ---------------------------------------------------------------------- no trace
 
 
-def failing(at: str, error: BaseException, case: Contrast) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def failing(
+    at: str, error: BaseException, case: Contrast
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """The case's functions, of which one fails: in the first pass, the loss, or the second pass."""
     fails = FailOn(*({"first": (2,), "second": (4,)}.get(at, ())), error=lambda: error)
 
@@ -217,9 +259,15 @@ def failing(at: str, error: BaseException, case: Contrast) -> tuple[Callable[[Te
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("at", ["first", "loss", "second"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine"), torch.OutOfMemoryError("CUDA out of memory.")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), ValueError("mine"), torch.OutOfMemoryError("CUDA out of memory.")],
+    ids=repr,
+)
 @pytest.mark.parametrize("full", [False, True])
-def test_an_error_anywhere_leaves_everything_as_it_was(at: str, error: BaseException, full: bool) -> None:
+def test_an_error_anywhere_leaves_everything_as_it_was(
+    at: str, error: BaseException, full: bool
+) -> None:
     case, x = Contrast(nn.BatchNorm1d(4), nn.Dropout(0.4)), samples(8)
     events: list[Event] = []
     mbs = elastic(case.model, micro_batch_size=4, min_micro_batch_size=4, on_event=events.append)
@@ -229,8 +277,16 @@ def test_an_error_anywhere_leaves_everything_as_it_was(at: str, error: BaseExcep
     buffers, streams = [buffer.clone() for buffer in case.model.buffers()], Streams.now()
     embed, over = failing(at, error, case)
     if isinstance(error, torch.OutOfMemoryError):  # for good
-        embed = case.embed if at == "loss" else case.embed_failing(FailOn(*range(2 if at == "first" else 3, 99), error=lambda: error))
-    with pytest.raises(MicroBatchFloorError if isinstance(error, torch.OutOfMemoryError) else type(error)) as caught:
+        embed = (
+            case.embed
+            if at == "loss"
+            else case.embed_failing(
+                FailOn(*range(2 if at == "first" else 3, 99), error=lambda: error)
+            )
+        )
+    with pytest.raises(
+        MicroBatchFloorError if isinstance(error, torch.OutOfMemoryError) else type(error)
+    ) as caught:
         mbs.backward(embed, x, loss=over)
     assert off_by(case.leaves, before) == 0
     assert all(leaf.grad is grad for leaf, grad in zip(case.leaves, objects, strict=True))
@@ -281,5 +337,7 @@ def test_a_view_of_all_states_does_not_keep_them() -> None:
         kept.append(z.untyped_storage().nbytes())
         return (z @ z.T).mean()
 
-    elastic(model, micro_batch_size=8).backward(lambda b: model(b[:, None].expand(-1, 50, -1))[:, 0], samples(8), loss=over)
+    elastic(model, micro_batch_size=8).backward(
+        lambda b: model(b[:, None].expand(-1, 50, -1))[:, 0], samples(8), loss=over
+    )
     assert kept == [8 * 4 * 8]

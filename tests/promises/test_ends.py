@@ -10,11 +10,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, Headroom, MemoryBudget, MemoryOptions, MicroBatchFloorError, Policy, Unavailable
+from elastic_mbs import (
+    ElasticMBS,
+    Headroom,
+    MemoryBudget,
+    MemoryOptions,
+    MicroBatchFloorError,
+    Policy,
+    Unavailable,
+)
 from elastic_mbs.events import Event, OutOfMemory, Resized, WaitingForMemory
 from elastic_mbs.memory import NoSensor, Reading
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, off_by, pairs, through, whole_gradient
+from tests.helpers.steps import (
+    FailOn,
+    Pair,
+    cross_entropy,
+    elastic,
+    failing,
+    mlp,
+    off_by,
+    pairs,
+    through,
+    whole_gradient,
+)
 
 pytestmark = pytest.mark.injectable
 
@@ -23,7 +42,12 @@ MIB = 1024**2
 
 
 def _always(requested: str = "2.00 GiB") -> FailOn:
-    return FailOn(*range(1, 1000), error=lambda: torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {requested}. GPU 0 has …"))
+    return FailOn(
+        *range(1, 1000),
+        error=lambda: torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {requested}. GPU 0 has …"
+        ),
+    )
 
 
 class _Scripted:
@@ -54,9 +78,13 @@ def _with_sleep(mbs: ElasticMBS) -> list[float]:
 # ---------------------------------------------------------------------- caps
 
 
-@pytest.mark.parametrize(("n", "size", "attempts"), [(8, 8, 5), (8, 1, 2), (1, 1, 2), (64, 64, 8), (13, 13, 5)])
+@pytest.mark.parametrize(
+    ("n", "size", "attempts"), [(8, 8, 5), (8, 1, 2), (1, 1, 2), (64, 64, 8), (13, 13, 5)]
+)
 @pytest.mark.parametrize("door", DOORS)
-def test_persistent_out_of_memory_ends_after_one_attempt_per_halving_and_one_more(door: int, n: int, size: int, attempts: int) -> None:
+def test_persistent_out_of_memory_ends_after_one_attempt_per_halving_and_one_more(
+    door: int, n: int, size: int, attempts: int
+) -> None:
     model, fail = mlp(), _always()
     mbs = elastic(model, micro_batch_size=size)
     naps = _with_sleep(mbs)
@@ -67,8 +95,12 @@ def test_persistent_out_of_memory_ends_after_one_attempt_per_halving_and_one_mor
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize(("minimum", "align", "attempts"), [(4, 1, 3), (1, 4, 3), (3, 4, 3), (16, 1, 2)])
-def test_the_floor_is_the_smallest_allowed_micro_batch(minimum: int, align: int, attempts: int) -> None:
+@pytest.mark.parametrize(
+    ("minimum", "align", "attempts"), [(4, 1, 3), (1, 4, 3), (3, 4, 3), (16, 1, 2)]
+)
+def test_the_floor_is_the_smallest_allowed_micro_batch(
+    minimum: int, align: int, attempts: int
+) -> None:
     model, fail, sizes = mlp(), _always(), []
 
     def loss_fn(b: Pair) -> Tensor:
@@ -76,7 +108,9 @@ def test_the_floor_is_the_smallest_allowed_micro_batch(minimum: int, align: int,
         fail()
         raise AssertionError("it always fails")
 
-    mbs = elastic(model, micro_batch_size=max(minimum, 8), min_micro_batch_size=minimum, align=align)
+    mbs = elastic(
+        model, micro_batch_size=max(minimum, 8), min_micro_batch_size=minimum, align=align
+    )
     with pytest.raises(MicroBatchFloorError):
         mbs.backward(loss_fn, pairs(8))
     assert len(sizes) == attempts
@@ -89,7 +123,9 @@ def test_the_floor_is_the_smallest_allowed_micro_batch(minimum: int, align: int,
 def test_replays_from_the_start_are_capped(door: int, name: str) -> None:
     """Backward always fails at the last leaf, so that the batch is replayed from its start where a piece alone cannot be."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5) if name == "dropout" else nn.Tanh(), nn.Linear(8, 4)).double()
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Dropout(0.5) if name == "dropout" else nn.Tanh(), nn.Linear(8, 4)
+    ).double()
     events, started = list[Event](), [0]
 
     def fail(grad: Tensor) -> None:
@@ -119,13 +155,21 @@ def test_replays_from_the_start_are_capped(door: int, name: str) -> None:
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
-def test_a_sample_that_cannot_be_run_ends_the_batch_at_the_second_replay_from_its_start(door: int) -> None:
+def test_a_sample_that_cannot_be_run_ends_the_batch_at_the_second_replay_from_its_start(
+    door: int,
+) -> None:
     """The pieces before it commit again each time, which is no progress: 45 replays of nearly the whole batch were made."""
     torch.manual_seed(0)
-    model, batch, bad = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double(), pairs(64), 40
+    model, batch, bad = (
+        nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double(),
+        pairs(64),
+        40,
+    )
     events, runs, poor = list[Event](), [0], [False]
 
-    def fail(grad: Tensor) -> None:  # at the last leaf, when the others have committed: dropout then leaves no way but from the start
+    # at the last leaf, when the others have committed: dropout then leaves no way but from the
+    # start
+    def fail(grad: Tensor) -> None:
         if poor[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -187,16 +231,31 @@ def test_bookkeeping_that_runs_out_of_memory_is_tried_three_times() -> None:
 # ---------------------------------------------------------------------- the error at the floor
 
 
-def test_the_error_at_the_floor_tells_what_was_asked_what_is_free_who_holds_the_rest_and_the_ways_out() -> None:
+def test_the_error_at_the_floor_tells_what_was_asked_what_is_free_who_holds_the_rest_and_the_ways_out() -> (
+    None
+):
     model, called = mlp(), list[Exception]()
     sensor = _Scripted(_room(free=100 * MIB, others=300 * MIB))
-    mbs = elastic(model, micro_batch_size=8, sensor=sensor, min_micro_batch_size=2, on_fatal=called.append)
+    mbs = elastic(
+        model, micro_batch_size=8, sensor=sensor, min_micro_batch_size=2, on_fatal=called.append
+    )
     with pytest.raises(MicroBatchFloorError) as caught:
         mbs.backward(failing(model, _always("512.00 MiB")), pairs(8))
     text = str(caught.value)
-    for part in ("512.0 MiB", "100.0 MiB", "1.0 GiB", "300.0 MiB", "micro-batch of 2", "min_micro_batch_size", "checkpointing", "CUDA out of memory"):
+    for part in (
+        "512.0 MiB",
+        "100.0 MiB",
+        "1.0 GiB",
+        "300.0 MiB",
+        "micro-batch of 2",
+        "min_micro_batch_size",
+        "checkpointing",
+        "CUDA out of memory",
+    ):
         assert part in text, part
-    assert isinstance(caught.value, torch.OutOfMemoryError), "handlers for out-of-memory that are there already see it"
+    assert isinstance(caught.value, torch.OutOfMemoryError), (
+        "handlers for out-of-memory that are there already see it"
+    )
     assert called == [caught.value]
     assert caught.value.__context__ is None
     assert caught.value.__cause__ is None
@@ -204,7 +263,12 @@ def test_the_error_at_the_floor_tells_what_was_asked_what_is_free_who_holds_the_
 
 def test_a_request_larger_than_the_device_is_not_waited_for() -> None:
     model, fail = mlp(), _always("2.00 TiB")
-    mbs = elastic(model, micro_batch_size=1, sensor=_Scripted(_room(free=0, others=900 * MIB)), wait_for_memory=60)
+    mbs = elastic(
+        model,
+        micro_batch_size=1,
+        sensor=_Scripted(_room(free=0, others=900 * MIB)),
+        wait_for_memory=60,
+    )
     naps = _with_sleep(mbs)
     with pytest.raises(MicroBatchFloorError, match="larger than the whole device"):
         mbs.backward(failing(model, fail), pairs(2))
@@ -217,7 +281,13 @@ def test_a_request_larger_than_the_device_is_not_waited_for() -> None:
 @pytest.mark.parametrize("door", DOORS)
 def test_waits_for_memory_that_others_hold_up_to_a_limit(door: int) -> None:
     model, fail, events = mlp(), _always("1.00 MiB"), list[Event]()
-    mbs = elastic(model, micro_batch_size=2, sensor=_Scripted(_room(free=0, others=900 * MIB)), wait_for_memory=3.0, on_event=events.append)
+    mbs = elastic(
+        model,
+        micro_batch_size=2,
+        sensor=_Scripted(_room(free=0, others=900 * MIB)),
+        wait_for_memory=3.0,
+        on_event=events.append,
+    )
     naps = _with_sleep(mbs)
     with pytest.raises(MicroBatchFloorError):
         through(door, mbs, failing(model, fail), pairs(4))
@@ -274,7 +344,14 @@ def test_the_waits_of_one_call_share_one_limit() -> None:
     assert fail.count <= 50
 
 
-@pytest.mark.parametrize("sensor", [NoSensor("none"), _Scripted(OSError("driver gone")), _Scripted(_room(free=900 * MIB, others=0))])
+@pytest.mark.parametrize(
+    "sensor",
+    [
+        NoSensor("none"),
+        _Scripted(OSError("driver gone")),
+        _Scripted(_room(free=900 * MIB, others=0)),
+    ],
+)
 def test_does_not_wait_where_nobody_else_holds_memory_or_nobody_can_tell(sensor: _Scripted) -> None:
     model = mlp()
     mbs = elastic(model, micro_batch_size=2, sensor=sensor, wait_for_memory=600.0)
@@ -289,7 +366,14 @@ def test_does_not_wait_where_nobody_else_holds_memory_or_nobody_can_tell(sensor:
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize(
-    "death", [OSError("driver gone"), Unavailable("unplugged"), "nonsense", None, lambda reading: replace(reading, doubt="lost")]
+    "death",
+    [
+        OSError("driver gone"),
+        Unavailable("unplugged"),
+        "nonsense",
+        None,
+        lambda reading: replace(reading, doubt="lost"),
+    ],
 )
 def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None:
     model, batch, events = nn.Linear(6, 4).double(), pairs(64), list[Event]()
@@ -334,7 +418,9 @@ def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None
             shrunk = mbs.backward(cross_entropy(model), batch)
         assert shrunk.ooms == 1
         assert [type(event).__name__ for event in events].count("SensorLost") == 1
-        assert isinstance(mbs.headroom, Headroom) is callable(death), "a reading in doubt stays usable"
+        assert isinstance(mbs.headroom, Headroom) is callable(death), (
+            "a reading in doubt stays usable"
+        )
         sensor.dead = False
         assert calls(30)[-1] > shrunk.micro_batch_size
         assert [type(event).__name__ for event in events].count("SensorBack") == 1
@@ -352,7 +438,9 @@ def test_a_sensor_that_hangs_does_not_hold_up_a_step() -> None:
             assert done.wait(120)  # a step that waited for this would wait for itself
             return Unavailable("slow")
 
-    with ElasticMBS(model, micro_batch_size=4, memory=MemoryOptions(sensor=Hanging(), monitor_interval=0.01)) as mbs:
+    with ElasticMBS(
+        model, micro_batch_size=4, memory=MemoryOptions(sensor=Hanging(), monitor_interval=0.01)
+    ) as mbs:
         assert reading.wait(120)
         mbs.backward(cross_entropy(model), batch)
         done.set()
@@ -367,14 +455,22 @@ def test_memory_is_read_right_after_a_failure_and_not_when_the_next_reading_is_d
     class Neighbour:
         def read(self) -> Reading:
             readings.append(spike.is_set())
-            return Headroom(free=1 if spike.is_set() else 100, total=100, held_by_others=0, source="test", at=0.0)
+            return Headroom(
+                free=1 if spike.is_set() else 100,
+                total=100,
+                held_by_others=0,
+                source="test",
+                at=0.0,
+            )
 
     def wait_for(count: int) -> None:
         deadline = time.monotonic() + 120
         while len(readings) < count and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    with ElasticMBS(model, micro_batch_size=4, memory=MemoryOptions(sensor=Neighbour(), monitor_interval=3600)) as mbs:
+    with ElasticMBS(
+        model, micro_batch_size=4, memory=MemoryOptions(sensor=Neighbour(), monitor_interval=3600)
+    ) as mbs:
         mbs.backward(cross_entropy(model), batch)
         model.zero_grad()
         wait_for(1)

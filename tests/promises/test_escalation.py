@@ -26,30 +26,47 @@ WAYS = [("offload",), ("checkpoint",), ("checkpoint", "offload")]
 
 
 def block(width: int = WIDTH) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.2))
+    return nn.Sequential(
+        nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.2)
+    )
 
 
 def deep(device: torch.device | str = "cpu", *more: nn.Module, blocks: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(block() for _ in range(blocks)), *more), nn.Linear(WIDTH, 4)).double().to(device)
+    return (
+        nn.Sequential(
+            nn.Linear(8, WIDTH),
+            nn.Sequential(*(block() for _ in range(blocks)), *more),
+            nn.Linear(WIDTH, 4),
+        )
+        .double()
+        .to(device)
+    )
 
 
 def long_samples(device: torch.device | str = "cpu", samples: int = 4, length: int = 8) -> Pair:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, length, 8, dtype=torch.float64, generator=generator)
-    return x.to(device), torch.randn(samples, length, 4, dtype=torch.float64, generator=generator).to(device)
+    return x.to(device), torch.randn(
+        samples, length, 4, dtype=torch.float64, generator=generator
+    ).to(device)
 
 
 def loss_of(model: nn.Module) -> Callable[[Pair], Tensor]:
     return lambda batch: (model(batch[0]) - batch[1]).square().mean()
 
 
-def by_hand(model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]) -> tuple[list[Tensor | None], Tensor]:
+def by_hand(
+    model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]
+) -> tuple[list[Tensor | None], Tensor]:
     """The gradient of a hand-written accumulation from the seed, and the random stream after it."""
     model.zero_grad()
     torch.manual_seed(5)
     for start, stop in partition:
-        (loss_of(model)((batch[0][start:stop], batch[1][start:stop])) * ((stop - start) / len(batch[0]))).backward()
+        (
+            loss_of(model)((batch[0][start:stop], batch[1][start:stop]))
+            * ((stop - start) / len(batch[0]))
+        ).backward()
     found = grads(model)
     model.zero_grad()
     return found, stream(batch[0].device)
@@ -72,7 +89,9 @@ def ways_of(events: list[Event]) -> list[str]:
     return [event.by for event in events if isinstance(event, Escalated)]
 
 
-def escalated(model: nn.Module, escalate: tuple[str, ...], batch: Pair, door: int = 1, **options: Any) -> tuple[ElasticMBS, Callable[[Pair], Tensor]]:
+def escalated(
+    model: nn.Module, escalate: tuple[str, ...], batch: Pair, door: int = 1, **options: Any
+) -> tuple[ElasticMBS, Callable[[Pair], Tensor]]:
     """A runtime that has been through a batch whose samples did not fit until all of `escalate` was in use, and its loss function."""
     events: list[Event] = []
     run = loss_of(model)
@@ -93,13 +112,17 @@ def escalated(model: nn.Module, escalate: tuple[str, ...], batch: Pair, door: in
 
 
 @pytest.mark.parametrize("escalate", WAYS)
-def test_a_model_whose_single_sample_does_not_fit_trains_with_the_exact_gradient(device: torch.device, escalate: tuple[str, ...]) -> None:
+def test_a_model_whose_single_sample_does_not_fit_trains_with_the_exact_gradient(
+    device: torch.device, escalate: tuple[str, ...]
+) -> None:
     model, batch = deep(device), long_samples(device, 2, 2**15 if device.type == "cuda" else 2**10)
     events: list[Event] = []
     with Room(device, model) as room:
         need = need_of_one(room, model, batch)
         room.allow(int(0.5 * need if len(escalate) == 1 else 0.25 * need))
-        with pytest.raises(MicroBatchFloorError, match=r'RecoveryOptions\(escalate=\("offload", "checkpoint"\)\)'):
+        with pytest.raises(
+            MicroBatchFloorError, match=r'RecoveryOptions\(escalate=\("offload", "checkpoint"\)\)'
+        ):
             elastic(model).backward(loss_of(model), batch)
         mbs = elastic(model, escalate=escalate, on_event=events.append)
         torch.manual_seed(5)
@@ -120,7 +143,15 @@ def test_sizes_grow_again_with_what_fits_now(device: torch.device) -> None:
     with Room(device, model) as room:
         need = need_of_one(room, model, batch)
         room.allow(int(0.9 * need))
-        growing = {"grow": True, "patience": 1, "jitter": 0.0, "cooldown": 0.0, "min_gain": 0.0, "margin": 0.0, "sensor": None}
+        growing = {
+            "grow": True,
+            "patience": 1,
+            "jitter": 0.0,
+            "cooldown": 0.0,
+            "min_gain": 0.0,
+            "margin": 0.0,
+            "sensor": None,
+        }
         with elastic(model, escalate=("offload",), **growing) as mbs:
             sizes = []
             for _ in range(8):
@@ -158,12 +189,17 @@ def test_an_evaluation_is_not_escalated_and_what_was_tried_is_named() -> None:
     with InjectOOM(always_from=2), pytest.raises(MicroBatchFloorError, match="does not fit\\. "):
         mbs.eval(lambda piece: model(piece[0]), batch)
     assert not ways_of(events)
-    with InjectOOM(always_from=20), pytest.raises(MicroBatchFloorError, match="not even with checkpoint and offload"):
+    with (
+        InjectOOM(always_from=20),
+        pytest.raises(MicroBatchFloorError, match="not even with checkpoint and offload"),
+    ):
         mbs.backward(loss_of(model), batch)
     assert ways_of(events) == ["checkpoint", "offload"]
 
 
-def test_only_what_would_be_gone_otherwise_goes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_would_be_gone_otherwise_goes_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gone: list[Tensor] = []
     slot = offload.HostSlot
 
@@ -182,8 +218,13 @@ def test_only_what_would_be_gone_otherwise_goes_to_the_host(monkeypatch: pytest.
     assert not kept & {tensor.untyped_storage().data_ptr() for tensor in gone}
 
 
-@pytest.mark.parametrize("layer", [lambda: nn.BatchNorm1d(8), lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))])
-def test_a_block_that_changes_its_buffers_is_not_checkpointed_but_refused(layer: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: nn.BatchNorm1d(8), lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))],
+)
+def test_a_block_that_changes_its_buffers_is_not_checkpointed_but_refused(
+    layer: Callable[[], nn.Module],
+) -> None:
     """It would change them twice for each piece: the running statistics would not be those of the batch."""
     model, batch = deep("cpu", layer()), long_samples()
     before = copy.deepcopy(model.state_dict())
@@ -232,7 +273,9 @@ def test_a_model_that_offers_checkpointing_is_asked_for_it_while_it_runs() -> No
     """As those of transformers do."""
     model, batch, calls = deep(blocks=1), long_samples(), list[str]()
     model.register_forward_hook(lambda *_: calls.append("ran"))
-    vars(model)["gradient_checkpointing_enable"] = lambda gradient_checkpointing_kwargs: calls.append("on")
+    vars(model)["gradient_checkpointing_enable"] = lambda gradient_checkpointing_kwargs: (
+        calls.append("on")
+    )
     vars(model)["gradient_checkpointing_disable"] = lambda: calls.append("off")
     mbs, _ = escalated(model, ("checkpoint",), batch)
     assert calls == ["on", "ran", "off"] * 4
@@ -242,7 +285,9 @@ def test_a_model_that_offers_checkpointing_is_asked_for_it_while_it_runs() -> No
 
 def test_the_blocks_are_the_children_of_the_longest_list() -> None:
     inner = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
-    assert blocks_of(nn.ModuleList([inner, nn.Sequential(*[nn.ReLU() for _ in range(9)])]).modules()) == list(inner)
+    assert blocks_of(
+        nn.ModuleList([inner, nn.Sequential(*[nn.ReLU() for _ in range(9)])]).modules()
+    ) == list(inner)
     model = nn.Sequential(nn.Embedding(1000, 4), inner, nn.Linear(4, 1000))
     assert blocks_of(model.modules()) == list(model)  # of two as long the one with more parameters
     assert blocks_of([nn.Linear(1, 1)]) == []

@@ -15,7 +15,19 @@ from torch.nn import functional
 from elastic_mbs import MemoryBudget, count_tokens
 from elastic_mbs.testing import InjectOOM
 from stress.exhaustive import Operations, builtin, run
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, grads, loop, mlp, off_by, pairs, through, whole_gradient
+from tests.helpers.steps import (
+    FailOn,
+    Pair,
+    cross_entropy,
+    elastic,
+    grads,
+    loop,
+    mlp,
+    off_by,
+    pairs,
+    through,
+    whole_gradient,
+)
 
 pytestmark = pytest.mark.injectable
 
@@ -29,20 +41,34 @@ EXACT = 1e-12
     size=st.integers(1, 20),
     minimum=st.integers(1, 4),
     align=st.integers(1, 4),
-    counts=st.lists(st.one_of(st.integers(0, 5), st.sampled_from([0.0, 0.25, 1.5, 3.7])), min_size=1, max_size=17).filter(any),
+    counts=st.lists(
+        st.one_of(st.integers(0, 5), st.sampled_from([0.0, 0.25, 1.5, 3.7])),
+        min_size=1,
+        max_size=17,
+    ).filter(any),
     door=st.sampled_from(DOORS),
 )
 @settings(max_examples=60)
-def test_every_split_gives_the_whole_batchs_gradient(size: int, minimum: int, align: int, counts: list[float], door: int) -> None:
+def test_every_split_gives_the_whole_batchs_gradient(
+    size: int, minimum: int, align: int, counts: list[float], door: int
+) -> None:
     model = mlp()
     x, y = pairs(len(counts))
     batch = {"x": x, "y": y, "w": torch.tensor(counts, dtype=torch.float64)}
 
     def loss(net: nn.Module, b: dict[str, Tensor]) -> Tensor:
         # 0/0 for a piece without counts
-        return (functional.cross_entropy(net(b["x"]), b["y"], reduction="none") * b["w"]).sum() / b["w"].sum()
+        return (functional.cross_entropy(net(b["x"]), b["y"], reduction="none") * b["w"]).sum() / b[
+            "w"
+        ].sum()
 
-    mbs = elastic(model, micro_batch_size=max(size, minimum), min_micro_batch_size=minimum, align=align, count=lambda b: b["w"])
+    mbs = elastic(
+        model,
+        micro_batch_size=max(size, minimum),
+        min_micro_batch_size=minimum,
+        align=align,
+        count=lambda b: b["w"],
+    )
     result = through(door, mbs, lambda b: loss(model, b), batch)
     assert off_by(model, whole_gradient(model, lambda net: loss(net, batch))) <= EXACT
     assert float(result) == pytest.approx(loss(model, batch).item(), rel=1e-12)
@@ -51,24 +77,35 @@ def test_every_split_gives_the_whole_batchs_gradient(size: int, minimum: int, al
 
 @pytest.mark.no_oom_injection
 @given(
-    name=st.sampled_from(["mlp", "gpt_tied", "two_losses", "guests", "sparse_embedding", "routed_experts"]),
+    name=st.sampled_from(
+        ["mlp", "gpt_tied", "two_losses", "guests", "sparse_embedding", "routed_experts"]
+    ),
     at=st.sets(st.integers(1, 120), min_size=1, max_size=3),
     warm=st.booleans(),
     door=st.sampled_from(DOORS),
 )
 @settings(max_examples=40)
-def test_failures_at_any_operations_give_the_whole_batchs_gradient(name: str, at: set[int], warm: bool, door: int) -> None:
+def test_failures_at_any_operations_give_the_whole_batchs_gradient(
+    name: str, at: set[int], warm: bool, door: int
+) -> None:
     first, *others = sorted(at)
     faults = Operations(first, tuple(n - first for n in others))
     outcome = run(builtin(name), faults, warm=warm, call="backward" if door == 1 else "loop")
     assert not outcome.found, outcome
-    assert outcome.error is None or (outcome.error == "MicroBatchFloorError" and len(outcome.hits) == 3)  # 4 → 2 → 1, and once more
+    # 4 → 2 → 1, and once more
+    assert outcome.error is None or (
+        outcome.error == "MicroBatchFloorError" and len(outcome.hits) == 3
+    )
 
 
 @pytest.mark.no_oom_injection
-@given(fractions=st.lists(st.floats(0.02, 1.1), min_size=1, max_size=6), door=st.sampled_from(DOORS))
+@given(
+    fractions=st.lists(st.floats(0.02, 1.1), min_size=1, max_size=6), door=st.sampled_from(DOORS)
+)
 @settings(max_examples=25)
-def test_moving_memory_limits_give_the_whole_batchs_gradient(fractions: list[float], door: int) -> None:
+def test_moving_memory_limits_give_the_whole_batchs_gradient(
+    fractions: list[float], door: int
+) -> None:
     model, batch = mlp(width=64), pairs(32)
     wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
     loss_fn = cross_entropy(model)
@@ -126,27 +163,50 @@ def test_token_counts_weigh_labels_and_not_samples(door: int, shift: bool) -> No
 @pytest.mark.parametrize("door", DOORS)
 def test_each_of_several_losses_is_weighed_by_its_own_count(door: int) -> None:
     model, (x, y) = mlp(), pairs(10)
-    batch = {"x": x, "y": y, "words": torch.tensor([0, 0, 0, 0, 4, 1, 0, 2, 9, 3]), "mask": torch.arange(10) % 3 == 0}
+    batch = {
+        "x": x,
+        "y": y,
+        "words": torch.tensor([0, 0, 0, 0, 4, 1, 0, 2, 9, 3]),
+        "mask": torch.arange(10) % 3 == 0,
+    }
 
     def losses(net: nn.Module, b: dict[str, Tensor]) -> dict[str, Tensor]:
         each = functional.cross_entropy(net(b["x"]), b["y"], reduction="none")
-        return {"words": (each * b["words"]).sum() / b["words"].sum(), "masked": each[b["mask"]].square().mean(), "plain": net(b["x"]).pow(2).mean()}
+        return {
+            "words": (each * b["words"]).sum() / b["words"].sum(),
+            "masked": each[b["mask"]].square().mean(),
+            "plain": net(b["x"]).pow(2).mean(),
+        }
 
     count = {"words": lambda b: b["words"], "masked": lambda b: b["mask"].long(), "plain": None}
-    result = through(door, elastic(model, micro_batch_size=2, count=count), lambda b: losses(model, b), batch)
-    assert off_by(model, whole_gradient(model, lambda net: torch.stack(list(losses(net, batch).values())).sum())) <= EXACT
-    assert float(result) == pytest.approx(sum(value.item() for value in losses(model, batch).values()), rel=1e-12)
+    result = through(
+        door, elastic(model, micro_batch_size=2, count=count), lambda b: losses(model, b), batch
+    )
+    assert (
+        off_by(
+            model,
+            whole_gradient(model, lambda net: torch.stack(list(losses(net, batch).values())).sum()),
+        )
+        <= EXACT
+    )
+    assert float(result) == pytest.approx(
+        sum(value.item() for value in losses(model, batch).values()), rel=1e-12
+    )
 
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_a_sum_normalised_by_the_batchs_total_is_exact(door: int) -> None:
     model, batch = mlp(), pairs(11)
-    mbs = elastic(model, micro_batch_size=3, reduction="sum", count=lambda b: torch.arange(len(b[0])))
+    mbs = elastic(
+        model, micro_batch_size=3, reduction="sum", count=lambda b: torch.arange(len(b[0]))
+    )
 
     def loss(net: nn.Module, b: Pair, first: int, total: Any) -> Tensor:
         weights = torch.arange(first, first + len(b[0]), dtype=torch.float64)
-        value: Tensor = (functional.cross_entropy(net(b[0]), b[1], reduction="none") * weights).sum() / total
+        value: Tensor = (
+            functional.cross_entropy(net(b[0]), b[1], reduction="none") * weights
+        ).sum() / total
         return value
 
     if door == 1:
@@ -171,11 +231,18 @@ def test_a_piece_without_counts_is_skipped_and_leaves_no_nan(reduction: str) -> 
         seen.append(len(b[0]))
         return functional.cross_entropy(model(b[0]), b[1], ignore_index=-100, reduction=reduction)
 
-    result = elastic(model, micro_batch_size=2, reduction=reduction, count=count_tokens(1)).backward(loss_fn, (x, labels))
+    result = elastic(
+        model, micro_batch_size=2, reduction=reduction, count=count_tokens(1)
+    ).backward(loss_fn, (x, labels))
     assert seen == [2, 2]
     assert result.partition == ((0, 2), (6, 8))
     assert result.skipped == ((2, 4), (4, 6))
-    whole = whole_gradient(model, lambda net: functional.cross_entropy(net(x), labels, ignore_index=-100, reduction=reduction))
+    whole = whole_gradient(
+        model,
+        lambda net: functional.cross_entropy(
+            net(x), labels, ignore_index=-100, reduction=reduction
+        ),
+    )
     assert off_by(model, whole) <= EXACT
 
 
@@ -227,7 +294,10 @@ def test_the_gradscaler_loop_equals_the_plain_one(door: int) -> None:
     plain_losses, plain_state = train(twin, faults=False)
     assert state == plain_state
     assert losses == pytest.approx(plain_losses, rel=1e-12, nan_ok=True)
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
@@ -246,7 +316,8 @@ def test_autocast_equals_a_plain_accumulation_of_the_same_pieces(n: int) -> None
     model.zero_grad()
     for start, stop in result.partition:
         (loss_fn((batch[0][start:stop], y[start:stop])) * ((stop - start) / 8)).backward()
-    assert off_by(model, got) <= 1e-6  # float32: a piece that had half committed is split on, so the order of the sums may differ
+    # float32: a piece that had half committed is split on, so the order of the sums may differ
+    assert off_by(model, got) <= 1e-6
 
 
 @pytest.mark.no_oom_injection

@@ -28,7 +28,13 @@ class Branched(nn.Module):
         self.head = nn.Linear(12, 3)
 
     def _branch(self) -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.Conv1d(4, 4, 1, bias=False), nn.BatchNorm1d(4), nn.Tanh())
+        return nn.Sequential(
+            nn.BatchNorm1d(4),
+            nn.Tanh(),
+            nn.Conv1d(4, 4, 1, bias=False),
+            nn.BatchNorm1d(4),
+            nn.Tanh(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -38,7 +44,9 @@ class Branched(nn.Module):
 
 @pytest.mark.parametrize("door", [1, 3])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_failure_at_any_operation_gives_the_whole_batchs_gradient_and_statistics(door: int, warm: bool) -> None:
+def test_a_failure_at_any_operation_gives_the_whole_batchs_gradient_and_statistics(
+    door: int, warm: bool
+) -> None:
     torch.manual_seed(0)
     start = convert_ghost_batchnorm(Branched().double(), group=2)
     batch = torch.randn(10, 3, 3, dtype=torch.float64), torch.randint(0, 3, (10,))
@@ -70,8 +78,13 @@ def test_a_failure_at_any_operation_gives_the_whole_batchs_gradient_and_statisti
         mixed += len(set(lengths)) > 1
         assert off_by(model, grads(twin)) <= 1e-12, strike.hits
         for (name, mine), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
-            assert torch.allclose(mine.double(), theirs.double(), rtol=1e-12, atol=1e-14), (name, strike.hits)
+            assert torch.allclose(mine.double(), theirs.double(), rtol=1e-12, atol=1e-14), (
+                name,
+                strike.hits,
+            )
     assert mixed
-    if warm:  # halves of a piece that had partly committed are exact, so the batch is not run again from its start
+    # halves of a piece that had partly committed are exact, so the batch is not run again from its
+    # start
+    if warm:
         assert modes["piece", True] > 0
         assert not modes["step", True]

@@ -13,7 +13,17 @@ from torch.nn import functional
 from elastic_mbs import ReplayUnsafeError
 from elastic_mbs.testing import InjectOOM
 from stress.models.layers import Recompute
-from tests.helpers.steps import Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, through, whole_gradient
+from tests.helpers.steps import (
+    Pair,
+    cross_entropy,
+    elastic,
+    grads,
+    mlp,
+    off_by,
+    pairs,
+    through,
+    whole_gradient,
+)
 
 pytestmark = pytest.mark.injectable
 
@@ -40,19 +50,27 @@ def test_accumulating_half_precision_in_float32_rounds_once(door: int) -> None:
             parameter.grad = None
     once = [total.bfloat16() for total in exact]
     through(door, elastic(model, micro_batch_size=1, accumulate_dtype=torch.float32), loss_fn, x)
-    assert all(torch.equal(p.grad, g) and p.grad.dtype == torch.bfloat16 for p, g in zip(model.parameters(), once, strict=True) if p.grad is not None)
+    assert all(
+        torch.equal(p.grad, g) and p.grad.dtype == torch.bfloat16
+        for p, g in zip(model.parameters(), once, strict=True)
+        if p.grad is not None
+    )
     assert all(p.grad is not None for p in model.parameters())
     model.zero_grad()
     through(door, elastic(model, micro_batch_size=1), loss_fn, x)
-    assert any(not torch.equal(p.grad, g) for p, g in zip(model.parameters(), once, strict=True) if p.grad is not None), (
-        "64 roundings cost nothing here"
-    )
+    assert any(
+        not torch.equal(p.grad, g)
+        for p, g in zip(model.parameters(), once, strict=True)
+        if p.grad is not None
+    ), "64 roundings cost nothing here"
 
 
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
 @pytest.mark.parametrize("fails", [0, 10, 16, 20, 24])
 @pytest.mark.parametrize("door", DOORS)
-def test_a_gradient_that_is_there_is_added_to_as_the_same_object(door: int, fails: int, replay: str) -> None:
+def test_a_gradient_that_is_there_is_added_to_as_the_same_object(
+    door: int, fails: int, replay: str
+) -> None:
     model, batch = mlp(), pairs(8)
     loss_fn = cross_entropy(model)
     mbs = elastic(model, micro_batch_size=4, replay=replay)
@@ -66,7 +84,9 @@ def test_a_gradient_that_is_there_is_added_to_as_the_same_object(door: int, fail
     assert result.ooms == len(inject.hits) == (fails > 0)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), objects, strict=True))
     whole = whole_gradient(model, lambda net: cross_entropy(net)(batch))
-    assert off_by(model, [b + w for b, w in zip(before, whole, strict=True) if w is not None]) <= EXACT
+    assert (
+        off_by(model, [b + w for b, w in zip(before, whole, strict=True) if w is not None]) <= EXACT
+    )
 
 
 def test_what_cannot_be_told_apart_from_an_earlier_gradient_is_refused_not_guessed() -> None:
@@ -83,17 +103,24 @@ def test_what_cannot_be_told_apart_from_an_earlier_gradient_is_refused_not_guess
                 mbs.backward(cross_entropy(model), batch)
             except ReplayUnsafeError as error:
                 seen[0] += 1
-                assert "zero_grad()" in "".join(getattr(error, "__notes__", [])) or off_by(model, before) == 0
+                assert (
+                    "zero_grad()" in "".join(getattr(error, "__notes__", []))
+                    or off_by(model, before) == 0
+                )
         model.zero_grad()
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             parameter.grad = gradient
-    assert seen == [0], "gradients were set aside from the start, because the loss draws random numbers"
+    assert seen == [0], (
+        "gradients were set aside from the start, because the loss draws random numbers"
+    )
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_parameters_that_no_sample_uses_keep_no_gradient(door: int) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"used": nn.Linear(6, 4), "never": nn.Linear(6, 4), "sometimes": nn.Linear(6, 4)}).double()
+    model = nn.ModuleDict(
+        {"used": nn.Linear(6, 4), "never": nn.Linear(6, 4), "sometimes": nn.Linear(6, 4)}
+    ).double()
     x, y = pairs(8)
 
     def loss(net: Any, b: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -134,7 +161,10 @@ def test_tied_weights_get_both_contributions_once(door: int) -> None:
 @pytest.mark.parametrize("door", DOORS)
 def test_leaves_outside_the_model_are_replayed_like_parameters(door: int) -> None:
     model, (x, y) = mlp(), pairs(8)
-    weight, prompt = torch.full((), 0.3, dtype=torch.float64, requires_grad=True), torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    weight, prompt = (
+        torch.full((), 0.3, dtype=torch.float64, requires_grad=True),
+        torch.zeros(6, dtype=torch.float64, requires_grad=True),
+    )
     x.requires_grad_()
     leaves = [*model.parameters(), weight, prompt, x]
 
@@ -159,9 +189,17 @@ def test_leaves_outside_the_model_are_replayed_like_parameters(door: int) -> Non
 
 def test_functions_with_the_same_decorator_are_told_apart() -> None:
     """What one is known to reach says nothing of the other."""
-    model, (x, _), scale = mlp(), pairs(8), torch.full((4,), 0.3, dtype=torch.float64, requires_grad=True)
-    leaves, autocast = [*model.parameters(), scale], torch.autocast("cpu", torch.bfloat16)  # which leaves float64 alone
-    first, second = autocast(lambda x: model(x).square().mean()), autocast(lambda x: (model(x) * scale).square().mean())
+    model, (x, _), scale = (
+        mlp(),
+        pairs(8),
+        torch.full((4,), 0.3, dtype=torch.float64, requires_grad=True),
+    )
+    # which leaves float64 alone
+    leaves, autocast = [*model.parameters(), scale], torch.autocast("cpu", torch.bfloat16)
+    first, second = (
+        autocast(lambda x: model(x).square().mean()),
+        autocast(lambda x: (model(x) * scale).square().mean()),
+    )
     second(x).backward()
     wanted = grads(leaves)
     for n in range(0, 28, 2):
@@ -183,19 +221,29 @@ def test_gradients_that_are_views_of_one_buffer_stay_views_of_it(door: int, repl
     mbs.backward(cross_entropy(model), batch)
     for n in range(0, 34, 3):
         flat = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
-        for parameter, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+        for parameter, part in zip(
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+        ):
             parameter.grad = part.view_as(parameter)
         with InjectOOM(at=[n]):
             through(door, mbs, cross_entropy(model), batch)
         assert off_by(model, wanted) <= EXACT
-        assert torch.equal(flat, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        assert all(p.grad is not None and p.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for p in model.parameters())
+        assert torch.equal(
+            flat, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+        assert all(
+            p.grad is not None
+            and p.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            for p in model.parameters()
+        )
 
 
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
 def test_sparse_gradients_stay_sparse_and_exact(replay: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.EmbeddingBag(12, 4, sparse=True, mode="mean"), nn.Linear(4, 4)).double()
+    model = nn.Sequential(
+        nn.EmbeddingBag(12, 4, sparse=True, mode="mean"), nn.Linear(4, 4)
+    ).double()
     batch = (torch.randint(0, 12, (8, 5)), torch.randint(0, 4, (8,)))
     wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
     for n in range(0, 40, 3):
@@ -245,9 +293,15 @@ def test_a_module_put_in_place_of_another_between_calls_is_found(door: int) -> N
         model.zero_grad()
         model.load_state_dict(fresh)
         for start, stop in result.partition:
-            (cross_entropy(model)((batch[0][start:stop], batch[1][start:stop])) * ((stop - start) / 8)).backward()
+            (
+                cross_entropy(model)((batch[0][start:stop], batch[1][start:stop]))
+                * ((stop - start) / 8)
+            ).backward()
         assert off_by(model, got) <= EXACT, n
-        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(model.buffers(), statistics, strict=True)), n
+        assert all(
+            torch.allclose(a, b, rtol=1e-12)
+            for a, b in zip(model.buffers(), statistics, strict=True)
+        ), n
 
 
 def test_recomputation_switched_on_between_two_calls_stays_exact() -> None:
@@ -281,8 +335,14 @@ def test_recomputation_switched_on_between_two_calls_stays_exact() -> None:
         model.zero_grad()
 
 
-def test_the_tensor_that_weighs_a_loss_does_not_become_the_gradient_of_a_leaf_and_of_every_later_batch() -> None:
-    """It was kept and used again. Where only views lie between a leaf and the loss, autograd makes it the leaf's `.grad`: clipping wrote to it."""
+def test_the_tensor_that_weighs_a_loss_does_not_become_the_gradient_of_a_leaf_and_of_every_later_batch() -> (
+    None
+):
+    """It was kept and used again.
+
+    Where only views lie between a leaf and the loss, autograd makes it the leaf's `.grad`: clipping
+    wrote to it.
+    """
     torch.manual_seed(0)
     model, other = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
     shift = model.shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -292,7 +352,10 @@ def test_the_tensor_that_weighs_a_loss_does_not_become_the_gradient_of_a_leaf_an
         loss: Tensor = model(piece).pow(2).mean() + shift.squeeze()
         return loss
 
-    mbs, unrelated = elastic(model, micro_batch_size=2, grow=False), elastic(other, micro_batch_size=2, grow=False)
+    mbs, unrelated = (
+        elastic(model, micro_batch_size=2, grow=False),
+        elastic(other, micro_batch_size=2, grow=False),
+    )
     for _ in range(4):
         model.zero_grad()
         mbs.backward(loss_fn, x)
@@ -316,4 +379,12 @@ def test_a_hook_on_the_loss_that_writes_to_its_gradient_does_so_once() -> None:
     for _ in range(4):
         model.zero_grad()
         mbs.backward(loss_fn, batch)
-        assert off_by(model, whole_gradient(model, lambda net: 2 * nn.functional.cross_entropy(net(batch[0]), batch[1]))) <= 1e-12
+        assert (
+            off_by(
+                model,
+                whole_gradient(
+                    model, lambda net: 2 * nn.functional.cross_entropy(net(batch[0]), batch[1])
+                ),
+            )
+            <= 1e-12
+        )

@@ -31,22 +31,34 @@ POINTS = 30
 """Operations that are struck in a case, about, and twice as many as lines."""
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of checkpointing in an evaluation
+# of checkpointing in an evaluation
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", STEPS)
-def test_a_failure_at_any_operation_or_line_ends_exact_or_in_an_error_with_everything_as_it_was(name: str) -> None:
+def test_a_failure_at_any_operation_or_line_ends_exact_or_in_an_error_with_everything_as_it_was(
+    name: str,
+) -> None:
     sweep = Sweep(builtin(name), most=POINTS, calls=("backward", "loop", "eval", "optimizer_step"))
     ways = sweep.ways()
     outcomes: Counter[str] = Counter()
-    for outcome in (*ways.values(), *sweep.operations(ways), *replace(sweep, most=POINTS // 2).lines(ways)):
+    for outcome in (
+        *ways.values(),
+        *sweep.operations(ways),
+        *replace(sweep, most=POINTS // 2).lines(ways),
+    ):
         assert not outcome.found, outcome
         outcomes[outcome.error or "exact"] += 1
     assert outcomes["exact"] >= 4, outcomes
     assert outcomes["MicroBatchFloorError"] >= 2, outcomes
 
 
-def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figures = tmp_path / "figures.json"
-    assert main(["stress", "exhaustive", "mlp", *GUARDED, "--stride", "40", "--json", str(figures)]) == 0
+    assert (
+        main(["stress", "exhaustive", "mlp", *GUARDED, "--stride", "40", "--json", str(figures)])
+        == 0
+    )
     assert "0 wrong, 0 raw, 0 damaged" in capsys.readouterr().out
     written = json.loads(figures.read_text())
     assert written["points"] == written["cases"][0]["points"] > 0
@@ -67,7 +79,9 @@ def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(tmp
         (Isolation, "set_aside", lambda self, leaves: None, "hidden_backward"),
     ],
 )
-def test_an_engine_that_is_broken_is_caught(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, broken: Callable[..., Any], name: str) -> None:
+def test_an_engine_that_is_broken_is_caught(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, broken: Callable[..., Any], name: str
+) -> None:
     monkeypatch.setattr(owner, method, broken)
     sweep = Sweep(builtin(name), stride=2, calls=("backward",))
     assert any(outcome.found for outcome in sweep.operations(sweep.ways(), ("once",)))
@@ -115,9 +129,32 @@ def model_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "told"), [("plain", "and with the whole batch, tolerance 1e-04"), ("mixing", "compared with the same pieces only")])
-def test_the_users_own_model_is_struck_at_every_operation(model_file: Path, name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", "exhaustive", "--model", f"{model_file}:{name}", *GUARDED, "--samples", "4", "--max-points", "60"]) == 0
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("plain", "and with the whole batch, tolerance 1e-04"),
+        ("mixing", "compared with the same pieces only"),
+    ],
+)
+def test_the_users_own_model_is_struck_at_every_operation(
+    model_file: Path, name: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "stress",
+                "exhaustive",
+                "--model",
+                f"{model_file}:{name}",
+                *GUARDED,
+                "--samples",
+                "4",
+                "--max-points",
+                "60",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert told in out
     assert "0 wrong" in out
@@ -140,8 +177,12 @@ def test_the_users_own_model_is_struck_at_every_operation(model_file: Path, name
         (["--max-points", "0"], "--max-points: 0 is below 1"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(model_file: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stress", "exhaustive", *(each.format(file=model_file) for each in arguments)]) == 2
+def test_bad_input_is_one_line_and_exit_code_2(
+    model_file: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["stress", "exhaustive", *(each.format(file=model_file) for each in arguments)]) == 2
+    )
     told = capsys.readouterr().err
     assert named in told
 
@@ -191,47 +232,81 @@ class Partial(Backward):
         return result
 
 
-@pytest.mark.parametrize(("call", "kind"), [(Unguarded, "raw"), (Untidy, "damaged"), (Partial, "wrong")])
-def test_operations_of_the_library_find_a_call_that_breaks_a_promise(monkeypatch: pytest.MonkeyPatch, call: type[Any], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "kind"), [(Unguarded, "raw"), (Untidy, "damaged"), (Partial, "wrong")]
+)
+def test_operations_of_the_library_find_a_call_that_breaks_a_promise(
+    monkeypatch: pytest.MonkeyPatch, call: type[Any], kind: str
+) -> None:
     monkeypatch.setitem(CALLS, "backward", call)
     last = run(builtin("conv_batchnorm"), Operations(), warm=True).operations
-    outcomes = [run(builtin("conv_batchnorm"), Operations(n, how), warm=True) for n in (20, 40, last) for how in ((), None)]
+    outcomes = [
+        run(builtin("conv_batchnorm"), Operations(n, how), warm=True)
+        for n in (20, 40, last)
+        for how in ((), None)
+    ]
     assert kind in {found for outcome in outcomes for found in outcome.found}
 
 
 @pytest.mark.parametrize("exception", EXCEPTIONS)
-def test_an_exception_at_a_line_of_recovery_finds_a_buffer_that_stays_moved(monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]) -> None:
+def test_an_exception_at_a_line_of_recovery_finds_a_buffer_that_stays_moved(
+    monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
+) -> None:
     monkeypatch.setitem(CALLS, "backward", Untidy)
     seen = Lines(Operations(30))
     assert not run(builtin("conv_batchnorm"), seen, warm=True).found
-    (file, line), _ = next((place, n) for place, n in seen.seen.items() if place[0] == "engine/recovery.py")
-    outcome = run(builtin("conv_batchnorm"), Lines(Operations(30), (file, line, 1), exception), warm=True)
+    (file, line), _ = next(
+        (place, n) for place, n in seen.seen.items() if place[0] == "engine/recovery.py"
+    )
+    outcome = run(
+        builtin("conv_batchnorm"), Lines(Operations(30), (file, line, 1), exception), warm=True
+    )
     assert "buffers are not as before" in outcome.found["damaged"]
     assert outcome.error == exception.__name__ or exception is MemoryError
 
 
 def test_faults_come_singly_in_recovery_in_a_row_and_for_good() -> None:
-    counts = {pattern: [len(run(builtin("mlp"), Operations(20, distances), warm=True).hits)] for pattern, distances in PATTERNS.items()}
+    counts = {
+        pattern: [len(run(builtin("mlp"), Operations(20, distances), warm=True).hits)]
+        for pattern, distances in PATTERNS.items()
+    }
     assert counts["once"] == [1]
     assert counts["in a row"] == [3]
     assert counts["persistent"][0] > 3
-    for at in range(20, 60):  # a recovery that compares random streams has operations of its own; others have none
+    # a recovery that compares random streams has operations of its own; others have none
+    for at in range(20, 60):
         first = Operations(at)
         run(builtin("mlp"), first, warm=True)
         if first.recovery:
             break
     assert first.recovery > 0
-    assert [len(run(builtin("mlp"), Operations(at, after=n), warm=True).hits) for n in range(1, first.recovery + 1)] == [2] * first.recovery
+    assert [
+        len(run(builtin("mlp"), Operations(at, after=n), warm=True).hits)
+        for n in range(1, first.recovery + 1)
+    ] == [2] * first.recovery
 
 
 def test_a_process_that_has_not_imported_numpy_compares_equal_random_streams() -> None:
-    """The first backward brings numpy along. It had been seeded in what was built after that and not before, so every fresh run was called wrong."""
+    """The first backward brings numpy along.
+
+    It had been seeded in what was built after that and not before, so every fresh run was called
+    wrong.
+    """
     command = [sys.executable, "-m", "stress", "exhaustive", "mlp", *GUARDED, "--max-points", "4"]
-    done = subprocess.run(command, check=False, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_step_that_is_wrong_without_any_failure_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_is_wrong_without_any_failure_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def by_size(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Any:
         piece = hand_out(self, size)
         if piece is not None:
@@ -240,4 +315,7 @@ def test_a_step_that_is_wrong_without_any_failure_is_told_in_one_line(monkeypatc
 
     monkeypatch.setattr(Schedule, "next", by_size)
     assert main(["stress", "exhaustive", "gpt_tied", "--max-points", "4"]) == 3
-    assert "WRONG without a failure: gpt_tied, cold backward, faults [], replays []: wrong: gradient off by" in capsys.readouterr().out
+    assert (
+        "WRONG without a failure: gpt_tied, cold backward, faults [], replays []: wrong: gradient "
+        "off by" in capsys.readouterr().out
+    )

@@ -1,6 +1,7 @@
 """What only a GPU can show, and the same on the CPU under a `MemoryBudget`, so that these tests are themselves tested everywhere.
 
-On CUDA the errors are the allocator's own: a memory fraction stands for a small device, another process for the co-tenant.
+On CUDA the errors are the allocator's own: a memory fraction stands for a small device, another
+process for the co-tenant.
 """
 
 import contextlib
@@ -22,7 +23,20 @@ from torch.nn import functional
 from elastic_mbs import ElasticMBS, Event, MemoryOptions, OptimizerOutOfMemory, OutOfMemory, Policy
 from elastic_mbs.memory import oom
 from stress.reference.state import error_of
-from tests.helpers.room import PLENTY, ROOT, Neighbour, Pair, Room, Wide, batch_on, by_hand, loss_of, needs, scale, wide
+from tests.helpers.room import (
+    PLENTY,
+    ROOT,
+    Neighbour,
+    Pair,
+    Room,
+    Wide,
+    batch_on,
+    by_hand,
+    loss_of,
+    needs,
+    scale,
+    wide,
+)
 from tests.helpers.steps import elastic, grads, off_by, through, whole_gradient
 
 # torch says at the first set_sync_debug_mode that it does not see every synchronisation
@@ -34,7 +48,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("door", [1, 3])
-def test_a_real_oom_is_survived_with_the_exact_gradient(device: torch.device, phase: str, door: int) -> None:
+def test_a_real_oom_is_survived_with_the_exact_gradient(
+    device: torch.device, phase: str, door: int
+) -> None:
     model, batch = wide(device), batch_on(device, scale(device)[0])
     events: list[Event] = []
     with Room(device, model) as room:
@@ -55,7 +71,9 @@ def test_a_batch_far_beyond_the_memory_has_the_exact_gradient(device: torch.devi
         _, step = needs(room, model, batch)
         reference = whole_gradient(model, lambda twin: loss_of(twin, batch))
         room.allow(step // 6)
-        result = elastic(model, micro_batch_size=len(batch[1])).backward(lambda piece: loss_of(model, piece), batch)
+        result = elastic(model, micro_batch_size=len(batch[1])).backward(
+            lambda piece: loss_of(model, piece), batch
+        )
         assert result.ooms >= 3
         assert result.micro_batch_size <= len(batch[1]) // 8
         assert off_by(model, reference) <= 1e-12
@@ -87,16 +105,24 @@ def test_evaluation_survives_too(device: torch.device) -> None:
         expected = model(batch[0])
         room.allow(need // 2)
         events: list[Event] = []
-        outputs = elastic(model, micro_batch_size=len(batch[1]), on_event=events.append).eval(lambda piece: model(piece[0]), batch)
+        outputs = elastic(model, micro_batch_size=len(batch[1]), on_event=events.append).eval(
+            lambda piece: model(piece[0]), batch
+        )
         assert events
-        # a sum of 16384 terms, some of which come to next to nothing: in another order it differs by the rounding of its terms
+        # a sum of 16384 terms, some of which come to next to nothing: in another order it differs
+        # by the rounding of its terms
         assert torch.allclose(outputs, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("middle", [nn.Dropout(0.5), nn.BatchNorm1d], ids=["dropout", "batchnorm"])
-def test_the_devices_random_stream_and_buffers_are_rolled_back(device: torch.device, middle: Any) -> None:
+def test_the_devices_random_stream_and_buffers_are_rolled_back(
+    device: torch.device, middle: Any
+) -> None:
     samples, width = scale(device)
-    model, batch = wide(device, middle if isinstance(middle, nn.Module) else middle(width)), batch_on(device, samples)
+    model, batch = (
+        wide(device, middle if isinstance(middle, nn.Module) else middle(width)),
+        batch_on(device, samples),
+    )
     start = {key: value.clone() for key, value in model.state_dict().items()}
 
     def stream() -> Tensor:
@@ -107,15 +133,23 @@ def test_the_devices_random_stream_and_buffers_are_rolled_back(device: torch.dev
         model.load_state_dict(start)
         torch.manual_seed(5)
         room.allow(int(0.8 * forward))
-        result = elastic(model, micro_batch_size=samples).backward(lambda piece: loss_of(model, piece), batch)
+        result = elastic(model, micro_batch_size=samples).backward(
+            lambda piece: loss_of(model, piece), batch
+        )
         assert result.ooms
-        found, after, buffers = grads(model), stream(), [buffer.clone() for buffer in model.buffers()]
+        found, after, buffers = (
+            grads(model),
+            stream(),
+            [buffer.clone() for buffer in model.buffers()],
+        )
         room.allow(PLENTY)
         model.load_state_dict(start)
         torch.manual_seed(5)
         reference = by_hand(model, batch, result.partition)
         assert torch.equal(after, stream())
-        assert all(torch.equal(mine, other) for mine, other in zip(buffers, model.buffers(), strict=True))
+        assert all(
+            torch.equal(mine, other) for mine, other in zip(buffers, model.buffers(), strict=True)
+        )
         assert error_of(found, reference) <= 1e-12
 
 
@@ -131,7 +165,9 @@ def test_sizes_grow_back_when_a_neighbour_leaves(device: torch.device) -> None:
         _, step = needs(room, model, batch)
         reference = whole_gradient(model, lambda twin: loss_of(twin, batch))
         neighbour.come(left=int(0.4 * step))
-        with ElasticMBS(model, policy=replace(policy, seed=0), memory=MemoryOptions(monitor_interval=0.02)) as mbs:
+        with ElasticMBS(
+            model, policy=replace(policy, seed=0), memory=MemoryOptions(monitor_interval=0.02)
+        ) as mbs:
 
             def size() -> int:
                 model.zero_grad()
@@ -149,13 +185,19 @@ def test_sizes_grow_back_when_a_neighbour_leaves(device: torch.device) -> None:
             assert alone == samples
 
 
-def test_the_batch_goes_through_whole_again_when_just_as_much_memory_is_back(device: torch.device) -> None:
+def test_the_batch_goes_through_whole_again_when_just_as_much_memory_is_back(
+    device: torch.device,
+) -> None:
     """On CUDA the cache holds what the failed attempt had, which must not pass for memory that smaller pieces need."""
     model, batch = wide(device), batch_on(device, scale(device)[0])
     policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
     with Room(device, model) as room:
         _, step = needs(room, model, batch)
-        with ElasticMBS(model, policy=replace(policy, seed=0), memory=MemoryOptions(monitor_interval=0, wait_for_memory=0)) as mbs:
+        with ElasticMBS(
+            model,
+            policy=replace(policy, seed=0),
+            memory=MemoryOptions(monitor_interval=0, wait_for_memory=0),
+        ) as mbs:
 
             def pieces(share: float, calls: int) -> int:
                 model.zero_grad()
@@ -182,7 +224,9 @@ def test_half_precision_gradients_are_summed_in_float32(device: torch.device) ->
     for start in range(0, total, size):
         piece = (batch[0][start : start + size], batch[1][start : start + size])
         (loss_of(model, piece).float() * (size / total)).backward()
-        gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None
+        ]
         sums = gradients if not sums else [a + b for a, b in zip(sums, gradients, strict=True)]
         model.zero_grad()
     with elastic(model, micro_batch_size=size, accumulate_dtype=torch.float32) as mbs:
@@ -228,7 +272,10 @@ def test_a_scaled_step_is_the_same_after_an_oom(device: torch.device) -> None:
         model.load_state_dict(start)
         twin = torch.amp.GradScaler(device.type, init_scale=2.0**10)
         for begin, end in result.partition:
-            twin.scale(loss_fn((batch[0][begin:end], batch[1][begin:end])).float() * ((end - begin) / samples)).backward()
+            twin.scale(
+                loss_fn((batch[0][begin:end], batch[1][begin:end])).float()
+                * ((end - begin) / samples)
+            ).backward()
         step(twin)
         assert twin.get_scale() == scaler.get_scale()
         for mine, other in zip(trained, model.parameters(), strict=True):
@@ -237,18 +284,25 @@ def test_a_scaled_step_is_the_same_after_an_oom(device: torch.device) -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
-def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(device: torch.device, implementation: str, first: bool) -> None:
-    # On CUDA 16 parameters of 16 MiB: from 10 MiB on each is a segment of its own. Smaller ones share segments of 20 MiB, and what is free of those
-    # would be room that nobody has allowed, or not be there where it is counted on.
+def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(
+    device: torch.device, implementation: str, first: bool
+) -> None:
+    # On CUDA 16 parameters of 16 MiB: from 10 MiB on each is a segment of its own. Smaller ones
+    # share segments of 20 MiB, and what is free of those would be room that nobody has allowed, or
+    # not be there where it is counted on.
     side = 2048 if device.type == "cuda" else 64
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(side, side, bias=False, device=device) for _ in range(16)))
+        model = nn.Sequential(
+            *(nn.Linear(side, side, bias=False, device=device) for _ in range(16))
+        )
         for parameter in model.parameters():
             parameter.grad = torch.randn(side, side, device=device)
         optimizer = (
-            torch.optim.AdamW(model.parameters(), fused=True) if implementation == "fused" else torch.optim.AdamW(model.parameters(), foreach=True)
+            torch.optim.AdamW(model.parameters(), fused=True)
+            if implementation == "fused"
+            else torch.optim.AdamW(model.parameters(), foreach=True)
         )
         if not first:
             optimizer.step()
@@ -261,16 +315,28 @@ def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(devic
     size = 16 * side * side * 4
     with Room(device, model) as room:
         room.track(optimizer)
-        # The state where it is new, and a quarter of the temporaries that foreach needs; a fused step whose state is there needs nothing.
-        room.allow((2 * size if first else 0) + (size // 4 if implementation == "foreach" else size // 16))
+        # The state where it is new, and a quarter of the temporaries that foreach needs; a fused
+        # step whose state is there needs nothing.
+        room.allow(
+            (2 * size if first else 0) + (size // 4 if implementation == "foreach" else size // 16)
+        )
         mbs = ElasticMBS(model, on_event=events.append, memory=MemoryOptions(monitor_interval=0))
         mbs.optimizer_step(optimizer)
         mbs.close()
     tries = [event.action for event in events if isinstance(event, OptimizerOutOfMemory)]
     released = ["with the caches let go of"]
-    # Where the state of a fused step is new, the copies are what does not fit; one whose state is there takes none.
-    assert tries == ([*released, "one parameter at a time"] if implementation != "fused" else released if first else [])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    # Where the state of a fused step is new, the copies are what does not fit; one whose state is
+    # there takes none.
+    assert tries == (
+        [*released, "one parameter at a time"]
+        if implementation != "fused"
+        else released
+        if first
+        else []
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+    )
 
 
 HAS_LAST_RESORT = "use_on_oom" in inspect.signature(torch.cuda.MemPool.__init__).parameters
@@ -278,7 +344,9 @@ HAS_LAST_RESORT = "use_on_oom" in inspect.signature(torch.cuda.MemPool.__init__)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_LAST_RESORT, reason="this torch has no MemPool(use_on_oom=True)")
-def test_what_a_pool_of_last_resort_does_for_a_step_is_known(gpu: torch.device, record_property: Any) -> None:
+def test_what_a_pool_of_last_resort_does_for_a_step_is_known(
+    gpu: torch.device, record_property: Any
+) -> None:
     """What `optimizer_step` would gain from it, and what of its memory nobody gets afterwards: the decision waits for these figures."""
     command = [sys.executable, "-m", "tests.helpers.last_resort"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -289,7 +357,9 @@ def test_what_a_pool_of_last_resort_does_for_a_step_is_known(gpu: torch.device, 
 
 
 @pytest.mark.gpu
-def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(gpu: torch.device, record_property: Any) -> None:
+def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(
+    gpu: torch.device, record_property: Any
+) -> None:
     ballast: list[Tensor] = []
     with contextlib.suppress(torch.OutOfMemoryError):
         for size in (2**30, 2**25, 2**20):
@@ -301,17 +371,23 @@ def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(gpu: 
         "cublas": lambda: torch.ones(8, 8, device=gpu) @ torch.ones(8, 8, device=gpu),
         "cusolver": lambda: torch.linalg.svd(torch.ones(64, 64, device=gpu)),
         "cufft": lambda: torch.fft.fft(torch.ones(2**12, device=gpu)),
-        "conv": lambda: functional.conv2d(torch.ones(1, 8, 32, 32, device=gpu), torch.ones(8, 8, 3, 3, device=gpu)),
+        "conv": lambda: functional.conv2d(
+            torch.ones(1, 8, 32, 32, device=gpu), torch.ones(8, 8, 3, 3, device=gpu)
+        ),
     }
     for name, work in works.items():
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # libraries may warn of a plan or a solver that they give up, and try the next
+                # libraries may warn of a plan or a solver that they give up, and try the next
+                warnings.simplefilter("ignore")
                 work()
                 torch.cuda.synchronize(gpu)
         except Exception as error:
             verdict = oom.classify(error)
-            seen.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]} -> {verdict.kind.name if verdict else None}")
+            seen.append(
+                f"{name}: {type(error).__name__}: {str(error).splitlines()[0]} -> "
+                f"{verdict.kind.name if verdict else None}"
+            )
             assert verdict is not None, seen[-1]
             oom.clear_traceback(error)
     ballast.clear()
@@ -320,14 +396,30 @@ def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(gpu: 
     record_property("driver_errors", "; ".join(seen))
     record_property("probe", str(answer))
     assert answer is None
-    assert torch.equal(torch.ones(4, 4, device=gpu) @ torch.ones(4, 4, device=gpu), torch.full((4, 4), 4.0, device=gpu))
+    assert torch.equal(
+        torch.ones(4, 4, device=gpu) @ torch.ones(4, 4, device=gpu),
+        torch.full((4, 4), 4.0, device=gpu),
+    )
 
 
 @pytest.mark.gpu
 def test_the_demo_on_cuda_survives_and_is_equal() -> None:
-    # With the default batch: beside the workspaces of cuBLAS the limit would leave room for the whole of a small one.
-    command = [sys.executable, "-m", "elastic_mbs", "demo", "--device", "cuda", "--steps", "8", "--no-page"]
+    # With the default batch: beside the workspaces of cuBLAS the limit would leave room for the
+    # whole of a small one.
+    command = [
+        sys.executable,
+        "-m",
+        "elastic_mbs",
+        "demo",
+        "--device",
+        "cuda",
+        "--steps",
+        "8",
+        "--no-page",
+    ]
     # a deadline against hanging: on a simulated device one core computes all of it
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "EQUAL within rounding" in ran.stdout

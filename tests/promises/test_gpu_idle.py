@@ -20,7 +20,18 @@ from elastic_mbs import ElasticMBS, Headroom, MemoryOptions, Policy, count_token
 from elastic_mbs.memory import CudaSensor
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from elastic_mbs.memory.processes import pids_are_ours
-from tests.helpers.room import MEBI, ROOT, Neighbour, Pair, Room, batch_on, by_hand, loss_of, scale, wide
+from tests.helpers.room import (
+    MEBI,
+    ROOT,
+    Neighbour,
+    Pair,
+    Room,
+    batch_on,
+    by_hand,
+    loss_of,
+    scale,
+    wide,
+)
 from tests.helpers.steps import elastic, through
 
 # torch says at the first set_sync_debug_mode that it does not see every synchronisation
@@ -32,7 +43,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a 
 
 def idle_model(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 256), nn.BatchNorm1d(256), nn.Dropout(0.1), nn.Linear(256, 4)).to(device)
+    return nn.Sequential(
+        nn.Linear(8, 256), nn.BatchNorm1d(256), nn.Dropout(0.1), nn.Linear(256, 4)
+    ).to(device)
 
 
 @pytest.mark.gpu
@@ -46,8 +59,11 @@ def test_an_idle_step_never_waits_for_the_device(gpu: torch.device, place: str, 
     with ElasticMBS(model, micro_batch_size=8, policy=Policy(max_micro_batch_size=8)) as mbs:
         for i in range(8):
             model.zero_grad()
-            torch.cuda.set_sync_debug_mode("error" if i >= 2 else "default")  # the first call looks at every buffer
-            result = through(door, mbs, lambda piece: (loss_of(model, piece), model(piece[0]).argmax(1)), batch)
+            # the first call looks at every buffer
+            torch.cuda.set_sync_debug_mode("error" if i >= 2 else "default")
+            result = through(
+                door, mbs, lambda piece: (loss_of(model, piece), model(piece[0]).argmax(1)), batch
+            )
             torch.cuda.set_sync_debug_mode("default")
         assert result.ooms == 0
         assert len(result.partition) == 4
@@ -58,7 +74,9 @@ def test_an_idle_step_never_waits_for_the_device(gpu: torch.device, place: str, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("place", "reads"), [("device", 1), ("host", 0)])
-def test_counting_tokens_costs_one_read_and_only_where_the_batch_is_on_the_device(gpu: torch.device, place: str, reads: int) -> None:
+def test_counting_tokens_costs_one_read_and_only_where_the_batch_is_on_the_device(
+    gpu: torch.device, place: str, reads: int
+) -> None:
     model = nn.Linear(8, 4).to(gpu)
     labels = torch.randint(0, 4, (16, 5))
     labels[:, 3:] = -100
@@ -67,9 +85,16 @@ def test_counting_tokens_costs_one_read_and_only_where_the_batch_is_on_the_devic
 
     def loss_fn(piece: dict[str, Tensor]) -> Tensor:
         # not by ignore_index: that one is free to look how many labels it has
-        return functional.cross_entropy(model(piece["x"][:, :3]).flatten(0, 1), piece["labels"][:, :3].flatten())
+        return functional.cross_entropy(
+            model(piece["x"][:, :3]).flatten(0, 1), piece["labels"][:, :3].flatten()
+        )
 
-    with ElasticMBS(model, micro_batch_size=4, count=count_tokens("labels"), policy=Policy(max_micro_batch_size=4)) as mbs:
+    with ElasticMBS(
+        model,
+        micro_batch_size=4,
+        count=count_tokens("labels"),
+        policy=Policy(max_micro_batch_size=4),
+    ) as mbs:
         for _ in range(3):
             mbs.backward(loss_fn, batch)
         with warnings.catch_warnings(record=True) as caught:
@@ -77,7 +102,10 @@ def test_counting_tokens_costs_one_read_and_only_where_the_batch_is_on_the_devic
             torch.cuda.set_sync_debug_mode("warn")
             mbs.backward(loss_fn, batch)
             torch.cuda.set_sync_debug_mode("default")
-    assert len([each for each in caught if "synchronizing CUDA operation" in str(each.message)]) == reads
+    assert (
+        len([each for each in caught if "synchronizing CUDA operation" in str(each.message)])
+        == reads
+    )
 
 
 def test_an_idle_call_takes_no_more_memory_than_the_loop_by_hand(device: torch.device) -> None:
@@ -97,13 +125,16 @@ def test_an_idle_call_takes_no_more_memory_than_the_loop_by_hand(device: torch.d
         model.zero_grad()
         other = room.need(lambda: by_hand(model, batch, partition))
         # 512 bytes (a block) for each piece's loss, and on the host the state of its random stream
-        assert mine <= other + 512 * len(partition) + (torch.get_rng_state().nbytes if device.type == "cpu" else 0)
+        assert mine <= other + 512 * len(partition) + (
+            torch.get_rng_state().nbytes if device.type == "cpu" else 0
+        )
 
 
 def test_a_finished_call_lets_go_of_its_batch(device: torch.device) -> None:
     model = idle_model(device)
     gc.collect()
-    gc.disable()  # memory of a device must not wait for the garbage collector, which does not know of it
+    # memory of a device must not wait for the garbage collector, which does not know of it
+    gc.disable()
     try:
         with ElasticMBS(model, micro_batch_size=8) as mbs:
             for _ in range(3):
@@ -123,7 +154,9 @@ def test_outputs_come_to_the_host_without_waiting(device: torch.device) -> None:
         logits = model(piece[0])
         return functional.cross_entropy(logits, piece[1]), {"logits": logits}
 
-    with ElasticMBS(model, micro_batch_size=8, outputs="cpu", policy=Policy(max_micro_batch_size=8)) as mbs:
+    with ElasticMBS(
+        model, micro_batch_size=8, outputs="cpu", policy=Policy(max_micro_batch_size=8)
+    ) as mbs:
         for i in range(4):
             if device.type == "cuda" and i == 3:
                 torch.cuda.set_sync_debug_mode("error")
@@ -140,7 +173,9 @@ def test_outputs_come_to_the_host_without_waiting(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_nvml_and_cuda_agree_on_what_is_free(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_and_cuda_agree_on_what_is_free(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = torch.empty(256 * MEBI, dtype=torch.uint8, device=gpu)
     by_nvml = CudaSensor(gpu).read()
     monkeypatch.setattr(NvmlDevice, "memory", lambda self: NoAnswer("NVML is not here"))
@@ -156,7 +191,11 @@ def test_nvml_and_cuda_agree_on_what_is_free(gpu: torch.device, monkeypatch: pyt
 @pytest.mark.gpu
 def test_the_monitor_sees_a_memory_fraction_and_a_neighbour(gpu: torch.device) -> None:
     model = wide(gpu)
-    with Room(gpu, model) as room, Neighbour(room) as neighbour, ElasticMBS(model, memory=MemoryOptions(monitor_interval=0.02)) as mbs:
+    with (
+        Room(gpu, model) as room,
+        Neighbour(room) as neighbour,
+        ElasticMBS(model, memory=MemoryOptions(monitor_interval=0.02)) as mbs,
+    ):
 
         def free_when(right: Callable[[int], bool]) -> int:
             """The driver wipes memory that is given back before it counts it as free, and a whole card's takes a while."""
@@ -164,7 +203,9 @@ def test_the_monitor_sees_a_memory_fraction_and_a_neighbour(gpu: torch.device) -
             while True:
                 time.sleep(0.1)
                 found = mbs.headroom
-                if isinstance(found, Headroom) and (right(found.free) or time.monotonic() > deadline):
+                if isinstance(found, Headroom) and (
+                    right(found.free) or time.monotonic() > deadline
+                ):
                     return found.free
                 assert time.monotonic() < deadline, found
 
@@ -174,7 +215,9 @@ def test_the_monitor_sees_a_memory_fraction_and_a_neighbour(gpu: torch.device) -
         neighbour.go()
         assert abs(free_when(lambda free: abs(free - alone) <= 1024 * MEBI) - alone) <= 1024 * MEBI
         room.allow(512 * MEBI)
-        assert abs(free_when(lambda free: abs(free - 512 * MEBI) <= 8 * MEBI) - 512 * MEBI) <= 8 * MEBI
+        assert (
+            abs(free_when(lambda free: abs(free - 512 * MEBI) <= 8 * MEBI) - 512 * MEBI) <= 8 * MEBI
+        )
 
 
 @pytest.mark.gpu
@@ -194,14 +237,27 @@ def test_a_neighbour_is_known_by_its_pid_and_size(gpu: torch.device) -> None:
     assert all(size is None or size > found.held_by_others // 2 for size in sizes)
 
 
-def test_the_doctor_comes_to_a_judgement_of_the_machine_that_runs_the_tests(device: torch.device) -> None:
-    command = [sys.executable, "-m", "elastic_mbs", "doctor", "--json", *(["--allocate"] if device.type == "cuda" else [])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def test_the_doctor_comes_to_a_judgement_of_the_machine_that_runs_the_tests(
+    device: torch.device,
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "elastic_mbs",
+        "doctor",
+        "--json",
+        *(["--allocate"] if device.type == "cuda" else []),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert not done.stderr
     told = json.loads(done.stdout)
     assert done.returncode == (0 if told["healthy"] else 1)
     if device.type == "cuda":
-        [seen] = [found for found in told["facts"]["torch"]["devices"] if found["index"] == device.index]
+        [seen] = [
+            found for found in told["facts"]["torch"]["devices"] if found["index"] == device.index
+        ]
         assert seen["allocation"] == "worked"
         assert seen["total"] == torch.cuda.get_device_properties(device).total_memory
         assert told["healthy"], told["findings"]
@@ -220,7 +276,8 @@ def test_step_times_come_from_the_device_without_waiting_for_it(gpu: torch.devic
         mbs.backward(lambda piece: loss_of(model, piece), batch)
         end.record()
         torch.cuda.synchronize(gpu)
-        mbs.backward(lambda piece: loss_of(model, piece), batch)  # the next call reads what is known by then
+        # the next call reads what is known by then
+        mbs.backward(lambda piece: loss_of(model, piece), batch)
         state: Any = mbs.state_dict()["controller"]
     [[_, seconds]] = state["tracks"][0]["time"]
     assert 0 < seconds <= start.elapsed_time(end) / 1000  # a piece is not longer than the call

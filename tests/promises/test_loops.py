@@ -31,7 +31,9 @@ FITS = 5  # samples of a batch of 8
 
 
 def side(diff: str, sign: str) -> str:
-    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (" ", "\n", sign))
+    return "".join(
+        line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (" ", "\n", sign)
+    )
 
 
 class Agent(nn.Module):
@@ -67,7 +69,9 @@ class TimmScaler:
         self._scaler = torch.amp.GradScaler("cpu")
         self.state_dict = self._scaler.state_dict
 
-    def __call__(self, loss: Tensor, optimizer: torch.optim.Optimizer, clip_grad: float, parameters: Any) -> None:
+    def __call__(
+        self, loss: Tensor, optimizer: torch.optim.Optimizer, clip_grad: float, parameters: Any
+    ) -> None:
         self._scaler.scale(loss).backward()
         self._scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters, clip_grad)
@@ -86,25 +90,53 @@ def world(*, fits: int) -> dict[str, Any]:
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     dataset = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
     rollout = dict(zip(["advantages", "returns", "log_probs"], torch.randn(3, 24), strict=True))
-    subject = {"model": model, "criterion": Criterion(fits), "optimizer": sgd([*model.parameters(), *agent.parameters()])}
+    subject = {
+        "model": model,
+        "criterion": Criterion(fits),
+        "optimizer": sgd([*model.parameters(), *agent.parameters()]),
+    }
     data = {"dataset": dataset, "loader": DataLoader(dataset, 8), "DataLoader": DataLoader}
-    half = {"device": "cpu", "dtype": torch.bfloat16, "amp_autocast": partial(torch.autocast, "cpu", torch.bfloat16), "loss_scaler": TimmScaler()}
-    gan = {"generator": generator, "optimizer_g": sgd(generator.parameters()), "softplus": functional.softplus}
+    half = {
+        "device": "cpu",
+        "dtype": torch.bfloat16,
+        "amp_autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+        "loss_scaler": TimmScaler(),
+    }
+    gan = {
+        "generator": generator,
+        "optimizer_g": sgd(generator.parameters()),
+        "softplus": functional.softplus,
+    }
     gan |= {"discriminator": discriminator, "optimizer_d": sgd(discriminator.parameters())}
-    ppo = {"agent": agent, "rollout": {**rollout, "observations": dataset.tensors[0], "actions": dataset.tensors[1]}}
+    ppo = {
+        "agent": agent,
+        "rollout": {**rollout, "observations": dataset.tensors[0], "actions": dataset.tensors[1]},
+    }
     return {"torch": torch, "ElasticMBS": ElasticMBS, **subject, **data, **half, **gan, **ppo}
 
 
 def outcome(names: dict[str, Any]) -> dict[str, list[Tensor]]:
     """What a loop has made, by name: the tensors and numbers of models, optimizers, schedules and scalers, and what it counted."""
-    states = {name: value.state_dict() for name, value in names.items() if hasattr(value, "state_dict") and not isinstance(value, type)}
-    leaves = {name: pytree.tree_leaves(value) for name, value in {**states, "correct": names.get("correct")}.items()}
-    return {name: [torch.as_tensor(leaf) for leaf in found if isinstance(leaf, Tensor | float | int)] for name, found in leaves.items()}
+    states = {
+        name: value.state_dict()
+        for name, value in names.items()
+        if hasattr(value, "state_dict") and not isinstance(value, type)
+    }
+    leaves = {
+        name: pytree.tree_leaves(value)
+        for name, value in {**states, "correct": names.get("correct")}.items()
+    }
+    return {
+        name: [torch.as_tensor(leaf) for leaf in found if isinstance(leaf, Tensor | float | int)]
+        for name, found in leaves.items()
+    }
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["plain-step", "guarded-step"])
 @pytest.mark.parametrize("diff", DIFFS)
-def test_both_sides_of_every_diff_train_the_same(diff: str, guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_of_every_diff_train_the_same(
+    diff: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -112,7 +144,9 @@ def test_both_sides_of_every_diff_train_the_same(diff: str, guarded: bool, monke
         exec(side(diff, "-"), before := world(fits=8))
         new = side(diff, "+")
         if guarded:
-            new = re.sub(r"scaler\.step\((\w+)\)|(optimizer\w*)\.step\(\)", r"mbs.optimizer_step(\1\2)", new)
+            new = re.sub(
+                r"scaler\.step\((\w+)\)|(optimizer\w*)\.step\(\)", r"mbs.optimizer_step(\1\2)", new
+            )
         with RandomFaults(0, diff, always=True) as faults:
             exec(new, after := world(fits=FITS))
     finally:
@@ -127,5 +161,14 @@ def test_both_sides_of_every_diff_train_the_same(diff: str, guarded: bool, monke
 
 def test_the_page_has_a_diff_of_few_lines_for_every_kind_of_loop() -> None:
     assert len(DIFFS) == len(SECTIONS) + 1 == 13  # accumulation has two
-    texts = [{sign: {line[1:].strip() for line in str(diff.values[0]).splitlines() if line[:1] == sign} for sign in "+-"} for diff in DIFFS]
-    assert {len(text["+"] - text["-"]) for text in texts} == {2, 3, 4}  # new lines; others have moved
+    texts = [
+        {
+            sign: {
+                line[1:].strip() for line in str(diff.values[0]).splitlines() if line[:1] == sign
+            }
+            for sign in "+-"
+        }
+        for diff in DIFFS
+    ]
+    # new lines; others have moved
+    assert {len(text["+"] - text["-"]) for text in texts} == {2, 3, 4}

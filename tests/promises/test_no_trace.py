@@ -58,7 +58,8 @@ def test_buffers_are_as_if_the_failed_attempt_had_not_been_made(door: int, warm:
         with InjectOOM(at=[n]) as inject:
             result = through(door, mbs, cross_entropy(model), batch)
         mbs.close()
-        assert result.ooms == len(inject.hits) or inject.hits == ["aten::eq"]  # the look at the labels, before any attempt
+        # the look at the labels, before any attempt
+        assert result.ooms == len(inject.hits) or inject.hits == ["aten::eq"]
         got = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.no_grad():
             model.last = start["last"].clone()
@@ -85,7 +86,12 @@ class _Sources:
         torch.manual_seed(3)
         random.seed(3)
         np.random.seed(3)  # the legacy stream is what is rolled back
-        return cls(torch.Generator().manual_seed(3), random.Random(3), np.random.default_rng(3), np.random.RandomState(3))
+        return cls(
+            torch.Generator().manual_seed(3),
+            random.Random(3),
+            np.random.default_rng(3),
+            np.random.RandomState(3),
+        )
 
     def draw(self) -> tuple[float, ...]:
         return (
@@ -103,7 +109,9 @@ class _Sources:
 @pytest.mark.parametrize("fails", [(1,), (2,), (1, 2), (1, 3), (2, 4)])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("door", DOORS)
-def test_every_random_stream_is_as_if_the_failed_attempt_had_not_been_made(door: int, warm: bool, fails: tuple[int, ...]) -> None:
+def test_every_random_stream_is_as_if_the_failed_attempt_had_not_been_made(
+    door: int, warm: bool, fails: tuple[int, ...]
+) -> None:
     model, batch = mlp(), pairs(8)
     sources = _Sources.seeded()
     fail, drawn = FailOn(*(call + 2 * warm for call in fails)), []
@@ -114,7 +122,11 @@ def test_every_random_stream_is_as_if_the_failed_attempt_had_not_been_made(door:
         fail()
         return loss, torch.tensor([numbers] * len(b[0]), dtype=torch.float64)
 
-    mbs = elastic(model, micro_batch_size=4, generators=[sources.torch_own, sources.python_own, sources.numpy_new, sources.numpy_old])
+    mbs = elastic(
+        model,
+        micro_batch_size=4,
+        generators=[sources.torch_own, sources.python_own, sources.numpy_new, sources.numpy_old],
+    )
     if warm:
         mbs.backward(loss_fn, batch)
     if door == 1:
@@ -163,5 +175,7 @@ def test_a_call_that_gives_up_leaves_the_scaler_as_it_was(door: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     before = scaler.state_dict()
     with InjectOOM(always_from=20), pytest.raises(MicroBatchFloorError):
-        through(door, elastic(model, micro_batch_size=4, scaler=scaler), cross_entropy(model), pairs(8))
+        through(
+            door, elastic(model, micro_batch_size=4, scaler=scaler), cross_entropy(model), pairs(8)
+        )
     assert scaler.state_dict() == before

@@ -31,13 +31,19 @@ class _Wide(nn.Module):
     def __init__(self, reentrant: bool | None = None, depth: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(depth)
+        )
         self.head = nn.Linear(128, 4)
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
         out: Tensor = self.head(x)
         return out
 
@@ -46,7 +52,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": _Wide,
     "checkpoint, non-reentrant": lambda: _Wide(reentrant=False),
     "checkpoint, reentrant": lambda: _Wide(reentrant=True),
-    "in place": lambda: nn.Sequential(nn.Linear(128, 128), nn.ReLU(inplace=True), nn.Linear(128, 128), nn.ReLU(inplace=True), nn.Linear(128, 4)),
+    "in place": lambda: nn.Sequential(
+        nn.Linear(128, 128),
+        nn.ReLU(inplace=True),
+        nn.Linear(128, 128),
+        nn.ReLU(inplace=True),
+        nn.Linear(128, 4),
+    ),
 }
 
 
@@ -108,14 +120,25 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_1(name: str, ou
 
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
         watch = _Watch(budget, model, 0)
-        mbs = elastic(model, micro_batch_size=256, on_event=watch, outputs="cpu" if outputs == "cpu" else "device")
+        mbs = elastic(
+            model,
+            micro_batch_size=256,
+            on_event=watch,
+            outputs="cpu" if outputs == "cpu" else "device",
+        )
         total = _operations(lambda: mbs.backward(loss_fn, batch))
         mbs.last_result = None
         for n in range(1, total + 1, 3):
-            watch.rest = _rest(model, batch, budget) + _nbytes(batch[0])  # its gradient may be there, where it has one
+            # its gradient may be there, where it has one
+            watch.rest = _rest(model, batch, budget) + _nbytes(batch[0])
             if not batch[0].requires_grad:
                 watch.rest -= _nbytes(batch[0])
-            mbs_n = elastic(model, micro_batch_size=256, on_event=watch, outputs="cpu" if outputs == "cpu" else "device")
+            mbs_n = elastic(
+                model,
+                micro_batch_size=256,
+                on_event=watch,
+                outputs="cpu" if outputs == "cpu" else "device",
+            )
             with InjectOOM(at=[n]):
                 mbs_n.backward(loss_fn, batch)
             mbs_n.close()
@@ -132,7 +155,12 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_2() -> None:
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
         watch = _Watch(budget, model, 0)
 
-        @elastic_step(model, micro_batch_size=256, on_event=watch, memory=MemoryOptions(sensor=NoSensor("no"), monitor_interval=0))
+        @elastic_step(
+            model,
+            micro_batch_size=256,
+            on_event=watch,
+            memory=MemoryOptions(sensor=NoSensor("no"), monitor_interval=0),
+        )
         def step(b: Pair) -> Any:
             hidden = model(b[0])
             loss = functional.cross_entropy(hidden, b[1])
@@ -150,7 +178,9 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_2() -> None:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_memory_is_back_at_rest_although_the_frame_of_the_loop_holds_loss_and_output_door_3(name: str) -> None:
+def test_memory_is_back_at_rest_although_the_frame_of_the_loop_holds_loss_and_output_door_3(
+    name: str,
+) -> None:
     model, batch = _prepared(name)
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
         held: dict[str, Tensor] = {}
@@ -174,15 +204,21 @@ def test_memory_is_back_at_rest_although_the_frame_of_the_loop_holds_loss_and_ou
         count = InjectOOM()
         run(count, fresh())
         for n in range(1, count.count + 1, 3):
-            watch.rest = _rest(model, batch, budget) + (_nbytes(batch[0]) if batch[0].requires_grad else 0)
+            watch.rest = _rest(model, batch, budget) + (
+                _nbytes(batch[0]) if batch[0].requires_grad else 0
+            )
             mbs = fresh()
             run(InjectOOM(at=[n]), mbs)
             mbs.close()
             del mbs
         assert watch.seen >= count.count // 4
-        # Non-reentrant checkpointing keeps what it has recomputed of one block in a frame that the graph behind `out` holds.
+        # Non-reentrant checkpointing keeps what it has recomputed of one block in a frame that the
+        # graph behind `out` holds.
         block = 256 * 1024 if name == "checkpoint, non-reentrant" else 0
-        assert watch.worst <= SLACK + block, f"{watch.worst} bytes of the failed attempt were alive, besides what the loop itself has named"
+        assert watch.worst <= SLACK + block, (
+            f"{watch.worst} bytes of the failed attempt were alive, besides what the loop itself "
+            "has named"
+        )
 
 
 def test_a_failed_attempts_outputs_and_callbacks_are_gone_when_the_failure_is_announced() -> None:
@@ -244,9 +280,11 @@ def _door_2(mbs: ElasticMBS, model: nn.Module, batch: Pair) -> None:
         from elastic_mbs import elastic_step
         from elastic_mbs.memory import NoSensor
 
-        step = elastic_step(model, micro_batch_size=8, memory=MemoryOptions(sensor=NoSensor("no"), monitor_interval=0))(
-            lambda b: cross_entropy(model)(b)
-        )
+        step = elastic_step(
+            model,
+            micro_batch_size=8,
+            memory=MemoryOptions(sensor=NoSensor("no"), monitor_interval=0),
+        )(lambda b: cross_entropy(model)(b))
         object.__setattr__(model, "step", step)
     step(batch)
 
@@ -275,10 +313,14 @@ def _faults(door: Callable[..., None]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("door", [_door_1, _door_2, _door_3, _eval])
-def test_after_200_recovered_failures_memory_is_what_it_was_after_the_first(door: Callable[..., None]) -> None:
+def test_after_200_recovered_failures_memory_is_what_it_was_after_the_first(
+    door: Callable[..., None],
+) -> None:
     model, batch = _Marked(), pairs(8)
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
-        mbs = ElasticMBS(model, micro_batch_size=8, memory=MemoryOptions(monitor_interval=0, wait_for_memory=0))
+        mbs = ElasticMBS(
+            model, micro_batch_size=8, memory=MemoryOptions(monitor_interval=0, wait_for_memory=0)
+        )
         live, objects, faults = [], [], _faults(door)
         start = mbs.state_dict()
         for i in range(200):
@@ -298,7 +340,9 @@ def test_after_200_recovered_failures_memory_is_what_it_was_after_the_first(door
                 objects.append(len(gc.get_objects()))
             if i % 50 == 49:
                 mbs.last_result = None
-                assert not any(mark() is not None for mark in model.marks), "a graph of a failed attempt, or of a finished one, is alive"
+                assert not any(mark() is not None for mark in model.marks), (
+                    "a graph of a failed attempt, or of a finished one, is alive"
+                )
                 model.marks.clear()
     assert live[1] == live[2] <= live[0] + SLACK
     assert objects[2] - objects[1] < 300, "Python objects pile up"
@@ -308,7 +352,11 @@ def test_a_runtime_that_is_dropped_without_close_frees_the_model() -> None:
     model, batch = mlp(), pairs(8)
     mbs = elastic(model, micro_batch_size=4)
     loop(mbs, cross_entropy(model), batch)
-    gone: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(mbs), *(weakref.ref(p) for p in model.parameters())]
+    gone: list[weakref.ref[Any]] = [
+        weakref.ref(model),
+        weakref.ref(mbs),
+        *(weakref.ref(p) for p in model.parameters()),
+    ]
     del mbs, model
     gc.collect()
     assert not any(reference() is not None for reference in gone)

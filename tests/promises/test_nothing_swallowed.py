@@ -23,7 +23,19 @@ from elastic_mbs import (
     Warned,
 )
 from elastic_mbs.memory import MemoryBudget
-from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, grads, mlp, off_by, pairs, still_works, through
+from tests.helpers.steps import (
+    FailOn,
+    Pair,
+    cross_entropy,
+    elastic,
+    failing,
+    grads,
+    mlp,
+    off_by,
+    pairs,
+    still_works,
+    through,
+)
 
 pytestmark = pytest.mark.injectable
 
@@ -62,7 +74,9 @@ class _Noisy(nn.Module):
         self.norm, self.first, self.second = nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(nn.functional.dropout(self.first(self.norm(x)), 0.5) * random.random())
+        out: Tensor = self.second(
+            nn.functional.dropout(self.first(self.norm(x)), 0.5) * random.random()
+        )
         return out
 
 
@@ -71,7 +85,11 @@ def _state(model: nn.Module) -> tuple[list[Tensor], Tensor, Any]:
 
 
 def _same(a: tuple[list[Tensor], Tensor, Any], b: tuple[list[Tensor], Tensor, Any]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and torch.equal(a[1], b[1]) and a[2] == b[2]
+    return (
+        all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+        and torch.equal(a[1], b[1])
+        and a[2] == b[2]
+    )
 
 
 class _InBackward(torch.autograd.Function):
@@ -98,7 +116,9 @@ def _step(model: _Noisy, fail: FailOn, where: str) -> Callable[[Pair], Tensor]:
         hidden = model.first(x)
         if where == "backward":
             hidden = _InBackward.apply(hidden)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        loss = nn.functional.cross_entropy(model.second(nn.functional.dropout(hidden, 0.5) * random.random()), b[1])
+        loss = nn.functional.cross_entropy(
+            model.second(nn.functional.dropout(hidden, 0.5) * random.random()), b[1]
+        )
         if where == "forward":
             fail()
         return loss
@@ -117,7 +137,9 @@ def _prefill(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("make", ERRORS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("door", DOORS)
-def test_an_error_passes_through_as_the_same_object_and_state_goes_back(door: int, where: str, make: Callable[[], BaseException]) -> None:
+def test_an_error_passes_through_as_the_same_object_and_state_goes_back(
+    door: int, where: str, make: Callable[[], BaseException]
+) -> None:
     model, batch, raised = _Noisy().double(), pairs(8), make()
     for warm, prefilled in ((False, False), (False, True), (True, False), (True, True)):
         mbs = elastic(model, micro_batch_size=4)
@@ -147,7 +169,9 @@ def test_an_error_passes_through_as_the_same_object_and_state_goes_back(door: in
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("make", [ValueError, KeyboardInterrupt, _CustomExit])
-def test_an_error_between_two_blocks_of_the_loop_passes_through_and_state_goes_back(make: Callable[[], BaseException]) -> None:
+def test_an_error_between_two_blocks_of_the_loop_passes_through_and_state_goes_back(
+    make: Callable[[], BaseException],
+) -> None:
     """Outside `with micro:` the engine does not see it happen, but what it left behind has to be noticed at the latest when it is used."""
     model, batch = _Noisy().double(), pairs(8)
     raised = make()
@@ -221,7 +245,13 @@ def test_an_error_in_the_sink_of_a_growth_leaves_no_gradients_behind() -> None:
 
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
         policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
-        mbs = ElasticMBS(model, micro_batch_size=2, policy=policy, on_event=sink, memory=MemoryOptions(sensor=budget, monitor_interval=0))
+        mbs = ElasticMBS(
+            model,
+            micro_batch_size=2,
+            policy=policy,
+            on_event=sink,
+            memory=MemoryOptions(sensor=budget, monitor_interval=0),
+        )
         for _ in range(30):
             model.zero_grad()
             try:
@@ -236,18 +266,26 @@ def test_an_error_in_the_sink_of_a_growth_leaves_no_gradients_behind() -> None:
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
-def test_gradients_that_were_there_are_reported_when_they_hold_a_part_of_the_batch(door: int) -> None:
+def test_gradients_that_were_there_are_reported_when_they_hold_a_part_of_the_batch(
+    door: int,
+) -> None:
     model, batch = nn.Linear(6, 4).double(), pairs(8)
     before = _prefill(model)
     mbs = elastic(model, micro_batch_size=4)
     with pytest.raises(ValueError, match="second piece") as caught:
-        through(door, mbs, failing(model, FailOn(2, error=lambda: ValueError("second piece"))), batch)
+        through(
+            door, mbs, failing(model, FailOn(2, error=lambda: ValueError("second piece"))), batch
+        )
     assert any("zero_grad()" in note for note in caught.value.__notes__)
     assert off_by(model, before) > 0  # type: ignore[arg-type]  # no None among them, and lists are invariant
     _prefill(model)
     with pytest.raises(ValueError, match="first piece") as caught:
-        through(door, mbs, failing(model, FailOn(1, error=lambda: ValueError("first piece"))), batch)
-    assert getattr(caught.value, "__notes__", []) == [], "nothing had been accumulated, so there is nothing to say"
+        through(
+            door, mbs, failing(model, FailOn(1, error=lambda: ValueError("first piece"))), batch
+        )
+    assert getattr(caught.value, "__notes__", []) == [], (
+        "nothing had been accumulated, so there is nothing to say"
+    )
     assert off_by(model, before) == 0  # type: ignore[arg-type]  # no None among them, and lists are invariant
 
 
@@ -263,7 +301,9 @@ def test_the_users_predicate_adds_errors_and_its_own_errors_pass(door: int) -> N
         return isinstance(error, _CustomError)
 
     fail = FailOn(1, error=lambda: _CustomError("the accelerator is full"))
-    result = through(door, elastic(model, micro_batch_size=4, is_oom=is_oom), failing(model, fail), batch)
+    result = through(
+        door, elastic(model, micro_batch_size=4, is_oom=is_oom), failing(model, fail), batch
+    )
     assert result.ooms == 1
 
     def broken(error: BaseException) -> bool:
@@ -284,12 +324,21 @@ def test_a_masked_error_shrinks_once_with_a_warning_and_then_passes(door: int) -
     model, batch, events = nn.Linear(6, 4).double(), pairs(8), list[Event]()
 
     def masked() -> RuntimeError:
-        return RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.")
+        return RuntimeError(
+            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+            "non-contiguous input."
+        )
 
     mbs = elastic(model, micro_batch_size=4, on_event=events.append)
     result = through(door, mbs, failing(model, FailOn(1, error=masked)), batch)
     assert result.ooms == 1
-    assert sum(isinstance(event, Warned) and "hidden out-of-memory" in event.message for event in events) == 1
+    assert (
+        sum(
+            isinstance(event, Warned) and "hidden out-of-memory" in event.message
+            for event in events
+        )
+        == 1
+    )
     model.zero_grad()
     for fails in ((1, 2), (1, 3)):
         mbs = elastic(model, micro_batch_size=4, on_event=events.append)
@@ -312,7 +361,12 @@ def test_a_poisoned_device_is_refused_and_on_fatal_sees_restored_state(door: int
         seen.append(error)
 
     mbs = elastic(model, micro_batch_size=4, on_fatal=on_fatal)
-    poison = FailOn(2, error=lambda: RuntimeError("NCCL error: unhandled cuda error, NCCL version 2.21.5\nCuda failure 'out of memory'"))
+    poison = FailOn(
+        2,
+        error=lambda: RuntimeError(
+            "NCCL error: unhandled cuda error, NCCL version 2.21.5\nCuda failure 'out of memory'"
+        ),
+    )
     with pytest.raises(PoisonedDeviceError, match="restart") as caught:
         through(door, mbs, _step(model, poison, "forward"), batch)
     assert seen == [caught.value]
@@ -358,12 +412,19 @@ def test_eval_passes_errors_through_and_puts_state_back() -> None:
     assert mbs.eval(fn, batch).shape == (8, 4)
 
 
-def test_where_autograd_refuses_to_run_the_batch_is_put_back_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Letting go of what a failed backward has left is a backward itself. Its error took the place of the user's, and state was not put back."""
+def test_where_autograd_refuses_to_run_the_batch_is_put_back_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Letting go of what a failed backward has left is a backward itself.
+
+    Its error took the place of the user's, and state was not put back.
+    """
     model, batch = mlp(), pairs(8)
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+        raise RuntimeError(
+            "Unable to handle autograd's threading in combination with fork-based multiprocessing"
+        )
 
     def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
         if bool((piece[0] == batch[0][-1]).all(1).any()):

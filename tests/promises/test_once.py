@@ -24,13 +24,18 @@ class _PerSample(nn.Module):
 
     def __init__(self, n: int) -> None:
         super().__init__()
-        self.early, self.late = nn.Parameter(torch.zeros(n, dtype=torch.float64)), nn.Parameter(torch.ones(n, dtype=torch.float64))
+        self.early, self.late = (
+            nn.Parameter(torch.zeros(n, dtype=torch.float64)),
+            nn.Parameter(torch.ones(n, dtype=torch.float64)),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         return (self.early[ids] + 0.0) * 2 + self.late[ids] * 2
 
     def contributions(self) -> list[list[float]]:
-        return [(p.grad * len(p) / 2).tolist() for p in (self.early, self.late) if p.grad is not None]
+        return [
+            (p.grad * len(p) / 2).tolist() for p in (self.early, self.late) if p.grad is not None
+        ]
 
 
 @given(
@@ -42,7 +47,9 @@ class _PerSample(nn.Module):
     replay=st.sampled_from(["auto", "isolate"]),
 )
 @settings(max_examples=60)
-def test_every_sample_contributes_once_to_every_leaf(n: int, size: int, at: set[int], door: int, warm: bool, replay: str) -> None:
+def test_every_sample_contributes_once_to_every_leaf(
+    n: int, size: int, at: set[int], door: int, warm: bool, replay: str
+) -> None:
     model, ids = _PerSample(n), torch.arange(n)
     mbs = elastic(model, micro_batch_size=size, replay=replay)
     if warm:
@@ -61,7 +68,9 @@ def test_every_sample_contributes_once_to_every_leaf(n: int, size: int, at: set[
 
 
 @pytest.mark.parametrize("fault", range(0, 60, 3))
-def test_callbacks_run_once_per_sample_in_the_batchs_order_and_only_for_what_counts(fault: int) -> None:
+def test_callbacks_run_once_per_sample_in_the_batchs_order_and_only_for_what_counts(
+    fault: int,
+) -> None:
     model, ids = _PerSample(8), torch.arange(8)
     log: list[int] = []
     attempts: list[list[int]] = []
@@ -105,7 +114,12 @@ def test_outputs_are_those_of_committed_pieces_in_the_batchs_order(door: int, pl
         def loss_fn(b: Tensor, attempt: list[int] = attempt) -> dict[str, object]:
             attempt[0] += 1
             out = model(b)
-            return {"loss": out.mean(), "ids": b.clone(), "attempt": torch.full((len(b),), attempt[0]), "names": [f"s{i}" for i in b.tolist()]}
+            return {
+                "loss": out.mean(),
+                "ids": b.clone(),
+                "attempt": torch.full((len(b),), attempt[0]),
+                "names": [f"s{i}" for i in b.tolist()],
+            }
 
         mbs = elastic(model, micro_batch_size=4, outputs=place)
         with InjectOOM(at=[fault]):
@@ -113,7 +127,9 @@ def test_outputs_are_those_of_committed_pieces_in_the_batchs_order(door: int, pl
         assert result.outputs["ids"].tolist() == list(range(8))
         assert result.outputs["names"] == [f"s{i}" for i in range(8)]
         kept = result.outputs["attempt"]
-        assert [len(set(kept[start:stop].tolist())) for start, stop in result.partition] == [1] * len(result.partition)
+        assert [len(set(kept[start:stop].tolist())) for start, stop in result.partition] == [
+            1
+        ] * len(result.partition)
         assert len(set(kept.tolist())) == len(result.partition)
         assert not result.outputs["loss"][0].requires_grad
 
@@ -127,7 +143,12 @@ def test_outputs_leave_out_pieces_that_were_skipped_and_none_are_kept_when_dropp
 
     result = elastic(model, micro_batch_size=2, count=count_tokens(1)).backward(loss_fn, (x, y))
     assert torch.equal(result.outputs, torch.cat([x[:2], x[4:]]))
-    assert elastic(model, micro_batch_size=2, count=count_tokens(1), outputs=None).backward(loss_fn, (x, y)).outputs is None
+    assert (
+        elastic(model, micro_batch_size=2, count=count_tokens(1), outputs=None)
+        .backward(loss_fn, (x, y))
+        .outputs
+        is None
+    )
 
 
 @pytest.mark.no_oom_injection
@@ -146,7 +167,12 @@ def test_samples_replayed_are_counted(door: int) -> None:
     assert ran == [4, 4, 2, 2]
     assert result.partition == ((0, 4), (4, 6), (6, 8))
     assert (result.ooms, result.replayed_samples, result.micro_batch_size) == (1, 4, 2)
-    assert (mbs.stats.ooms, mbs.stats.replayed_samples, mbs.stats.samples, mbs.stats.pieces) == (1, 4, 8, 3)
+    assert (mbs.stats.ooms, mbs.stats.replayed_samples, mbs.stats.samples, mbs.stats.pieces) == (
+        1,
+        4,
+        8,
+        3,
+    )
 
 
 @pytest.mark.no_oom_injection
@@ -168,6 +194,8 @@ def test_nothing_after_the_return_is_replayed(door: int) -> None:
         with InjectOOM(at=[2]), pytest.raises(torch.OutOfMemoryError, match="injected"):
             optimizer.step()
         assert ran == [4, 4]
-        assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+        assert all(
+            p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True)
+        )
         assert mbs.stats.ooms == 0
         optimizer.step()

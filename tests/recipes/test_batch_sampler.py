@@ -14,9 +14,18 @@ from elastic_mbs import NoiseScale, UsageError
 from elastic_mbs.recipes import BatchSchedule, ElasticBatchSampler
 
 SCHEDULES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=5).map(
-    lambda moves: [(sum(step for step, _ in moves[:i]), 1 + sum(more for _, more in moves[:i])) for i in range(len(moves) + 1)]
+    lambda moves: [
+        (sum(step for step, _ in moves[:i]), 1 + sum(more for _, more in moves[:i]))
+        for i in range(len(moves) + 1)
+    ]
 )
-OPTIONS = st.fixed_dictionaries({"unit": st.sampled_from(["epoch", "batch"]), "shuffle": st.booleans(), "seed": st.integers(0, 9)})
+OPTIONS = st.fixed_dictionaries(
+    {
+        "unit": st.sampled_from(["epoch", "batch"]),
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 9),
+    }
+)
 
 
 def sampler(samples: int, changes: Any, **options: Any) -> ElasticBatchSampler:
@@ -24,14 +33,19 @@ def sampler(samples: int, changes: Any, **options: Any) -> ElasticBatchSampler:
 
 
 @given(st.integers(1, 60), SCHEDULES, OPTIONS)
-def test_every_sample_comes_once_per_epoch_in_batches_of_the_schedules_size(samples: int, changes: Any, options: dict[str, Any]) -> None:
+def test_every_sample_comes_once_per_epoch_in_batches_of_the_schedules_size(
+    samples: int, changes: Any, options: dict[str, Any]
+) -> None:
     one, schedule = sampler(samples, changes, **options), BatchSchedule(changes)
     step, orders = 0, []
     for epoch in range(4):
         length = len(one)
         batches = list(one)
         assert len(batches) == length
-        sizes = [schedule.batch(epoch if options["unit"] == "epoch" else step + number) for number in range(len(batches))]
+        sizes = [
+            schedule.batch(epoch if options["unit"] == "epoch" else step + number)
+            for number in range(len(batches))
+        ]
         assert [len(batch) for batch in batches[:-1]] == sizes[:-1]
         assert 1 <= len(batches[-1]) <= sizes[-1]
         orders.append([index for batch in batches for index in batch])
@@ -42,7 +56,9 @@ def test_every_sample_comes_once_per_epoch_in_batches_of_the_schedules_size(samp
 
 
 @given(st.integers(20, 60), SCHEDULES, OPTIONS)
-def test_without_the_last_batch_all_are_full_and_as_few_as_possible_are_left_out(samples: int, changes: Any, options: dict[str, Any]) -> None:
+def test_without_the_last_batch_all_are_full_and_as_few_as_possible_are_left_out(
+    samples: int, changes: Any, options: dict[str, Any]
+) -> None:
     changes = [(step, min(size, 20)) for step, size in changes]
     one, whole = (sampler(samples, changes, **options, drop_last=last) for last in (True, False))
     batches, all_of_them = list(one), list(whole)
@@ -54,7 +70,9 @@ def test_without_the_last_batch_all_are_full_and_as_few_as_possible_are_left_out
 
 
 @given(st.integers(1, 40), SCHEDULES, OPTIONS, st.data())
-def test_a_run_resumed_at_any_batch_goes_on_in_the_same_order(samples: int, changes: Any, options: dict[str, Any], data: st.DataObject) -> None:
+def test_a_run_resumed_at_any_batch_goes_on_in_the_same_order(
+    samples: int, changes: Any, options: dict[str, Any], data: st.DataObject
+) -> None:
     first = sampler(samples, changes, **options)
     wanted = [list(first) for _ in range(4)]
     epoch = data.draw(st.integers(0, 2))
@@ -65,7 +83,8 @@ def test_a_run_resumed_at_any_batch_goes_on_in_the_same_order(samples: int, chan
         list(broken)
     read = len(list(islice(iter(broken), done + ahead)))
     resumed = sampler(samples, changes, **options)
-    resumed.load_state_dict(json.loads(json.dumps(broken.state_dict(done if read else None))))  # None: the epoch has not begun
+    # None: the epoch has not begun
+    resumed.load_state_dict(json.loads(json.dumps(broken.state_dict(done if read else None))))
     rest = wanted[epoch][done:]
     epochs = range((4 if rest else 3) - epoch)
     assert [list(resumed) for _ in epochs] == [*([rest] if rest else []), *wanted[epoch + 1 :]]
@@ -75,7 +94,12 @@ def test_a_run_resumed_at_any_batch_goes_on_in_the_same_order(samples: int, chan
 def test_workers_and_persistent_ones_get_the_same_batches(workers: int) -> None:
     changes, data = [(0, 3), (4, 5), (9, 11)], TensorDataset(torch.arange(37))
     wanted = sampler(37, changes, unit="batch", seed=5)
-    loader = DataLoader(data, batch_sampler=sampler(37, changes, unit="batch", seed=5), num_workers=workers, persistent_workers=workers > 0)
+    loader = DataLoader(
+        data,
+        batch_sampler=sampler(37, changes, unit="batch", seed=5),
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
     for _ in range(3):
         assert len(loader) == len(wanted)
         assert [batch[0].tolist() for batch in loader] == list(wanted)
@@ -108,7 +132,9 @@ def grown(one: ElasticBatchSampler, epochs: int, workers: int = 0) -> list[list[
 
 
 def growing(ahead: int) -> ElasticBatchSampler:
-    return ElasticBatchSampler(40, BatchSchedule.from_noise_scale(2, limit=8, ahead=ahead), unit="batch")
+    return ElasticBatchSampler(
+        40, BatchSchedule.from_noise_scale(2, limit=8, ahead=ahead), unit="batch"
+    )
 
 
 def test_growth_comes_at_its_step_whether_workers_read_ahead_or_not() -> None:
@@ -118,7 +144,11 @@ def test_growth_comes_at_its_step_whether_workers_read_ahead_or_not() -> None:
 
 
 def test_growth_at_a_batch_that_was_read_already_is_refused() -> None:
-    with pytest.raises(UsageError, match="has grown from step 4 on, when batches had been read up to step 7: give it a larger ahead="):
+    with pytest.raises(
+        UsageError,
+        match="has grown from step 4 on, when batches had been read up to step 7: give it a "
+        "larger ahead=",
+    ):
         grown(growing(1), 1, workers=2)
     assert len(grown(growing(1), 1)) == 4 + 4
 
@@ -141,10 +171,22 @@ def test_a_resumed_run_has_grown_as_well() -> None:
     [
         (lambda: sampler(0, [(0, 2)]), "there are 0 samples"),
         (lambda: sampler(9, [(0, 2)], unit="step"), "unit='step' is not known"),
-        (lambda: list(sampler(5, [(0, 8)], drop_last=True)), "drop_last leaves nothing of 5 samples in batches of 8"),
-        (lambda: sampler(9, [(0, 2)]).state_dict(batches=1), "batches=1, and 0 of epoch 0 have been handed out"),
-        (lambda: sampler(9, [(0, 2)]).load_state_dict(sampler(9, [(0, 2)], seed=1).state_dict()), "'seed': 1.*they must be the same"),
-        (lambda: sampler(9, [(0, 2)]).load_state_dict(sampler(9, [(0, 3)]).state_dict()), "another schedule"),
+        (
+            lambda: list(sampler(5, [(0, 8)], drop_last=True)),
+            "drop_last leaves nothing of 5 samples in batches of 8",
+        ),
+        (
+            lambda: sampler(9, [(0, 2)]).state_dict(batches=1),
+            "batches=1, and 0 of epoch 0 have been handed out",
+        ),
+        (
+            lambda: sampler(9, [(0, 2)]).load_state_dict(sampler(9, [(0, 2)], seed=1).state_dict()),
+            "'seed': 1.*they must be the same",
+        ),
+        (
+            lambda: sampler(9, [(0, 2)]).load_state_dict(sampler(9, [(0, 3)]).state_dict()),
+            "another schedule",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_way_out(make: Any, named: str) -> None:

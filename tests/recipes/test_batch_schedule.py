@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, ExponentialLR, LRScheduler, MultiStepLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LRScheduler,
+    MultiStepLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
 from elastic_mbs import NoiseScale, UsageError
 from elastic_mbs.recipes import BatchSchedule, gradual_warmup
@@ -29,8 +37,12 @@ def test_the_papers_own_schedule() -> None:
     assert schedule.changes == ((0, 128), (60, 640), (120, 3200), (160, 5120))
     assert [schedule.batch(step) for step in (0, 59, 60, 199)] == [128, 128, 640, 5120]
     assert [schedule.rate(step) for step in (0, 159)] == pytest.approx([1, 1], rel=1e-12)
-    assert schedule.rate(160) == pytest.approx(5120 / 128 / 125, rel=1e-12)  # what is missing to 16,000 samples is decayed
-    assert BatchSchedule.from_scheduler(make, 128, steps=200, samples=51_200).changes == schedule.changes
+    # what is missing to 16,000 samples is decayed
+    assert schedule.rate(160) == pytest.approx(5120 / 128 / 125, rel=1e-12)
+    assert (
+        BatchSchedule.from_scheduler(make, 128, steps=200, samples=51_200).changes
+        == schedule.changes
+    )
 
 
 MAKERS: list[Make] = [
@@ -42,7 +54,9 @@ MAKERS: list[Make] = [
 
 
 @given(st.sampled_from(MAKERS), st.integers(1, 300), st.integers(1, 50))
-def test_the_quotient_of_rate_and_batch_is_that_of_the_scheduler_at_every_step(make: Make, batch: int, room: int) -> None:
+def test_the_quotient_of_rate_and_batch_is_that_of_the_scheduler_at_every_step(
+    make: Make, batch: int, room: int
+) -> None:
     schedule = BatchSchedule.from_scheduler(make, batch, steps=30, limit=batch * room)
     for step, rate in enumerate(rates(make(optimizer(1.0)), 30)):
         size = schedule.batch(step)
@@ -52,7 +66,9 @@ def test_the_quotient_of_rate_and_batch_is_that_of_the_scheduler_at_every_step(m
 
 
 def test_what_is_left_to_decay_is_a_scheduler_that_goes_with_others() -> None:
-    schedule = BatchSchedule.from_scheduler(partial(MultiStepLR, milestones=[4, 6, 8], gamma=0.1), 10, steps=10, limit=100)
+    schedule = BatchSchedule.from_scheduler(
+        partial(MultiStepLR, milestones=[4, 6, 8], gamma=0.1), 10, steps=10, limit=100
+    )
     one = optimizer(0.8)
     found = rates(ChainedScheduler([gradual_warmup(one, 8, 2), schedule.scheduler(one)]), 12)
     assert found == pytest.approx([0.1, 0.45] + [0.8] * 4 + [0.08] * 2 + [0.008] * 4, rel=1e-9)
@@ -85,7 +101,11 @@ WARM: Make = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_
     ("make", "options", "named"),
     [
         (WARM, {"limit": 100}, "the rate rises at step 1.*gradual_warmup"),
-        (ReduceLROnPlateau, {"limit": 100}, "rate of ReduceLROnPlateau does not follow from its step"),
+        (
+            ReduceLROnPlateau,
+            {"limit": 100},
+            "rate of ReduceLROnPlateau does not follow from its step",
+        ),
         (MAKERS[0], {}, "one of the two"),
         (MAKERS[0], {"samples": 100, "limit": 100}, "one of the two"),
         (MAKERS[0], {"samples": 79}, "a tenth of samples is 7, below the first batch of 8"),
@@ -95,7 +115,9 @@ WARM: Make = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_
         (MAKERS[0], {"limit": 100, "batch": 0}, "a batch of 0"),
     ],
 )
-def test_a_scheduler_that_says_no_sizes_is_refused(make: Any, options: dict[str, Any], named: str) -> None:
+def test_a_scheduler_that_says_no_sizes_is_refused(
+    make: Any, options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(UsageError, match=named):
         BatchSchedule.from_scheduler(make, **{"batch": 8, "steps": 10, **options})
 
@@ -115,7 +137,15 @@ def noise(value: float, error: float = 0.0) -> NoiseScale:
 def test_the_batch_doubles_to_what_the_noise_scale_is_known_to_allow() -> None:
     schedule = BatchSchedule.from_noise_scale(16, limit=200, ahead=2)
     for step, (seen, batch) in enumerate(
-        [(None, 16), (noise(31), 16), (noise(100, 70), 16), (noise(70, 5), 64), (noise(20), 64), (noise(10**6), 128), (noise(10**6), 128)]
+        [
+            (None, 16),
+            (noise(31), 16),
+            (noise(100, 70), 16),
+            (noise(70, 5), 64),
+            (noise(20), 64),
+            (noise(10**6), 128),
+            (noise(10**6), 128),
+        ]
     ):
         schedule.follow(seen, step)
         assert schedule.changes[-1][1] == batch, step
@@ -124,7 +154,10 @@ def test_the_batch_doubles_to_what_the_noise_scale_is_known_to_allow() -> None:
     assert schedule.rate(9) == 1.0
 
 
-@pytest.mark.parametrize("unknown", [NoiseScale(1.0, -1.0, math.inf, 5), NoiseScale(100.0, 1.0, math.inf, 1), noise(math.nan)])
+@pytest.mark.parametrize(
+    "unknown",
+    [NoiseScale(1.0, -1.0, math.inf, 5), NoiseScale(100.0, 1.0, math.inf, 1), noise(math.nan)],
+)
 def test_what_is_not_known_grows_nothing(unknown: NoiseScale) -> None:
     schedule = BatchSchedule.from_noise_scale(2, limit=64)
     schedule.follow(unknown, 0)
@@ -165,10 +198,13 @@ def test_a_run_follows_its_own_noise_scale() -> None:
     assert result.noise_scale is not None
     assert result.noise_scale.value == pytest.approx(4 * 36 / 16, rel=0.3)
     assert schedule.changes[-1][1] == 8
-    weight.data /= 5  # nearer to the minimum there is more noise than gradient: 225 samples, so 128 or less
+    # nearer to the minimum there is more noise than gradient: 225 samples, so 128 or less
+    weight.data /= 5
     for step in range(60, 500):
         batch = torch.randn(schedule.batch(step), 4, dtype=torch.float64) * 6
-        schedule.follow(mbs.backward(lambda x: (weight - x).square().sum(1).mean() / 2, batch).noise_scale, step)
+        schedule.follow(
+            mbs.backward(lambda x: (weight - x).square().sum(1).mean() / 2, batch).noise_scale, step
+        )
         still.zero_grad()
     mbs.close()
     assert schedule.changes[-1][1] in (64, 128)

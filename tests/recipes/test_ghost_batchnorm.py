@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, Policy, UsageError
-from elastic_mbs.recipes import GhostBatchNorm1d, GhostBatchNorm2d, GhostBatchNorm3d, convert_ghost_batchnorm
+from elastic_mbs.recipes import (
+    GhostBatchNorm1d,
+    GhostBatchNorm2d,
+    GhostBatchNorm3d,
+    convert_ghost_batchnorm,
+)
 from tests.helpers.steps import elastic, grads, off_by
 
-KINDS = [(nn.BatchNorm1d, GhostBatchNorm1d, (3,)), (nn.BatchNorm2d, GhostBatchNorm2d, (2, 3)), (nn.BatchNorm3d, GhostBatchNorm3d, (2, 1, 3))]
+KINDS = [
+    (nn.BatchNorm1d, GhostBatchNorm1d, (3,)),
+    (nn.BatchNorm2d, GhostBatchNorm2d, (2, 3)),
+    (nn.BatchNorm3d, GhostBatchNorm3d, (2, 1, 3)),
+]
 
 
 def close(a: Tensor | None, b: Tensor | None) -> bool:
@@ -26,7 +35,9 @@ def same_buffers(a: nn.Module, b: nn.Module) -> bool:
 
 @pytest.mark.parametrize(("plain", "ghost", "shape"), KINDS)
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_each_group_is_normalised_as_batchnorm_does_in_turn(plain: Any, ghost: Any, shape: tuple[int, ...], momentum: float | None) -> None:
+def test_each_group_is_normalised_as_batchnorm_does_in_turn(
+    plain: Any, ghost: Any, shape: tuple[int, ...], momentum: float | None
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(11, 4, *shape, dtype=torch.float64)
     one, other = ghost(4, 4, momentum=momentum).double(), plain(4, momentum=momentum).double()
@@ -45,18 +56,33 @@ def test_without_running_statistics_an_evaluation_has_groups_too() -> None:
 
 def net() -> nn.Module:
     torch.manual_seed(3)
-    layers = [nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3)]
-    return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(12, 2, bias=False), nn.BatchNorm1d(2)).double()
+    layers = [
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3, bias=False),
+        nn.BatchNorm2d(3),
+    ]
+    return nn.Sequential(
+        *layers, nn.Tanh(), nn.Flatten(), nn.Linear(12, 2, bias=False), nn.BatchNorm1d(2)
+    ).double()
 
 
 @given(samples=st.integers(1, 20), group=st.integers(2, 6), pieces=st.integers(1, 4))
-def test_gradients_and_buffers_are_those_of_the_whole_batch_for_every_split(samples: int, group: int, pieces: int) -> None:
+def test_gradients_and_buffers_are_those_of_the_whole_batch_for_every_split(
+    samples: int, group: int, pieces: int
+) -> None:
     samples += samples % group == 1  # the last BatchNorm has one value for a sample
-    x, wanted = torch.randn(samples, 2, 4, 4, dtype=torch.float64), torch.randn(samples, 2, dtype=torch.float64)
+    x, wanted = (
+        torch.randn(samples, 2, 4, 4, dtype=torch.float64),
+        torch.randn(samples, 2, dtype=torch.float64),
+    )
     model = convert_ghost_batchnorm(net(), group)
     twin = copy.deepcopy(model)
     (twin(x) - wanted).square().mean().backward()
-    result = elastic(model, micro_batch_size=pieces * group).backward(lambda b: (model(b[0]) - b[1]).square().mean(), (x, wanted))
+    result = elastic(model, micro_batch_size=pieces * group).backward(
+        lambda b: (model(b[0]) - b[1]).square().mean(), (x, wanted)
+    )
     assert len(result.partition) >= samples // (pieces * group)
     assert off_by(model, grads(twin)) <= 1e-12
     assert same_buffers(model, twin)
@@ -90,8 +116,13 @@ class Own(nn.BatchNorm1d):
     """One of the user's."""
 
 
-@pytest.mark.parametrize(("module", "named"), [(nn.SyncBatchNorm(2), "1 is a SyncBatchNorm"), (LAZY(), "Lazy"), (Own(2), "1 is a Own")])
-def test_a_batchnorm_without_a_ghost_is_refused_by_name_before_anything_is_changed(module: nn.Module, named: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [(nn.SyncBatchNorm(2), "1 is a SyncBatchNorm"), (LAZY(), "Lazy"), (Own(2), "1 is a Own")],
+)
+def test_a_batchnorm_without_a_ghost_is_refused_by_name_before_anything_is_changed(
+    module: nn.Module, named: str
+) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), module)
     with pytest.raises(UsageError, match=named):
         convert_ghost_batchnorm(model)
@@ -118,15 +149,25 @@ def ghosts(*groups: int) -> nn.Module:
     return nn.Sequential(*(GhostBatchNorm1d(2, group) for group in groups))
 
 
-@pytest.mark.parametrize(("groups", "align", "expected"), [((4,), 1, 4), ((4, 6), 1, 12), ((4,), 6, 12), ((), 3, 3)])
-def test_sizes_are_multiples_of_every_group_and_of_align(groups: tuple[int, ...], align: int, expected: int) -> None:
-    limits = ElasticMBS(ghosts(*groups).append(nn.Linear(2, 1)), policy=Policy(align=align)).settings.limits  # type: ignore[operator]
+@pytest.mark.parametrize(
+    ("groups", "align", "expected"), [((4,), 1, 4), ((4, 6), 1, 12), ((4,), 6, 12), ((), 3, 3)]
+)
+def test_sizes_are_multiples_of_every_group_and_of_align(
+    groups: tuple[int, ...], align: int, expected: int
+) -> None:
+    limits = ElasticMBS(
+        ghosts(*groups).append(nn.Linear(2, 1)), policy=Policy(align=align)
+    ).settings.limits  # type: ignore[operator]
     assert (limits.align, limits.minimum) == (expected, 1)
 
 
-@pytest.mark.parametrize("options", [{"micro_batch_size": 6}, {"policy": Policy(max_micro_batch_size=10)}])
+@pytest.mark.parametrize(
+    "options", [{"micro_batch_size": 6}, {"policy": Policy(max_micro_batch_size=10)}]
+)
 def test_a_size_that_would_take_groups_apart_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"micro_batch_size=(6|10) is no multiple of 4: .*GhostBatchNorm"):
+    with pytest.raises(
+        UsageError, match=r"micro_batch_size=(6|10) is no multiple of 4: .*GhostBatchNorm"
+    ):
         ElasticMBS(ghosts(4), **options)
 
 
@@ -135,14 +176,19 @@ def test_a_model_that_is_converted_too_late_is_refused_in_every_call() -> None:
     mbs = elastic(model)
     convert_ghost_batchnorm(model, 4)
     for _ in range(2):
-        with pytest.raises(UsageError, match="groups of 4 samples came into the model after its ElasticMBS was made"):
+        with pytest.raises(
+            UsageError,
+            match="groups of 4 samples came into the model after its ElasticMBS was made",
+        ):
             mbs.backward(lambda b: model(b).mean(), torch.randn(8, 2, dtype=torch.float64))
     elastic(model).backward(lambda b: model(b).mean(), torch.randn(8, 2, dtype=torch.float64))
 
 
 def test_verify_says_what_makes_batchnorm_exact_and_nothing_once_it_is() -> None:
     model, batch = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(8, 2)
-    assert "convert_ghost_batchnorm" in str(elastic(model).verify(lambda b: model(b).square().mean(), batch))
+    assert "convert_ghost_batchnorm" in str(
+        elastic(model).verify(lambda b: model(b).square().mean(), batch)
+    )
     convert_ghost_batchnorm(model, 2)
     assert elastic(model).verify(lambda b: model(b).square().mean(), batch).findings == ()
 

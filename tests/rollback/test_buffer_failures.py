@@ -38,7 +38,10 @@ class Codebook(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Running statistics as a user writes them: a new tensor each time, and a count beside it. They were taken for torch's own."""
+    """Running statistics as a user writes them: a new tensor each time, and a count beside it.
+
+    They were taken for torch's own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,11 +57,21 @@ class Normalised(nn.Module):
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6), Codebook(), Normalised(), nn.Linear(6, 4)).double()
+    return nn.Sequential(
+        nn.utils.spectral_norm(nn.Linear(6, 6)),
+        nn.BatchNorm1d(6),
+        Codebook(),
+        Normalised(),
+        nn.Linear(6, 4),
+    ).double()
 
 
 def state(model: nn.Sequential) -> list[object]:
-    return [model[2].seen, model[3].seen, *((name, buffer.tolist()) for name, buffer in model.named_buffers())]
+    return [
+        model[2].seen,
+        model[3].seen,
+        *((name, buffer.tolist()) for name, buffer in model.named_buffers()),
+    ]
 
 
 class Run:
@@ -85,8 +98,11 @@ class Run:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_a_snapshot_that_runs_out_of_memory_at_any_operation_leaves_a_right_rollback(known: bool) -> None:
-    # One failure while some of the buffers were copied put the others back to the call's start, without a word.
+def test_a_snapshot_that_runs_out_of_memory_at_any_operation_leaves_a_right_rollback(
+    known: bool,
+) -> None:
+    # One failure while some of the buffers were copied put the others back to the call's start,
+    # without a word.
     for strike in until_clean(lambda n: Everywhere(at=[n]), least=4):
         run = Run(known=known)
         with strike, suppress(torch.OutOfMemoryError):
@@ -110,7 +126,9 @@ def test_a_snapshot_that_runs_out_of_memory_at_any_operation_leaves_a_right_roll
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("to_call_start", [False, True])
-def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure_at_any_operation(known: bool, to_call_start: bool) -> None:
+def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure_at_any_operation(
+    known: bool, to_call_start: bool
+) -> None:
     for strike in until_clean(lambda n: Everywhere(at=[n]), least=6):
         run = Run(known=known)
         between = run.first_piece()
@@ -150,7 +168,10 @@ def test_buffers_are_those_of_the_committed_pieces_wherever_memory_runs_out(call
     batch = pairs(8)
     for inject in every_operation(least=40):
         model = net()
-        mbs, loss_fn = elastic(model, micro_batch_size=4, min_micro_batch_size=2), cross_entropy(model)
+        mbs, loss_fn = (
+            elastic(model, micro_batch_size=4, min_micro_batch_size=2),
+            cross_entropy(model),
+        )
         mbs.eval(model.eval(), batch[0])  # what changes in training mode was not seen in it
         model.train()
         for _ in range(calls - 1):
@@ -204,7 +225,9 @@ def test_running_statistics_that_a_forward_replaces_are_put_back(way: str, early
             assert_as_by_hand(model, twin, result, batch[0])
 
 
-def test_a_step_that_begins_to_train_batch_norm_itself_has_its_statistics_put_back_with_their_count() -> None:
+def test_a_step_that_begins_to_train_batch_norm_itself_has_its_statistics_put_back_with_their_count() -> (
+    None
+):
     """Its calls begin in eval mode, and a forward of BatchNorm moves the version of the count alone."""
     batch, recovered = pairs(12), 0
     for at in range(1, 50, 3):
@@ -213,7 +236,9 @@ def test_a_step_that_begins_to_train_batch_norm_itself_has_its_statistics_put_ba
         mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
         begun = [False]
 
-        def loss_fn(piece: Pair, model: nn.Module = model, begun: list[bool] = begun) -> torch.Tensor:
+        def loss_fn(
+            piece: Pair, model: nn.Module = model, begun: list[bool] = begun
+        ) -> torch.Tensor:
             model.train(begun[0])
             return cross_entropy(model)(piece)
 

@@ -53,7 +53,9 @@ def values(module: nn.Module) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in module.named_buffers()}
 
 
-def test_what_hung_where_a_buffer_was_replaced_deleted_set_or_registered_hangs_there_again() -> None:
+def test_what_hung_where_a_buffer_was_replaced_deleted_set_or_registered_hangs_there_again() -> (
+    None
+):
     module = Holder(count=numbers(1), kept=numbers(2), cache=None)
     for copies in (BufferCopies(), learned(module)):
         before = dict(module._buffers)
@@ -66,7 +68,9 @@ def test_what_hung_where_a_buffer_was_replaced_deleted_set_or_registered_hangs_t
         assert not copies.changed()
         module.register_buffer("codebook", numbers(3))
         copies.restore(to_call_start=False)
-        assert {name: id(buffer) for name, buffer in module._buffers.items()} == {name: id(buffer) for name, buffer in before.items()}
+        assert {name: id(buffer) for name, buffer in module._buffers.items()} == {
+            name: id(buffer) for name, buffer in before.items()
+        }
         assert values(module) == {"count": [1], "kept": [2]}
 
 
@@ -119,8 +123,15 @@ def test_a_buffer_that_changes_in_place_for_the_first_time_is_named() -> None:
     assert module["count"].tolist() == start
 
 
-@given(st.lists(st.tuples(st.sampled_from(["ok", "fail", "step"]), st.sets(st.integers(0, 3))), max_size=8), st.booleans())
-def test_after_any_history_buffers_are_those_of_a_run_without_failures(attempts: list[tuple[str, set[int]]], second_call: bool) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ok", "fail", "step"]), st.sets(st.integers(0, 3))), max_size=8
+    ),
+    st.booleans(),
+)
+def test_after_any_history_buffers_are_those_of_a_run_without_failures(
+    attempts: list[tuple[str, set[int]]], second_call: bool
+) -> None:
     """Buffers 0 and 1 change in place, 2 is replaced, 3 is replaced by None and back; a model of plain numbers runs beside them."""
     module = Holder(a=numbers(0), b=numbers(0), c=numbers(0), d=None)
 
@@ -164,15 +175,28 @@ BETWEEN: dict[str, Callable[[nn.BatchNorm1d], object]] = {
     "nothing": lambda norm: None,
     "edited": lambda norm: norm.get_buffer("running_mean").add_(1),
     "edited through data": lambda norm: norm.get_buffer("running_mean").data.add_(1),
-    "other memory": lambda norm: setattr(norm.get_buffer("running_var"), "data", norm.get_buffer("running_var").clone()),
+    "other memory": lambda norm: setattr(
+        norm.get_buffer("running_var"), "data", norm.get_buffer("running_var").clone()
+    ),
     "replaced": lambda norm: setattr(norm, "running_mean", norm.get_buffer("running_mean").clone()),
     "mode": lambda norm: norm.train(not norm.training),
 }
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(BETWEEN)), st.lists(st.sampled_from(["ok", "fail", "step"]), min_size=1, max_size=5)), max_size=6))
-@example([("mode", ["ok"]), ("nothing", ["ok"]), ("mode", ["fail"])])  # settled in eval mode, then trained
-def test_statistics_follow_a_run_without_failures_from_call_to_call(calls: list[tuple[str, list[str]]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(BETWEEN)),
+            st.lists(st.sampled_from(["ok", "fail", "step"]), min_size=1, max_size=5),
+        ),
+        max_size=6,
+    )
+)
+# settled in eval mode, then trained
+@example([("mode", ["ok"]), ("nothing", ["ok"]), ("mode", ["fail"])])
+def test_statistics_follow_a_run_without_failures_from_call_to_call(
+    calls: list[tuple[str, list[str]]],
+) -> None:
     """What is kept from one call to the next must not outlive what happens to the buffers between them."""
     norm, twin = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
     draw = torch.Generator().manual_seed(0)
@@ -207,8 +231,14 @@ CHANGES: dict[str, Callable[[list[nn.Module]], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_model_that_changes_between_calls_is_followed(change: Callable[[list[nn.Module]], object]) -> None:
-    modules, x, copies = list[nn.Module]([nn.BatchNorm1d(3).double()]), torch.randn(8, 3, dtype=F64), BufferCopies()
+def test_a_model_that_changes_between_calls_is_followed(
+    change: Callable[[list[nn.Module]], object],
+) -> None:
+    modules, x, copies = (
+        list[nn.Module]([nn.BatchNorm1d(3).double()]),
+        torch.randn(8, 3, dtype=F64),
+        BufferCopies(),
+    )
     for _ in range(2):
         copies.begin_call(modules)
         clean_piece(copies, lambda: modules[0](x), first=True)
@@ -294,8 +324,16 @@ def test_a_buffer_of_any_kind_that_stays_as_it_is_does_no_harm(kind: str) -> Non
         assert str(module["table"].to_dense().tolist()) == before
 
 
-@pytest.mark.parametrize("grow", [lambda buffer: setattr(buffer, "data", torch.ones(4, dtype=F64)), lambda buffer: buffer.resize_(5)])
-def test_a_buffer_that_changed_its_shape_has_the_old_shape_and_value_again(grow: Callable[[Tensor], object]) -> None:
+@pytest.mark.parametrize(
+    "grow",
+    [
+        lambda buffer: setattr(buffer, "data", torch.ones(4, dtype=F64)),
+        lambda buffer: buffer.resize_(5),
+    ],
+)
+def test_a_buffer_that_changed_its_shape_has_the_old_shape_and_value_again(
+    grow: Callable[[Tensor], object],
+) -> None:
     module = Holder(cache=torch.tensor(1.0, dtype=F64))
     copies = BufferCopies()
     copies.begin_call([module])

@@ -53,27 +53,40 @@ def test_an_edit_of_any_gradient_is_noticed(edit: str, which: int) -> None:
     EDITS[edit](model[which])
     assert not ledger.unchanged()
     assert {id(leaf) for leaf in ledger.changed()} == {id(model[which])}
-    said = r"shape \(2,\) was cleared.*zero_grad\(\)" if edit == "clear" else "was changed in the middle of a batch"
+    said = (
+        r"shape \(2,\) was cleared.*zero_grad\(\)"
+        if edit == "clear"
+        else "was changed in the middle of a batch"
+    )
     with pytest.raises(GradientsChangedError, match=said):
         ledger.check_unchanged()
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=5), st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=3))
-def test_each_backward_counts_once_for_each_leaf_that_it_reaches(filled: list[bool], backwards: list[list[int]]) -> None:
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=5),
+    st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=3),
+)
+def test_each_backward_counts_once_for_each_leaf_that_it_reaches(
+    filled: list[bool], backwards: list[list[int]]
+) -> None:
     model = [torch.zeros(2, requires_grad=True) for _ in filled]
     for leaf, full in zip(model, filled, strict=True):
         leaf.grad = torch.ones(2) if full else None
     ledger = noted(model)
-    assert ledger.with_gradient() == {id(leaf) for leaf, full in zip(model, filled, strict=True) if full}
+    assert ledger.with_gradient() == {
+        id(leaf) for leaf, full in zip(model, filled, strict=True) if full
+    }
     had = ledger.with_gradient()
     for reached in backwards:
         once = sorted({place % len(model) for place in reached})
         if once:
-            torch.stack([model[place].sum() for place in once for _ in range(2)]).sum().backward()  # twice in a graph is one commit
+            # twice in a graph is one commit
+            torch.stack([model[place].sum() for place in once for _ in range(2)]).sum().backward()
         seen = ledger.observe()
         assert not ledger.advance(seen, set(range(10)) - {len(once)})
         assert Counter(map(id, ledger.changed())) == Counter(id(model[place]) for place in once)
-        known = {id(leaf) for leaf in model if leaf.grad is not None} == had or not had  # else it needs a look at each leaf
+        # else it needs a look at each leaf
+        known = {id(leaf) for leaf in model if leaf.grad is not None} == had or not had
         assert ledger.advance(seen, {len(once)}) is known
         ledger.note()
         had = ledger.with_gradient()
@@ -119,7 +132,10 @@ def gradient(seed: int, kind: str, dtype: torch.dtype = F64) -> Tensor | None:
     source = torch.Generator().manual_seed(seed)
     if kind == "dense":
         return torch.randn(SHAPE, generator=source, dtype=F64).to(dtype)
-    rows, values = torch.tensor([[2, 0, 2]]), torch.randn(3, 2, generator=source, dtype=F64).to(dtype)
+    rows, values = (
+        torch.tensor([[2, 0, 2]]),
+        torch.randn(3, 2, generator=source, dtype=F64).to(dtype),
+    )
     return torch.sparse_coo_tensor(rows, values, SHAPE, check_invariants=True)
 
 
@@ -130,10 +146,12 @@ def value(tensor: Tensor | None) -> Tensor:
 KINDS = st.sampled_from(["none", "dense", "sparse"])
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 says so although they are asked for
+# torch 2.11 says so although they are asked for
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("dtype", [F64, BF16], ids=["own type", "wide"])
 @given(
-    starts=st.lists(KINDS, min_size=1, max_size=3), pieces=st.lists(st.tuples(st.lists(KINDS, min_size=3, max_size=3), st.booleans()), max_size=12)
+    starts=st.lists(KINDS, min_size=1, max_size=3),
+    pieces=st.lists(st.tuples(st.lists(KINDS, min_size=3, max_size=3), st.booleans()), max_size=12),
 )
 def test_the_sum_is_that_of_the_pieces_that_succeeded_and_a_wide_one_is_rounded_once(
     dtype: torch.dtype, starts: list[str], pieces: list[tuple[list[str], bool]]
@@ -159,7 +177,9 @@ def test_the_sum_is_that_of_the_pieces_that_succeeded_and_a_wide_one_is_rounded_
         assert torch.allclose(value(w.grad).to(dtype), sum_.to(dtype), rtol=1e-14, atol=1e-14)
 
 
-def test_a_leaf_may_join_in_a_later_piece_and_the_first_contribution_is_taken_without_a_copy() -> None:
+def test_a_leaf_may_join_in_a_later_piece_and_the_first_contribution_is_taken_without_a_copy() -> (
+    None
+):
     first, late = leaf(), leaf(grad=torch.ones(SHAPE, dtype=F64))
     isolation, new = Isolation(), torch.ones(SHAPE, dtype=F64)
     for leaves in ([first], [first, late]):
@@ -173,12 +193,21 @@ def test_a_leaf_may_join_in_a_later_piece_and_the_first_contribution_is_taken_wi
 
 
 def test_rewind_puts_the_original_objects_back_and_those_of_wide_sums_with_their_value() -> None:
-    narrow, wide, empty, stranger = leaf(grad=torch.ones(SHAPE, dtype=F64)), leaf(BF16, torch.ones(SHAPE, dtype=BF16)), leaf(BF16), leaf()
+    narrow, wide, empty, stranger = (
+        leaf(grad=torch.ones(SHAPE, dtype=F64)),
+        leaf(BF16, torch.ones(SHAPE, dtype=BF16)),
+        leaf(BF16),
+        leaf(),
+    )
     originals = [narrow.grad, wide.grad]
     isolation = Isolation(F32)
     isolation.set_aside([narrow, wide, empty])
     assert [isolation.intact(w) for w in (narrow, wide, stranger)] == [False, True, False]
-    narrow.grad, wide.grad, empty.grad = torch.ones(SHAPE, dtype=F64), torch.ones(SHAPE, dtype=BF16), torch.ones(SHAPE, dtype=BF16)
+    narrow.grad, wide.grad, empty.grad = (
+        torch.ones(SHAPE, dtype=F64),
+        torch.ones(SHAPE, dtype=BF16),
+        torch.ones(SHAPE, dtype=BF16),
+    )
     isolation.fold()
     assert isolation.intact(wide)
     assert wide.grad is None
@@ -206,12 +235,22 @@ def every_kind() -> tuple[list[Tensor], list[list[Tensor | None]]]:
         (BF16, "dense", "none", "none"),
         (BF16, "none", "none", "dense"),
     ]
-    leaves = [leaf(dtype, gradient(i, start, dtype)) for i, (dtype, start, _, _) in enumerate(plans)]
-    pieces = [[gradient(100 * p + i, (plan[2], plan[3])[p], plan[0]) for i, plan in enumerate(plans)] for p in (0, 1)]
+    leaves = [
+        leaf(dtype, gradient(i, start, dtype)) for i, (dtype, start, _, _) in enumerate(plans)
+    ]
+    pieces = [
+        [gradient(100 * p + i, (plan[2], plan[3])[p], plan[0]) for i, plan in enumerate(plans)]
+        for p in (0, 1)
+    ]
     return leaves, pieces
 
 
-def fold(isolation: Isolation, leaves: list[Tensor], piece: list[Tensor | None], again: Callable[[Callable[[], None]], None]) -> None:
+def fold(
+    isolation: Isolation,
+    leaves: list[Tensor],
+    piece: list[Tensor | None],
+    again: Callable[[Callable[[], None]], None],
+) -> None:
     isolation.set_aside(leaves)
     for w, new in zip(leaves, piece, strict=True):
         w.grad = new

@@ -10,7 +10,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.rollback.gradients import Ledger
-from elastic_mbs.rollback.graph import Census, drain, has_hook, has_hook_after, inner_backwards, walk
+from elastic_mbs.rollback.graph import (
+    Census,
+    drain,
+    has_hook,
+    has_hook_after,
+    inner_backwards,
+    walk,
+)
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import there
 
@@ -32,7 +39,8 @@ def leaf(*shape: int) -> Tensor:
 def test_the_walk_finds_every_leaf_of_the_model_and_those_outside_it() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     prompt, log_weight, batch = leaf(4), leaf(), leaf(5, 4)
-    loss = (model(model(batch + prompt)) * log_weight.exp()).sum()  # one that is used often is found once
+    # one that is used often is found once
+    loss = (model(model(batch + prompt)) * log_weight.exp()).sum()
     assert ids(census_of(loss).leaves) == ids([*model.parameters(), prompt, log_weight, batch])
 
 
@@ -51,24 +59,32 @@ def custom(name: str, x: Tensor) -> Tensor:
         ctx.variable = x
         return x * 2
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, *grads: grads[0] * 2)}
+    methods = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(lambda ctx, *grads: grads[0] * 2),
+    }
     out: Tensor = type(name, (torch.autograd.Function,), methods).apply(x)  # type: ignore[attr-defined]  # of its base
     return out
 
 
 @pytest.mark.parametrize(("name", "normalises"), [("Double", False), ("StrangeBatchNorm", True)])
-def test_functions_written_in_python_are_named_and_taken_at_their_name_and_what_they_keep_is_no_leaf(name: str, normalises: bool) -> None:
+def test_functions_written_in_python_are_named_and_taken_at_their_name_and_what_they_keep_is_no_leaf(
+    name: str, normalises: bool
+) -> None:
     w = leaf(3)
     census = census_of(custom(name, w.exp()).sum())
     assert ids(census.leaves) == [id(w)]
     assert census.custom == {f"{name}Backward"}
-    assert census.normalises_batch is normalises  # a backend that does not say is taken to use the batch
+    # a backend that does not say is taken to use the batch
+    assert census.normalises_batch is normalises
     assert census_of(w.exp().sum()).custom == frozenset()
 
 
 class FunctionalBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return functional.batch_norm(x, torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64), training=self.training)
+        return functional.batch_norm(
+            x, torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64), training=self.training
+        )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +98,9 @@ class FunctionalBatchNorm(nn.Module):
         (nn.RMSNorm(4), False, False),
     ],
 )
-def test_the_walk_tells_statistics_of_the_batch_from_frozen_ones(module: nn.Module, training: bool, evaluation: bool) -> None:
+def test_the_walk_tells_statistics_of_the_batch_from_frozen_ones(
+    module: nn.Module, training: bool, evaluation: bool
+) -> None:
     x = leaf(6, 4)
     assert census_of(module.double().train()(x).square().sum()).normalises_batch is training
     assert census_of(module.eval()(x).square().sum()).normalises_batch is evaluation
@@ -94,7 +112,10 @@ def test_the_walk_still_works_on_a_graph_whose_backward_has_run_or_failed() -> N
     before = census_of(loss)
     with InjectOOM(at=[5]), pytest.raises(torch.OutOfMemoryError):
         loss.backward()
-    assert (ids(census_of(loss).leaves), census_of(loss).normalises_batch) == (ids(before.leaves), True)
+    assert (ids(census_of(loss).leaves), census_of(loss).normalises_batch) == (
+        ids(before.leaves),
+        True,
+    )
 
 
 def test_a_tied_weight_commits_once_in_a_backward_and_once_in_each_reentrant_checkpoint() -> None:
@@ -156,7 +177,9 @@ def inside(run: Callable[[Tensor, Tensor], object], x: Tensor, w: Tensor) -> Ten
     ],
     ids=["tensor", "list", "method", "edge"],
 )
-def test_leaves_of_an_inner_backward_are_reported_before_they_commit(run: Callable[[Tensor, Tensor], object]) -> None:
+def test_leaves_of_an_inner_backward_are_reported_before_they_commit(
+    run: Callable[[Tensor, Tensor], object],
+) -> None:
     x, w = leaf(3), leaf(3)
     found: list[tuple[int, bool]] = []
     loss = inside(run, x, w).sum()
@@ -205,7 +228,9 @@ def test_the_look_into_inner_backwards_ends_with_its_block() -> None:
 
 def test_two_looks_at_once_do_not_leave_the_wrapper_behind() -> None:
     original = torch.autograd.backward
-    outer, inner = (inner_backwards(there(leaf(3).exp().sum().grad_fn), lambda leaves: None) for _ in range(2))
+    outer, inner = (
+        inner_backwards(there(leaf(3).exp().sum().grad_fn), lambda leaves: None) for _ in range(2)
+    )
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)  # not in the order of a stack: two threads

@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 from elastic_mbs.rollback.random_streams import RandomStreams, check_generators
-from tests.helpers.steps import FailOn, cross_entropy, elastic, failing, mlp, off_by, pairs, there, whole_gradient
+from tests.helpers.steps import (
+    FailOn,
+    cross_entropy,
+    elastic,
+    failing,
+    mlp,
+    off_by,
+    pairs,
+    there,
+    whole_gradient,
+)
 
 pytestmark = pytest.mark.injectable
 
@@ -20,14 +30,22 @@ Draw = Callable[[], Any]
 
 def own_streams() -> list[tuple[str, Any, Draw]]:
     own = torch.Generator().manual_seed(1)
-    bits: list[Any] = [np.random.PCG64(1), np.random.MT19937(1), np.random.Philox(1), np.random.SFC64(1)]
+    bits: list[Any] = [
+        np.random.PCG64(1),
+        np.random.MT19937(1),
+        np.random.Philox(1),
+        np.random.SFC64(1),
+    ]
     numpies = [(type(b).__name__, np.random.Generator(b)) for b in bits]
     legacy, python = np.random.RandomState(1), random.Random(1)
     return [
         ("torch.Generator", own, lambda: torch.rand(3, generator=own).tolist()),
         ("random.Random", python, lambda: (python.random(), python.gauss())),
         ("RandomState", legacy, lambda: (legacy.rand(), legacy.randn())),
-        *((name, generator, lambda g=generator: g.normal(size=3).tolist()) for name, generator in numpies),
+        *(
+            (name, generator, lambda g=generator: g.normal(size=3).tolist())
+            for name, generator in numpies
+        ),
     ]
 
 
@@ -39,7 +57,10 @@ def global_streams() -> list[tuple[str, Draw]]:
     ]
 
 
-EVERY: list[tuple[str, Any, Draw]] = [*((name, None, draw) for name, draw in global_streams()), *own_streams()]
+EVERY: list[tuple[str, Any, Draw]] = [
+    *((name, None, draw) for name, draw in global_streams()),
+    *own_streams(),
+]
 
 
 @pytest.mark.parametrize("which", range(len(EVERY)), ids=[name for name, _, _ in EVERY])
@@ -57,7 +78,9 @@ def test_a_stream_is_put_back(which: int) -> None:
         assert draw() == first
 
 
-def test_the_hosts_streams_are_read_for_each_piece_from_the_call_on_in_which_they_have_moved() -> None:
+def test_the_hosts_streams_are_read_for_each_piece_from_the_call_on_in_which_they_have_moved() -> (
+    None
+):
     python = random.Random(0)
     streams = RandomStreams([python], [])
     start = streams.read(hosts=True)
@@ -76,7 +99,9 @@ def test_the_hosts_streams_are_read_for_each_piece_from_the_call_on_in_which_the
     assert python.random() == drawn
 
 
-def test_numpy_imported_later_counts_as_drawn_from_and_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_imported_later_counts_as_drawn_from_and_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     streams = RandomStreams([random.Random(0)], [])
     numpy_random = sys.modules["numpy.random"]
     monkeypatch.delitem(sys.modules, "numpy.random")
@@ -91,7 +116,13 @@ def test_numpy_imported_later_counts_as_drawn_from_and_is_left_alone(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("generator", "name"), [(42, "int"), (None, "NoneType"), (np.random.PCG64(), "PCG64"), (random.SystemRandom(), "SystemRandom")]
+    ("generator", "name"),
+    [
+        (42, "int"),
+        (None, "NoneType"),
+        (np.random.PCG64(), "PCG64"),
+        (random.SystemRandom(), "SystemRandom"),
+    ],
 )
 def test_what_has_no_state_is_refused_by_name(generator: Any, name: str) -> None:
     accepted = [own for _, own, _ in own_streams()]
@@ -100,9 +131,16 @@ def test_what_has_no_state_is_refused_by_name(generator: Any, name: str) -> None
 
 
 @pytest.mark.no_oom_injection
-@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), random.random, np.random.rand], ids=["torch", "python", "numpy"])
-def test_a_step_that_begins_to_draw_is_replayed_with_the_same_numbers(draw: Callable[[], float]) -> None:
-    # Found by a look at every call's end: a replay from the batch's start would need gradients that were empty.
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(()).item(), random.random, np.random.rand],
+    ids=["torch", "python", "numpy"],
+)
+def test_a_step_that_begins_to_draw_is_replayed_with_the_same_numbers(
+    draw: Callable[[], float],
+) -> None:
+    # Found by a look at every call's end: a replay from the batch's start would need gradients that
+    # were empty.
     model, batch = mlp(), pairs(8)
     drawn, draws, fail = list[float](), False, FailOn(11)  # the third piece of the third call
 
@@ -126,12 +164,18 @@ def test_the_first_batch_can_run_out_twice_where_the_step_draws_and_gradients_ar
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 4)).double()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    assert elastic(model, micro_batch_size=8).backward(failing(model, FailOn(1, 2)), pairs(8)).ooms == 2
+    assert (
+        elastic(model, micro_batch_size=8).backward(failing(model, FailOn(1, 2)), pairs(8)).ooms
+        == 2
+    )
 
 
 @pytest.mark.parametrize(("method", "at"), [("read", 1), ("read", 2), ("moved", 1)])
-def test_looking_at_the_random_streams_can_run_out_of_memory_as_well(method: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A state of torch's takes 5 KiB of the host's memory: refused those, a raw error left the call, one even after the gradient was whole.
+def test_looking_at_the_random_streams_can_run_out_of_memory_as_well(
+    method: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A state of torch's takes 5 KiB of the host's memory: refused those, a raw error left the call,
+    # one even after the gradient was whole.
     model, batch = mlp(), pairs(8)
     reference = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
     looks, look = 0, getattr(RandomStreams, method)
@@ -140,7 +184,10 @@ def test_looking_at_the_random_streams_can_run_out_of_memory_as_well(method: str
         nonlocal looks
         looks += 1
         if looks == at:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5056 bytes. Error code 12")
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 5056 bytes. "
+                "Error code 12"
+            )
         return look(self, *args, **options)
 
     monkeypatch.setattr(RandomStreams, method, refused)

@@ -18,7 +18,11 @@ F64 = torch.float64
 
 def held(table: SavedTensorTable) -> int:
     """How many tensors are held now."""
-    return sum(1 for reference in table._slots if (slot := reference()) is not None and slot.tensor is not None)
+    return sum(
+        1
+        for reference in table._slots
+        if (slot := reference()) is not None and slot.tensor is not None
+    )
 
 
 class OnCpu(nn.Sequential):
@@ -27,9 +31,14 @@ class OnCpu(nn.Sequential):
             return super().forward(x)  # type: ignore[no-untyped-call]  # torch has no annotation there
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {  # kinds that are not among the exhaustive steps, whose loops run through the table
-    "in-place": lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.ELU(inplace=True)),
-    "save-on-cpu": lambda: nn.Sequential(nn.Linear(4, 4), OnCpu(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)),
+# kinds that are not among the exhaustive steps, whose loops run through the table
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "in-place": lambda: nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.ELU(inplace=True)
+    ),
+    "save-on-cpu": lambda: nn.Sequential(
+        nn.Linear(4, 4), OnCpu(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)
+    ),
 }
 
 
@@ -65,7 +74,9 @@ def changed_leaf(w: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("step", [changed_input, changed_output, changed_leaf])
-def test_a_change_in_place_is_noticed_as_autograd_notices_it(step: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_a_change_in_place_is_noticed_as_autograd_notices_it(
+    step: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     for table in (None, SavedTensorTable()):
         w = torch.full((3,), 2.0, dtype=F64, requires_grad=True)
         with contextlib.nullcontext() if table is None else table:
@@ -109,7 +120,9 @@ def test_the_use_of_an_emptied_graph_is_explained() -> None:
         loss = w.exp().sum()
     table.empty()
     assert held(table) == 0  # although the loss is held
-    with pytest.raises(RuntimeError, match=r"attempt that ran out of memory.*micro\.backward\(loss\)"):
+    with pytest.raises(
+        RuntimeError, match=r"attempt that ran out of memory.*micro\.backward\(loss\)"
+    ):
         loss.backward()
     assert w.grad is None
     with table:  # it can be entered again
@@ -120,10 +133,16 @@ def test_the_use_of_an_emptied_graph_is_explained() -> None:
 
 
 @pytest.mark.parametrize("own_graph", [True, False])
-def test_a_function_transform_inside_the_block_says_what_is_wrong_and_works_without_the_table(own_graph: bool) -> None:
+def test_a_function_transform_inside_the_block_says_what_is_wrong_and_works_without_the_table(
+    own_graph: bool,
+) -> None:
     model, batch = nn.Linear(4, 1).double(), torch.randn(4, 4, dtype=F64)
     mbs = elastic(model, micro_batch_size=2)
-    with pytest.raises(RuntimeError, match="saved tensor hooks") if own_graph else contextlib.nullcontext() as caught:
+    with (
+        pytest.raises(RuntimeError, match="saved tensor hooks")
+        if own_graph
+        else contextlib.nullcontext() as caught
+    ):
         for micro in mbs.micro_batches(batch, own_graph=own_graph):
             with micro:
                 slope = torch.func.grad(lambda y: y.square().sum())(micro.data)

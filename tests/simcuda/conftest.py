@@ -19,7 +19,9 @@ def simulation() -> Iterator[Simulation]:
 
 
 @pytest.fixture
-def apart(simulation: Simulation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+def apart(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., None]:
     """Runs a job in a process of its own, on devices of its own: `apart(job, argument=…, SIMCUDA_TOTAL=…)`. What it raises is raised."""
 
     def run(job: Callable[..., object], **given: Any) -> None:

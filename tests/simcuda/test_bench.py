@@ -16,7 +16,10 @@ MIB = 2**20
 
 
 def test_the_whole_run_has_counts_and_no_times_and_leaves_the_device_as_it_was(
-    simulation: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    simulation: Simulation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(whole_run, "DEVICE_MODELS", {"mlp": (mlp, 49_152)})
     device = torch.device("cuda", 0)
@@ -25,8 +28,15 @@ def test_the_whole_run_has_counts_and_no_times_and_leaves_the_device_as_it_was(
     bench.main(["run", "--quick", "--device", "cuda", "--json", str(tmp_path / "counts.json")])
     assert torch.cuda.memory_allocated(device) == before
     assert torch.cuda.get_per_process_memory_fraction(device) == 1.0
-    runs = {run["contender"]: run for run in json.loads((tmp_path / "counts.json").read_text())["run"]}
-    assert set(runs) == {"oracle", "elastic_mbs", "elastic_mbs with plan", "halving (Composer's rule)"}
+    runs = {
+        run["contender"]: run for run in json.loads((tmp_path / "counts.json").read_text())["run"]
+    }
+    assert set(runs) == {
+        "oracle",
+        "elastic_mbs",
+        "elastic_mbs with plan",
+        "halving (Composer's rule)",
+    }
     assert not {"seconds", "ratio", "milliseconds"} & set(runs["oracle"])
     assert " ms" not in capsys.readouterr().out
     for name, run in runs.items():
@@ -54,7 +64,9 @@ def test_the_limit_is_the_allocators_can_be_moved_and_counts_its_own_errors_only
     del kept
 
 
-def test_on_a_device_there_is_the_whole_run_alone_and_a_simulated_one_has_nothing_to_draw(simulation: Simulation, tmp_path: Path) -> None:
+def test_on_a_device_there_is_the_whole_run_alone_and_a_simulated_one_has_nothing_to_draw(
+    simulation: Simulation, tmp_path: Path
+) -> None:
     for arguments in ["idle"], ["run", "--png", str(tmp_path / "times.png")]:
         with pytest.raises(SystemExit):
             bench.main([*arguments, "--device", "cuda"])

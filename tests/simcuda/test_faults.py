@@ -12,7 +12,17 @@ from elastic_mbs import Event, OutOfMemory, StepResult
 from elastic_mbs.errors import MicroBatchFloorError
 from stress.limits.simcuda import Simulation, control
 from tests.helpers.room import by_hand, wide
-from tests.helpers.steps import Pair, cross_entropy, elastic, grads, mlp, off_by, pairs, through, whole_gradient
+from tests.helpers.steps import (
+    Pair,
+    cross_entropy,
+    elastic,
+    grads,
+    mlp,
+    off_by,
+    pairs,
+    through,
+    whole_gradient,
+)
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -36,7 +46,14 @@ def stateful(*, normalised: bool) -> nn.Module:
     """With a convolution, matrix products, dropout and, if `normalised`, running statistics."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(4) if normalised else nn.Identity()
-    return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), norm, nn.Dropout(0.3), nn.Flatten(), nn.Linear(16, 4)).double()
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6)),
+        nn.Conv1d(1, 4, 3),
+        norm,
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    ).double()
 
 
 def on_device(model: nn.Module) -> tuple[nn.Module, Pair]:
@@ -44,7 +61,9 @@ def on_device(model: nn.Module) -> tuple[nn.Module, Pair]:
     return model.to(DEVICE), (x.to(DEVICE), y.to(DEVICE))
 
 
-def as_by_hand(model: nn.Module, twin: nn.Module, batch: Pair, result: StepResult, stream: Tensor) -> bool:
+def as_by_hand(
+    model: nn.Module, twin: nn.Module, batch: Pair, result: StepResult, stream: Tensor
+) -> bool:
     """Whether gradients, buffers and the device's random stream are those of `twin` after the committed pieces."""
     mine = torch.cuda.get_rng_state()
     torch.cuda.set_rng_state(stream)
@@ -52,7 +71,11 @@ def as_by_hand(model: nn.Module, twin: nn.Module, batch: Pair, result: StepResul
         loss = cross_entropy(twin)((batch[0][start:stop], batch[1][start:stop]))
         (loss * ((stop - start) / len(batch[1]))).backward()
     buffers = all(map(torch.equal, model.buffers(), twin.buffers()))
-    return off_by(model, grads(twin)) <= 1e-12 and buffers and torch.equal(mine, torch.cuda.get_rng_state())
+    return (
+        off_by(model, grads(twin)) <= 1e-12
+        and buffers
+        and torch.equal(mine, torch.cuda.get_rng_state())
+    )
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first-call", "later-call"])
@@ -61,7 +84,8 @@ def as_by_hand(model: nn.Module, twin: nn.Module, batch: Pair, result: StepResul
     ("error", "late", "normalised"),
     [
         pytest.param(control.OUT_OF_MEMORY, 0, True, id="driver"),
-        # without running statistics: the operation that fails late can be the copy that puts them back
+        # without running statistics: the operation that fails late can be the copy that puts them
+        # back
         pytest.param(control.OUT_OF_MEMORY, 2, False, id="driver-late"),
         pytest.param(control.CUBLAS_ALLOC_FAILED, 0, True, id="cublas"),
         pytest.param(control.CUDNN_ALLOC_FAILED, 0, True, id="cudnn"),
@@ -82,7 +106,8 @@ def test_an_error_below_the_allocator_is_recovered_from_exactly_wherever_it_stri
             result = through(door, mbs, cross_entropy(model), batch)
             try:
                 torch.cuda.synchronize()
-            except torch.AcceleratorError:  # of the last operations: it comes to light after the call, and to the user
+            except torch.AcceleratorError:
+                # of the last operations: it comes to light after the call, and to the user
                 assert late
                 continue
             simulation.fail_operation(0)
@@ -97,7 +122,9 @@ def test_an_error_below_the_allocator_is_recovered_from_exactly_wherever_it_stri
 
 @pytest.mark.parametrize("late", [1, 3])
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
-def test_an_error_that_bookkeeping_meets_late_is_not_swallowed_by_it(simulation: Simulation, late: int, replay: str) -> None:
+def test_an_error_that_bookkeeping_meets_late_is_not_swallowed_by_it(
+    simulation: Simulation, late: int, replay: str
+) -> None:
     """The operation that has failed can be one of the backward before, so doing the bookkeeping again would hide a wrong gradient."""
     refused = 0
     for after in range(100):
@@ -123,10 +150,15 @@ def test_an_error_that_bookkeeping_meets_late_is_not_swallowed_by_it(simulation:
 
 
 @pytest.mark.parametrize("times", [1, 2, 5, 12])
-def test_a_burst_of_refusals_by_the_device_is_survived_with_the_exact_gradient(simulation: Simulation, times: int) -> None:
+def test_a_burst_of_refusals_by_the_device_is_survived_with_the_exact_gradient(
+    simulation: Simulation, times: int
+) -> None:
     model = wide(DEVICE)
     generator = torch.Generator().manual_seed(1)
-    batch = torch.randn(64, 8, dtype=torch.float64, generator=generator).to(DEVICE), torch.randint(0, 4, (64,), generator=generator).to(DEVICE)
+    batch = (
+        torch.randn(64, 8, dtype=torch.float64, generator=generator).to(DEVICE),
+        torch.randint(0, 4, (64,), generator=generator).to(DEVICE),
+    )
     reference = by_hand(model, batch, ((0, 64),))
     torch.cuda.empty_cache()
     simulation.refuse_memory(times)
@@ -137,7 +169,9 @@ def test_a_burst_of_refusals_by_the_device_is_survived_with_the_exact_gradient(s
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_device_that_falls_off_the_bus_passes_through_and_is_not_replayed(simulation: Simulation, place: str) -> None:
+def test_a_device_that_falls_off_the_bus_passes_through_and_is_not_replayed(
+    simulation: Simulation, place: str
+) -> None:
     model, batch = on_device(mlp())
     calls: list[int] = []
 
@@ -188,5 +222,7 @@ def ruin(line: Callable[[object], None], late: int) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 3])
-def test_an_illegal_access_passes_through_and_nothing_is_replayed(apart: Callable[..., None], late: int) -> None:
+def test_an_illegal_access_passes_through_and_nothing_is_replayed(
+    apart: Callable[..., None], late: int
+) -> None:
     apart(ruin, late=late)

@@ -26,7 +26,9 @@ def small(device: torch.device = DEVICE) -> tuple[nn.Module, Pair]:
     return mlp().to(device), (pairs()[0].to(device), pairs()[1].to(device))
 
 
-def test_a_size_with_which_the_allocator_thrashes_shrinks_after_two_calls(simulation: Simulation) -> None:
+def test_a_size_with_which_the_allocator_thrashes_shrinks_after_two_calls(
+    simulation: Simulation,
+) -> None:
     """No call fails, but each has to give back what it has cached: it needs a block that is a little larger than the last one."""
     model, batch = small()
     events: list[Event] = []
@@ -42,7 +44,9 @@ def test_a_size_with_which_the_allocator_thrashes_shrinks_after_two_calls(simula
     with elastic(model, micro_batch_size=8, on_event=events.append) as mbs:
         for _ in range(3):  # the retries of the first are not known to be its own
             mbs.backward(loss_fn, batch)
-    moves = [(event.before, event.after, event.reason) for event in events if isinstance(event, Resized)]
+    moves = [
+        (event.before, event.after, event.reason) for event in events if isinstance(event, Resized)
+    ]
     assert not any(isinstance(event, OutOfMemory) for event in events)
     assert moves == [(8, 4, "thrash")]
 
@@ -61,7 +65,9 @@ def expand(line: Callable[[object], None]) -> None:
     assert off_by(model, reference) <= 1e-12
 
 
-def test_an_oom_of_expandable_segments_is_recovered_from_exactly(apart: Callable[..., None]) -> None:
+def test_an_oom_of_expandable_segments_is_recovered_from_exactly(
+    apart: Callable[..., None],
+) -> None:
     apart(expand, PYTORCH_ALLOC_CONF="expandable_segments:True")
 
 
@@ -70,8 +76,17 @@ def keep_pace(line: Callable[[object], None]) -> None:
     simulation = Simulation()
     model, (x, y) = small()
     partition = ((0, 4), (4, 8))
-    batches = {"device": (x, y), "host": (x.cpu(), y.cpu()), "pinned": (x.cpu().pin_memory(), y.cpu().pin_memory())}
-    with ElasticMBS(model, micro_batch_size=4, policy=Policy(max_micro_batch_size=4), on_event=lambda event: None) as mbs:
+    batches = {
+        "device": (x, y),
+        "host": (x.cpu(), y.cpu()),
+        "pinned": (x.cpu().pin_memory(), y.cpu().pin_memory()),
+    }
+    with ElasticMBS(
+        model,
+        micro_batch_size=4,
+        policy=Policy(max_micro_batch_size=4),
+        on_event=lambda event: None,
+    ) as mbs:
         for place, batch in batches.items():
 
             def waits(run: Callable[[], object]) -> int:
@@ -85,7 +100,10 @@ def keep_pace(line: Callable[[object], None]) -> None:
 
             def loop(batch: Pair = batch) -> None:
                 for start, stop in partition:
-                    piece = batch[0][start:stop].to(DEVICE, non_blocking=True), batch[1][start:stop].to(DEVICE, non_blocking=True)
+                    piece = (
+                        batch[0][start:stop].to(DEVICE, non_blocking=True),
+                        batch[1][start:stop].to(DEVICE, non_blocking=True),
+                    )
                     (cross_entropy(model)(piece) * 0.5).backward()
 
             for _ in range(3):
@@ -100,7 +118,9 @@ def keep_pace(line: Callable[[object], None]) -> None:
     assert seconds >= 15 * 2e-3  # of the device: the host was done with it in a fraction of that
 
 
-def test_a_settled_call_waits_for_a_slow_device_no_more_often_than_a_loop_by_hand(apart: Callable[..., None]) -> None:
+def test_a_settled_call_waits_for_a_slow_device_no_more_often_than_a_loop_by_hand(
+    apart: Callable[..., None],
+) -> None:
     apart(keep_pace, SIMCUDA_LAG_US=2000)
 
 
@@ -114,7 +134,9 @@ def use_the_second(line: Callable[[object], None]) -> None:
     simulation.foreign(simulation.free(1) - int(0.4 * step), device=1)
     untouched = simulation.free(0)
     with ElasticMBS(model, micro_batch_size=256, memory=MemoryOptions(monitor_interval=0)) as mbs:
-        result = mbs.backward(lambda piece: loss_of(model, piece), batch_on(torch.device("cpu"), 256))
+        result = mbs.backward(
+            lambda piece: loss_of(model, piece), batch_on(torch.device("cpu"), 256)
+        )
         found = mbs.headroom
         assert isinstance(found, Headroom)
         assert found.free == simulation.free(1)
@@ -125,7 +147,9 @@ def use_the_second(line: Callable[[object], None]) -> None:
     assert torch.cuda.current_device() == 0
 
 
-def test_a_model_on_the_second_device_recovers_there_and_leaves_the_first_alone(apart: Callable[..., None]) -> None:
+def test_a_model_on_the_second_device_recovers_there_and_leaves_the_first_alone(
+    apart: Callable[..., None],
+) -> None:
     apart(use_the_second, SIMCUDA_DEVICES=2)
 
 
@@ -134,10 +158,15 @@ def share(line: Any, seed: int) -> None:
     torch.manual_seed(seed)
     host = torch.device("cpu")
     model, batch = Wide(16384).double(), batch_on(host, 128, seed)
-    reference = [None if grad is None else grad.to(DEVICE) for grad in whole_gradient(model, lambda twin: loss_of(twin, batch))]
+    reference = [
+        None if grad is None else grad.to(DEVICE)
+        for grad in whole_gradient(model, lambda twin: loss_of(twin, batch))
+    ]
     model.to(DEVICE)
     policy = Policy(patience=1, jitter=0.5, cooldown=0.05, min_gain=0.0, seed=seed)
-    with ElasticMBS(model, micro_batch_size=128, policy=policy, memory=MemoryOptions(monitor_interval=0.02)) as mbs:
+    with ElasticMBS(
+        model, micro_batch_size=128, policy=policy, memory=MemoryOptions(monitor_interval=0.02)
+    ) as mbs:
         for _ in range(12):
             model.zero_grad()
             mbs.backward(lambda piece: loss_of(model, piece), batch)
@@ -146,8 +175,15 @@ def share(line: Any, seed: int) -> None:
     line(torch.cuda.memory_stats(DEVICE)["num_ooms"])
 
 
-def test_two_that_train_on_one_device_both_have_the_exact_gradient(simulation: Simulation, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    for name, value in {"FILE": tmp_path / "devices", "TOTAL": 160 * MEBI, "CONTEXT": 16 * MEBI, "CUBLAS": MEBI}.items():
+def test_two_that_train_on_one_device_both_have_the_exact_gradient(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    for name, value in {
+        "FILE": tmp_path / "devices",
+        "TOTAL": 160 * MEBI,
+        "CONTEXT": 16 * MEBI,
+        "CUBLAS": MEBI,
+    }.items():
         monkeypatch.setenv(f"SIMCUDA_{name}", str(value))
     children = [Child("simcuda", share, {"seed": seed}, deadline=120) for seed in (1, 2)]
     ooms = [found for _, found in run_children(children)]
@@ -156,7 +192,9 @@ def test_two_that_train_on_one_device_both_have_the_exact_gradient(simulation: S
 
 
 @pytest.mark.parametrize("error", [control.OUT_OF_MEMORY, control.CUBLAS_ALLOC_FAILED])
-def test_an_evaluation_survives_an_error_below_the_allocator_wherever_it_strikes(simulation: Simulation, error: int) -> None:
+def test_an_evaluation_survives_an_error_below_the_allocator_wherever_it_strikes(
+    simulation: Simulation, error: int
+) -> None:
     model, batch = small()
     with torch.no_grad():
         expected = model(batch[0])
@@ -173,12 +211,16 @@ def test_an_evaluation_survives_an_error_below_the_allocator_wherever_it_strikes
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
-def test_a_step_that_an_error_of_the_driver_strikes_is_made_whole_or_can_be_made_again(simulation: Simulation, kind: str, scaled: bool) -> None:
+def test_a_step_that_an_error_of_the_driver_strikes_is_made_whole_or_can_be_made_again(
+    simulation: Simulation, kind: str, scaled: bool
+) -> None:
     struck = 0
     for after in range(200):
         model, batch = small()
         twin = copy.deepcopy(model)
-        mine, other = (torch.optim.AdamW(each.parameters(), lr=0.1, **{kind: True}) for each in (model, twin))  # type: ignore[arg-type]
+        mine, other = (
+            torch.optim.AdamW(each.parameters(), lr=0.1, **{kind: True}) for each in (model, twin)
+        )  # type: ignore[arg-type]
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10) if scaled else None
         events: list[Event] = []
         with elastic(model, micro_batch_size=8, scaler=scaler, on_event=events.append) as mbs:

@@ -1,6 +1,7 @@
 """A batch in pinned memory: the next piece is copied while this one computes, and every gradient is what it is without that.
 
-The simulated CUDA lets such a copy arrive no earlier than the streams and events demand, so that who does not wait computes with something else.
+The simulated CUDA lets such a copy arrive no earlier than the streams and events demand, so that
+who does not wait computes with something else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,17 @@ from elastic_mbs.batch.containers import splitters
 from elastic_mbs.testing import InjectOOM
 from stress.limits.simcuda import Simulation, control
 from tests.helpers.room import MEBI, Room
-from tests.helpers.steps import Pair, cross_entropy, elastic, loop, mlp, off_by, pairs, through, whole_gradient
+from tests.helpers.steps import (
+    Pair,
+    cross_entropy,
+    elastic,
+    loop,
+    mlp,
+    off_by,
+    pairs,
+    through,
+    whole_gradient,
+)
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -30,7 +41,10 @@ def pinned(n: int = 8) -> Pair:
 def on_device() -> tuple[nn.Module, list[Tensor | None]]:
     """A model, and the whole gradient of `pairs()`."""
     model, batch = mlp(), pairs()
-    return model.to(DEVICE), [None if grad is None else grad.to(DEVICE) for grad in whole_gradient(mlp(), lambda twin: cross_entropy(twin)(batch))]
+    return model.to(DEVICE), [
+        None if grad is None else grad.to(DEVICE)
+        for grad in whole_gradient(mlp(), lambda twin: cross_entropy(twin)(batch))
+    ]
 
 
 class Queued(TorchDispatchMode):
@@ -41,9 +55,18 @@ class Queued(TorchDispatchMode):
         self.main = torch.cuda.current_stream()
         self.seen: list[tuple[str, str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         name = func._schema.name
-        copies = name in {"aten::copy_", "aten::_to_copy"} and args[1 if name == "aten::copy_" else 0].device.type == "cpu"
+        copies = (
+            name in {"aten::copy_", "aten::_to_copy"}
+            and args[1 if name == "aten::copy_" else 0].device.type == "cpu"
+        )
         kind = "product" if name == "aten::addmm" else "copy" if copies else ""
         if kind:
             stream = "main" if torch.cuda.current_stream() == self.main else "side"
@@ -70,12 +93,15 @@ def see_the_order(line: Callable[[object], None]) -> None:
     for i in range(4):  # of 2 samples each
         if i < 3:
             expected += [("copy", "side", 2 * i + 1)] * 2  # it has waited for the memory
-        expected += [("product", "main", min(2 * i + 1, 6))] * products  # it has waited for its own piece's copies
+        # it has waited for its own piece's copies
+        expected += [("product", "main", min(2 * i + 1, 6))] * products
     assert seen == expected
     assert off_by(model, wanted) <= 1e-12
 
 
-def test_the_next_piece_is_on_its_way_before_this_one_computes_and_streams_wait_and_the_host_does_not(apart: Callable[..., None]) -> None:
+def test_the_next_piece_is_on_its_way_before_this_one_computes_and_streams_wait_and_the_host_does_not(
+    apart: Callable[..., None],
+) -> None:
     apart(see_the_order, SIMCUDA_LAG_US=2000)
 
 
@@ -90,7 +116,8 @@ def as_pair(piece: Any) -> Pair:
     if isinstance(piece, Samples):
         return piece.x, piece.y
     if isinstance(piece, dict):
-        assert piece["scale"] is not piece["again"]  # an edit of one, which is a copy, must not reach the other
+        # an edit of one, which is a copy, must not reach the other
+        assert piece["scale"] is not piece["again"]
         return piece["x"].T.contiguous() * piece["scale"], piece["y"]
     return (torch.stack(piece[0]), torch.stack(piece[1])) if isinstance(piece[0], list) else piece
 
@@ -101,7 +128,10 @@ BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "not all pinned": lambda x, y: (x, y.clone()),
     "rows of a wider tensor": lambda x, y: (torch.cat([x, x], 1).pin_memory()[:, :6], y),
     "lists": lambda x, y: ([row.pin_memory() for row in x], [row.pin_memory() for row in y]),
-    "dim 1 and whole": lambda x, y: {"x": x.T.contiguous().pin_memory(), "y": y} | dict.fromkeys(("scale", "again"), torch.ones(1).pin_memory()),
+    "dim 1 and whole": lambda x, y: (
+        {"x": x.T.contiguous().pin_memory(), "y": y}
+        | dict.fromkeys(("scale", "again"), torch.ones(1).pin_memory())
+    ),
     "a user's type": Samples,
     "pageable": lambda x, y: (x.clone(), y.clone()),
 }
@@ -109,7 +139,9 @@ BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("prefetch", [True, "pin", False])
 @pytest.mark.parametrize("kind", BATCHES)
-def test_any_batch_has_its_exact_gradient(simulation: Simulation, monkeypatch: pytest.MonkeyPatch, kind: str, prefetch: bool | str) -> None:
+def test_any_batch_has_its_exact_gradient(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, kind: str, prefetch: bool | str
+) -> None:
     monkeypatch.setitem(splitters, Samples, None)  # put back at the end
     register_splitter(
         Samples,
@@ -120,20 +152,30 @@ def test_any_batch_has_its_exact_gradient(simulation: Simulation, monkeypatch: p
     )
     model, wanted = on_device()
     batch = BATCHES[kind](*pinned())
-    dims: Any = {"x": 1} | whole("scale", "again") if kind.startswith("dim") else items("0", "1") if kind == "lists" else None
+    dims: Any = (
+        {"x": 1} | whole("scale", "again")
+        if kind.startswith("dim")
+        else items("0", "1")
+        if kind == "lists"
+        else None
+    )
     mbs = elastic(model, micro_batch_size=3, prefetch=prefetch, dims=dims)
     for door in (1, 3):
         before = simulation.calls("cudaStreamWaitEvent")
         through(door, mbs, lambda piece: cross_entropy(model)(as_pair(piece)), batch)
         assert off_by(model, wanted) <= 1e-12
         model.zero_grad()
-        assert (simulation.calls("cudaStreamWaitEvent") > before) == (prefetch == "pin" or (bool(prefetch) and kind != "pageable"))
+        assert (simulation.calls("cudaStreamWaitEvent") > before) == (
+            prefetch == "pin" or (bool(prefetch) and kind != "pageable")
+        )
         assert not mbs.stats.ooms
 
 
 @pytest.mark.parametrize("door", [1, 3])
 @pytest.mark.parametrize("fault", ["allocator", "driver"])
-def test_out_of_memory_at_any_operation_leaves_the_exact_gradient(simulation: Simulation, fault: str, door: int) -> None:
+def test_out_of_memory_at_any_operation_leaves_the_exact_gradient(
+    simulation: Simulation, fault: str, door: int
+) -> None:
     model, wanted = on_device()
     batch = pinned()
     struck = 0
@@ -173,7 +215,9 @@ class NoCopies(InjectOOM):
         (RuntimeError("CUDA error: out of memory"), 1),
     ],
 )
-def test_no_room_for_the_next_piece_is_no_failure_and_ends_prefetching_for_this_call(simulation: Simulation, error: Exception, ooms: int) -> None:
+def test_no_room_for_the_next_piece_is_no_failure_and_ends_prefetching_for_this_call(
+    simulation: Simulation, error: Exception, ooms: int
+) -> None:
     model, wanted = on_device()
     mbs = elastic(model, micro_batch_size=2)
     for _ in range(2):
@@ -185,7 +229,9 @@ def test_no_room_for_the_next_piece_is_no_failure_and_ends_prefetching_for_this_
         assert off_by(model, wanted) <= 1e-12
 
 
-def test_memory_of_a_dropped_copy_is_not_used_before_the_copy_is_done(simulation: Simulation) -> None:
+def test_memory_of_a_dropped_copy_is_not_used_before_the_copy_is_done(
+    simulation: Simulation,
+) -> None:
     model, wanted = on_device()
     batch = pinned()
     tries: list[int] = []
@@ -194,7 +240,8 @@ def test_memory_of_a_dropped_copy_is_not_used_before_the_copy_is_done(simulation
         tries.append(len(piece[1]))
         if len(tries) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-        mine = [torch.full_like(piece[0], i) for i in range(4)]  # one of them is where the next piece was to arrive
+        # one of them is where the next piece was to arrive
+        mine = [torch.full_like(piece[0], i) for i in range(4)]
         torch.cuda.synchronize()
         assert all(bool((each == i).all()) for i, each in enumerate(mine))
         return cross_entropy(model)(piece)
@@ -231,7 +278,8 @@ def run_ahead(line: Callable[[object], None]) -> None:
         torch.cuda.reset_peak_memory_stats()
         loop(mbs, model, batch)
         assert torch.cuda.memory_allocated() == before
-        return int(torch.cuda.memory_stats()["active_bytes.all.peak"]) - before  # with what waits for an event
+        # with what waits for an event
+        return int(torch.cuda.memory_stats()["active_bytes.all.peak"]) - before
 
     assert 0.99 * MEBI <= peak(True) - peak(False) <= MEBI  # one sample
     model.zero_grad()
@@ -254,15 +302,21 @@ def run_ahead(line: Callable[[object], None]) -> None:
     assert torch.cuda.memory_allocated() == held
 
 
-def test_at_most_one_more_piece_is_on_the_device_and_none_in_recovery_or_after_an_error(apart: Callable[..., None]) -> None:
+def test_at_most_one_more_piece_is_on_the_device_and_none_in_recovery_or_after_an_error(
+    apart: Callable[..., None],
+) -> None:
     apart(run_ahead, SIMCUDA_LAG_US=2000)
 
 
-def test_where_the_smallest_piece_fits_only_alone_it_runs_alone_from_then_on(simulation: Simulation) -> None:
+def test_where_the_smallest_piece_fits_only_alone_it_runs_alone_from_then_on(
+    simulation: Simulation,
+) -> None:
     model, batch = Sums().to(DEVICE), torch.ones(6, 4 * MEBI, dtype=torch.float64).pin_memory()
     wanted: list[Tensor | None] = [torch.tensor(4.0 * MEBI, dtype=torch.float64, device=DEVICE)]
     with Room(DEVICE, model) as room:
-        alone = room.need(lambda: elastic(model, micro_batch_size=1, prefetch=False).backward(model, batch))
+        alone = room.need(
+            lambda: elastic(model, micro_batch_size=1, prefetch=False).backward(model, batch)
+        )
         model.zero_grad()
         room.allow(alone + 16 * MEBI)
         mbs = elastic(model, micro_batch_size=1)

@@ -6,7 +6,16 @@ import psutil
 import pytest
 import torch
 
-from elastic_mbs import ElasticMBS, Event, Headroom, MemoryOptions, OutOfMemory, Policy, SensorBack, SensorLost
+from elastic_mbs import (
+    ElasticMBS,
+    Event,
+    Headroom,
+    MemoryOptions,
+    OutOfMemory,
+    Policy,
+    SensorBack,
+    SensorLost,
+)
 from elastic_mbs.memory import CudaSensor, nvml
 from stress.limits.simcuda import Simulation, control
 from tests.helpers.room import MEBI, Room, batch_on, loss_of, needs, wide
@@ -24,14 +33,23 @@ def read() -> Headroom:
 
 
 class Training:
-    """Calls on a batch of 128, whose gradient is right every time. A reading is taken before each decision."""
+    """Calls on a batch of 128, whose gradient is right every time.
+
+    A reading is taken before each decision.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.model, self.batch = wide(DEVICE), batch_on(DEVICE, 128)
         self.reference = whole_gradient(self.model, lambda twin: loss_of(twin, self.batch))
         memory = MemoryOptions(monitor_interval=0, wait_for_memory=0)
-        self.mbs = ElasticMBS(self.model, micro_batch_size=16, policy=EAGER, on_event=self.events.append, memory=memory)
+        self.mbs = ElasticMBS(
+            self.model,
+            micro_batch_size=16,
+            policy=EAGER,
+            on_event=self.events.append,
+            memory=memory,
+        )
 
     def sizes(self, calls: int) -> list[int]:
         return [self.size() for _ in range(calls)]
@@ -47,7 +65,9 @@ class Training:
 
 
 @pytest.mark.parametrize("error", [control.NVML_GPU_IS_LOST, control.NVML_UNKNOWN])
-def test_growth_stops_when_the_driver_goes_away_and_returns_with_it(simulation: Simulation, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+def test_growth_stops_when_the_driver_goes_away_and_returns_with_it(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
     monkeypatch.setattr(nvml, "RETRY_EVERY", 0.0)
     training = Training()
     assert training.size() == 16
@@ -60,11 +80,18 @@ def test_growth_stops_when_the_driver_goes_away_and_returns_with_it(simulation: 
 
 
 @pytest.mark.parametrize("fact", ["mig", "nvml_hides"])
-def test_headroom_is_right_where_the_driver_names_no_processes(simulation: Simulation, fact: control.Fact) -> None:
+def test_headroom_is_right_where_the_driver_names_no_processes(
+    simulation: Simulation, fact: control.Fact
+) -> None:
     simulation.set(fact, 1)
     simulation.foreign(1024 * MEBI)
     found = read()
-    assert (found.source, found.free, found.holders, found.doubt) == ("nvml", simulation.free(), (), None)
+    assert (found.source, found.free, found.holders, found.doubt) == (
+        "nvml",
+        simulation.free(),
+        (),
+        None,
+    )
     assert found.held_by_others >= 1024 * MEBI
     assert found.capacity == found.free + torch.cuda.memory_reserved(DEVICE)
 
@@ -78,11 +105,15 @@ def board(line: Callable[[object], None]) -> None:
     assert found.capacity - found.free == torch.cuda.memory_reserved(DEVICE)
 
 
-def test_on_a_board_that_shares_the_hosts_memory_headroom_is_what_the_host_has(apart: Callable[..., None]) -> None:
+def test_on_a_board_that_shares_the_hosts_memory_headroom_is_what_the_host_has(
+    apart: Callable[..., None],
+) -> None:
     apart(board)
 
 
-def test_a_micro_batch_does_not_grow_into_what_a_hidden_neighbour_holds_and_grows_when_it_has_left(simulation: Simulation) -> None:
+def test_a_micro_batch_does_not_grow_into_what_a_hidden_neighbour_holds_and_grows_when_it_has_left(
+    simulation: Simulation,
+) -> None:
     training = Training()
     with Room(DEVICE, training.model) as room:
         _, step = needs(room, training.model, training.batch)

@@ -19,10 +19,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_mbs import CallDone, ElasticMBS, Event, MemoryBudget, MemoryOptions, OutOfMemory, Policy, RecoveryOptions, SensorBack, UsageError, Warned
+from elastic_mbs import (
+    CallDone,
+    ElasticMBS,
+    Event,
+    MemoryBudget,
+    MemoryOptions,
+    OutOfMemory,
+    Policy,
+    RecoveryOptions,
+    SensorBack,
+    UsageError,
+    Warned,
+)
 from elastic_mbs.options import Settings, describe
 from elastic_mbs.sinks import run_log
-from elastic_mbs.sinks.run_log import SCHEMA, Reader, RunLog, checked_path, event_line, header_line, read_log, read_runs
+from elastic_mbs.sinks.run_log import (
+    SCHEMA,
+    Reader,
+    RunLog,
+    checked_path,
+    event_line,
+    header_line,
+    read_log,
+    read_runs,
+)
 from tests.helpers.device_sim import Clock
 from tests.helpers.events import ANY_EVENT, KINDS, ONE_OF_EACH, any_event, done, failure, log_of
 from tests.helpers.room import ROOT
@@ -46,13 +67,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_header_says_who_runs_what_and_how(path: Path, clock: Clock) -> None:
-    settings = Settings(name="my run", micro_batch_size=8, policy=Policy(margin=0.2, align=4), recovery=RecoveryOptions(on_fatal=print))
+    settings = Settings(
+        name="my run",
+        micro_batch_size=8,
+        policy=Policy(margin=0.2, align=4),
+        recovery=RecoveryOptions(on_fatal=print),
+    )
     about = describe(settings, lambda: [torch.device("cpu")])
     log = RunLog(path, lambda: about)
     log.begin()
     log.close()
     header = json.loads(path.read_text())
-    expected = {"kind": "run", "schema": SCHEMA, "run": log.run, "time": 1e9, "monotonic": 50.0, "pid": os.getpid(), "name": "my run"}
+    expected = {
+        "kind": "run",
+        "schema": SCHEMA,
+        "run": log.run,
+        "time": 1e9,
+        "monotonic": 50.0,
+        "pid": os.getpid(),
+        "name": "my run",
+    }
     assert {key: header[key] for key in expected} == expected
     assert header["versions"]["torch"] == torch.__version__
     assert header["settings"]["micro_batch_size"] == 8
@@ -61,14 +95,19 @@ def test_a_header_says_who_runs_what_and_how(path: Path, clock: Clock) -> None:
     assert header["policy"]["margin"] == 0.2
 
 
-def test_times_are_counted_from_the_header_and_a_call_has_the_time_when_it_ended(path: Path, clock: Clock) -> None:
+def test_times_are_counted_from_the_header_and_a_call_has_the_time_when_it_ended(
+    path: Path, clock: Clock
+) -> None:
     log = RunLog(path)
     log.begin()
     clock.now = 53.0
     log(SensorBack("run", "nvml"))
     log(done(ended=51.5))
     (run,) = read_log(path)
-    assert [(entry.t, entry.record["time"]) for entry in run.entries] == [(3.0, 1e9 + 3), (1.5, 1e9 + 1.5)]
+    assert [(entry.t, entry.record["time"]) for entry in run.entries] == [
+        (3.0, 1e9 + 3),
+        (1.5, 1e9 + 1.5),
+    ]
 
 
 # ---------------------------------------------------------------------- the file
@@ -105,7 +144,11 @@ def test_each_line_is_one_write(path: Path, disk: type[Disk]) -> None:
 
 @pytest.mark.parametrize("how", ["error", "half"])
 def test_a_full_disk_is_said_once_and_the_log_goes_on_when_there_is_room(
-    how: str, path: Path, disk: type[Disk], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    how: str,
+    path: Path,
+    disk: type[Disk],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = RunLog(path)
     log(Warned("run", "a", "before"))
@@ -116,17 +159,22 @@ def test_a_full_disk_is_said_once_and_the_log_goes_on_when_there_is_room(
     log(Warned("run", "c", "after"))
     assert events_in(path) == [Warned("run", "a", "before"), Warned("run", "c", "after")]
     (record,) = caplog.records
-    assert f"the run log {path} misses events, and training goes on: OSError: " in record.getMessage()
+    assert (
+        f"the run log {path} misses events, and training goes on: OSError: " in record.getMessage()
+    )
 
 
 def test_runs_in_one_file_are_told_apart_even_at_the_same_time(path: Path) -> None:
     before = torch.get_rng_state()
     logs = [RunLog(path) for _ in range(20)]
-    assert torch.equal(torch.get_rng_state(), before)  # their ids are not drawn from the user's stream
+    # their ids are not drawn from the user's stream
+    assert torch.equal(torch.get_rng_state(), before)
     for _ in range(3):
         for number, log in enumerate(logs):
             log(SensorBack(f"run {number}", "nvml"))
-    assert [[entry.event for entry in run.entries] for run in read_log(path)] == [[SensorBack(f"run {i}", "nvml")] * 3 for i in range(20)]
+    assert [[entry.event for entry in run.entries] for run in read_log(path)] == [
+        [SensorBack(f"run {i}", "nvml")] * 3 for i in range(20)
+    ]
 
 
 def test_after_a_kill_the_next_run_begins_a_line_of_its_own(path: Path) -> None:
@@ -146,7 +194,9 @@ def test_a_deleted_file_is_made_again_with_its_header(path: Path) -> None:
     assert run.header["name"] == "mine"
 
 
-def test_a_header_that_cannot_be_made_raises_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_header_that_cannot_be_made_raises_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def lost() -> dict[str, object]:
         raise RuntimeError("CUDA error: device lost")
 
@@ -168,7 +218,9 @@ def test_events_of_several_threads_do_not_mix(path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(event.topic for event in events_in(path) if isinstance(event, Warned)) == sorted("0123" * 50)
+    assert sorted(event.topic for event in events_in(path) if isinstance(event, Warned)) == sorted(
+        "0123" * 50
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +247,9 @@ def test_a_pipe_is_refused_because_it_could_wait_for_ever(path: Path) -> None:
         checked_path(path)
 
 
-def test_the_log_stays_where_it_was_when_the_run_changes_its_folder(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_stays_where_it_was_when_the_run_changes_its_folder(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     log = RunLog("run.jsonl")
     (tmp_path / "elsewhere").mkdir()
@@ -214,7 +268,13 @@ def test_a_run_through_failures_is_logged_in_full(path: Path) -> None:
     heard: list[Event] = []
     with (
         MemoryBudget("1GiB", [model]) as budget,
-        ElasticMBS(model, log=path, on_event=heard.append, memory=MemoryOptions(monitor_interval=0, wait_for_memory=0), policy=Policy(seed=0)) as mbs,
+        ElasticMBS(
+            model,
+            log=path,
+            on_event=heard.append,
+            memory=MemoryOptions(monitor_interval=0, wait_for_memory=0),
+            policy=Policy(seed=0),
+        ) as mbs,
     ):
         mbs.backward(lambda x: model(x).square().mean(), batch)
         model.zero_grad()
@@ -229,19 +289,30 @@ def test_a_run_through_failures_is_logged_in_full(path: Path) -> None:
     assert [entry.event for entry in run.entries] == heard
     first, second, third = (event for event in heard if isinstance(event, CallDone))
     assert (first.mode, second.mode, third.mode) == ("train", "train", "eval")
-    assert (second.ooms, second.replayed_samples, second.pieces) == (result.ooms, result.replayed_samples, len(result.partition))
+    assert (second.ooms, second.replayed_samples, second.pieces) == (
+        result.ooms,
+        result.replayed_samples,
+        len(result.partition),
+    )
     assert second.loss == pytest.approx(loss, rel=1e-14)
     assert third.loss is None
     failures = [event for event in heard if isinstance(event, OutOfMemory)]
     assert len(failures) == result.ooms
-    assert second.seconds_lost == pytest.approx(sum(event.seconds_lost or 0.0 for event in failures))
+    assert second.seconds_lost == pytest.approx(
+        sum(event.seconds_lost or 0.0 for event in failures)
+    )
     assert second.seconds is not None
     assert 0 < second.seconds_lost < second.seconds
-    assert all(event.key == second.key and event.requested and event.held_by_others is not None for event in failures)
+    assert all(
+        event.key == second.key and event.requested and event.held_by_others is not None
+        for event in failures
+    )
     assert run.header["device"] == "cpu"
 
 
-def test_the_log_is_closed_on_exit_and_the_next_call_goes_on_with_it(path: Path, disk: type[Disk]) -> None:
+def test_the_log_is_closed_on_exit_and_the_next_call_goes_on_with_it(
+    path: Path, disk: type[Disk]
+) -> None:
     model = nn.Linear(3, 1)
     mbs = ElasticMBS(model, log=path, micro_batch_size=4)
     for _ in range(2):
@@ -284,10 +355,22 @@ for sink in sinks:
     sink._lock.release()
     sink(Warned("run", "c", "parent"))
 """
-    process = subprocess.run([sys.executable, "-c", script, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr
-    assert [event.message for event in events_in(path) if isinstance(event, Warned)] == ["parent", "parent"]
-    assert 'elastic_mbs_warnings_total{name="run"} 2.0' in path.with_name("run.jsonl.prom").read_text()
+    assert [event.message for event in events_in(path) if isinstance(event, Warned)] == [
+        "parent",
+        "parent",
+    ]
+    assert (
+        'elastic_mbs_warnings_total{name="run"} 2.0' in path.with_name("run.jsonl.prom").read_text()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -296,7 +379,8 @@ def test_every_event_comes_back_as_it_was(kind: type[Event], data: st.DataObject
     event = data.draw(any_event(kind))
     line = event_line(event, "abc", 1.5, 1e9)
     assert line.count(b"\n") == 1
-    assert json.loads(line, parse_constant=pytest.fail)["event"] == kind.__name__  # "NaN" is no JSON
+    # "NaN" is no JSON
+    assert json.loads(line, parse_constant=pytest.fail)["event"] == kind.__name__
     (run,) = read_runs([line])
     (entry,) = run.entries
     assert repr(entry.event) == repr(event)  # NaN equal to itself
@@ -310,7 +394,9 @@ def test_the_samples_of_these_tests_are_one_of_each_kind() -> None:
 
 
 @given(st.lists(ANY_EVENT, max_size=12), st.data())
-def test_a_log_that_ends_anywhere_gives_all_its_whole_lines(events: list[Event], data: st.DataObject) -> None:
+def test_a_log_that_ends_anywhere_gives_all_its_whole_lines(
+    events: list[Event], data: st.DataObject
+) -> None:
     text = log_of([(float(i), event) for i, event in enumerate(events)])
     cut = text[: data.draw(st.integers(0, len(text)))]
     whole = cut.count(b"\n")
@@ -319,15 +405,30 @@ def test_a_log_that_ends_anywhere_gives_all_its_whole_lines(events: list[Event],
         reader.feed(line)
     found = [entry.event for run in reader.runs.values() for entry in run.entries]
     assert repr(found[: max(0, whole - 1)]) == repr(events[: max(0, whole - 1)])
-    assert len(found) + len(reader.runs) - whole in {0, 1}  # a last line may lack nothing but its end
+    # a last line may lack nothing but its end
+    assert len(found) + len(reader.runs) - whole in {0, 1}
 
 
-@given(st.lists(st.binary(max_size=60) | st.builds(lambda event, i: event_line(event, "r", i, i), ANY_EVENT, st.floats(0, 9)), max_size=6), st.data())
-def test_garbled_lines_are_passed_over_or_named_and_nothing_else(lines: list[bytes], data: st.DataObject) -> None:
+@given(
+    st.lists(
+        st.binary(max_size=60)
+        | st.builds(lambda event, i: event_line(event, "r", i, i), ANY_EVENT, st.floats(0, 9)),
+        max_size=6,
+    ),
+    st.data(),
+)
+def test_garbled_lines_are_passed_over_or_named_and_nothing_else(
+    lines: list[bytes], data: st.DataObject
+) -> None:
     mixed = []
     for line in lines:
-        where, what = data.draw(st.integers(0, max(0, len(line) - 1))), data.draw(st.binary(max_size=3))
-        mixed.append(line[:where] + what + line[where + len(what) :] if data.draw(st.booleans()) else line)
+        where, what = (
+            data.draw(st.integers(0, max(0, len(line) - 1))),
+            data.draw(st.binary(max_size=3)),
+        )
+        mixed.append(
+            line[:where] + what + line[where + len(what) :] if data.draw(st.booleans()) else line
+        )
     try:
         read_runs(mixed)
     except UsageError as error:
@@ -335,11 +436,16 @@ def test_garbled_lines_are_passed_over_or_named_and_nothing_else(lines: list[byt
 
 
 STRANGE = [b"epoch,loss", b"[1, 2]", b'{"kind":"dog"}', b"\xff\xfe\x00", b"", b'{"kind":"ru']
-STRANGE += [json.dumps(json.loads(event_line(failure(), "r", 1.0, 1.0)) | changes).encode() for changes in ({"t": None}, {"time": None})]
+STRANGE += [
+    json.dumps(json.loads(event_line(failure(), "r", 1.0, 1.0)) | changes).encode()
+    for changes in ({"t": None}, {"time": None})
+]
 
 
 @pytest.mark.parametrize("line", STRANGE)
-def test_what_is_no_whole_line_of_a_run_log_is_passed_over_and_a_log_of_nothing_else_is_refused(line: bytes) -> None:
+def test_what_is_no_whole_line_of_a_run_log_is_passed_over_and_a_log_of_nothing_else_is_refused(
+    line: bytes,
+) -> None:
     (run,) = read_runs([*log_of([(1.0, failure())]).splitlines(), line])
     assert [entry.event for entry in run.entries] == [failure()]
     with pytest.raises(UsageError, match="no line of a run log"):
@@ -364,7 +470,9 @@ def test_a_torn_line_between_two_runs_is_passed_over() -> None:
     [{"event": "Teleported"}, {"source": 7}, {"source": None}, {"name": True}, {"source": []}],
     ids=["unknown", "number", "null", "bool", "list"],
 )
-def test_an_event_that_this_version_does_not_know_is_kept_as_its_line(changes: dict[str, Any]) -> None:
+def test_an_event_that_this_version_does_not_know_is_kept_as_its_line(
+    changes: dict[str, Any],
+) -> None:
     record = json.loads(event_line(SensorBack("run", "nvml"), "r", 1.0, 1.0)) | changes
     (run,) = read_runs([json.dumps(record, separators=(",", ":")).encode()])
     assert run.entries[0].event is None
@@ -373,9 +481,15 @@ def test_an_event_that_this_version_does_not_know_is_kept_as_its_line(changes: d
 
 
 @pytest.mark.parametrize("missing", ["key", "message"])
-def test_a_field_of_a_later_version_may_be_missing_but_none_that_was_always_there(missing: str) -> None:
+def test_a_field_of_a_later_version_may_be_missing_but_none_that_was_always_there(
+    missing: str,
+) -> None:
     record = json.loads(event_line(failure(), "r", 1.0, 1.0))
     del record[missing]
     (run,) = read_runs([json.dumps(record).replace(" ", "").encode()])
     known = run.entries[0].event
-    assert (known is None) if missing == "message" else (isinstance(known, OutOfMemory) and known.key == "")
+    assert (
+        (known is None)
+        if missing == "message"
+        else (isinstance(known, OutOfMemory) and known.key == "")
+    )

@@ -20,7 +20,10 @@ needs_shim = pytest.mark.skipif(fences.trouble() is not None, reason="no shim he
 
 def test_messages_arrive_in_order_whatever_the_job_prints_and_it_can_wait_for_an_answer() -> None:
     words = ["one", "two ä", "three\nlines"]
-    assert [message["word"] for message in run_child("budget", jobs.say, {"words": words}, deadline=LONG)] == words
+    assert [
+        message["word"]
+        for message in run_child("budget", jobs.say, {"words": words}, deadline=LONG)
+    ] == words
     with Child("budget", jobs.answer, deadline=LONG) as child:
         child.send(21)
         assert list(child) == [42]
@@ -34,7 +37,9 @@ def test_a_crash_is_named_by_its_signal_and_what_came_before_is_not_lost(name: s
     with pytest.raises(ChildError, match=f"ended by {name}; its last line: on the edge") as error:
         next(child)
     assert error.value.how == f"crash by {name}"
-    assert ("Segmentation fault" in error.value.last_words) == (name == "SIGSEGV"), "where it was, if Python could tell"
+    assert ("Segmentation fault" in error.value.last_words) == (name == "SIGSEGV"), (
+        "where it was, if Python could tell"
+    )
 
 
 @needs_signals
@@ -54,7 +59,9 @@ def test_an_exit_code_is_no_crash_and_bad_input_in_the_child_is_bad_input_in_the
 
 
 @pytest.mark.parametrize("job", [jobs.wait_here_for_ever, jobs.close_the_line_and_stay])
-def test_a_hang_ends_at_the_deadline_with_the_stacks(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_ends_at_the_deadline_with_the_stacks(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(child_module, "_GRACE", 0.5)
     with Child("budget", job, deadline=LONG) as child:
         if job is jobs.wait_here_for_ever:
@@ -68,7 +75,9 @@ def test_a_hang_ends_at_the_deadline_with_the_stacks(job: Any, monkeypatch: pyte
         assert f"in {job.__name__}" in error.value.last_words
 
 
-def test_a_child_that_never_stops_emitting_is_hung_but_what_one_has_left_can_be_read_later() -> None:
+def test_a_child_that_never_stops_emitting_is_hung_but_what_one_has_left_can_be_read_later() -> (
+    None
+):
     with Child("budget", jobs.count, {"until": 10**9, "pause": 0.0005}, deadline=LONG) as child:
         assert next(iter(child)) == 0
         child._deadline = 0.1
@@ -81,8 +90,17 @@ def test_a_child_that_never_stops_emitting_is_hung_but_what_one_has_left_can_be_
 
 
 def test_children_run_at_the_same_time_and_one_that_fails_ends_the_others() -> None:
-    seen = list(run_children([Child("budget", jobs.count, {"until": 5, "pause": 0.05}, deadline=LONG) for _ in range(2)]))
-    assert [[number for index, number in seen if index == which] for which in (0, 1)] == [list(range(5))] * 2
+    seen = list(
+        run_children(
+            [
+                Child("budget", jobs.count, {"until": 5, "pause": 0.05}, deadline=LONG)
+                for _ in range(2)
+            ]
+        )
+    )
+    assert [[number for index, number in seen if index == which] for which in (0, 1)] == [
+        list(range(5))
+    ] * 2
     slow = Child("budget", jobs.count, {"until": 10**6, "pause": 0.01}, deadline=LONG)
     with pytest.raises(ChildError, match="ended by KeyError: 'a mistake'") as error:
         list(run_children([slow, Child("budget", jobs.fail, deadline=LONG)]))
@@ -92,7 +110,9 @@ def test_children_run_at_the_same_time_and_one_that_fails_ends_the_others() -> N
 
 
 @pytest.mark.parametrize("kind", ["budget", pytest.param("shim", marks=needs_shim)])
-def test_each_kind_gets_its_environment_and_none_of_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_gets_its_environment_and_none_of_another(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(fences.VARIABLE, "somebody else's")
     before = dict(os.environ)
     names = [fences.VARIABLE, "LD_PRELOAD", "OMP_NUM_THREADS", "MKL_DISABLE_FAST_MM"]
@@ -105,10 +125,15 @@ def test_each_kind_gets_its_environment_and_none_of_another(kind: str, monkeypat
     assert file is None or not os.path.exists(file), "gone with the child"
 
 
-def test_another_package_of_the_tools_name_that_comes_first_on_the_path_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a user's own folder `stress` lay next to the model, and every process of a scenario imported that one
+def test_another_package_of_the_tools_name_that_comes_first_on_the_path_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a user's own folder `stress` lay next to the model, and every process of a scenario imported
+    # that one
     (tmp_path / "stress").mkdir()
-    (tmp_path / "stress" / "__init__.py").write_text("raise AssertionError('this is another distribution')\n")
+    (tmp_path / "stress" / "__init__.py").write_text(
+        "raise AssertionError('this is another distribution')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     path = list(sys.path)
     assert len(list(run_child("budget", jobs.say, {"words": ["x"]}, deadline=LONG))) == 1

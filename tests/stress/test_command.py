@@ -26,13 +26,20 @@ from tests.helpers.room import ROOT
 STEADY = ["stress", "--kind", "budget", "--scenario", "steady"]
 
 
-def test_the_list_has_every_scenario_with_kinds_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_scenario_with_kinds_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["stress", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(SCENARIOS)
-    assert all(LINES[scenario.name] in line and " ".join(scenario.kinds) in line for scenario, line in zip(SCENARIOS.values(), lines, strict=True))
+    assert all(
+        LINES[scenario.name] in line and " ".join(scenario.kinds) in line
+        for scenario, line in zip(SCENARIOS.values(), lines, strict=True)
+    )
     assert all(set(scenario.kinds) <= set(KINDS) for scenario in SCENARIOS.values())
-    assert all(kind in SCENARIOS[name].kinds for kind, names in scenarios.QUICK.items() for name in names)
+    assert all(
+        kind in SCENARIOS[name].kinds for kind, names in scenarios.QUICK.items() for name in names
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,21 +49,43 @@ def test_the_list_has_every_scenario_with_kinds_that_there_are(capsys: pytest.Ca
         ("--budget 100000 --kind budget --scenario steady", "are below the model"),
         ("--steps 0", "--steps: 0 is below 6: give a whole number of at least 6"),
         ("--seed 4294967296", "--seed: 4294967296 is above 4294967295"),
-        ("--json {folder}", "--json: {folder} cannot be written (Is a directory); name another file"),
-        ("--html {folder}/none/x.html", "--html: {folder}/none/x.html cannot be written (No such file or directory)"),
+        (
+            "--json {folder}",
+            "--json: {folder} cannot be written (Is a directory); name another file",
+        ),
+        (
+            "--html {folder}/none/x.html",
+            "--html: {folder}/none/x.html cannot be written (No such file or directory)",
+        ),
         ("--scenario steady --json {folder}/{long}.json", "cannot be written (File name too long)"),
         ("--json {folder}/x --html {folder}/x", "goes to the same file"),
         ("--scenario nonsense", "argument --scenario: invalid choice: 'nonsense' (choose from"),
         ("--kind nonsense", "argument --kind: invalid choice: 'nonsense' (choose from"),
         ("--scenario kill --kind shim", "none of the scenarios kill runs on shim"),
         ("--model nonsense", "--model nonsense: no such model; one of wide"),
-        ("--model mine.py", "no such model; one of wide, mlp, cnn, heads, gpt, gpt_bursts, adam, name its factory, as in mine.py:make"),
+        (
+            "--model mine.py",
+            "no such model; one of wide, mlp, cnn, heads, gpt, gpt_bursts, adam, name its "
+            "factory, as in mine.py:make",
+        ),
         ("--model mine.py:make", "--model mine.py:make: there is no file mine.py"),
         ("--model {file}:make", "{file} is no Python file, whose name ends in .py"),
         ("nonsense", "invalid choice: 'nonsense'"),
-        ("--steps 9 montecarlo --runs 1", "--steps stands before the command montecarlo, which does not see it there: put it behind montecarlo"),
-        ("montecarlo --minutes inf", "--minutes: 'inf' is no length of time that can be used: give a number of minutes above 0"),
-        ("montecarlo --shrink -1", "--shrink: '-1' is no length of time that can be used: give a number of seconds from 0 on"),
+        (
+            "--steps 9 montecarlo --runs 1",
+            "--steps stands before the command montecarlo, which does not see it there: put it "
+            "behind montecarlo",
+        ),
+        (
+            "montecarlo --minutes inf",
+            "--minutes: 'inf' is no length of time that can be used: give a number of minutes "
+            "above 0",
+        ),
+        (
+            "montecarlo --shrink -1",
+            "--shrink: '-1' is no length of time that can be used: give a number of seconds from "
+            "0 on",
+        ),
         ("montecarlo --only 1 --case {{}}", "it is one or the other"),
         ("montecarlo --case x", "--case x: this is no case"),
         ("montecarlo --json {folder}", "--json: {folder} cannot be written"),
@@ -70,7 +99,9 @@ def test_the_list_has_every_scenario_with_kinds_that_there_are(capsys: pytest.Ca
         ("hammer --json {folder}", "--json: {folder} cannot be written"),
     ],
 )
-def test_bad_input_is_one_line_with_the_way_out(line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_with_the_way_out(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if "shim" in line and available("shim") is not None:
         pytest.skip(str(available("shim")))
     file = tmp_path / "notes.txt"
@@ -93,13 +124,23 @@ def test_a_place_is_checked_by_opening_it_and_its_content_stays(tmp_path: Path) 
 
 
 def test_the_last_lines_count_verdicts_and_tell_complaints_in_words() -> None:
-    good, bad = record(passed=True), record(kind="shim", complaints=["3 out-of-memory errors, where 2 are explained"])
-    said = summary([good, bad, record(passed=True, unshown="memory never ran out, so nothing was shown")])
+    good, bad = (
+        record(passed=True),
+        record(kind="shim", complaints=["3 out-of-memory errors, where 2 are explained"]),
+    )
+    said = summary(
+        [good, bad, record(passed=True, unshown="memory never ran out, so nothing was shown")]
+    )
     assert "made_up on shim: 3 out-of-memory errors, where 2 are explained" in said
-    assert said.splitlines()[-1] == "1 of 3 passed, 1 showed nothing, 1 FAILED; 0 out-of-memory errors survived"
+    assert (
+        said.splitlines()[-1]
+        == "1 of 3 passed, 1 showed nothing, 1 FAILED; 0 out-of-memory errors survived"
+    )
 
 
-def test_a_line_is_rewritten_on_a_terminal_and_written_once_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_rewritten_on_a_terminal_and_written_once_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def play(order: Order, tell: Any) -> list[Run]:
         tell(step(0, ooms=1))
         return [record(scenario="steady", steps=[step(0, ooms=1)]), failed(order, "no")]
@@ -123,11 +164,15 @@ def test_bad_input_that_is_found_late_is_a_failed_record(tmp_path: Path) -> None
     arguments = [*STEADY, "--steps", "6", "--budget", "4MiB", "--json", str(out)]
     assert main([*arguments, "--scenario", "optimizer_first_step"]) == 1
     found = {each["scenario"]: each for each in json.loads(out.read_text())["runs"]}
-    assert found["optimizer_first_step"]["complaints"][0].startswith("--budget: 4.0 MiB are below the model")
+    assert found["optimizer_first_step"]["complaints"][0].startswith(
+        "--budget: 4.0 MiB are below the model"
+    )
     assert found["steady"]["steps"]
 
 
-def test_an_interrupt_leaves_the_records_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_leaves_the_records_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def play(order: Order, tell: Any) -> list[Run]:
         if order.scenario == "too_big":
             raise KeyboardInterrupt
@@ -149,7 +194,10 @@ def test_where_a_record_cannot_be_written_one_line_says_so(
     monkeypatch.setattr(scenarios, "perform", lambda order, tell: [failed(order, "made up")])
     monkeypatch.setattr(Path, "write_text", full)
     assert main([*STEADY, "--json", str(tmp_path / "found.json")]) == 2
-    assert "the records cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert (
+        "the records cannot be written: [Errno 28] No space left on device"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_slow_model_gets_a_later_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +212,21 @@ def test_a_slow_model_gets_a_later_deadline(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("place", ["a checkout", "inside the package"])
-def test_the_tool_is_its_own_although_another_of_its_name_comes_first_on_the_path(place: str, tmp_path: Path) -> None:
+def test_the_tool_is_its_own_although_another_of_its_name_comes_first_on_the_path(
+    place: str, tmp_path: Path
+) -> None:
     foreign = tmp_path / "foreign"
     (foreign / "stress").mkdir(parents=True)
-    (foreign / "stress" / "__init__.py").write_text("raise AssertionError('this is another distribution')\n")
+    (foreign / "stress" / "__init__.py").write_text(
+        "raise AssertionError('this is another distribution')\n"
+    )
     path, tool, command = ROOT, ROOT / "stress", ["elastic_mbs", "stress"]
     if place == "inside the package":  # as the wheel has it
-        path, tool, command = tmp_path / "site", tmp_path / "site" / "elastic_mbs" / "stress", ["elastic_mbs.stress"]
+        path, tool, command = (
+            tmp_path / "site",
+            tmp_path / "site" / "elastic_mbs" / "stress",
+            ["elastic_mbs.stress"],
+        )
         skip = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / "elastic_mbs", path / "elastic_mbs", ignore=skip)
         shutil.copytree(ROOT / "stress", tool, ignore=skip)
@@ -182,16 +238,27 @@ def test_the_tool_is_its_own_although_another_of_its_name_comes_first_on_the_pat
         f"    runpy.run_module({command[0]!r}, run_name='__main__')\n"
         "except SystemExit as ended:\n"
         "    assert not ended.code, ended\n"
-        "print('from', *sorted({str(m.__file__) for n, m in sys.modules.items() if n.endswith('stress.command')}))\n"
+        "print('from', *sorted({str(m.__file__) for n, m in sys.modules.items() if "
+        "n.endswith('stress.command')}))\n"
     )
     environment = {"PYTHONPATH": "", "PATH": "", "SYSTEMROOT": ""}
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "usage: elastic-mbs stress" in done.stdout
     assert done.stdout.splitlines()[-1] == f"from {tool / 'command.py'}"
 
 
-def test_another_package_that_was_imported_in_its_place_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_package_that_was_imported_in_its_place_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     foreign = ModuleType("stress")
     foreign.__file__, foreign.__path__ = "/elsewhere/stress/__init__.py", ["/elsewhere/stress"]
     monkeypatch.setitem(sys.modules, "stress", foreign)

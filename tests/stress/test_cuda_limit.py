@@ -14,7 +14,14 @@ class Card:
     """A device of CUDA as far as torch is asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int = 1000 * MEBI) -> None:
-        self.total, self.free, self.ours, self.fraction, self.ooms, self.told = 1000 * MEBI, free, 0, 1.0, 2, [0]
+        self.total, self.free, self.ours, self.fraction, self.ooms, self.told = (
+            1000 * MEBI,
+            free,
+            0,
+            1.0,
+            2,
+            [0],
+        )
         for name, answer in {
             "is_available": lambda: True,
             "init": lambda: None,
@@ -26,7 +33,9 @@ class Card:
             "max_memory_allocated": lambda device: self.ours + MEBI,
             "reset_peak_memory_stats": lambda device: None,
             "memory_stats": lambda device: {"num_ooms": self.ooms},
-            "set_per_process_memory_fraction": lambda fraction, device: setattr(self, "fraction", fraction),
+            "set_per_process_memory_fraction": lambda fraction, device: setattr(
+                self, "fraction", fraction
+            ),
         }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
         monkeypatch.setattr(Neighbour, "__enter__", lambda neighbour: neighbour)
@@ -38,7 +47,9 @@ class Card:
         return size
 
 
-def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     card = Card(monkeypatch)
     memory = CudaLimit()
     assert memory.device == torch.device("cuda", 0)
@@ -47,7 +58,9 @@ def test_on_cuda_a_capacity_is_a_fraction_and_the_co_tenant_fills_the_rest(monke
         with monkeypatch.context() as patched:
             patched.setattr(torch.cuda, "empty_cache", lambda: emptied.append(card.fraction))
             memory.resize(400 * MEBI)
-        assert emptied[0] == 1.0, "torch asks the fraction only when it takes more: what is cached would go on as before"
+        assert emptied[0] == 1.0, (
+            "torch asks the fraction only when it takes more: what is cached would go on as before"
+        )
         assert card.fraction == 0.4
         assert card.told == [0], "no process yet"
         card.ours = 100 * MEBI
@@ -88,7 +101,9 @@ def test_two_who_share_a_gpu_have_what_the_third_leaves(monkeypatch: pytest.Monk
             assert card.free - card.ours - card.told[-1] == 150 * MEBI
             assert memory.others() == 400 * MEBI - 100 * MEBI - 150 * MEBI
         device.leave(300 * MEBI, held=100 * MEBI)
-        assert card.told[-1] == 540 * MEBI, "750 MiB are free, and 100 of the 300 are held already; in blocks of 20 MiB"
+        assert card.told[-1] == 540 * MEBI, (
+            "750 MiB are free, and 100 of the 300 are held already; in blocks of 20 MiB"
+        )
         device.leave(None)
         assert card.told[-1] == 0
     assert card.told[-1] == -1
@@ -113,7 +128,10 @@ def test_on_a_gpu_memory_is_broken_up_unless_segments_are_expandable() -> None: 
         torch.zeros(1, device=memory.device)
         memory.fragment(256 * MEBI)
         memory.resize(4 << 30)
-        assert torch.cuda.memory_reserved(memory.device) - memory.live() > 3 << 30 or memory.expandable()
+        assert (
+            torch.cuda.memory_reserved(memory.device) - memory.live() > 3 << 30
+            or memory.expandable()
+        )
         assert had(200 * MEBI)
         assert had(1 << 30) is memory.expandable()
         memory.fragment(None)

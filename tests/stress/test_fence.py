@@ -120,10 +120,15 @@ def test_the_budget_is_kept_to_the_byte_and_can_be_moved(fence: Fence) -> None:
     with process:
         process.communicate("go on\n")
     assert process.returncode == 0
-    assert fence.of(process.pid).failures == 2, "of the dead, too, as long as their slot is not taken"
+    assert fence.of(process.pid).failures == 2, (
+        "of the dead, too, as long as their slot is not taken"
+    )
     fence.leave(None)
     fence.largest = 512 << 10  # memory is free, in small blocks
-    run(fence, "assert take((512 << 10) + 1) is None\nassert all(take(512 << 10) for _ in range(20))")
+    run(
+        fence,
+        "assert take((512 << 10) + 1) is None\nassert all(take(512 << 10) for _ in range(20))",
+    )
 
 
 @pytest.mark.parametrize("reaped", [True, False], ids=["waited for", "a zombie"])
@@ -145,7 +150,10 @@ def test_a_process_killed_at_any_instruction_leaves_a_device_that_works(fence: F
     # most of their time is spent with the lock held, or between the reservation and the block
     fence.budget = 64 * MEBI
     for _ in range(12):
-        pair = [start(fence, 'print("ready", flush=True)\nwhile True:\n    libc.free(take(8192))') for _ in range(2)]
+        pair = [
+            start(fence, 'print("ready", flush=True)\nwhile True:\n    libc.free(take(8192))')
+            for _ in range(2)
+        ]
         time.sleep(0.004)
         for process in pair:
             process.send_signal(signal.SIGKILL)
@@ -166,11 +174,16 @@ def test_without_a_file_the_library_does_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("system", "libc"), [("darwin", ""), ("linux", "musl")])
-def test_a_machine_without_the_library_says_why(system: str, libc: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_the_library_says_why(
+    system: str, libc: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho 'the floor is wet' >&2\nexit 1\n")
     broken.chmod(0o755)
-    for compiler, said in (("no-such-compiler -m64", "no 'no-such-compiler': install one"), (str(broken), r"broken .*: the floor is wet")):
+    for compiler, said in (
+        ("no-such-compiler -m64", "no 'no-such-compiler': install one"),
+        (str(broken), r"broken .*: the floor is wet"),
+    ):
         monkeypatch.setenv("CC", compiler)
         with pytest.raises(UsageError, match=said):
             fences.library.__wrapped__()
@@ -179,7 +192,9 @@ def test_a_machine_without_the_library_says_why(system: str, libc: str, monkeypa
     assert f"this is {system} {libc}".rstrip() in str(fences.trouble())
 
 
-def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with Fence.create(5 * GRAIN) as fence:
         for name, value in fences.environment(fence).items():
             monkeypatch.setenv(name, value)
@@ -198,7 +213,12 @@ def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(monkeypatch: pyt
 
 def test_a_neighbour_ends_with_its_parent() -> None:
     code = "from stress.limits.neighbour import Neighbour\nprint(Neighbour('cpu').__enter__().pid, flush=True)\nimport time; time.sleep(600)"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(fences.__file__).parents[2], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(fences.__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

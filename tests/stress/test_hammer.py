@@ -113,13 +113,43 @@ def _by_size(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Piece 
 
 
 PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
-    "buffers are not put back": (BufferCopies, "restore", lambda self, *, to_call_start: None, BRANCHED, "buffers|gradient"),
-    "streams are not put back": (RandomStreams, "restore", lambda self, state: None, BRANCHED, "random streams|gradient"),
-    "the failed graph stays": (recovery, "drop_unrun", lambda: None, BRANCHED, "still held after the failed backward"),
+    "buffers are not put back": (
+        BufferCopies,
+        "restore",
+        lambda self, *, to_call_start: None,
+        BRANCHED,
+        "buffers|gradient",
+    ),
+    "streams are not put back": (
+        RandomStreams,
+        "restore",
+        lambda self, state: None,
+        BRANCHED,
+        "random streams|gradient",
+    ),
+    "the failed graph stays": (
+        recovery,
+        "drop_unrun",
+        lambda: None,
+        BRANCHED,
+        "still held after the failed backward",
+    ),
     "commits are counted twice": (Schedule, "push", _forgets_commits, PLAIN, "gradient off"),
-    "a sample is lost": (Schedule, "push", _loses_a_sample, PLAIN, "do not cover the .* samples of the batch once"),
+    "a sample is lost": (
+        Schedule,
+        "push",
+        _loses_a_sample,
+        PLAIN,
+        "do not cover the .* samples of the batch once",
+    ),
     "weighed by size": (Schedule, "next", _by_size, PLAIN, "gradient off"),
-    "half an optimizer step stays": (OptimizerSnapshot, "restore", _leaves_values, PLAIN, "parameters differ|optimizer's state"),
+    "half an optimizer step stays": (
+        OptimizerSnapshot,
+        "restore",
+        _leaves_values,
+        PLAIN,
+        "parameters differ|optimizer's state",
+    ),
 }
 
 
@@ -151,12 +181,17 @@ def at_rest() -> Iterator[Training]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda at: torch.stack([leaf.sum() for leaf in at.real.leaves()]).sum().backward(), "a gradient that was empty is not empty"),
+        (
+            lambda at: torch.stack([leaf.sum() for leaf in at.real.leaves()]).sum().backward(),
+            "a gradient that was empty is not empty",
+        ),
         (lambda at: at.real.model.get_buffer("mean").add_(1.0), "buffers are not as before"),
         (lambda at: torch.rand(1), "random streams are not as before"),
     ],
 )
-def test_a_refused_call_that_has_left_anything_changed_is_told(at_rest: Training, change: Callable[[Training], object], told: str) -> None:
+def test_a_refused_call_that_has_left_anything_changed_is_told(
+    at_rest: Training, change: Callable[[Training], object], told: str
+) -> None:
     start = at_rest.state()
     at_rest.check_refused(start, "step 0: ")
     change(at_rest)
@@ -177,14 +212,24 @@ def test_a_refused_optimizer_step_that_has_changed_its_state_is_told(at_rest: Tr
             optimizer.param_groups[0]["lr"] = 5.0
             raise OptimizerStepError("half made")
 
-    with pytest.raises(WrongOutcomeError, match="optimizer's state is not as before, after OptimizerStepError"):
+    with pytest.raises(
+        WrongOutcomeError, match="optimizer's state is not as before, after OptimizerStepError"
+    ):
         at_rest.optimize(cast("ElasticMBS", Half()), nullcontext, "step 0: ")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.skipif(available(kind) is not None, reason=str(available(kind)))) for kind in ("shim", "rlimit")]
+    "kind",
+    [
+        pytest.param(
+            kind, marks=pytest.mark.skipif(available(kind) is not None, reason=str(available(kind)))
+        )
+        for kind in ("shim", "rlimit")
+    ],
 )
-def test_real_allocators_fail_in_a_process_of_its_own(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_allocators_fail_in_a_process_of_its_own(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "hammer.json"
     assert run("--failures", "4", "--kind", kind, "--model", PLAIN, "--json", str(file)) == 0
     told = capsys.readouterr().out
@@ -204,7 +249,9 @@ class Rounds(list[dict[str, Any]]):
     def __init__(self, error: Exception, *, always: bool = False) -> None:
         self.error, self.always = error, always
 
-    def __call__(self, kind: str, job: Any, arguments: dict[str, Any], *, deadline: float) -> Iterator[dict[str, Any]]:
+    def __call__(
+        self, kind: str, job: Any, arguments: dict[str, Any], *, deadline: float
+    ) -> Iterator[dict[str, Any]]:
         self.append(arguments)
         if self.always:
             raise self.error
@@ -215,19 +262,47 @@ class Rounds(list[dict[str, Any]]):
 
 ENDINGS = [
     (ChildError("it had not ended", "hang", "File x, in stuck"), 5, "hang: it had not ended"),
-    (ChildError("the job was ended by SIGSEGV", "crash by SIGSEGV", "a stack"), 4, "crash by SIGSEGV: "),
+    (
+        ChildError("the job was ended by SIGSEGV", "crash by SIGSEGV", "a stack"),
+        4,
+        "crash by SIGSEGV: ",
+    ),
     (ChildError("ended by KeyError", "KeyError", "trace"), 4, "KeyError: "),
-    (ChildError("step 3: gradient off", "WrongOutcomeError", "trace"), 3, "WrongOutcomeError: step 3"),
+    (
+        ChildError("step 3: gradient off", "WrongOutcomeError", "trace"),
+        3,
+        "WrongOutcomeError: step 3",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("error", "code", "told"), ENDINGS, ids=["hang", "crash", "error", "wrong"])
+@pytest.mark.parametrize(
+    ("error", "code", "told"), ENDINGS, ids=["hang", "crash", "error", "wrong"]
+)
 def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_the_run_goes_on(
-    error: Exception, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rounds = Rounds(error)
     monkeypatch.setattr("stress.endurance.hammer.run_child", rounds)
-    assert run("--failures", "40", "--kind", "budget", "--model", "mlp", "--model", "gpt", "--seed", "7") == code
+    assert (
+        run(
+            "--failures",
+            "40",
+            "--kind",
+            "budget",
+            "--model",
+            "mlp",
+            "--model",
+            "gpt",
+            "--seed",
+            "7",
+        )
+        == code
+    )
     out = capsys.readouterr().out
     assert told in out
     assert "40 failures in 12 steps" in out
@@ -237,19 +312,29 @@ def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_th
     repeat = shlex.split(re.findall(r"repeat: (.*)", out)[0])
     assert repeat[:4] == ["python", "-m", "stress", "hammer"]
     assert run(*repeat[4:]) == 0
-    assert [rounds[4][name] for name in ("kind", "model", "seed")] == [rounds[1][name] for name in ("kind", "model", "seed")]
+    assert [rounds[4][name] for name in ("kind", "model", "seed")] == [
+        rounds[1][name] for name in ("kind", "model", "seed")
+    ]
     assert len(rounds) == 5
 
 
-def test_rounds_that_all_end_badly_end_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounds_that_all_end_badly_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("stress.endurance.hammer.run_child", Rounds(ENDINGS[1][0], always=True))
     assert run("--failures", "40", "--kind", "budget", "--model", "mlp") == 4
     assert "not allowed: crash by SIGSEGV 5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("error", "code", "told"), [ENDINGS[0], ENDINGS[-1]], ids=["hang", "wrong"])
+@pytest.mark.parametrize(
+    ("error", "code", "told"), [ENDINGS[0], ENDINGS[-1]], ids=["hang", "wrong"]
+)
 def test_how_the_process_of_a_soak_ends_is_told_by_the_exit_code(
-    error: Exception, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("stress.endurance.soak.run_child", Rounds(error, always=True))
     assert main(["stress", "soak", "--minutes", "0.1"]) == code
@@ -259,7 +344,9 @@ def test_how_the_process_of_a_soak_ends_is_told_by_the_exit_code(
 
 
 @pytest.mark.parametrize("command", [[], ["hammer"], ["soak"]], ids=" ".join)
-def test_a_kind_that_cannot_be_had_here_is_bad_input(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_that_cannot_be_had_here_is_bad_input(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for asked in ("stress.limits.available", "stress.scenarios.command.available"):
         monkeypatch.setattr(asked, lambda kind: "there is no compiler")
     assert main(["stress", *command, "--kind", "shim"]) == 2

@@ -12,7 +12,19 @@ import torch
 
 from elastic_mbs import ElasticMBS, MemoryOptions, UsageError
 from elastic_mbs.memory import Headroom, NoSensor, Unavailable
-from stress.limits import KINDS, BudgetLimit, Child, Fence, ProcessLimit, ShimLimit, available, in_child, open_limit, run_child, run_children
+from stress.limits import (
+    KINDS,
+    BudgetLimit,
+    Child,
+    Fence,
+    ProcessLimit,
+    ShimLimit,
+    available,
+    in_child,
+    open_limit,
+    run_child,
+    run_children,
+)
 from stress.limits import fence as fences
 from stress.limits import rlimit as rlimit_module
 from tests.helpers import limit_jobs
@@ -21,7 +33,10 @@ from tests.helpers.rlimit import Limit
 MEBI = 1 << 20
 LONG = 120.0
 HOST = [
-    pytest.param(kind, marks=pytest.mark.skipif(available(kind) is not None, reason=str(available(kind)))) for kind in ("budget", "shim", "rlimit")
+    pytest.param(
+        kind, marks=pytest.mark.skipif(available(kind) is not None, reason=str(available(kind)))
+    )
+    for kind in ("budget", "shim", "rlimit")
 ]
 needs_shim = pytest.mark.skipif(available("shim") is not None, reason=str(available("shim")))
 needs_rlimit = pytest.mark.skipif(available("rlimit") is not None, reason=str(available("rlimit")))
@@ -50,7 +65,9 @@ def test_the_limit_strikes_the_gradient_is_exact_and_nothing_is_held(kind: str, 
     assert phase in run["phases"]
     assert run["worst"] <= 1e-12
     assert run["pieces"] > 1
-    assert ("virtual device" if kind == "budget" else "DefaultCPUAllocator: can't allocate memory") in run["message"]
+    assert (
+        "virtual device" if kind == "budget" else "DefaultCPUAllocator: can't allocate memory"
+    ) in run["message"]
     assert run["failures"] == (None if kind == "rlimit" else len(run["phases"]))
     assert run["left"] <= slack(kind)
 
@@ -74,7 +91,16 @@ def test_the_co_tenant_takes_memory_and_gives_it_back_and_no_limit_is_left(kind:
 @needs_shim
 def test_two_elastic_processes_share_one_device_and_the_parents_limit() -> None:
     with Fence.create(40 * MEBI) as fence:
-        pair = [Child("shim", limit_jobs.share, {"size": 64 * MEBI, "hold": LONG}, deadline=LONG, fence=fence) for _ in range(2)]
+        pair = [
+            Child(
+                "shim",
+                limit_jobs.share,
+                {"size": 64 * MEBI, "hold": LONG},
+                deadline=LONG,
+                fence=fence,
+            )
+            for _ in range(2)
+        ]
         found = dict(islice(run_children(pair), 2))  # both hold what they have got
         assert fence.budget == 40 * MEBI, "it stays as it is when one leaves"
     assert sorted(found) == [0, 1]
@@ -134,7 +160,9 @@ def test_in_a_fragmented_budget_single_large_blocks_fail_while_memory_is_free() 
         small = [torch.zeros(MEBI, dtype=torch.uint8) for _ in range(8)]
         before.add_(1)[MEBI:].view(2, -1)  # what is there already may be used
         assert torch.eye(8).to_sparse().sum() == 8, "what has no storage is let through"
-        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1\.0 MiB, in blocks of 1\.0 MiB"):
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"Tried to allocate 1\.0 MiB, in blocks of 1\.0 MiB"
+        ):
             torch.zeros(MEBI + 1, dtype=torch.uint8)
         assert memory.failures() == 1
         assert memory.live() == 10 * MEBI, "what was refused is not counted"
@@ -143,7 +171,9 @@ def test_in_a_fragmented_budget_single_large_blocks_fail_while_memory_is_free() 
     assert len(small) == 8
 
 
-def test_a_limit_that_cannot_be_read_gives_no_reading_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_cannot_be_read_gives_no_reading_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(self: BudgetLimit) -> int:
         raise OSError("no such file")
 
@@ -154,11 +184,18 @@ def test_a_limit_that_cannot_be_read_gives_no_reading_and_no_error(monkeypatch: 
 
 
 def test_a_sensor_that_is_a_meter_takes_the_meters_place() -> None:
-    # resident memory, which a CPU's own meter reads, cannot be held against the capacity of such a memory
+    # resident memory, which a CPU's own meter reads, cannot be held against the capacity of such a
+    # memory
     model = torch.nn.Linear(4, 4)
-    with BudgetLimit() as memory, ElasticMBS(model, memory=MemoryOptions(sensor=memory.sensor, monitor_interval=0)) as mbs:
+    with (
+        BudgetLimit() as memory,
+        ElasticMBS(model, memory=MemoryOptions(sensor=memory.sensor, monitor_interval=0)) as mbs,
+    ):
         assert mbs._context.meter is memory.sensor
-    with BudgetLimit() as memory, ElasticMBS(model, memory=MemoryOptions(sensor=NoSensor(""), monitor_interval=0)) as mbs:
+    with (
+        BudgetLimit() as memory,
+        ElasticMBS(model, memory=MemoryOptions(sensor=NoSensor(""), monitor_interval=0)) as mbs,
+    ):
         assert mbs._context.meter is memory.budget
 
 
@@ -167,12 +204,18 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limit:
     fake = Limit()
     monkeypatch.setattr(rlimit_module, "resource", fake)
     monkeypatch.setattr(rlimit_module, "trouble", lambda: None)
-    monkeypatch.setattr(rlimit_module, "ctypes", types.SimpleNamespace(CDLL=lambda _: types.SimpleNamespace(mallopt=lambda *_: 1)))
+    monkeypatch.setattr(
+        rlimit_module,
+        "ctypes",
+        types.SimpleNamespace(CDLL=lambda _: types.SimpleNamespace(mallopt=lambda *_: 1)),
+    )
     return fake
 
 
 @needs_rlimit
-def test_the_limit_counts_from_what_was_mapped_and_keeps_to_the_users_own(limits: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_counts_from_what_was_mapped_and_keeps_to_the_users_own(
+    limits: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
@@ -195,5 +238,7 @@ def test_the_limit_counts_from_what_was_mapped_and_keeps_to_the_users_own(limits
         memory.resize(1 << 50)
         assert limits.soft == 1000 * MEBI
         memory.reset_peak()
-        assert memory.peak() >= memory.live() >= 0, "where the kernel resets no mark, the peak is that of the run"
+        assert memory.peak() >= memory.live() >= 0, (
+            "where the kernel resets no mark, the peak is that of the run"
+        )
     assert (limits.soft, limits.hard) == (1000 * MEBI, 1000 * MEBI)

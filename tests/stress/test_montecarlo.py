@@ -45,8 +45,21 @@ def test_a_case_is_the_same_each_time_and_survives_being_printed(seed: int) -> N
     assert plan.samples >= 1
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "7", '{"depth": 3}', '{"layers": ["lava"]}', '{"faults": [{"where": 1}]}', '{"samples": "many"}'])
-def test_what_is_no_case_is_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{",
+        "7",
+        '{"depth": 3}',
+        '{"layers": ["lava"]}',
+        '{"faults": [{"where": 1}]}',
+        '{"samples": "many"}',
+    ],
+)
+def test_what_is_no_case_is_refused_in_one_line(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--case", text) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1
@@ -57,29 +70,61 @@ def test_what_is_no_case_is_refused_in_one_line(text: str, capsys: pytest.Captur
 def test_every_layer_trains_exactly_with_and_without_faults(name: str) -> None:
     replay = "isolate" if LAYERS[name].hidden_mixing else "auto"
     size = 2 if name == "batchnorm" else 1
-    plan = Plan(seed=1, layers=(name, "linear"), samples=6, length=2, size=3, minimum=size, replay=replay, evaluate=True, guarded=True)
+    plan = Plan(
+        seed=1,
+        layers=(name, "linear"),
+        samples=6,
+        length=2,
+        size=3,
+        minimum=size,
+        replay=replay,
+        evaluate=True,
+        guarded=True,
+    )
     calm = run_trial(plan)
     assert (calm.calls, calm.struck, sum(calm.modes.values())) == (1, 0, 0)
-    struck = [run_trial(replace(plan, faults=(Fault(at=at), Fault(place="optimizer", at=0.1)))).struck for at in (0.2, 0.45)]
+    struck = [
+        run_trial(replace(plan, faults=(Fault(at=at), Fault(place="optimizer", at=0.1)))).struck
+        for at in (0.2, 0.45)
+    ]
     assert sum(struck) >= 2
 
 
 @pytest.mark.parametrize("name", SENSORS)
 def test_no_sensor_can_end_a_training_step(name: str) -> None:
-    outcome = run_trial(Plan(seed=5, layers=("wide",), samples=12, size=0, grow=True, steps=3, sensor=name, limits=(0.4, 0.6, 1.0)))
+    outcome = run_trial(
+        Plan(
+            seed=5,
+            layers=("wide",),
+            samples=12,
+            size=0,
+            grow=True,
+            steps=3,
+            sensor=name,
+            limits=(0.4, 0.6, 1.0),
+        )
+    )
     assert outcome.limits_hit > 0
     assert outcome.modes
 
 
 def test_faults_strike_where_they_are_told_to() -> None:
-    faults = Faults([Fault(at=0.2, times=2, gap=3, error="host"), Fault(at=0.9, times=0, error="heap")], 10)
+    faults = Faults(
+        [Fault(at=0.2, times=2, gap=3, error="host"), Fault(at=0.9, times=0, error="heap")], 10
+    )
     struck: list[tuple[int, str]] = []
     for number in range(1, 13):
         try:
             faults.step("op")
         except (RuntimeError, MemoryError) as error:
             struck.append((number, type(error).__name__))
-    assert struck == [(3, "RuntimeError"), (6, "RuntimeError"), (10, "MemoryError"), (11, "MemoryError"), (12, "MemoryError")]
+    assert struck == [
+        (3, "RuntimeError"),
+        (6, "RuntimeError"),
+        (10, "MemoryError"),
+        (11, "MemoryError"),
+        (12, "MemoryError"),
+    ]
 
 
 def test_an_error_that_is_no_lack_of_memory_has_to_come_out_as_it_is() -> None:
@@ -114,11 +159,31 @@ def _forgets_commits(self: Schedule, piece: Range, push: Any = Schedule.push) ->
 BRANCHED = Plan(seed=1, branches=2, samples=8, size=4, steps=2, faults=(Fault(step=1, at=0.3),))
 
 PLANTED: dict[str, tuple[Any, str, Any, Plan]] = {
-    "weight": (Schedule, "next", _no_weight, Plan(layers=("linear", "wide"), samples=6, steps=2, grow=True)),
-    "stream": (RandomStreams, "restore", lambda self, state: None, Plan(layers=("dropout",), faults=(Fault(at=0.2),))),
-    "buffer": (BufferCopies, "restore", lambda self, *, to_call_start: None, Plan(layers=("running",), faults=(Fault(at=0.6),))),
+    "weight": (
+        Schedule,
+        "next",
+        _no_weight,
+        Plan(layers=("linear", "wide"), samples=6, steps=2, grow=True),
+    ),
+    "stream": (
+        RandomStreams,
+        "restore",
+        lambda self, state: None,
+        Plan(layers=("dropout",), faults=(Fault(at=0.2),)),
+    ),
+    "buffer": (
+        BufferCopies,
+        "restore",
+        lambda self, *, to_call_start: None,
+        Plan(layers=("running",), faults=(Fault(at=0.6),)),
+    ),
     "commit": (Schedule, "push", _forgets_commits, BRANCHED),
-    "queue": (recovery, "drop_unrun", lambda: None, Plan(count="both", faults=(Fault(at=0.4689, times=0, gap=3),), seed=1868015217, samples=2)),
+    "queue": (
+        recovery,
+        "drop_unrun",
+        lambda: None,
+        Plan(count="both", faults=(Fault(at=0.4689, times=0, gap=3),), seed=1868015217, samples=2),
+    ),
 }
 
 
@@ -126,11 +191,19 @@ def test_branches_leave_pieces_partly_committed_and_cases_with_them_are_common()
     assert run_trial(BRANCHED).partial == 1
     plans = [draw(case_seed(1, number)) for number in range(300)]
     assert sum(bool(plan.branches and plan.faults) for plan in plans) > 60
-    assert sum(run_trial(plan).partial for plan in [plan for plan in plans if plan.branches and plan.faults][:8]) >= 2
+    assert (
+        sum(
+            run_trial(plan).partial
+            for plan in [plan for plan in plans if plan.branches and plan.faults][:8]
+        )
+        >= 2
+    )
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_found_made_small_and_can_be_repeated(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_bug_is_found_made_small_and_can_be_repeated(
+    bug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     owner, name, broken, plan = PLANTED[bug]
     assert run("--case", json.dumps(plan.changes())) == 0
     monkeypatch.setattr(owner, name, broken)
@@ -143,15 +216,21 @@ def test_a_planted_bug_is_found_made_small_and_can_be_repeated(bug: str, monkeyp
     assert run(*repeat[4:], "--shrink", "0.01") == 3
 
 
-def test_a_seed_that_fails_is_printed_with_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_that_fails_is_printed_with_the_command_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Schedule, "next", _no_weight)
     assert run("--runs", "3", "--seed", "3", "--shrink", "0", "--baseline") == 3
-    only = re.findall(r"repeat: python -m stress montecarlo (--only \d+ --baseline)", capsys.readouterr().out)
+    only = re.findall(
+        r"repeat: python -m stress montecarlo (--only \d+ --baseline)", capsys.readouterr().out
+    )
     assert only
     assert run(*shlex.split(only[0]), "--shrink", "0") == 3
 
 
-def test_an_error_of_another_kind_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_another_kind_has_an_exit_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("mine")
 
@@ -171,7 +250,14 @@ Schedule.next = stuck_for_ever
 from elastic_mbs.cli.command import main
 sys.exit(main(["stress", "montecarlo", "--case", "{}", "--deadline", "3"]))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        check=False,
+    )
     assert ended.returncode == 5, ended.stderr
     assert "HANG: not done after 3 s" in ended.stdout
     assert "stuck_for_ever" in ended.stdout
@@ -180,8 +266,15 @@ sys.exit(main(["stress", "montecarlo", "--case", "{}", "--deadline", "3"]))
 
 def test_shrinking_keeps_what_makes_a_case_fail_and_nothing_else() -> None:
     plan = draw(case_seed(0, 14))
-    plan = replace(plan, layers=("linear", "dropout", "conv"), samples=17, faults=(Fault(at=0.5, times=3), Fault(step=1, gap=7)))
-    small = shrink(plan, lambda each: "dropout" in each.layers and each.samples >= 5 and len(each.faults) >= 1)
+    plan = replace(
+        plan,
+        layers=("linear", "dropout", "conv"),
+        samples=17,
+        faults=(Fault(at=0.5, times=3), Fault(step=1, gap=7)),
+    )
+    small = shrink(
+        plan, lambda each: "dropout" in each.layers and each.samples >= 5 and len(each.faults) >= 1
+    )
     assert small.layers == ("dropout",)
     assert small.samples == 5
     assert len(small.faults) == 1
@@ -190,7 +283,9 @@ def test_shrinking_keeps_what_makes_a_case_fail_and_nothing_else() -> None:
     assert shrink(plan, lambda _: True, seconds=0) == plan
 
 
-def test_a_bounded_run_passes_writes_its_figures_and_meets_every_mode_of_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bounded_run_passes_writes_its_figures_and_meets_every_mode_of_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figures = tmp_path / "figures.json"
     assert run("--runs", "60", "--seed", "7", "--json", str(figures)) == 0
     told = capsys.readouterr().out
@@ -203,14 +298,20 @@ def test_a_bounded_run_passes_writes_its_figures_and_meets_every_mode_of_replay(
     assert written["worst"] <= 1e-12
 
 
-def test_an_event_in_the_baseline_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_event_in_the_baseline_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--runs", "25", "--seed", "7", "--baseline") == 0
-    monkeypatch.setattr("stress.montecarlo.command.run_trial", lambda plan: Outcome(phases=Counter(forward=1)))
+    monkeypatch.setattr(
+        "stress.montecarlo.command.run_trial", lambda plan: Outcome(phases=Counter(forward=1))
+    )
     assert run("--runs", "1", "--seed", "1", "--baseline", "--shrink", "0") == 3
     assert "although nothing was made to fail" in capsys.readouterr().out
 
 
-def test_processes_share_the_cases_and_their_figures_add_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_share_the_cases_and_their_figures_add_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     figures = tmp_path / "figures.json"
     assert run("--runs", "6", "--seed", "2", "--jobs", "2", "--json", str(figures)) == 0
     assert json.loads(figures.read_text())["runs"] == 6
@@ -224,11 +325,21 @@ def test_a_minute_bound_ends_the_run_early(capsys: pytest.CaptureFixture[str]) -
 
 def test_zeros_of_samples_that_do_not_count_are_no_wrong_gradient() -> None:
     """An expert that only such samples reach has none where they are skipped, and zeros where a failed attempt had them beside others."""
-    case = {"seed": 681276007, "layers": ["experts", "tied"], "branches": 2, "tokens": "dense", "samples": 8, "count": "weights", "size": 4}
+    case = {
+        "seed": 681276007,
+        "layers": ["experts", "tied"],
+        "branches": 2,
+        "tokens": "dense",
+        "samples": 8,
+        "count": "weights",
+        "size": 4,
+    }
     assert run("--case", json.dumps({**case, "faults": [{"at": 0.7677}]})) == 0
 
 
-def test_errors_are_relative_to_each_leaf_and_infinite_where_one_side_has_nothing_or_nonsense() -> None:
+def test_errors_are_relative_to_each_leaf_and_infinite_where_one_side_has_nothing_or_nonsense() -> (
+    None
+):
     one, two = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1])
     assert error_of([one, None], [one, None]) == 0
     assert error_of([two], [one]) == pytest.approx(0.05, rel=1e-5)

@@ -47,15 +47,24 @@ def test_needs_are_a_line_between_measured_sizes() -> None:
 # ---------------------------------------------------------------------- records
 
 
-def test_a_record_is_written_whole_and_numbers_that_json_does_not_have_as_words(tmp_path: Path) -> None:
+def test_a_record_is_written_whole_and_numbers_that_json_does_not_have_as_words(
+    tmp_path: Path,
+) -> None:
     left_out = step(0, partition=[[0, 8], [16, 32]], skipped=[[8, 16]], lowest=5)
-    run = record([left_out], marks=[mark("oom", 1, 32, 16)], differences=replace(SAME, loss=math.inf, norm=math.nan))
+    run = record(
+        [left_out],
+        marks=[mark("oom", 1, 32, 16)],
+        differences=replace(SAME, loss=math.inf, norm=math.nan),
+    )
     path = tmp_path / "found.json"
     write_json([run], 0, path)
     plain = json.loads(path.read_text())
     (back,) = plain["runs"]
     assert plain["schema"] == "elastic-mbs/stress/1"
-    assert (back["totals"]["largest_difference"], back["differences"]["loss"]) == ("NaN", "Infinity")
+    assert (back["totals"]["largest_difference"], back["differences"]["loss"]) == (
+        "NaN",
+        "Infinity",
+    )
     for name in ("scenario", "steps", "marks", "end", "needs", "passed", "complaints"):
         assert back[name] == json.loads(json.dumps(asdict(run)[name]))
 
@@ -63,24 +72,47 @@ def test_a_record_is_written_whole_and_numbers_that_json_does_not_have_as_words(
 def test_a_curve_that_diverges_in_the_same_way_is_the_same_curve() -> None:
     nan, inf = math.nan, math.inf
     assert relative([1.0, inf, nan], [1.0, inf, nan]) == 0.0
-    assert relative([1.0, nan], [1.0, 2.0]) == relative([1.0, 2.0], [1.0, nan]) == relative([1.0], [1.0, 2.0]) == inf
+    assert (
+        relative([1.0, nan], [1.0, 2.0])
+        == relative([1.0, 2.0], [1.0, nan])
+        == relative([1.0], [1.0, 2.0])
+        == inf
+    )
     a, b = torch.tensor([1.0, nan, inf]), torch.tensor([1.0, nan, 2.0])
     assert weight_difference({"w": a}, {"w": a.clone()}) == 0.0
     assert weight_difference({"w": a}, {"w": b}) == inf
-    assert weight_difference({"w": torch.tensor([2.0, nan])}, {"w": torch.tensor([1.0, nan])}) == 1.0
+    assert (
+        weight_difference({"w": torch.tensor([2.0, nan])}, {"w": torch.tensor([1.0, nan])}) == 1.0
+    )
 
 
 def test_training_that_makes_roundings_larger_is_compared_by_the_effect_of_one_rounding() -> None:
     whole, shaken = [1.0, 1.0, 1.0, 1.0], [1.0, 1.0 + 1e-7, 1.0 + 1e-4, 1.0]
-    assert relative([1.0, 1.0 + 1e-7, 1.0 + 1e-3, 1.0 + 1e-3], whole, shaken) == 0.0, "it stays apart"
-    assert relative([1.0 + 1e-3, 1.0, 1.0, 1.0], whole, shaken) == pytest.approx(1e-3), "before that it is a difference"
+    assert relative([1.0, 1.0 + 1e-7, 1.0 + 1e-3, 1.0 + 1e-3], whole, shaken) == 0.0, (
+        "it stays apart"
+    )
+    assert relative([1.0 + 1e-3, 1.0, 1.0, 1.0], whole, shaken) == pytest.approx(1e-3), (
+        "before that it is a difference"
+    )
     assert relative([1.0, 1.0, 1.1, 1.0], whole, shaken) == pytest.approx(0.1)
 
 
 # ---------------------------------------------------------------------- a few real runs
 
 
-@pytest.mark.parametrize("name", ["steady", "too_big", "sawtooth", "leak", "fragmentation", "eval_between", "sensor_dies", "one_sample_too_big"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "steady",
+        "too_big",
+        "sawtooth",
+        "leak",
+        "fragmentation",
+        "eval_between",
+        "sensor_dies",
+        "one_sample_too_big",
+    ],
+)
 def test_a_scenario_holds_on_the_budget(name: str) -> None:
     seen: list[Step] = []
     (run,) = perform(Order(name, "budget", "wide", 0, SCENARIOS[name].quick), seen.append)
@@ -89,7 +121,10 @@ def test_a_scenario_holds_on_the_budget(name: str) -> None:
     assert len(seen) == len(run.steps)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("kill", "budget"), ("cliff", "shim"), ("two_elastic", "shim"), ("too_big", "rlimit")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("kill", "budget"), ("cliff", "shim"), ("two_elastic", "shim"), ("too_big", "rlimit")],
+)
 def test_a_scenario_holds_in_processes_of_its_own(name: str, kind: str) -> None:
     if available(kind) is not None:
         pytest.skip(str(available(kind)))
@@ -97,8 +132,12 @@ def test_a_scenario_holds_in_processes_of_its_own(name: str, kind: str) -> None:
     assert [run.complaints for run in runs] == [[]] * len(runs)
 
 
-@pytest.mark.parametrize("fault", ["a sample is lost", "masks are not put back", "statistics are not put back"])
-def test_a_scenario_fails_where_the_engine_is_wrong(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fault", ["a sample is lost", "masks are not put back", "statistics are not put back"]
+)
+def test_a_scenario_fails_where_the_engine_is_wrong(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     push = Schedule.push
 
     def lose(self: Schedule, failed: Any) -> None:
@@ -129,11 +168,16 @@ def test_two_on_a_gpu_begin_together_and_compare_when_both_have_trained() -> Non
     assert all(run.differences is not None and run.differences.largest < 1e-9 for run in runs)
     assert [step.step for step in seen] == list(range(8))
     needs = runs[0].needs
-    assert [each.args[0] for each in device.leave.mock_calls] == [Room(needs, needs.samples, copies=2).of(0.6), None]
+    assert [each.args[0] for each in device.leave.mock_calls] == [
+        Room(needs, needs.samples, copies=2).of(0.6),
+        None,
+    ]
     assert all(each.kwargs.get("held", 0) >= 0 for each in device.leave.mock_calls)
     assert device.mock_calls[-1][0] == "__exit__"
     first, second = sorted(runs, key=lambda run: run.began)
-    assert second.began + second.steps[0].at < first.began + first.steps[-1].at, "the first did not go on before the second had trained"
+    assert second.began + second.steps[0].at < first.began + first.steps[-1].at, (
+        "the first did not go on before the second had trained"
+    )
 
 
 def test_two_of_whom_one_fails_are_one_complaint(monkeypatch: pytest.MonkeyPatch) -> None:

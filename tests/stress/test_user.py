@@ -44,7 +44,12 @@ def write(tmp_path: Path) -> Iterator[Write]:
             del sys.modules[each]
 
 
-def returning(model: str = NET, loss: str = "lambda b: F.cross_entropy(m(b[0]), b[1])", batches: str = DATA, more: str = "") -> str:
+def returning(
+    model: str = NET,
+    loss: str = "lambda b: F.cross_entropy(m(b[0]), b[1])",
+    batches: str = DATA,
+    more: str = "",
+) -> str:
     return f"def make():\n    m = {model}\n    return m, {loss}, {batches}{more}\n"
 
 
@@ -60,15 +65,30 @@ def perform_one(scenario: str, model: str, steps: int, kind: str = "budget") -> 
 # ---------------------------------------------------------------------- files and factories
 
 
-def test_a_file_imports_its_neighbours_plainly_and_relatively_and_another_of_its_name_is_another(write: Write) -> None:
+def test_a_file_imports_its_neighbours_plainly_and_relatively_and_another_of_its_name_is_another(
+    write: Write,
+) -> None:
     write("WIDTH = 3\n", "neighbour_of_mine.py")
-    plain = write("from neighbour_of_mine import WIDTH\n" + returning("nn.Linear(8, WIDTH).double()"))
+    plain = write(
+        "from neighbour_of_mine import WIDTH\n" + returning("nn.Linear(8, WIDTH).double()")
+    )
     for name in ("users_package/__init__.py", "users_package/inner/__init__.py"):
         write("", name)
     write("WIDTH = 5\n", "users_package/size.py")
-    relative = write("from ..size import WIDTH\n" + returning("nn.Linear(8, WIDTH).double()"), "users_package/inner/models.py")
-    first, second = (write(returning(f"nn.Linear(8, {width}).double()"), f"{folder}/model.py") for folder, width in (("a", 4), ("b", 6)))
-    assert [make(name, 0).model.out_features for name in (plain, relative, first, second)] == [3, 5, 4, 6]
+    relative = write(
+        "from ..size import WIDTH\n" + returning("nn.Linear(8, WIDTH).double()"),
+        "users_package/inner/models.py",
+    )
+    first, second = (
+        write(returning(f"nn.Linear(8, {width}).double()"), f"{folder}/model.py")
+        for folder, width in (("a", 4), ("b", 6))
+    )
+    assert [make(name, 0).model.out_features for name in (plain, relative, first, second)] == [
+        3,
+        5,
+        4,
+        6,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,32 +99,85 @@ def test_a_file_imports_its_neighbours_plainly_and_relatively_and_another_of_its
         ("make = 3\n", "has 'make', but that is of type int and no function"),
         ("def other():\n    pass\n", "has no function 'make'; its functions: other"),
         ("def make():\n    raise SystemExit(3)\n", "the factory does not run: SystemExit: 3"),
-        ("def make():\n    return 1, 2\n", "the factory returned a tuple of 2; it must return (model, loss_fn, batches)"),
-        ("calls = []\n" + returning("nn.Linear(8, 4 + (calls.append(1) or len(calls))).double()"), "two models made from seed 0 differ"),
         (
-            "calls = []\n" + returning(batches="[torch.full((4, 8), float(calls.append(1) or len(calls)))]"),
+            "def make():\n    return 1, 2\n",
+            "the factory returned a tuple of 2; it must return (model, loss_fn, batches)",
+        ),
+        (
+            "calls = []\n"
+            + returning("nn.Linear(8, 4 + (calls.append(1) or len(calls))).double()"),
+            "two models made from seed 0 differ",
+        ),
+        (
+            "calls = []\n"
+            + returning(batches="[torch.full((4, 8), float(calls.append(1) or len(calls)))]"),
             "two first batches made from seed 0 differ",
         ),
-        (returning(more=", 0.1"), "the fourth is float; it must be a function that makes the optimizer from the parameters, or a dict of options"),
-        (returning(more=", lambda p: None"), "the optimizer's maker returned NoneType, which is no optimizer"),
-        (returning(more=", lambda p: torch.optim.SGD(p, lr=-1)"), "its optimizer does not run: ValueError: Invalid learning rate"),
+        (
+            returning(more=", 0.1"),
+            "the fourth is float; it must be a function that makes the optimizer from the "
+            "parameters, or a dict of options",
+        ),
+        (
+            returning(more=", lambda p: None"),
+            "the optimizer's maker returned NoneType, which is no optimizer",
+        ),
+        (
+            returning(more=", lambda p: torch.optim.SGD(p, lr=-1)"),
+            "its optimizer does not run: ValueError: Invalid learning rate",
+        ),
         (returning(more=", {'cuont': 3}"), "its options do not suit ElasticMBS: TypeError"),
         (returning(loss="lambda x, y: 0"), "its step fails on its first batch: TypeError: "),
-        (returning(loss="lambda b: None"), "--model {model}: loss_fn returned None; is a `return` missing?"),
-        (returning(loss="lambda b: m(b[0]).mean() * float('nan')"), "the loss of its first batch is nan and its gradient's norm nan"),
-        (returning(loss="lambda b: (m(b[0]) * 0).mean()"), "the gradient of its first batch is zero"),
-        (returning(loss="lambda b: m(b[0][:, :3]).mean()"), "its step fails on its first batch: RuntimeError: mat1 and mat2"),
-        (returning(loss="lambda b, calls=[]: m(b[0]).square().mean() * (calls.append(1) or len(calls))"), "it depends on how often it was called"),
-        (returning(batches="torch.randn(16, 8)"), "batches are one Tensor: for a single batch give a list of it, [batch]"),
-        (returning(batches="3"), "batches are int: give a list, a loader, a generator, or a function of the step's number"),
+        (
+            returning(loss="lambda b: None"),
+            "--model {model}: loss_fn returned None; is a `return` missing?",
+        ),
+        (
+            returning(loss="lambda b: m(b[0]).mean() * float('nan')"),
+            "the loss of its first batch is nan and its gradient's norm nan",
+        ),
+        (
+            returning(loss="lambda b: (m(b[0]) * 0).mean()"),
+            "the gradient of its first batch is zero",
+        ),
+        (
+            returning(loss="lambda b: m(b[0][:, :3]).mean()"),
+            "its step fails on its first batch: RuntimeError: mat1 and mat2",
+        ),
+        (
+            returning(
+                loss="lambda b, calls=[]: m(b[0]).square().mean() * (calls.append(1) or len(calls))"
+            ),
+            "it depends on how often it was called",
+        ),
+        (
+            returning(batches="torch.randn(16, 8)"),
+            "batches are one Tensor: for a single batch give a list of it, [batch]",
+        ),
+        (
+            returning(batches="3"),
+            "batches are int: give a list, a loader, a generator, or a function of the step's "
+            "number",
+        ),
         (returning(batches="[]"), "there are no batches"),
         (returning(batches="lambda: 0"), "there is no batch for step 0: TypeError: "),
-        (returning(batches="(torch.randn(16, 8).double(), torch.randint(0, 4, (16,)))"), "each of which is taken for a batch: is it one batch?"),
-        (returning(batches="lambda step: [torch.zeros(4, 8).double()][step]", loss=SQUARE), "there is no batch for step 1: IndexError"),
-        (returning("nn.Linear(8, 4).requires_grad_(False)"), "the model has no parameter that requires a gradient"),
+        (
+            returning(batches="(torch.randn(16, 8).double(), torch.randint(0, 4, (16,)))"),
+            "each of which is taken for a batch: is it one batch?",
+        ),
+        (
+            returning(batches="lambda step: [torch.zeros(4, 8).double()][step]", loss=SQUARE),
+            "there is no batch for step 1: IndexError",
+        ),
+        (
+            returning("nn.Linear(8, 4).requires_grad_(False)"),
+            "the model has no parameter that requires a gradient",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_used_is_one_line(body: str, said: str, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_used_is_one_line(
+    body: str, said: str, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = write(body)
     assert run("--scenario", "steady", model=model) == 2
     told = capsys.readouterr().err
@@ -113,11 +186,20 @@ def test_a_model_that_cannot_be_used_is_one_line(body: str, said: str, write: Wr
     assert told.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [["exhaustive", "--max-points", "4"], ["soak", "--minutes", "0.001"]], ids=lambda command: command[0])
-def test_every_command_refuses_a_model_in_one_line(command: list[str], write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [["exhaustive", "--max-points", "4"], ["soak", "--minutes", "0.001"]],
+    ids=lambda command: command[0],
+)
+def test_every_command_refuses_a_model_in_one_line(
+    command: list[str], write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = write(returning(loss="lambda b: sys.exit(3)"))
     assert main(["stress", *command, "--model", model]) == 2
-    assert capsys.readouterr().err == f"elastic-mbs: --model {model}: its step fails on its first batch: SystemExit: 3\n"
+    assert (
+        capsys.readouterr().err
+        == f"elastic-mbs: --model {model}: its step fails on its first batch: SystemExit: 3\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,11 +213,18 @@ def test_every_command_refuses_a_model_in_one_line(command: list[str], write: Wr
 )
 def test_batches_come_from_whatever_gives_them(batches: str, write: Write) -> None:
     drawn = "def drawn():\n    while True:\n        yield torch.randn(8, 8).double()\n"
-    assert run("--scenario", "cliff", model=write(drawn + returning(loss=SQUARE, batches=batches))) == 0
+    assert (
+        run("--scenario", "cliff", model=write(drawn + returning(loss=SQUARE, batches=batches)))
+        == 0
+    )
 
 
-def test_a_batch_that_is_drawn_is_the_same_whenever_it_is_asked_for_and_leaves_the_streams_alone(write: Write) -> None:
-    subject = make(write(returning(batches="lambda step: torch.randn(4, 8).double() + random.random()")), 3)
+def test_a_batch_that_is_drawn_is_the_same_whenever_it_is_asked_for_and_leaves_the_streams_alone(
+    write: Write,
+) -> None:
+    subject = make(
+        write(returning(batches="lambda step: torch.randn(4, 8).double() + random.random()")), 3
+    )
     before = torch.get_rng_state()
     first, second, again = subject.batch(0), subject.batch(1), subject.batch(0)
     assert torch.equal(first, again)
@@ -156,37 +245,73 @@ def test_a_batch_that_is_drawn_is_the_same_whenever_it_is_asked_for_and_leaves_t
     ],
     ids=["noise like the batch", "Python's stream", "dropout in evaluation", "in evaluation only"],
 )
-def test_a_loss_that_draws_random_numbers_is_compared_over_the_same_pieces(loss: str, write: Write) -> None:
+def test_a_loss_that_draws_random_numbers_is_compared_over_the_same_pieces(
+    loss: str, write: Write
+) -> None:
     found = perform_one("eval_between", write(returning(loss=loss)), 18)
     assert (found.unshown, found.complaints) == ("", [])
     assert found.differences is not None
-    assert (found.differences.whole_loss is None) is ("if m.training" not in loss), "whole batches draw other numbers"
+    assert (found.differences.whole_loss is None) is ("if m.training" not in loss), (
+        "whole batches draw other numbers"
+    )
     assert found.differences.outputs is not None
-    assert found.differences.outputs <= found.differences.tolerance_weight  # after 18 steps; other numbers would make tenths
+    # after 18 steps; other numbers would make tenths
+    assert found.differences.outputs <= found.differences.tolerance_weight
     assert found.ooms > 0
 
 
-def test_a_generator_of_its_own_has_to_be_named_and_then_is_put_back(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_generator_of_its_own_has_to_be_named_and_then_is_put_back(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     noise = "torch.randn(b[0].shape, generator=g, dtype=torch.float64)"
     own = f"def make():\n    m, g = {NET}, torch.Generator().manual_seed(3)\n    return m, lambda b: F.cross_entropy(m(b[0] + {noise}), b[1]), {DATA}"
     assert run("--scenario", "eval_between", model=write(own)) == 2
-    assert 'which has to be named (a dict of options as the factory\'s last entry, {"generators": ' in capsys.readouterr().err
-    assert run("--scenario", "eval_between", "--scenario", "kill", "--steps", "18", model=write(own + ", {'generators': [g]}\n", "named.py")) == 0
+    assert (
+        'which has to be named (a dict of options as the factory\'s last entry, {"generators": '
+        in capsys.readouterr().err
+    )
+    assert (
+        run(
+            "--scenario",
+            "eval_between",
+            "--scenario",
+            "kill",
+            "--steps",
+            "18",
+            model=write(own + ", {'generators': [g]}\n", "named.py"),
+        )
+        == 0
+    )
     assert "2 of 2 passed" in capsys.readouterr().out
 
 
-def test_samples_that_depend_on_each_other_are_told_the_option_that_makes_them_exact(write: Write) -> None:
+def test_samples_that_depend_on_each_other_are_told_the_option_that_makes_them_exact(
+    write: Write,
+) -> None:
     loss = "lambda b: m(b[0]).mean().square()"
     found = perform_one("eval_between", write(returning(loss=loss)), 16)
     assert any('{"replay": "isolate"}' in complaint for complaint in found.complaints)
-    assert perform_one("eval_between", write(returning(loss=loss, more=", {'replay': 'isolate'}"), "isolated.py"), 16).passed
+    assert perform_one(
+        "eval_between",
+        write(returning(loss=loss, more=", {'replay': 'isolate'}"), "isolated.py"),
+        16,
+    ).passed
 
 
-def test_a_curve_that_rounding_drives_apart_is_no_failure_and_a_lost_sample_is(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_that_rounding_drives_apart_is_no_failure_and_a_lost_sample_is(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # in float32 a loss that falls to nothing was called wrong by its own roundings
-    model = write(returning(NET.removesuffix(".double()"), SQUARE, "[torch.randn(16, 8) for _ in range(3)]"))
+    model = write(
+        returning(NET.removesuffix(".double()"), SQUARE, "[torch.randn(16, 8) for _ in range(3)]")
+    )
     found = perform_one("eval_between", model, 18)
-    assert (found.complaints, found.dtype, found.differences.tolerance_loss, found.differences.tolerance_weight) == ([], "float32", 1e-5, 1e-3)
+    assert (
+        found.complaints,
+        found.dtype,
+        found.differences.tolerance_loss,
+        found.differences.tolerance_weight,
+    ) == ([], "float32", 1e-5, 1e-3)
     push = Schedule.push
 
     def lose(self: Schedule, failed: Any) -> None:
@@ -197,15 +322,26 @@ def test_a_curve_that_rounding_drives_apart_is_no_failure_and_a_lost_sample_is(w
     assert not perform_one("eval_between", model, 18).passed
 
 
-def test_an_evaluation_is_compared_whatever_the_model_gives(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_is_compared_whatever_the_model_gives(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = f"type('Model', (nn.Module,), {{'forward': lambda self, x: self.inner(x).t()}})()\n    m.inner = {NET}"
     mine = write(returning(model, "lambda b: F.cross_entropy(m(b[0]).t(), b[1])"))
     plain = perform_one("eval_between", mine, 18)
     assert (plain.verdict, plain.differences.whole_loss is None) == ("ok", False)
     evaluate = ElasticMBS.eval
-    monkeypatch.setattr(ElasticMBS, "eval", lambda self, fn, batch: evaluate(self, lambda piece: fn([part.flip(0)[1:] for part in piece]), batch))
+    monkeypatch.setattr(
+        ElasticMBS,
+        "eval",
+        lambda self, fn, batch: evaluate(
+            self, lambda piece: fn([part.flip(0)[1:] for part in piece]), batch
+        ),
+    )
     found = perform_one("eval_between", mine, 18)
-    assert any(complaint.startswith("an output of the evaluation differs") for complaint in found.complaints)
+    assert any(
+        complaint.startswith("an output of the evaluation differs")
+        for complaint in found.complaints
+    )
 
 
 # ---------------------------------------------------------------------- records
@@ -215,20 +351,41 @@ def test_an_evaluation_is_compared_whatever_the_model_gives(write: Write, monkey
     ("what", "said"),
     [
         ("raise RuntimeError('first\\nsecond')", "RuntimeError: first; second"),
-        ("raise torch.OutOfMemoryError('CUDA out of memory.\\nTried')", "OutOfMemoryError: CUDA out of memory.; Tried"),
+        (
+            "raise torch.OutOfMemoryError('CUDA out of memory.\\nTried')",
+            "OutOfMemoryError: CUDA out of memory.; Tried",
+        ),
         ("sys.exit('gone')", "SystemExit: gone"),
     ],
 )
-def test_an_error_in_one_scenario_leaves_the_records_of_the_others(what: str, said: str, write: Write, tmp_path: Path) -> None:
+def test_an_error_in_one_scenario_leaves_the_records_of_the_others(
+    what: str, said: str, write: Write, tmp_path: Path
+) -> None:
     late = f"calls = []\ndef loss(m, b):\n    calls.append(1)\n    if len(calls) > 20:\n        {what}\n    return F.cross_entropy(m(b[0]), b[1])\n"
     out, page = tmp_path / "found.json", tmp_path / "found.html"
-    arguments = ["--scenario", "steady", "--scenario", "too_big", "--json", str(out), "--html", str(page)]
+    arguments = [
+        "--scenario",
+        "steady",
+        "--scenario",
+        "too_big",
+        "--json",
+        str(out),
+        "--html",
+        str(page),
+    ]
     assert run(*arguments, model=write(late + returning(loss="lambda b: loss(m, b)"))) == 1
     found = json.loads(out.read_text())["runs"]
-    assert [(each["scenario"], each["passed"]) for each in found] == [("steady", False), ("too_big", False)]
+    assert [(each["scenario"], each["passed"]) for each in found] == [
+        ("steady", False),
+        ("too_big", False),
+    ]
     complaints = [complaint for each in found for complaint in each["complaints"]]
     assert not any("\n" in complaint for complaint in complaints)
-    assert any(said in complaint for complaint in complaints if "OutOfMemory" in said or complaint.startswith("unexpected error: "))
+    assert any(
+        said in complaint
+        for complaint in complaints
+        if "OutOfMemory" in said or complaint.startswith("unexpected error: ")
+    )
     assert page.read_text().count("FAILED") >= 2
 
 
@@ -237,12 +394,17 @@ def test_an_error_in_one_scenario_leaves_the_records_of_the_others(what: str, sa
 
 def test_the_model_is_made_before_memory_is_broken_up(write: Write) -> None:
     # a factory that makes its data in one tensor, larger than any block that can be had later
-    found = perform_one("fragmentation", write(returning(loss=SQUARE, batches="torch.randn(20_000, 8).double()[:48].split(16)")), 8)
+    found = perform_one(
+        "fragmentation",
+        write(returning(loss=SQUARE, batches="torch.randn(20_000, 8).double()[:48].split(16)")),
+        8,
+    )
     assert (found.complaints, len(found.steps)) == ([], 8)
 
 
 def test_an_odd_batch_in_twos_has_room_for_the_three_that_are_left(write: Write) -> None:
-    # BatchNorm needs two samples, and nine of them in twos are 3, 2, 2, 2: with room for two the leak ended in the floor error
+    # BatchNorm needs two samples, and nine of them in twos are 3, 2, 2, 2: with room for two the
+    # leak ended in the floor error
     norm = "nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))"
     model = write(returning(norm, SQUARE, "[torch.randn(9, 3, 24, 24) for _ in range(3)]"))
     assert least(make(model, 0), 4) == 3
@@ -252,21 +414,53 @@ def test_an_odd_batch_in_twos_has_room_for_the_three_that_are_left(write: Write)
     assert (found.complaints, found.unshown, len(found.steps)) == ([], "", 18)
 
 
-def test_a_batch_of_one_sample_goes_through_or_ends_in_the_floor_error(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_of_one_sample_goes_through_or_ends_in_the_floor_error(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = write(returning(batches=DATA.replace("16", "1")))
-    assert run("--scenario", "steady", "--scenario", "cliff", "--scenario", "one_sample_too_big", model=model) == 0
+    assert (
+        run(
+            "--scenario",
+            "steady",
+            "--scenario",
+            "cliff",
+            "--scenario",
+            "one_sample_too_big",
+            model=model,
+        )
+        == 0
+    )
     assert "on budget shows nothing: its batch is a single sample" in capsys.readouterr().out
-    assert main(["stress", "exhaustive", "--model", model, "--max-points", "40", "--call", "backward", "--dimension", "operations"]) == 0
+    assert (
+        main(
+            [
+                "stress",
+                "exhaustive",
+                "--model",
+                model,
+                "--max-points",
+                "40",
+                "--call",
+                "backward",
+                "--dimension",
+                "operations",
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     assert "MicroBatchFloorError" in told
     assert "0 wrong" in told
 
 
 def test_a_step_on_a_device_that_is_the_host_has_room_for_the_guards_copies(write: Write) -> None:
-    # a model with more weights than activations ended in an error of the optimizer's step wherever the host is the device
+    # a model with more weights than activations ended in an error of the optimizer's step wherever
+    # the host is the device
     if available("shim") is not None:
         pytest.skip(str(available("shim")))
     layers = "nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 64), nn.Tanh(), nn.Linear(64, 4))"
-    found = perform_one("too_big", write(returning(layers, batches=DATA.replace(".double()", ""))), 12, "shim")
+    found = perform_one(
+        "too_big", write(returning(layers, batches=DATA.replace(".double()", ""))), 12, "shim"
+    )
     assert (found.complaints, len(found.steps)) == ([], 12)
     assert min(found.needs.peaks) >= found.needs.floor > found.needs.held

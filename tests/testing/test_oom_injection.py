@@ -58,7 +58,13 @@ def _train(faults: RandomFaults, calls: int = 4, door: int = 1) -> list[int]:
     with faults:
         for _ in range(calls):
             model.zero_grad()
-            ooms.append((mbs.backward(cross_entropy(model), batch) if door == 1 else loop(mbs, cross_entropy(model), batch)).ooms)
+            ooms.append(
+                (
+                    mbs.backward(cross_entropy(model), batch)
+                    if door == 1
+                    else loop(mbs, cross_entropy(model), batch)
+                ).ooms
+            )
     assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12
     return ooms
 
@@ -106,7 +112,9 @@ def test_code_outside_of_attempts_is_never_hit() -> None:
     assert misuse.fault_injector is None
 
 
-def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it_but_never_a_users_step_hook() -> None:
+def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it_but_never_a_users_step_hook() -> (
+    None
+):
     """It is run once, so an error in it would pass through."""
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -115,7 +123,9 @@ def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it_but_never_a_u
     batch, hits, steps = pairs(8), set(), 0
     for seed in range(10):
         model, plain = mlp(), mlp()
-        optimizer, reference = (torch.optim.Adam(net.parameters(), lr=0.1, foreach=False) for net in (model, plain))
+        optimizer, reference = (
+            torch.optim.Adam(net.parameters(), lr=0.1, foreach=False) for net in (model, plain)
+        )
         mbs = elastic(model, micro_batch_size=4)
         for net, its in ((model, optimizer), (plain, reference)):
             cross_entropy(net)(batch).backward()
@@ -124,7 +134,9 @@ def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it_but_never_a_u
             mbs.optimizer_step(optimizer)
         reference.step()
         steps += len(faults.hits)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        )
         with RandomFaults(seed, "eval", always=True) as faults:
             outputs = mbs.eval(lambda b, model=model: model(b[0]), batch)
         hits |= {hit.split(",")[0] for hit in faults.hits}
@@ -137,7 +149,9 @@ def test_other_threads_are_left_alone() -> None:
     model, batch = mlp(), pairs(8)
     mbs, ooms = elastic(model, micro_batch_size=4), []
     with RandomFaults(1, "test", always=True) as faults:
-        thread = threading.Thread(target=lambda: ooms.append(mbs.backward(cross_entropy(model), batch).ooms))
+        thread = threading.Thread(
+            target=lambda: ooms.append(mbs.backward(cross_entropy(model), batch).ooms)
+        )
         thread.start()
         thread.join()
     assert (ooms, faults.hits, faults.attempts) == ([0], [], 0)
@@ -152,7 +166,10 @@ def test_a_test_that_injects_by_itself_says_what_fails() -> None:
 
 def test_a_budget_in_the_test_counts_as_before() -> None:
     model, batch = mlp(), pairs(8)
-    with RandomFaults(3, "test", always=True) as faults, MemoryBudget("64MiB", track=[model, *batch]) as budget:
+    with (
+        RandomFaults(3, "test", always=True) as faults,
+        MemoryBudget("64MiB", track=[model, *batch]) as budget,
+    ):
         before = budget.live
         ooms = elastic(model, micro_batch_size=4).backward(cross_entropy(model), batch).ooms
         model.zero_grad()
@@ -162,7 +179,9 @@ def test_a_budget_in_the_test_counts_as_before() -> None:
 
 
 @pytest.mark.parametrize("how", ["in the test", "before it", "in place"])
-def test_what_torch_compile_has_a_part_in_is_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_compile_has_a_part_in_is_left_alone(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Compiled(nn.Sequential):
         """What torch.compile gives, without its wait for a compiler."""
 
@@ -197,14 +216,21 @@ def test_an_attempt_that_was_left_open_ends_with_the_test() -> None:
 
 def test_a_call_inside_a_call_is_hit_and_both_are_survived() -> None:
     def weighted(model: nn.Module, batch: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
-        return torch.mean(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none") * weight)
+        return torch.mean(
+            nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none") * weight
+        )
 
     hits = 0
     for seed in range(10):
         model, other, batch = mlp(), mlp(seed=3), pairs(8)
         mbs, inner = elastic(model, micro_batch_size=4), elastic(other, micro_batch_size=2)
 
-        def loss_fn(b: tuple[Tensor, Tensor], inner: ElasticMBS = inner, other: nn.Module = other, model: nn.Module = model) -> Tensor:
+        def loss_fn(
+            b: tuple[Tensor, Tensor],
+            inner: ElasticMBS = inner,
+            other: nn.Module = other,
+            model: nn.Module = model,
+        ) -> Tensor:
             weight = inner.eval(lambda part: other(part[0]), b).square().mean(1)
             return weighted(model, b, weight)
 
@@ -247,7 +273,9 @@ def test_marked():
     assert run() == 0
 """
     )
-    done = suite.runpytest_inprocess("--strict-markers", "--oom-injection=always", "--oom-injection-seed=7")
+    done = suite.runpytest_inprocess(
+        "--strict-markers", "--oom-injection=always", "--oom-injection-seed=7"
+    )
     done.assert_outcomes(passed=4)
     assert _told(str(done.stdout), "oom injection: --oom-injection=always --oom-injection-seed=7")
     assert torch.compile is compile_, "which a test had patched"
@@ -273,7 +301,9 @@ def test_counts_its_own_runs():
 """
 
 
-def test_code_that_is_not_exact_under_replay_fails_with_its_errors_and_the_command_that_repeats_them(suite: pytest.Pytester) -> None:
+def test_code_that_is_not_exact_under_replay_fails_with_its_errors_and_the_command_that_repeats_them(
+    suite: pytest.Pytester,
+) -> None:
     suite.makepyfile(test_inexact=SUITE + INEXACT)
     free = suite.runpytest_inprocess()
     free.assert_outcomes(passed=1)
@@ -285,23 +315,34 @@ def test_code_that_is_not_exact_under_replay_fails_with_its_errors_and_the_comma
     hits = _told(out, ", operation ")
     assert hits
     (command,) = _told(out, "repeat with: ")
-    assert command == "repeat with: pytest --oom-injection=always --oom-injection-seed=3 'test_inexact.py::test_counts_its_own_runs'"
+    assert (
+        command == "repeat with: pytest --oom-injection=always --oom-injection-seed=3 "
+        "'test_inexact.py::test_counts_its_own_runs'"
+    )
     again = suite.runpytest_inprocess(*[word.strip("'") for word in command.split()[3:]])
     again.assert_outcomes(failed=1)
     assert _told(str(again.stdout), ", operation ") == hits
 
 
 def test_random_chooses_by_seed_and_the_command_chooses_again(suite: pytest.Pytester) -> None:
-    suite.makepyfile(SUITE + "\n@pytest.mark.parametrize('number', range(12))\ndef test_struck(number):\n    assert run(calls=4) == 0\n")
+    suite.makepyfile(
+        SUITE
+        + "\n@pytest.mark.parametrize('number', range(12))\ndef test_struck(number):\n    assert "
+        "run(calls=4) == 0\n"
+    )
     done = suite.runpytest_inprocess("--oom-injection=random", "--oom-injection-seed=11")
     outcomes = done.parseoutcomes()
     assert 0 < outcomes["failed"] < 12
     command = _told(str(done.stdout), "repeat with: ")[-1]
     assert "--oom-injection=random --oom-injection-seed=" in command
-    suite.runpytest_inprocess(*[word.strip("'") for word in command.split()[3:]]).assert_outcomes(failed=1)
+    suite.runpytest_inprocess(*[word.strip("'") for word in command.split()[3:]]).assert_outcomes(
+        failed=1
+    )
 
 
-def test_property_tests_repeat_themselves_and_state_machines_are_left_alone(suite: pytest.Pytester) -> None:
+def test_property_tests_repeat_themselves_and_state_machines_are_left_alone(
+    suite: pytest.Pytester,
+) -> None:
     suite.makepyfile(
         SUITE
         + """
@@ -333,7 +374,9 @@ Machine.TestCase.settings = settings(max_examples=2, stateful_step_count=2, data
 TestMachine = Machine.TestCase
 """
     )
-    done = suite.runpytest_inprocess("--oom-injection=always", "--oom-injection-seed=3", "-p", "no:randomly")
+    done = suite.runpytest_inprocess(
+        "--oom-injection=always", "--oom-injection-seed=3", "-p", "no:randomly"
+    )
     done.assert_outcomes(passed=3, failed=1)
     out = str(done.stdout)
     assert not _told(out, "Flaky")
@@ -342,7 +385,8 @@ TestMachine = Machine.TestCase
 
 def test_workers_have_the_seed_that_is_told(suite: pytest.Pytester) -> None:
     suite.makepyfile(
-        "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_seed(number, pytestconfig):\n"
+        "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_seed(number, "
+        "pytestconfig):\n"
         "    print('seed', pytestconfig.option.oom_injection_seed)\n    assert False\n"
     )
     done = suite.runpytest_subprocess("-n1", "--oom-injection=random", "-p", "no:cacheprovider")
@@ -354,4 +398,9 @@ def test_workers_have_the_seed_that_is_told(suite: pytest.Pytester) -> None:
 
 def test_the_package_is_imported_without_pytest() -> None:
     code = "import sys; sys.modules['pytest'] = None; import elastic_mbs.testing as t; print(t.InjectOOM.__name__)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "InjectOOM\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "InjectOOM\n"
+    )

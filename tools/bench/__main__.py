@@ -1,12 +1,14 @@
 """elastic_mbs against loops written by hand and against its peers, on the CPU under a `MemoryBudget` that a script of steps moves.
 
-    python -m tools.bench [ROW …] [--rounds N] [--quick] [--json FILE] [--png FILE] [--include NAME=FILE]
-    python -m tools.bench run --device cuda|simcuda
+    python -m tools.bench [ROW …] [--rounds N] [--quick] [--json FILE] [--png FILE] [--include
+    NAME=FILE] python -m tools.bench run --device cuda|simcuda
 
-Those who are compared train the same model on the same batches, step by step in turns of ten, in one process, on one core: `taskset -c 1 python …`
-keeps it to one. accelerate and Lightning take part where they are installed (`pip install accelerate lightning`).
+Those who are compared train the same model on the same batches, step by step in turns of ten, in
+one process, on one core: `taskset -c 1 python …` keeps it to one. accelerate and Lightning take
+part where they are installed (`pip install accelerate lightning`).
 
-On a CUDA device the script moves torch's memory fraction, and each trains alone. On a simulated one (`--device simcuda`) it is counts, no times.
+On a CUDA device the script moves torch's memory fraction, and each trains alone. On a simulated one
+(`--device simcuda`) it is counts, no times.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from anywhere, installed or not
+# so that it runs from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic_mbs.errors import UsageError
 from stress.limits import simcuda
@@ -47,20 +50,45 @@ ROWS: Rows = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints tables, writes files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="how often everything is run")
-    parser.add_argument("--quick", action="store_true", help="small models and short runs: whether it works, not how fast it is")
-    parser.add_argument("--device", choices=("cpu", "cuda", "simcuda"), default="cpu", help="what the row 'run' is run on (default: cpu)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small models and short runs: whether it works, not how fast it is",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "simcuda"),
+        default="cpu",
+        help="what the row 'run' is run on (default: cpu)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
-    parser.add_argument("--include", action="append", default=[], metavar="NAME=FILE", help="put another tool's JSON among the figures")
+    parser.add_argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="put another tool's JSON among the figures",
+    )
     options = parser.parse_args(arguments)
     device = device_of(options.device, parser)
-    rows = ROWS if device.type == "cpu" else {"run": (partial(whole_run.rows, device=device), whole_run.text)}
+    rows = (
+        ROWS
+        if device.type == "cpu"
+        else {"run": (partial(whole_run.rows, device=device), whole_run.text)}
+    )
     unknown = [name for name in options.rows if name not in rows]
     if unknown:
-        parser.error(f"there is no row {unknown[0]!r} on {options.device}: there is {', '.join(rows)}")
+        parser.error(
+            f"there is no row {unknown[0]!r} on {options.device}: there is {', '.join(rows)}"
+        )
     if options.png is not None and simcuda.inside():
         parser.error("--png draws times, and a simulated device has none")
     keep_freed_memory()

@@ -12,7 +12,11 @@ from tools.bench.turns import HandOver, in_turns
 Entry = Callable[[], Contender]
 
 
-def compete(task: Task, entries: Sequence[Entry], prepare: Callable[[str, Job], None] = lambda name, job: None) -> Mapping[str, Job]:
+def compete(
+    task: Task,
+    entries: Sequence[Entry],
+    prepare: Callable[[str, Job], None] = lambda name, job: None,
+) -> Mapping[str, Job]:
     """Each contender's run, by its name.
 
     Args:

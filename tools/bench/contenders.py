@@ -17,7 +17,8 @@ class Contender:
     """Makes the steps of a run, one after the other."""
 
     name = ""
-    same_training = True  # the model at the end is that of the hand-written loop, but for rounding (BatchNorm apart)
+    # the model at the end is that of the hand-written loop, but for rounding (BatchNorm apart)
+    same_training = True
 
     def train(self, job: Job) -> None:
         """All steps of the task."""
@@ -142,7 +143,8 @@ class Lightning(Contender):
 
         size = search(job)
         while not self._came_through(job, size):
-            size = min(search(job), size // 2 if job.done[-1].index == 0 else size)  # what has failed at once is not tried twice
+            # what has failed at once is not tried twice
+            size = min(search(job), size // 2 if job.done[-1].index == 0 else size)
 
     def _came_through(self, job: Job, size: int) -> bool:
         try:
@@ -162,10 +164,16 @@ def train_from_start(job: Job, size: int) -> None:
 
 def installed(packages: Sequence[str] = ("accelerate", "lightning")) -> dict[str, str | None]:
     """Versions of the peers; None for those that are missing, which then do not take part."""
-    return {name: importlib.metadata.version(name) if importlib.util.find_spec(name) else None for name in packages}
+    return {
+        name: importlib.metadata.version(name) if importlib.util.find_spec(name) else None
+        for name in packages
+    }
 
 
 def restarting() -> list[Callable[[], Contender]]:
     """The peers that start the run again after an error, as far as they are installed."""
     found = installed()
-    return [*([Accelerate] if found["accelerate"] else []), *([Lightning] if found["lightning"] else [])]
+    return [
+        *([Accelerate] if found["accelerate"] else []),
+        *([Lightning] if found["lightning"] else []),
+    ]

@@ -39,7 +39,9 @@ class MemoryFraction:
         if size != self._limit:
             self._limit = size
             torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(min(1.0, size / torch.cuda.mem_get_info(self.device)[1]), self.device)
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, size / torch.cuda.mem_get_info(self.device)[1]), self.device
+            )
 
     def lift(self) -> None:
         """Leaves all of the device to this process."""
@@ -76,16 +78,22 @@ class MemoryFraction:
         return None
 
 
-def limit_on(device: torch.device, limit: int, track: tuple[Any, ...]) -> MemoryBudget | MemoryFraction:
+def limit_on(
+    device: torch.device, limit: int, track: tuple[Any, ...]
+) -> MemoryBudget | MemoryFraction:
     """What holds a job to `limit` bytes: counted tensors on a CPU, with those to `track` from the start, and the allocator on a CUDA device."""
-    return MemoryFraction(limit, device) if device.type == "cuda" else MemoryBudget(limit, track=track)
+    return (
+        MemoryFraction(limit, device) if device.type == "cuda" else MemoryBudget(limit, track=track)
+    )
 
 
 def settle(device: torch.device) -> None:
     """Gives cuBLAS's workspaces, which stay, segments of their own: else they are cut from a model's, and the rest of those is lost to the limit."""
     square = torch.ones(8, 8, device=device, requires_grad=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything else
+        # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything
+        # else
+        warnings.simplefilter("ignore")
         (square @ square).sum().backward()
 
 
@@ -98,9 +106,19 @@ def gpt(samples: int, device: torch.device) -> Workload:
     """Two blocks on 64 tokens; counted in tokens, of which the last are padding."""
     model = GPT(GPTConfig(context=64, width=32, heads=2, layers=2)).to(device)
     tokens = torch.randint(0, 256, (samples, 64))
-    labels = tokens.roll(-1, 1).masked_fill(torch.arange(64) >= 63 - torch.arange(samples)[:, None] % 16, -100)
+    labels = tokens.roll(-1, 1).masked_fill(
+        torch.arange(64) >= 63 - torch.arange(samples)[:, None] % 16, -100
+    )
     batch = {"tokens": pinned(tokens, device), "labels": pinned(labels, device)}
-    return Workload("GPT", model, lambda piece: token_loss(piece, model), batch, samples, device, count_tokens("labels"))
+    return Workload(
+        "GPT",
+        model,
+        lambda piece: token_loss(piece, model),
+        batch,
+        samples,
+        device,
+        count_tokens("labels"),
+    )
 
 
 def mlp(samples: int, device: torch.device) -> Workload:
@@ -108,7 +126,11 @@ def mlp(samples: int, device: torch.device) -> Workload:
     return classifier("deep MLP", Residuals(8, 64), torch.randn(samples, 64), samples, device)
 
 
-DEVICE_MODELS: Mapping[str, tuple[Callable[[int, torch.device], Workload], int]] = {"conv": (conv, 768), "gpt": (gpt, 576), "mlp": (mlp, 65_536)}
+DEVICE_MODELS: Mapping[str, tuple[Callable[[int, torch.device], Workload], int]] = {
+    "conv": (conv, 768),
+    "gpt": (gpt, 576),
+    "mlp": (mlp, 65_536),
+}
 """How a workload is made, and the samples of a batch. Even in seven pieces the largest activations have 2 to 5 MiB.
 
 Little work for their memory, because a simulated device computes on one core of the host. It has no kernel for an LSTM's cell.

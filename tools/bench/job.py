@@ -24,9 +24,10 @@ class Task:
 
     Attributes:
         make: the workload; the same one each time.
-        limits: bytes of the limit at each step; its length is that of the run. Steps that are made again go on in the script, as time does: when it
-            is over, its last limit stays.
-        turn: steps after which others get their turn; 0 for none before the end. On a device there is none: all share its allocator and its limit.
+        limits: bytes of the limit at each step; its length is that of the run. Steps that are made
+            again go on in the script, as time does: when it is over, its last limit stays.
+        turn: steps after which others get their turn; 0 for none before the end. On a device there
+            is none: all share its allocator and its limit.
     """
 
     make: Callable[[], Workload]
@@ -84,9 +85,13 @@ class Job:
             made = self.task.make()
         self.workload = replace(made, loss_fn=self._counting(made.loss_fn))
         self.model, self.samples, self.device = made.model, made.samples, made.device
-        self._start = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
+        self._start = {
+            name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()
+        }
         self.optimizer = self._optimizer()
-        self.budget = limit_on(self.device, max(self.task.limits), track=(self.model, self.optimizer))
+        self.budget = limit_on(
+            self.device, max(self.task.limits), track=(self.model, self.optimizer)
+        )
 
     def _counting(self, loss_fn: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         def counted(piece: Any) -> Tensor:
@@ -101,7 +106,10 @@ class Job:
         return torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
     def restart(self) -> None:
-        """The model and its optimizer as they were at the start. Not under the budget, which would count the copies."""
+        """The model and its optimizer as they were at the start.
+
+        Not under the budget, which would count the copies.
+        """
         self.model.load_state_dict(self._start)
         self.model.zero_grad()
         self.optimizer = self._optimizer()
@@ -137,8 +145,13 @@ class Job:
             with self.running():
                 yield batch
         finally:
-            before, ooms = (self.done[-1].ended if self.done else 0.0), sum(step.ooms for step in self.done)
-            self.done.append(Done(index, self.seconds - before, self.seconds, self.size, self.budget.ooms - ooms))
+            before, ooms = (
+                (self.done[-1].ended if self.done else 0.0),
+                sum(step.ooms for step in self.done),
+            )
+            self.done.append(
+                Done(index, self.seconds - before, self.seconds, self.size, self.budget.ooms - ooms)
+            )
 
     @property
     def replayed(self) -> int:
@@ -172,4 +185,9 @@ class Job:
 
     def moved(self) -> Tensor:
         """How far each parameter is from the start, as one vector."""
-        return torch.cat([(parameter.detach() - self._start[name]).flatten() for name, parameter in self.model.named_parameters()])
+        return torch.cat(
+            [
+                (parameter.detach() - self._start[name]).flatten()
+                for name, parameter in self.model.named_parameters()
+            ]
+        )

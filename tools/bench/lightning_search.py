@@ -36,7 +36,8 @@ def search(job: Job) -> int:
             default_root_dir=folder,
         )
         whole = job.batch(0)
-        job.budget.track(list(whole.values()) if isinstance(whole, dict) else whole)  # in a step of the run it is there
+        # in a step of the run it is there
+        job.budget.track(list(whole.values()) if isinstance(whole, dict) else whole)
         with job.running():
             trainer.fit(module)
     return min(module.batch_size, job.samples)
@@ -49,7 +50,9 @@ class _Samples(Dataset[Any]):
         self.batch = job.workload.batch
 
     def __len__(self) -> int:
-        return len(next(iter(self.batch.values())) if isinstance(self.batch, dict) else self.batch[0])
+        return len(
+            next(iter(self.batch.values())) if isinstance(self.batch, dict) else self.batch[0]
+        )
 
     def __getitem__(self, index: int) -> Any:
         if isinstance(self.batch, dict):

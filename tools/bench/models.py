@@ -52,7 +52,10 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(64, 10)
+        self.encoder, self.head = (
+            nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
+            nn.Linear(64, 10),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(samples, length, 64) → (samples, 10)."""
@@ -69,24 +72,52 @@ def gpt(samples: int) -> Workload:
     """Two blocks on 64 tokens; counted in tokens, of which the last are padding."""
     model = GPT(GPTConfig(context=64, width=64, heads=4, layers=2))
     tokens = torch.randint(0, 256, (samples, 64))
-    labels = tokens.roll(-1, 1).masked_fill(torch.arange(64) >= 63 - torch.arange(samples)[:, None] % 16, -100)
+    labels = tokens.roll(-1, 1).masked_fill(
+        torch.arange(64) >= 63 - torch.arange(samples)[:, None] % 16, -100
+    )
     batch = {"tokens": tokens, "labels": labels}
-    return Workload("GPT", model, lambda piece: token_loss(piece, model), batch, samples, CPU, count_tokens("labels"))
+    return Workload(
+        "GPT",
+        model,
+        lambda piece: token_loss(piece, model),
+        batch,
+        samples,
+        CPU,
+        count_tokens("labels"),
+    )
 
 
 def lstm(samples: int) -> Workload:
     """Two layers over 32 steps."""
-    return classifier("LSTM", LastState(nn.LSTM(32, 64, 2, batch_first=True)), torch.randn(samples, 32, 32), samples, CPU)
+    return classifier(
+        "LSTM",
+        LastState(nn.LSTM(32, 64, 2, batch_first=True)),
+        torch.randn(samples, 32, 32),
+        samples,
+        CPU,
+    )
 
 
 def gru(samples: int) -> Workload:
     """Two layers over 16 steps, run as operations: on a CPU there is no kernel for it."""
-    return classifier("GRU", LastState(nn.GRU(32, 64, 2, batch_first=True)), torch.randn(samples, 16, 32), samples, CPU)
+    return classifier(
+        "GRU",
+        LastState(nn.GRU(32, 64, 2, batch_first=True)),
+        torch.randn(samples, 16, 32),
+        samples,
+        CPU,
+    )
 
 
 def groups(samples: int) -> Workload:
     """Residual convolutions that can be checkpointed: their statistics are of one sample."""
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Residual(16) for _ in range(6)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        *(Residual(16) for _ in range(6)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
     return classifier("conv net, GroupNorm", model, torch.randn(samples, 3, 16, 16), samples, CPU)
 
 
@@ -111,5 +142,10 @@ def sleeper(samples: int, seconds: float) -> Workload:
     return replace(workload, loss_fn=loss_fn)
 
 
-MODELS: Mapping[str, tuple[Callable[[int], Workload], int]] = {"conv": (conv, 120), "gpt": (gpt, 48), "lstm": (lstm, 360), "mlp": (mlp, 384)}
+MODELS: Mapping[str, tuple[Callable[[int], Workload], int]] = {
+    "conv": (conv, 120),
+    "gpt": (gpt, 48),
+    "lstm": (lstm, 360),
+    "mlp": (mlp, 384),
+}
 """How a workload is made, and the samples of a batch of which a step in three pieces takes about 50 ms on one quiet core."""

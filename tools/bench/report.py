@@ -15,5 +15,9 @@ def table(rows: Sequence[R], columns: Mapping[str, Callable[[R], object]]) -> st
         rows: of any kind.
         columns: heading → what stands under it.
     """
-    lines = [list(columns), ["---"] * len(columns), *([str(show(row)) for show in columns.values()] for row in rows)]
+    lines = [
+        list(columns),
+        ["---"] * len(columns),
+        *([str(show(row)) for show in columns.values()] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

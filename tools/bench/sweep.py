@@ -27,7 +27,8 @@ class Fixed:
         size: samples of the longest piece.
         pieces: of a batch.
         seconds: of a step, median.
-        peak: bytes of live tensors, the highest seen in a step with its optimizer's; on a device, bytes reserved for them, and some.
+        peak: bytes of live tensors, the highest seen in a step with its optimizer's; on a device,
+            bytes reserved for them, and some.
     """
 
     size: int
@@ -47,7 +48,10 @@ class Sweep:
 
     def __init__(self, make: Callable[[], Workload], rounds: int, most: int = MOST) -> None:
         job = Job(Task(make, [AMPLE], turn=0), lambda: None)
-        sizes = sorted({-(-job.samples // pieces) for pieces in range(1, min(most, job.samples) + 1)}, reverse=True)
+        sizes = sorted(
+            {-(-job.samples // pieces) for pieces in range(1, min(most, job.samples) + 1)},
+            reverse=True,
+        )
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         peaks = dict.fromkeys(sizes, 0)
         in_a_row, spare = (1, 0) if job.device.type == "cpu" else (SETTLED, SPARE)
@@ -64,7 +68,15 @@ class Sweep:
                     peaks[size] = max(peaks[size], job.budget.peak)
         job.end()
         self.samples = job.samples
-        self.sizes = [Fixed(size, -(-job.samples // size), statistics.median(seconds[size][1:]), peaks[size] + spare) for size in sizes]
+        self.sizes = [
+            Fixed(
+                size,
+                -(-job.samples // size),
+                statistics.median(seconds[size][1:]),
+                peaks[size] + spare,
+            )
+            for size in sizes
+        ]
 
     def best(self, limit: int) -> Fixed:
         """The fastest size that fits under a limit; the largest one on a simulated device, where time means nothing."""
@@ -74,4 +86,8 @@ class Sweep:
     def limit_for(self, pieces: int) -> int:
         """Bytes under which a batch must be cut into so many pieces, with some to spare: half-way to what fewer pieces need."""
         at = next(index for index, each in enumerate(self.sizes) if each.pieces >= pieces)
-        return self.sizes[0].peak * 5 // 4 if at == 0 else (self.sizes[at].peak + self.sizes[at - 1].peak) // 2
+        return (
+            self.sizes[0].peak * 5 // 4
+            if at == 0
+            else (self.sizes[at].peak + self.sizes[at - 1].peak) // 2
+        )

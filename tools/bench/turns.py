@@ -32,7 +32,10 @@ class _Worker(threading.Thread):
 
 
 def in_turns(works: Sequence[Callable[[HandOver], None]]) -> None:
-    """Runs all to their end. A work calls its argument wherever the others may go on; the first error ends it all."""
+    """Runs all to their end.
+
+    A work calls its argument wherever the others may go on; the first error ends it all.
+    """
     workers = [_Worker(work) for work in works]
     for worker in workers:
         worker.start()

@@ -23,7 +23,10 @@ class Transformer(nn.Module):
 
     def __init__(self, characters: int, width: int = 32) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(characters, width), nn.Parameter(torch.zeros(LENGTH, width))
+        self.embed, self.place = (
+            nn.Embedding(characters, width),
+            nn.Parameter(torch.zeros(LENGTH, width)),
+        )
         self.layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True)
         self.head = nn.Linear(width, characters)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
@@ -36,13 +39,20 @@ class Transformer(nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     characters = sorted(set(text := Path(argparse.__file__).read_text()))
-    windows = torch.tensor([characters.index(character) for character in text]).unfold(0, LENGTH + 1, 16)
-    fabric = Fabric(accelerator="cpu", devices=1)  # where a budget in place of a small GPU makes memory run out
-    model, optimizer = fabric.setup(network := Transformer(len(characters)), torch.optim.AdamW(network.parameters(), lr=0.003))
+    windows = torch.tensor([characters.index(character) for character in text]).unfold(
+        0, LENGTH + 1, 16
+    )
+    # where a budget in place of a small GPU makes memory run out
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(
+        network := Transformer(len(characters)), torch.optim.AdamW(network.parameters(), lr=0.003)
+    )
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(windows), BATCH, shuffle=True))
 
     def loss_fn(batch: list[Tensor]) -> Tensor:
-        return functional.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
+        return functional.cross_entropy(
+            model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten()
+        )
 
     losses = []
     with MemoryBudget(BUDGET), elastic(fabric, model) as mbs:
@@ -53,7 +63,10 @@ def main() -> None:
             optimizer.zero_grad()
             losses.append(float(result))
     print(f"loss {losses[0]:.2f} → {losses[-1]:.2f}, in {BUDGET} with batches of {BATCH}")
-    print(f"{mbs.stats.ooms} out-of-memory errors survived, micro-batches of {result.micro_batch_size}")
+    print(
+        f"{mbs.stats.ooms} out-of-memory errors survived, micro-batches of "
+        f"{result.micro_batch_size}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A Lightning Trainer with the runtime in it: a small network learns handwritten digits in less memory than its batch needs.
 
-Needs the extra `lightning`, and scikit-learn, which carries the digits. Run it: python tools/examples/lightning_trainer.py
+Needs the extra `lightning`, and scikit-learn, which carries the digits. Run it: python
+tools/examples/lightning_trainer.py
 """
 
 import warnings
@@ -24,7 +25,14 @@ class Digits(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
+        self.model = nn.Sequential(
+            nn.Conv2d(1, 16, 3),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(256, 10),
+        )
         self.losses: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -46,13 +54,27 @@ def main() -> None:
     torch.manual_seed(0)
     warnings.filterwarnings("ignore")
     images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels))
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", callbacks=[elastic := ElasticCallback()], **quiet)
+    data = TensorDataset(
+        torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    )
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", callbacks=[elastic := ElasticCallback()], **quiet
+    )
     with MemoryBudget(BUDGET):  # in place of a small GPU
-        trainer.fit(module := Digits(), DataLoader(data, BATCH, shuffle=True), DataLoader(data, 4 * BATCH))
-    print(f"loss {module.losses[0]:.2f} → {module.losses[-1]:.2f}, in {BUDGET} with batches of {BATCH}")
-    print(f"{elastic.runtime.stats.ooms} out-of-memory errors survived, accuracy {float(trainer.callback_metrics['accuracy']):.0%}")
+        trainer.fit(
+            module := Digits(), DataLoader(data, BATCH, shuffle=True), DataLoader(data, 4 * BATCH)
+        )
+    print(
+        f"loss {module.losses[0]:.2f} → {module.losses[-1]:.2f}, in {BUDGET} with batches of "
+        f"{BATCH}"
+    )
+    print(
+        f"{elastic.runtime.stats.ooms} out-of-memory errors survived, accuracy "
+        f"{float(trainer.callback_metrics['accuracy']):.0%}"
+    )
 
 
 if __name__ == "__main__":

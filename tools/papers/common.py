@@ -25,7 +25,10 @@ def digits() -> tuple[Data, Data]:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    x, y = torch.tensor(bunch.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(bunch.target)
+    x, y = (
+        torch.tensor(bunch.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16,
+        torch.tensor(bunch.target),
+    )
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     train, test = order[:TRAINED_ON], order[TRAINED_ON:]
     return (x[train], y[train]), (x[test], y[test])
@@ -34,7 +37,9 @@ def digits() -> tuple[Data, Data]:
 def perceptron(seed: int) -> nn.Module:
     """A net of two hidden layers."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
 
 
 def cross_entropy(model: nn.Module, data: Data) -> Tensor:
@@ -51,20 +56,45 @@ def accuracy(model: nn.Module, data: Data) -> float:
     return found
 
 
-def options(doc: str, name: str, *, seeds: int, epochs: int, arguments: Sequence[str] | None) -> argparse.Namespace:
+def options(
+    doc: str, name: str, *, seeds: int, epochs: int, arguments: Sequence[str] | None
+) -> argparse.Namespace:
     """The command line that all of them have."""
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=seeds, help="runs of each kind, from seed 0 on (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=epochs, help="of each run (default %(default)s)")
-    parser.add_argument("--json", type=Path, default=ROOT / "stress" / "results" / f"papers-{name}.json", help="where figures go")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / f"papers-{name}.png", help="where the picture goes")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=seeds,
+        help="runs of each kind, from seed 0 on (default %(default)s)",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=epochs, help="of each run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / "stress" / "results" / f"papers-{name}.json",
+        help="where figures go",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=ROOT / "docs" / "pictures" / f"papers-{name}.png",
+        help="where the picture goes",
+    )
     return parser.parse_args(arguments)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """A mean with its standard deviation, and the values themselves."""
-    return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0, "values": [*values]}
+    return {
+        "mean": statistics.fmean(values),
+        "deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "values": [*values],
+    }
 
 
 def percent(found: Mapping[str, Any]) -> str:
@@ -76,7 +106,12 @@ def write(given: argparse.Namespace, figures: Mapping[str, Any], figure: Figure)
     """Writes figures and picture where they were asked for."""
     for path in (given.json, given.picture):
         path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"command": " ".join([Path(sys.argv[0]).name, f"--seeds {given.seeds} --epochs {given.epochs}"]), "torch": torch.__version__}
+    facts = {
+        "command": " ".join(
+            [Path(sys.argv[0]).name, f"--seeds {given.seeds} --epochs {given.epochs}"]
+        ),
+        "torch": torch.__version__,
+    }
     given.json.write_text(json.dumps({**facts, **figures}, indent=1) + "\n")
     figure.savefig(given.picture, dpi=110, metadata={"Software": None})
     print(f"written: {given.json}, {given.picture}")

@@ -3,10 +3,12 @@
 
     python tools/papers/mbs.py
 
-Handwritten digits and a conv net, under a memory budget in which 8 samples fit and 16 do not. Batches of 16 to 128 times as many are trained in
-pieces that fit, and once more without a budget and whole. BatchNorm normalises groups of 8 samples in both, so they train the same. Times are
+Handwritten digits and a conv net, under a memory budget in which 8 samples fit and 16 do not.
+Batches of 16 to 128 times as many are trained in pieces that fit, and once more without a budget
+and whole. BatchNorm normalises groups of 8 samples in both, so they train the same. Times are
 processor time without a budget, whose counting takes time, epoch by epoch in turns.
-Exit code 0 where every batch is trained under the budget, as accurately as whole but for one sample in a hundred, 3 where not.
+Exit code 0 where every batch is trained under the budget, as accurately as whole but for one sample
+in a hundred, 3 where not.
 """
 
 from __future__ import annotations
@@ -24,33 +26,63 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from anywhere, installed or not
+# so that it runs from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic_mbs import ElasticMBS, MemoryBudget, Policy
 from elastic_mbs.recipes import BatchSchedule, ElasticBatchSampler, convert_ghost_batchnorm
-from tools.papers.common import TRAINED_ON, Data, accuracy, cross_entropy, digits, options, percent, spread, write
+from tools.papers.common import (
+    TRAINED_ON,
+    Data,
+    accuracy,
+    cross_entropy,
+    digits,
+    options,
+    percent,
+    spread,
+    write,
+)
 
 FITS = 8
 TIMES = (1, 16, 32, 64, 128)
 RATE, ROUNDS = 0.1, 5
 PAPER = {
-    "largest batch in what fits": {"ResNet-50": "16 → 1,024 (64 ×)", "ResNet-101": "8 → 1,024 (128 ×)", "AmoebaNet-D": "32 → 1,024 (32 ×)"},
+    "largest batch in what fits": {
+        "ResNet-50": "16 → 1,024 (64 ×)",
+        "ResNet-101": "8 → 1,024 (128 ×)",
+        "AmoebaNet-D": "32 → 1,024 (32 ×)",
+    },
     "U-Net": "4 → 512 (128 ×)",
-    "seconds of an epoch, ResNet-50 on CIFAR-10, the authors' log": {"without": "65 to 73", "with": 74, "with their BatchNorm": 93},
+    "seconds of an epoch, ResNet-50 on CIFAR-10, the authors' log": {
+        "without": "65 to 73",
+        "with": 74,
+        "with their BatchNorm": 93,
+    },
 }
 
 
 class Training:
-    """A net in training on the digits. A batch is a vector of indices, so that the samples of a piece are fetched when its turn comes."""
+    """A net in training on the digits.
+
+    A batch is a vector of indices, so that the samples of a piece are fetched when its turn comes.
+    """
 
     def __init__(self, seed: int, batch: int, data: Data) -> None:
         torch.manual_seed(seed)
         layers: list[nn.Module] = []
         for width, channels, stride in ((1, 32, 1), (32, 32, 2)):
-            layers += [nn.Conv2d(width, channels, 3, stride, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
-        self.model = convert_ghost_batchnorm(nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10)), FITS)
+            layers += [
+                nn.Conv2d(width, channels, 3, stride, 1, bias=False),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(),
+            ]
+        self.model = convert_ghost_batchnorm(
+            nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10)), FITS
+        )
         self.data = data
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4
+        )
         self.sampler = ElasticBatchSampler(TRAINED_ON, BatchSchedule([(0, batch)]), seed=seed)
 
     def loss(self, indices: Tensor) -> Tensor:
@@ -94,7 +126,9 @@ def fits(samples: int, limit: int, data: Data) -> bool:
     return True
 
 
-def streamed(seed: int, batch: int, epochs: int, limit: int, train: Data, test: Data) -> dict[str, Any]:
+def streamed(
+    seed: int, batch: int, epochs: int, limit: int, train: Data, test: Data
+) -> dict[str, Any]:
     """Trains under the budget."""
     one = Training(seed, batch, train)
     with MemoryBudget(limit, track=(one.model, one.data)) as budget, ElasticMBS(one.model) as mbs:
@@ -117,10 +151,20 @@ def seconds(batch: int, rounds: int, data: Data) -> dict[str, float]:
     """Seconds of an epoch without streaming and with it, and streaming against that and against the batch that fits: medians of epochs in turns."""
     one, fitting, stream = Training(0, batch, data), Training(0, FITS, data), random.Random(0)
     with ElasticMBS(one.model, micro_batch_size=FITS, policy=Policy(grow=False)) as mbs:
-        kinds = {"fits": partial(fitting.epoch, None), "without": partial(one.epoch, None), "with": partial(one.epoch, mbs)}
-        turns = [{kind: kinds[kind]() for kind in stream.sample(list(kinds), len(kinds))} for _ in range(rounds + 1)][1:]
+        kinds = {
+            "fits": partial(fitting.epoch, None),
+            "without": partial(one.epoch, None),
+            "with": partial(one.epoch, mbs),
+        }
+        turns = [
+            {kind: kinds[kind]() for kind in stream.sample(list(kinds), len(kinds))}
+            for _ in range(rounds + 1)
+        ][1:]
     found = {kind: statistics.median(turn[kind] for turn in turns) for kind in kinds}
-    against = {name: statistics.median(turn["with"] / turn[kind] for turn in turns) for name, kind in (("whole", "without"), ("what_fits", "fits"))}
+    against = {
+        name: statistics.median(turn["with"] / turn[kind] for turn in turns)
+        for name, kind in (("whole", "without"), ("what_fits", "fits"))
+    }
     return found | {f"against_{name}": ratio for name, ratio in against.items()}
 
 
@@ -145,10 +189,15 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     batches = [each["batch"] for each in rows]
-    for kind, words, style in (("whole", "whole, without a limit", "o-"), ("streamed", "streamed, under the budget", "x--")):
+    for kind, words, style in (
+        ("whole", "whole, without a limit", "o-"),
+        ("streamed", "streamed, under the budget", "x--"),
+    ):
         left.plot(batches, [each[kind]["mean"] for each in rows], style, label=words)
     for kind in ("without", "with"):
-        right.plot(batches, [each["seconds"][kind] for each in rows], "o-", label=f"{kind} streaming")
+        right.plot(
+            batches, [each["seconds"][kind] for each in rows], "o-", label=f"{kind} streaming"
+        )
     for axes in (left, right):
         axes.axvline(FITS, color="grey", linestyle=":", label="what fits")
         axes.set(xscale="log", xlabel="batch")
@@ -164,16 +213,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = options(__doc__ or "", "mbs", seeds=3, epochs=8, arguments=arguments)
     train, test = digits()
     limit = (peak(FITS, train) + peak(2 * FITS, train)) // 2
-    print(f"budget: {limit / 2**20:.2f} MiB, in which {FITS} samples fit; seconds of an epoch, and streamed against whole and against what fits")
+    print(
+        f"budget: {limit / 2**20:.2f} MiB, in which {FITS} samples fit; seconds of an epoch, and "
+        "streamed against whole and against what fits"
+    )
     print(f"{'batch':>6}{'×':>5}  fits  {'whole':17}{'streamed':17}{'whole':>9}{'streamed':>10}")
-    rows = list(map(partial(row, limit=limit, epochs=given.epochs, seeds=given.seeds, train=train, test=test), TIMES))
+    rows = list(
+        map(
+            partial(
+                row, limit=limit, epochs=given.epochs, seeds=given.seeds, train=train, test=test
+            ),
+            TIMES,
+        )
+    )
     for each in rows:
         spent = each["seconds"]
         sizes = f"{each['batch']:6}{each['times']:5}  {'yes' if each['fits'] else 'no':4}  {percent(each['whole']):17}{percent(each['streamed']):17}"
         ratios = f"{spent['against_whole']:.2f} ×, {spent['against_what_fits']:.2f} ×"
         print(f"{sizes}{spent['without']:9.2f}{spent['with']:10.2f}   {ratios}")
     print(f"the paper: {PAPER}")
-    holds = all(abs(each["whole"]["mean"] - each["streamed"]["mean"]) <= 0.01 for each in rows) and [each["fits"] for each in rows].count(True) == 1
+    holds = (
+        all(abs(each["whole"]["mean"] - each["streamed"]["mean"]) <= 0.01 for each in rows)
+        and [each["fits"] for each in rows].count(True) == 1
+    )
     write(given, {"holds": holds, "budget_bytes": limit, "ours": rows, "paper": PAPER}, draw(rows))
     return 0 if holds else 3
 

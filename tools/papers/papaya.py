@@ -3,10 +3,12 @@
 
     python tools/papers/papaya.py [MODEL …] [--rounds 9] [--quick] [--json FILE] [--png FILE]
 
-Prediction: a plan on fake tensors, corrected by the measured peak of one size, and γ·m + δ fitted to the times of three (that size, its double and
-fourfold), against what sizes up to 16 times as large take. Choice: under three budgets, the way that `mbs.plan(compare=True)` calls the fastest,
-with these times, against measured steps of each way at its largest size. Memory is counted by a `MemoryBudget`, which itself takes 5 µs an
-operation. Times are the least of all rounds, taken in turns, in processor time of one thread, so that a busy machine counts less.
+Prediction: a plan on fake tensors, corrected by the measured peak of one size, and γ·m + δ fitted
+to the times of three (that size, its double and fourfold), against what sizes up to 16 times as
+large take. Choice: under three budgets, the way that `mbs.plan(compare=True)` calls the fastest,
+with these times, against measured steps of each way at its largest size. Memory is counted by a
+`MemoryBudget`, which itself takes 5 µs an operation. Times are the least of all rounds, taken in
+turns, in processor time of one thread, so that a busy machine counts less.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from anywhere, installed or not
+# so that it runs from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport
 from elastic_mbs.controller.fit import TimeFit
@@ -40,7 +43,8 @@ from tools.workloads import Workload
 CPU = torch.device("cpu")
 MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # of the calibrated size
 CALIBRATED = (1, 2, 4)  # of them: memory by the first, time by all
-SHARES = (0.1, 0.25, 0.6)  # of the way from the peak of the smallest size to that of the whole batch
+# of the way from the peak of the smallest size to that of the whole batch
+SHARES = (0.1, 0.25, 0.6)
 AMPLE = 2**40
 PAPER = {"R": 0.97, "slowdown": 9.3}
 
@@ -126,7 +130,8 @@ class Subject:
         samples: of the batch.
         sizes: what was measured of each.
         memory: of the plan.
-        line: of a straight line through the peaks of the calibrated size and its double, as PAPAYA has it.
+        line: of a straight line through the peaks of the calibrated size and its double, as PAPAYA
+            has it.
         time: of a piece.
         throughput: samples per second.
         slowdown: by how much pieces of the fourfold size take longer with each way.
@@ -174,10 +179,15 @@ class Bench:
                     (workload.loss_fn(piece) * ((stop - start) / workload.samples)).backward()
             return time.process_time() - began, self.budget.peak
 
-    def least(self, runs: Sequence[tuple[str, Sequence[tuple[int, int]]]], rounds: int) -> list[tuple[float, int]]:
+    def least(
+        self, runs: Sequence[tuple[str, Sequence[tuple[int, int]]]], rounds: int
+    ) -> list[tuple[float, int]]:
         """The least seconds and the highest peak of each, taken in turns."""
         found = [[self.run(*each) for each in runs] for _ in range(rounds)]
-        return [(min(seconds for seconds, _ in column), max(peak for _, peak in column)) for column in zip(*found, strict=True)]
+        return [
+            (min(seconds for seconds, _ in column), max(peak for _, peak in column))
+            for column in zip(*found, strict=True)
+        ]
 
 
 def cut(samples: int, size: int) -> list[tuple[int, int]]:
@@ -190,9 +200,15 @@ def cut(samples: int, size: int) -> list[tuple[int, int]]:
 def subject(make: Callable[[int], Workload], start: int, rounds: int) -> Subject:
     """Everything about one model."""
     bench = Bench(make, start * max(MULTIPLES))
-    workload, sizes, calibrated = bench.workload, [start * each for each in MULTIPLES], [start * each for each in CALIBRATED]
+    workload, sizes, calibrated = (
+        bench.workload,
+        [start * each for each in MULTIPLES],
+        [start * each for each in CALIBRATED],
+    )
     bench.run("none", [(0, sizes[-1])])  # warm
-    measured = dict(zip(sizes, bench.least([("none", [(0, size)]) for size in sizes], rounds), strict=True))
+    measured = dict(
+        zip(sizes, bench.least([("none", [(0, size)]) for size in sizes], rounds), strict=True)
+    )
     with bench.budget:
         mbs = ElasticMBS(workload.model, count=workload.count)
         plan = partial(mbs.plan, workload.loss_fn, workload.batch)
@@ -201,10 +217,15 @@ def subject(make: Callable[[int], Workload], start: int, rounds: int) -> Subject
     for size in calibrated:
         times.add(size, measured[size][0])
     gamma, delta = times.coefficients() or (0.0, 0.0)
-    found = predicted(report, measured, start, gamma, delta, elements := next(iter(mbs.model.values())).elements)
+    found = predicted(
+        report, measured, start, gamma, delta, elements := next(iter(mbs.model.values())).elements
+    )
     held_out = [each for each in found if each.size not in calibrated]
     slope = (measured[2 * start][1] - measured[start][1]) / start
-    ways = ("none", *(way.name for way in compared(bench, plan, AMPLE).ways[1:] if way.reason is None))
+    ways = (
+        "none",
+        *(way.name for way in compared(bench, plan, AMPLE).ways[1:] if way.reason is None),
+    )
     whole = [(0, calibrated[-1])]
     seconds = [each[0] for each in bench.least([(way, whole) for way in ways], rounds)]
     know(mbs, [(size * elements, measured[size][0]) for size in calibrated])
@@ -213,21 +234,39 @@ def subject(make: Callable[[int], Workload], start: int, rounds: int) -> Subject
         workload.samples,
         found,
         Fit.of([(each.peak, each.predicted_peak) for each in found if each.size != start]),
-        Fit.of([(each.peak, measured[start][1] + slope * (each.size - start)) for each in found if each.size > 2 * start]),
+        Fit.of(
+            [
+                (each.peak, measured[start][1] + slope * (each.size - start))
+                for each in found
+                if each.size > 2 * start
+            ]
+        ),
         Fit.of([(each.seconds, each.predicted_seconds) for each in held_out]),
-        Fit.of([(each.size / each.seconds, each.size / each.predicted_seconds) for each in held_out]),
+        Fit.of(
+            [(each.size / each.seconds, each.size / each.predicted_seconds) for each in held_out]
+        ),
         {way: took / seconds[0] for way, took in zip(ways, seconds, strict=True)},
         [choice(bench, compared(bench, plan, at(report, share)), rounds) for share in SHARES],
     )
 
 
-def predicted(report: PlanReport, measured: Mapping[int, tuple[float, int]], start: int, gamma: float, delta: float, elements: int) -> list[Size]:
+def predicted(
+    report: PlanReport,
+    measured: Mapping[int, tuple[float, int]],
+    start: int,
+    gamma: float,
+    delta: float,
+    elements: int,
+) -> list[Size]:
     """What is predicted of each size, memory after one correction."""
     model = report.model
     assert model is not None, report.reason
     model.add(start * elements, measured[start][1], first=True)
     peaks = {size: model.predict(size * elements, first=True) or 0 for size in measured}
-    return [Size(size, peak, round(peaks[size]), seconds, gamma * size + delta) for size, (seconds, peak) in measured.items()]
+    return [
+        Size(size, peak, round(peaks[size]), seconds, gamma * size + delta)
+        for size, (seconds, peak) in measured.items()
+    ]
 
 
 def know(mbs: ElasticMBS, times: Sequence[tuple[int, float]]) -> None:
@@ -255,14 +294,19 @@ def choice(bench: Bench, report: PlanReport, rounds: int) -> Choice:
     fitting = [way for way in report.ways if way.largest]
     bench.budget.limit = report.capacity or AMPLE
     try:
-        least = bench.least([(way.name, cut(bench.workload.samples, way.largest)) for way in fitting], rounds)
+        least = bench.least(
+            [(way.name, cut(bench.workload.samples, way.largest)) for way in fitting], rounds
+        )
     finally:
         bench.budget.limit = AMPLE
     measured = {way.name: seconds for way, (seconds, _) in zip(fitting, least, strict=True)}
     best = min(measured, key=lambda name: measured[name])
     picked = report.fastest
     lost = None if picked is None else measured[picked] / measured[best] - 1
-    sizes, seconds = {way.name: way.largest for way in fitting}, {way.name: way.seconds for way in fitting}
+    sizes, seconds = (
+        {way.name: way.largest for way in fitting},
+        {way.name: way.seconds for way in fitting},
+    )
     return Choice(report.capacity or AMPLE, sizes, seconds, measured, picked, best, lost)
 
 
@@ -276,7 +320,9 @@ def text(subjects: Sequence[Subject]) -> str:
         "time": lambda s: s.time,
         "throughput": lambda s: s.throughput,
         "offloading": lambda s: f"{s.slowdown['offload']:.2f} ×",
-        "checkpointing": lambda s: f"{s.slowdown['checkpoint']:.2f} ×" if "checkpoint" in s.slowdown else "–",
+        "checkpointing": lambda s: (
+            f"{s.slowdown['checkpoint']:.2f} ×" if "checkpoint" in s.slowdown else "–"
+        ),
     }
     rows = [(each, one) for each in subjects for one in each.choices]
     choices: dict[str, Callable[[tuple[Subject, Choice]], object]] = {
@@ -284,7 +330,9 @@ def text(subjects: Sequence[Subject]) -> str:
         "budget, MiB": lambda row: f"{row[1].budget / 2**20:.1f}",
         "largest": lambda row: ", ".join(f"{name} {size}" for name, size in row[1].sizes.items()),
         "seconds: predicted → measured": lambda row: ", ".join(
-            f"{'?' if row[1].predicted[name] is None else f'{row[1].predicted[name]:.3f}'} → {took:.3f}" for name, took in row[1].measured.items()
+            f"{'?' if row[1].predicted[name] is None else f'{row[1].predicted[name]:.3f}'} → "
+            f"{took:.3f}"
+            for name, took in row[1].measured.items()
         ),
         "picked": lambda row: row[1].picked,
         "best": lambda row: row[1].best,
@@ -295,14 +343,19 @@ def text(subjects: Sequence[Subject]) -> str:
 
 def summary(subjects: Sequence[Subject]) -> str:
     """Ours and the paper's."""
-    memory, speed = (min(getattr(each, name).r for each in subjects) for name in ("memory", "throughput"))
+    memory, speed = (
+        min(getattr(each, name).r for each in subjects) for name in ("memory", "throughput")
+    )
     made = [one for each in subjects for one in each.choices]
     right, lost = sum(one.picked == one.best for one in made), max(one.lost or 0.0 for one in made)
     slowest = max(took for each in subjects for took in each.slowdown.values())
     return (
-        f"R of peak memory at least {memory:.4f}, of throughput {speed:.4f} (PAPAYA: more than {PAPER['R']} for both, on five models). "
-        f"Saving memory slows pieces of one size down by up to {slowest:.1f} × (PAPAYA: {PAPER['slowdown']} ×). "
-        f"The way that the rule picks is the fastest one in {right} of {len(made)} budgets, and takes at most {100 * lost:.0f} % longer."
+        f"R of peak memory at least {memory:.4f}, of throughput {speed:.4f} (PAPAYA: more than "
+        f"{PAPER['R']} for both, on five models). "
+        f"Saving memory slows pieces of one size down by up to {slowest:.1f} × (PAPAYA: "
+        f"{PAPER['slowdown']} ×). "
+        f"The way that the rule picks is the fastest one in {right} of {len(made)} budgets, and "
+        f"takes at most {100 * lost:.0f} % longer."
     )
 
 
@@ -316,9 +369,19 @@ def draw(subjects: Sequence[Mapping[str, Any]], out: Path) -> None:
         for each in subjects:
             first = each["sizes"][0]["size"]
             errors = [100 * (size[f"predicted_{what}"] / size[what] - 1) for size in each["sizes"]]
-            axes.plot([size["size"] / first for size in each["sizes"]], errors, marker=".", label=each["name"])
+            axes.plot(
+                [size["size"] / first for size in each["sizes"]],
+                errors,
+                marker=".",
+                label=each["name"],
+            )
         axes.axhspan(-bound, bound, color="0.92", zorder=0)
-        axes.set(xscale="log", xlabel="size / calibrated size", ylabel=f"predicted / measured {what} − 1, %", xticks=MULTIPLES)
+        axes.set(
+            xscale="log",
+            xlabel="size / calibrated size",
+            ylabel=f"predicted / measured {what} − 1, %",
+            xticks=MULTIPLES,
+        )
         axes.set_xticklabels(MULTIPLES)
         axes.minorticks_off()
     memory.legend(frameon=False, fontsize=7)
@@ -327,20 +390,44 @@ def draw(subjects: Sequence[Mapping[str, Any]], out: Path) -> None:
     for place, (_, one) in enumerate(bars):
         for turn, (name, took) in enumerate(one["measured"].items()):
             star = {"hatch": "//", "edgecolor": "white"} if name == one["picked"] else {}
-            chosen.bar(place + 0.27 * turn, took / one["measured"][one["best"]], 0.27, align="edge", color=colours[name], **star)
-    chosen.set_xticks([3 * k + 1.5 for k in range(len(subjects))], [each["name"].replace(" ", "\n") for each in subjects], fontsize=7)
+            chosen.bar(
+                place + 0.27 * turn,
+                took / one["measured"][one["best"]],
+                0.27,
+                align="edge",
+                color=colours[name],
+                **star,
+            )
+    chosen.set_xticks(
+        [3 * k + 1.5 for k in range(len(subjects))],
+        [each["name"].replace(" ", "\n") for each in subjects],
+        fontsize=7,
+    )
     chosen.set_ylabel("time of a step / the fastest way's")
-    chosen.set_title("black none, blue offload, orange checkpoint; hatched: picked; tight to ample budget", fontsize=8)
+    chosen.set_title(
+        "black none, blue offload, orange checkpoint; hatched: picked; tight to ample budget",
+        fontsize=8,
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints tables, writes files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--rounds", type=int, default=9, help="how often each is measured; the quickest counts")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes, one round: whether it works, not how well")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="how often each is measured; the quickest counts"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="smallest sizes, one round: whether it works, not how well",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
     options = parser.parse_args(arguments)
@@ -350,8 +437,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     chosen = [MODELS[name] for name in options.models or MODELS]
-    subjects = [subject(make, *((2, 1) if options.quick else (start, options.rounds))) for make, start in chosen]
-    figures = {"environment": environment(CPU), "paper": PAPER, "summary": summary(subjects), "models": [asdict(each) for each in subjects]}
+    subjects = [
+        subject(make, *((2, 1) if options.quick else (start, options.rounds)))
+        for make, start in chosen
+    ]
+    figures = {
+        "environment": environment(CPU),
+        "paper": PAPER,
+        "summary": summary(subjects),
+        "models": [asdict(each) for each in subjects],
+    }
     print(text(subjects))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Smith et al. (arXiv 1711.00489): to grow the batch is as good as to decay the rate, in fewer updates.
+"""Smith et al.
+
+(arXiv 1711.00489): to grow the batch is as good as to decay the rate, in fewer updates.
 
     python tools/papers/smith.py
 
-Handwritten digits, a small net, SGD with momentum. The rate is divided by 5 after 30, 60 and 80 % of the epochs, as in the paper, or the batch is
-multiplied by 5 instead, up to a tenth of the data, and what is then left is decayed; or neither is done, which shows that it matters.
-Exit code 0 where the accuracies agree within their spread over the seeds, 3 where not.
+Handwritten digits, a small net, SGD with momentum. The rate is divided by 5 after 30, 60 and 80 %
+of the epochs, as in the paper, or the batch is multiplied by 5 instead, up to a tenth of the data,
+and what is then left is decayed; or neither is done, which shows that it matters. Exit code 0 where
+the accuracies agree within their spread over the seeds, 3 where not.
 """
 
 from __future__ import annotations
@@ -20,11 +23,22 @@ import torch
 from matplotlib.figure import Figure
 from torch.optim.lr_scheduler import MultiStepLR
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from anywhere, installed or not
+# so that it runs from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic_mbs import ElasticMBS, Policy
 from elastic_mbs.recipes import BatchSchedule, ElasticBatchSampler
-from tools.papers.common import TRAINED_ON, accuracy, cross_entropy, digits, options, percent, perceptron, spread, write
+from tools.papers.common import (
+    TRAINED_ON,
+    accuracy,
+    cross_entropy,
+    digits,
+    options,
+    percent,
+    perceptron,
+    spread,
+    write,
+)
 
 BATCH, RATE = 8, 0.05
 DECAY, GROW, NEITHER = "decay the rate", "grow the batch", "neither"
@@ -40,16 +54,25 @@ def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
     data, test = digits()
     model = perceptron(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
-    decay = partial(MultiStepLR, milestones=[round(epochs * share) for share in (0.3, 0.6, 0.8)], gamma=0.2)
-    schedule = BatchSchedule.from_scheduler(decay, BATCH, steps=epochs, samples=TRAINED_ON) if kind == GROW else BatchSchedule([(0, BATCH)])
-    scheduler = decay(optimizer) if kind == DECAY else schedule.scheduler(optimizer)  # which has nothing to do where the batch stays
+    decay = partial(
+        MultiStepLR, milestones=[round(epochs * share) for share in (0.3, 0.6, 0.8)], gamma=0.2
+    )
+    schedule = (
+        BatchSchedule.from_scheduler(decay, BATCH, steps=epochs, samples=TRAINED_ON)
+        if kind == GROW
+        else BatchSchedule([(0, BATCH)])
+    )
+    # which has nothing to do where the batch stays
+    scheduler = decay(optimizer) if kind == DECAY else schedule.scheduler(optimizer)
     sampler = ElasticBatchSampler(TRAINED_ON, schedule, seed=seed)
     updates, by_epoch = 0, []
     with ElasticMBS(model, policy=Policy(grow=False)) as mbs:
         for epoch in range(epochs):
             total = 0.0
             for indices in sampler:
-                result = mbs.backward(partial(cross_entropy, model), (data[0][indices], data[1][indices]))
+                result = mbs.backward(
+                    partial(cross_entropy, model), (data[0][indices], data[1][indices])
+                )
                 optimizer.step()
                 optimizer.zero_grad()
                 updates += 1
@@ -76,19 +99,34 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> Figure:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, prints the table and writes it."""
     given = options(__doc__ or "", "smith", seeds=5, epochs=30, arguments=arguments)
-    runs = {kind: [train(kind, seed, given.epochs) for seed in range(given.seeds)] for kind in (DECAY, GROW, NEITHER)}
+    runs = {
+        kind: [train(kind, seed, given.epochs) for seed in range(given.seeds)]
+        for kind in (DECAY, GROW, NEITHER)
+    }
     table = {
-        kind: {"updates": found[0]["updates"], "accuracy": spread([run["accuracy"] for run in found]), "batches": _sizes(found[0])}
+        kind: {
+            "updates": found[0]["updates"],
+            "accuracy": spread([run["accuracy"] for run in found]),
+            "batches": _sizes(found[0]),
+        }
         for kind, found in runs.items()
     }
     print(f"{'':16}{'updates':>9}  {'accuracy':18}batches          the paper")
     for kind, row in table.items():
         theirs: Any = PAPER.get(kind)
-        words = f"{theirs['updates']:,} updates, {100 * theirs['accuracy']:.1f} %" if theirs else "–"
-        print(f"{kind:16}{row['updates']:9,}  {percent(row['accuracy']):18}{row['batches']!s:17}{words}")
+        words = (
+            f"{theirs['updates']:,} updates, {100 * theirs['accuracy']:.1f} %" if theirs else "–"
+        )
+        print(
+            f"{kind:16}{row['updates']:9,}  "
+            f"{percent(row['accuracy']):18}{row['batches']!s:17}{words}"
+        )
     one, other = (table[kind]["accuracy"] for kind in (DECAY, GROW))
     agree = abs(one["mean"] - other["mean"]) <= max(one["deviation"], other["deviation"])
-    print(f"the two agree {'' if agree else 'NOT '}within their spread; {table[DECAY]['updates'] / table[GROW]['updates']:.1f} times fewer updates")
+    print(
+        f"the two agree {'' if agree else 'NOT '}within their spread; "
+        f"{table[DECAY]['updates'] / table[GROW]['updates']:.1f} times fewer updates"
+    )
     write(given, {"agree": agree, "ours": table, "paper": PAPER}, draw(runs))
     return 0 if agree else 3
 

@@ -1,7 +1,7 @@
 """The demo: a small GPT on real text, in less memory than its batch needs, together with a co-tenant that comes and goes.
 
-It is trained twice, the second time without limits and without this package, and both loss curves are compared. `elastic_mbs/cli/demo/run.py` holds
-the training loop.
+It is trained twice, the second time without limits and without this package, and both loss curves
+are compared. `elastic_mbs/cli/demo/run.py` holds the training loop.
 """
 
 from __future__ import annotations
@@ -20,17 +20,59 @@ from elastic_mbs.sinks.run_log import checked_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=36, help="optimizer steps, at least 4 (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the choice of text (default: %(default)s)")
-    parser.add_argument("--budget", metavar="BYTES", help="memory there is, such as 96MiB (default: 30%% of what the whole batch needs)")
-    parser.add_argument("--batch", type=int, default=64, help="documents per step, at least 2 (default: %(default)s)")
-    parser.add_argument("--text", type=Path, metavar="PATH", help="a file or a folder to train on (default: the source of Python's standard library)")
-    parser.add_argument("--out", type=Path, metavar="HTML", default=Path("elastic_mbs_demo.html"), help="the page to look at (default: %(default)s)")
-    parser.add_argument("--log", type=Path, metavar="JSONL", help="the run log, for `report` and `watch` (default: next to the page, named .jsonl)")
-    parser.add_argument("--no-page", action="store_true", help="write no page, and a run log only with --log")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is CUDA where there is one (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=("float64", "float32"), default="float64", help="float64 shows that all that differs is rounding (default: %(default)s)"
+        "--steps", type=int, default=36, help="optimizer steps, at least 4 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the weights and of the choice of text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="BYTES",
+        help="memory there is, such as 96MiB (default: 30%% of what the whole batch needs)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=64,
+        help="documents per step, at least 2 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="a file or a folder to train on (default: the source of Python's standard library)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="HTML",
+        default=Path("elastic_mbs_demo.html"),
+        help="the page to look at (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="JSONL",
+        help="the run log, for `report` and `watch` (default: next to the page, named .jsonl)",
+    )
+    parser.add_argument(
+        "--no-page", action="store_true", help="write no page, and a run log only with --log"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto is CUDA where there is one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32"),
+        default="float64",
+        help="float64 shows that all that differs is rounding (default: %(default)s)",
     )
 
 
@@ -38,14 +80,17 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs the demo; the exit code is 0 when the runs are equal within rounding, 1 when they are not or when no out-of-memory error happened."""
     options = _options(arguments)
     if options.device.type == "cpu":
-        # Pieces this small gain little from more threads, and threads that wait for each other at the end of each operation stand still while another
-        # process has a core: with four busy processes on two cores, two threads took 11 to 55 s for what one did in 0.9 s.
+        # Pieces this small gain little from more threads, and threads that wait for each other at
+        # the end of each operation stand still while another process has a core: with four busy
+        # processes on two cores, two threads took 11 to 55 s for what one did in 0.9 s.
         torch.set_num_threads(1)
     setting = prepare(options)
     print(introduction(setting), flush=True)
     outcome = run_both(setting, Notes(options.steps, setting.budget))
     rows = summary(outcome, setting)
-    print(f"\n{table(outcome)}\n\n" + "\n".join(f"{name:<22}{value}" for name, value in rows.items()))
+    print(
+        f"\n{table(outcome)}\n\n" + "\n".join(f"{name:<22}{value}" for name, value in rows.items())
+    )
     if options.log is not None and not arguments.no_page:
         report.write(page(outcome, rows, options.log), arguments.out)
         print(f"{'page':<22}{arguments.out}, of the run log {options.log}")
@@ -58,7 +103,10 @@ def _options(arguments: argparse.Namespace) -> Options:
         if getattr(arguments, name) < least:
             raise UsageError(f"--{name} {getattr(arguments, name)} is too small: at least {least}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no CUDA device here; --device cpu runs the same with a limit of our own")
+        raise UsageError(
+            "--device cuda: there is no CUDA device here; --device cpu runs the same with a limit "
+            "of our own"
+        )
     cuda = arguments.device != "cpu" and torch.cuda.is_available()
     log: Path | None = arguments.log
     if not arguments.no_page:
@@ -67,7 +115,11 @@ def _options(arguments: argparse.Namespace) -> Options:
     return Options(
         steps=arguments.steps,
         seed=arguments.seed,
-        budget=None if arguments.budget is None else parse_bytes(int(arguments.budget) if arguments.budget.isdecimal() else arguments.budget),
+        budget=None
+        if arguments.budget is None
+        else parse_bytes(
+            int(arguments.budget) if arguments.budget.isdecimal() else arguments.budget
+        ),
         batch=arguments.batch,
         text=arguments.text,
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),

@@ -32,10 +32,15 @@ class Rounding(NamedTuple):
     weight: float
 
 
-# Rounding differs because sums are taken in another order. Measured over 200 steps and two seeds: up to 5e-15 of the loss and 2e-13 of a weight in
-# float64, 5e-6 and 2e-4 in float32. The smallest mistake, one token of one step left out of the weights, makes 1e-4 of that step's loss and 2e-5 of a
-# weight; a whole lost document 2e-2 and 3e-3. Over thousands of steps rounding grows past any limit.
-ROUNDING = {torch.float64: Rounding(loss=1e-12, weight=1e-9), torch.float32: Rounding(loss=1e-5, weight=1e-3)}
+# Rounding differs because sums are taken in another order. Measured over 200 steps and two seeds:
+# up to 5e-15 of the loss and 2e-13 of a weight in float64, 5e-6 and 2e-4 in float32. The smallest
+# mistake, one token of one step left out of the weights, makes 1e-4 of that step's loss and 2e-5 of
+# a weight; a whole lost document 2e-2 and 3e-3. Over thousands of steps rounding grows past any
+# limit.
+ROUNDING = {
+    torch.float64: Rounding(loss=1e-12, weight=1e-9),
+    torch.float32: Rounding(loss=1e-5, weight=1e-3),
+}
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,14 @@ class Notes:
             began = time.perf_counter()
             yield batch
             result, took = self.results[-1], time.perf_counter() - began
-            pieces = f"micro-batch {result.micro_batch_size:2} × {batch['tokens'].shape[1]:3} tokens"
-            print(f"step {len(self.results):2}/{self._expected}  loss {float(result):.4f}  {took:4.1f} s  {pieces}", flush=True)
+            pieces = (
+                f"micro-batch {result.micro_batch_size:2} × {batch['tokens'].shape[1]:3} tokens"
+            )
+            print(
+                f"step {len(self.results):2}/{self._expected}  loss {float(result):.4f}  "
+                f"{took:4.1f} s  {pieces}",
+                flush=True,
+            )
 
     def event(self, event: Event) -> None:
         self.events.append(event)
@@ -90,7 +101,11 @@ class Notes:
     def moved(self, move: TenantMove) -> None:
         self.moves.append((time.time(), move))
         left = f"{format_bytes(move.left)} of {format_bytes(self._budget)}"
-        print(f"  * {move.what}, in {move.phase} of micro-batch {move.micro_batch} of step {move.step + 1}: {left} left for us", flush=True)
+        print(
+            f"  * {move.what}, in {move.phase} of micro-batch {move.micro_batch} of step "
+            f"{move.step + 1}: {left} left for us",
+            flush=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,8 @@ class Outcome:
 
     notes: Notes  # of the run with elastic_mbs
     reference: list[float]  # losses of the run without limits
-    weight: float  # largest difference of a weight at the end, relative to the largest weight of its tensor
+    # largest difference of a weight at the end, relative to the largest weight of its tensor
+    weight: float
     seconds: float  # of the run with elastic_mbs
     reference_seconds: float
     rounding: Rounding
@@ -107,12 +123,18 @@ class Outcome:
     @property
     def differences(self) -> list[float]:
         """Relative difference of the loss, by step."""
-        return [abs(float(result) - loss) / abs(loss) for result, loss in zip(self.notes.results, self.reference, strict=True)]
+        return [
+            abs(float(result) - loss) / abs(loss)
+            for result, loss in zip(self.notes.results, self.reference, strict=True)
+        ]
 
     @property
     def equal(self) -> bool:
         """Whether the runs differ by no more than rounding; false where anything is not a number."""
-        return all(difference <= self.rounding.loss for difference in self.differences) and self.weight <= self.rounding.weight
+        return (
+            all(difference <= self.rounding.loss for difference in self.differences)
+            and self.weight <= self.rounding.weight
+        )
 
     @property
     def ooms(self) -> int:
@@ -123,14 +145,23 @@ class Outcome:
 def prepare(options: Options) -> Setting:
     """Reads the text, makes the model, and measures what it needs."""
     config = CUDA_MODEL if options.device.type == "cuda" else CPU_MODEL
-    documents = read_documents(options.text, count=options.steps * options.batch, longest=config.context + 1, seed=options.seed)
+    documents = read_documents(
+        options.text,
+        count=options.steps * options.batch,
+        longest=config.context + 1,
+        seed=options.seed,
+    )
     loader = Loader(documents, options.batch, options.seed)
     model = make_model(config, seed=options.seed, dtype=options.dtype)
-    one, whole = (measure(model, batch, options.device) for batch in (loader.longest(1), loader.longest(options.batch)))
+    one, whole = (
+        measure(model, batch, options.device)
+        for batch in (loader.longest(1), loader.longest(options.batch))
+    )
     budget = options.budget if options.budget is not None else max(3 * one, round(0.3 * whole))
     if budget < 3 * one:
         raise UsageError(
-            f"a budget of {format_bytes(budget)} is too small for the demo: one document at a time needs {format_bytes(one)}, "
+            f"a budget of {format_bytes(budget)} is too small for the demo: one document at a "
+            f"time needs {format_bytes(one)}, "
             f"and a co-tenant has to fit in as well; give at least --budget {3 * one}"
         )
     return Setting(options, model, loader, one, whole, budget)
@@ -148,7 +179,8 @@ def measure(model: nn.Module, batch: Batch, device: torch.device) -> int:
             token_loss(batch, model).backward()
         usage = meter.usage()
     assert usage is not None
-    return usage.peak_reserved + 2 * sum(parameter.nbytes for parameter in model.parameters())  # with the optimizer's state
+    # with the optimizer's state
+    return usage.peak_reserved + 2 * sum(parameter.nbytes for parameter in model.parameters())
 
 
 def run_both(setting: Setting, notes: Notes) -> Outcome:
@@ -169,8 +201,20 @@ def run_both(setting: Setting, notes: Notes) -> Outcome:
     between = time.perf_counter()
     twin = copy.deepcopy(setting.model).to(options.device)
     reference: list[float] = []
-    train_plainly(twin, ({key: tensor.to(options.device) for key, tensor in batch.items()} for batch in setting.loader), reference.append)
+    train_plainly(
+        twin,
+        (
+            {key: tensor.to(options.device) for key, tensor in batch.items()}
+            for batch in setting.loader
+        ),
+        reference.append,
+    )
     done = time.perf_counter()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
-    weight = max(float((mine - other).detach().abs().max() / other.detach().abs().max()) for mine, other in pairs)
-    return Outcome(notes, reference, weight, between - began, done - between, ROUNDING[options.dtype])
+    weight = max(
+        float((mine - other).detach().abs().max() / other.detach().abs().max())
+        for mine, other in pairs
+    )
+    return Outcome(
+        notes, reference, weight, between - began, done - between, ROUNDING[options.dtype]
+    )

@@ -23,15 +23,21 @@ ROWS = 12  # of the table
 def introduction(setting: Setting) -> str:
     """What is about to happen."""
     options = setting.options
-    text, dtype = options.text or "Python's standard library", str(options.dtype).removeprefix("torch.")
+    text, dtype = (
+        options.text or "Python's standard library",
+        str(options.dtype).removeprefix("torch."),
+    )
     where, limit = f"the CPU (threads: {torch.get_num_threads()})", "a MemoryBudget"
     if options.device.type == "cuda":  # cuda-only
         where, limit = torch.cuda.get_device_name(options.device), "a memory fraction of the device"
     return (
-        f"A GPT of {sum(parameter.numel() for parameter in setting.model.parameters()):,} parameters on {text}, {dtype} on {where}.\n"
-        f"{options.steps} steps of {options.batch} documents. The whole batch at once would need {format_bytes(setting.whole)}; "
+        f"A GPT of {sum(parameter.numel() for parameter in setting.model.parameters()):,} "
+        f"parameters on {text}, {dtype} on {where}.\n"
+        f"{options.steps} steps of {options.batch} documents. The whole batch at once would need "
+        f"{format_bytes(setting.whole)}; "
         f"there are {format_bytes(setting.budget)} ({limit}, moved by a script).\n"
-        f"Growth is less patient here than by default, to be seen in a minute: patience {POLICY.patience} calls, cooldown {POLICY.cooldown:g}.\n"
+        "Growth is less patient here than by default, to be seen in a minute: patience "
+        f"{POLICY.patience} calls, cooldown {POLICY.cooldown:g}.\n"
     )
 
 
@@ -40,10 +46,13 @@ def table(outcome: Outcome) -> str:
     results, differences = outcome.notes.results, outcome.differences
     shown = sorted({*range(0, len(results), -(-len(results) // ROWS)), len(results) - 1})
     rows = (
-        f"{i + 1:4}  {results[i].micro_batch_size:11}   {float(results[i]):<18.15f}   {outcome.reference[i]:<18.15f}   {differences[i]:.1e}"
+        f"{i + 1:4}  {results[i].micro_batch_size:11}   {float(results[i]):<18.15f}   "
+        f"{outcome.reference[i]:<18.15f}   {differences[i]:.1e}"
         for i in shown
     )
-    return "\n".join(["step  micro-batch   loss, limited        loss, unlimited      relative difference", *rows])
+    return "\n".join(
+        ["step  micro-batch   loss, limited        loss, unlimited      relative difference", *rows]
+    )
 
 
 def summary(outcome: Outcome, setting: Setting) -> dict[str, str]:
@@ -51,19 +60,28 @@ def summary(outcome: Outcome, setting: Setting) -> dict[str, str]:
     options, rounding, notes = setting.options, outcome.rounding, outcome.notes
     failures = Counter(event.phase for event in notes.events if isinstance(event, OutOfMemory))
     phases = ", ".join(f"{count} in {phase}" for phase, count in sorted(failures.items())) or "none"
-    replayed, samples = sum(result.replayed_samples for result in notes.results), options.steps * options.batch
+    replayed, samples = (
+        sum(result.replayed_samples for result in notes.results),
+        options.steps * options.batch,
+    )
     sizes = ", ".join(map(str, sorted({result.micro_batch_size for result in notes.results})))
     largest = max(outcome.differences)
     worst = outcome.differences.index(largest) + 1
     lost = sum(event.seconds_lost for event in notes.events if isinstance(event, CallDone))
     return {
-        "largest difference": f"{largest:.1e} of the loss (step {worst}), {outcome.weight:.1e} of a weight at the end",
-        "counts as rounding": f"up to {rounding.loss:.0e} of the loss, {rounding.weight:.0e} of a weight",
+        "largest "
+        "difference": f"{largest:.1e} of the loss (step {worst}), {outcome.weight:.1e} of a "
+        "weight at the end",
+        "counts as "
+        "rounding": f"up to {rounding.loss:.0e} of the loss, {rounding.weight:.0e} of a weight",
         "out-of-memory errors": f"{outcome.ooms} survived ({phases})",
         "samples replayed": f"{replayed} of {samples} ({replayed / samples:.1%})",
         "micro-batch sizes": f"{sizes} (of a batch of {options.batch})",
-        "time lost to replays": f"{lost:.2f} s ({lost / outcome.seconds:.1%}): failed attempts, from the start of their forward until undone",
-        "time": f"{outcome.seconds:.1f} s within the budget, {outcome.reference_seconds:.1f} s without limits",
+        "time lost to "
+        "replays": f"{lost:.2f} s ({lost / outcome.seconds:.1%}): failed attempts, from the start "
+        "of their forward until undone",
+        "time": f"{outcome.seconds:.1f} s within the budget, {outcome.reference_seconds:.1f} s "
+        "without limits",
     }
 
 
@@ -82,12 +100,21 @@ def page(outcome: Outcome, rows: Mapping[str, str], log: Path) -> str:
     data = read_run(run)
     began = float(run.header["time"])
     left = [(at - began, move.what, format_bytes(move.left)) for at, move in outcome.notes.moves]
-    moves = [Mark(t, "note", what, (("left for us", size),), f"{what}: {size} left for us") for t, what, size in left]
+    moves = [
+        Mark(t, "note", what, (("left for us", size),), f"{what}: {size} left for us")
+        for t, what, size in left
+    ]
     data = replace(
         data,
         title="The run with elastic_mbs",
         marks=sorted([*data.marks, *moves], key=lambda mark: mark.t),
         reference=[(t, loss) for (t, _), loss in zip(data.loss, outcome.reference, strict=False)],
     )
-    note = "".join(f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in rows.items())
-    return document("elastic_mbs demo", verdict(outcome), section(data, remark=data.about[0][1], opened=True, note=f'<p class="about">{note}</p>'))
+    note = "".join(
+        f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in rows.items()
+    )
+    return document(
+        "elastic_mbs demo",
+        verdict(outcome),
+        section(data, remark=data.about[0][1], opened=True, note=f'<p class="about">{note}</p>'),
+    )

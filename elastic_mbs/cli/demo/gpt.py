@@ -13,7 +13,11 @@ from elastic_mbs.cli.demo.text import IGNORED, Batch
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the model. There is no dropout: masks depend on the split, and runs with different splits could not be compared."""
+    """Shape of the model.
+
+    There is no dropout: masks depend on the split, and runs with different splits could not be
+    compared.
+    """
 
     vocabulary: int = 256  # bytes are their own tokens
     context: int = 255  # longest sequence

@@ -12,7 +12,8 @@ from elastic_mbs import ElasticMBS, Event, MemoryOptions, Policy, StepResult, co
 from elastic_mbs.cli.demo.gpt import token_loss
 from elastic_mbs.cli.demo.text import Batch
 
-# less patient than the default (4 calls, 100 times, 0.5 % of time): the whole demo takes a minute, and growth is to be seen in it
+# less patient than the default (4 calls, 100 times, 0.5 % of time): the whole demo takes a minute,
+# and growth is to be seen in it
 POLICY = Policy(patience=2, cooldown=2.0, min_gain=0.0)
 
 
@@ -26,16 +27,24 @@ def train(
     """Trains with elastic_mbs: each batch as large as it is wanted, in whatever memory there is."""
     optimizer = make_optimizer(model)
     with ElasticMBS(
-        model, count=count_tokens("labels"), policy=POLICY, on_event=on_event, log=log, memory=MemoryOptions(monitor_interval=0.02)
+        model,
+        count=count_tokens("labels"),
+        policy=POLICY,
+        on_event=on_event,
+        log=log,
+        memory=MemoryOptions(monitor_interval=0.02),
     ) as mbs:
         for batch in batches:
-            result = mbs.backward(token_loss, batch, model)  # was: loss = token_loss(batch, model); loss.backward()
+            # was: loss = token_loss(batch, model); loss.backward()
+            result = mbs.backward(token_loss, batch, model)
             optimizer.step()
             optimizer.zero_grad()
             on_result(result)
 
 
-def train_plainly(model: nn.Module, batches: Iterable[Batch], on_loss: Callable[[float], None]) -> None:
+def train_plainly(
+    model: nn.Module, batches: Iterable[Batch], on_loss: Callable[[float], None]
+) -> None:
     """The same in plain PyTorch: the whole batch at once, in as much memory as it takes."""
     optimizer = make_optimizer(model)
     for batch in batches:

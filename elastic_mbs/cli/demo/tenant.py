@@ -1,7 +1,8 @@
 """The co-tenant: another user of the memory, that comes and goes by a script.
 
-It moves in the middle of a step, where that hurts: at the n-th micro-batch, in forward or backward. What it leaves to the training is the limit of a
-`MemoryBudget` on a CPU, and the process's memory fraction on CUDA.
+It moves in the middle of a step, where that hurts: at the n-th micro-batch, in forward or backward.
+What it leaves to the training is the limit of a `MemoryBudget` on a CPU, and the process's memory
+fraction on CUDA.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ def write_script(steps: int, budget: int, floor: int) -> list[TenantMove]:
 class Script:
     """Makes the moves when their time has come; its `forward` is a forward hook of the model's last block."""
 
-    def __init__(self, moves: Sequence[TenantMove], step: Callable[[], int], make: Callable[[TenantMove], None]) -> None:
+    def __init__(
+        self,
+        moves: Sequence[TenantMove],
+        step: Callable[[], int],
+        make: Callable[[TenantMove], None],
+    ) -> None:
         self._moves = list(moves)
         self._step, self._make = step, make
         self._seen = (-1, 0)  # step and micro-batch
@@ -70,7 +76,8 @@ def limited(budget: int, device: torch.device) -> Iterator[Callable[[int], None]
     total = torch.cuda.mem_get_info(device)[1]
 
     def leave(left: int) -> None:
-        torch.cuda.empty_cache()  # the fraction counts when the allocator takes more, not for what it has cached
+        # the fraction counts when the allocator takes more, not for what it has cached
+        torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
 
     leave(budget)

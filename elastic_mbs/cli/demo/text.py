@@ -18,7 +18,9 @@ Batch = dict[str, Tensor]
 
 IGNORED = -100
 SHORTEST = 32  # bytes of the shortest document: what is shorter is a lone bracket or an import
-BUCKET = 3  # batches whose documents are sorted by length together: little padding, and batches that differ in length
+# batches whose documents are sorted by length together: little padding, and batches that differ in
+# length
+BUCKET = 3
 
 
 def passages(text: bytes, longest: int) -> Iterator[bytes]:
@@ -37,7 +39,11 @@ def read_documents(path: Path | None, *, count: int, longest: int, seed: int) ->
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     elif path.is_dir():
-        shown = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        shown = (
+            file
+            for file in path.rglob("*")
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
         files = sorted(file for file in shown if file.is_file())
     else:
         files = [path]
@@ -53,7 +59,10 @@ def read_documents(path: Path | None, *, count: int, longest: int, seed: int) ->
         if len(found) >= 4 * count:
             break
     if not found:
-        raise UsageError(f"--text {path}: no passage of at least {SHORTEST} bytes in {len(files)} file(s); name a text with --text PATH")
+        raise UsageError(
+            f"--text {path}: no passage of at least {SHORTEST} bytes in {len(files)} file(s); "
+            "name a text with --text PATH"
+        )
     rng.shuffle(found)
     return [found[i % len(found)] for i in range(count)]
 
@@ -67,7 +76,10 @@ def collate(documents: Sequence[bytes]) -> Batch:
 
 
 class Loader:
-    """One batch per step, of documents of similar length. Each pass gives the same batches, made one at a time."""
+    """One batch per step, of documents of similar length.
+
+    Each pass gives the same batches, made one at a time.
+    """
 
     def __init__(self, documents: Sequence[bytes], batch: int, seed: int) -> None:
         rng = random.Random(seed)
@@ -77,7 +89,8 @@ class Loader:
             chunks = [bucket[i : i + batch] for i in range(0, len(bucket), batch)]
             rng.shuffle(chunks)
             for chunk in chunks:
-                rng.shuffle(chunk)  # else every batch would have its longest documents in the last piece
+                # else every batch would have its longest documents in the last piece
+                rng.shuffle(chunk)
             self._chunks += chunks
 
     def __iter__(self) -> Iterator[Batch]:
@@ -85,4 +98,6 @@ class Loader:
 
     def longest(self, documents: int) -> Batch:
         """So many documents of the batch with the longest one, and that one among them."""
-        return collate(sorted(max(self._chunks, key=lambda chunk: max(map(len, chunk))), key=len)[-documents:])
+        return collate(
+            sorted(max(self._chunks, key=lambda chunk: max(map(len, chunk))), key=len)[-documents:]
+        )

@@ -1,7 +1,7 @@
 """The doctor: what this machine is like for training with elastic_mbs, what that means, and what to do.
 
-Looks at versions, the driver, devices and who else is on them, the allocator's settings, and the limits of the host and its containers. Exit code 1
-where there is a problem that will hurt training.
+Looks at versions, the driver, devices and who else is on them, the allocator's settings, and the
+limits of the host and its containers. Exit code 1 where there is a problem that will hurt training.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from elastic_mbs.cli.doctor.machine import collect
 from elastic_mbs.cli.doctor.rules import Finding, Level, judge
 
 SCHEMA = "elastic-mbs-doctor"
-VERSION = 1  # of the JSON document: rises when a field goes or changes its meaning, not when one is added
+# of the JSON document: rises when a field goes or changes its meaning, not when one is added
+VERSION = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
     parser.add_argument(
         "--allocate",
         action="store_true",
-        help="also allocate 1 MiB on each device, which takes a few hundred MiB there for a moment (a CUDA context)",
+        help="also allocate 1 MiB on each device, which takes a few hundred MiB there for a "
+        "moment (a CUDA context)",
     )
 
 
@@ -37,7 +41,11 @@ def main(arguments: argparse.Namespace) -> int:
     facts = collect(allocate=arguments.allocate)
     findings = judge(facts)
     found = document(facts, findings)
-    print(json.dumps(found, indent=2) if arguments.json else render(findings, shutil.get_terminal_size().columns))
+    print(
+        json.dumps(found, indent=2)
+        if arguments.json
+        else render(findings, shutil.get_terminal_size().columns)
+    )
     return int(not found["healthy"])
 
 
@@ -60,14 +68,30 @@ def render(findings: Sequence[Finding], width: int = 80) -> str:
     for finding in findings:
         head = f"{finding.level:<{max(map(len, Level))}}  {finding.topic:<{topic}}  "
         indent = " " * len(head)
-        for text, first, rest in ((finding.found, head, indent), (finding.means, indent, indent), (finding.do, f"{indent}→ ", f"{indent}  ")):
-            # a line is longer than the width where a word is: commands and UUIDs stay in one piece, to be copied
-            lines += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+        for text, first, rest in (
+            (finding.found, head, indent),
+            (finding.means, indent, indent),
+            (finding.do, f"{indent}→ ", f"{indent}  "),
+        ):
+            # a line is longer than the width where a word is: commands and UUIDs stay in one piece,
+            # to be copied
+            lines += textwrap.wrap(
+                text,
+                width,
+                initial_indent=first,
+                subsequent_indent=rest,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     return "\n".join([*lines, "", summary(findings)])
 
 
 def summary(findings: Sequence[Finding]) -> str:
     """`1 problem, 2 warnings, 3 notes`."""
     count = Counter[str](finding.level for finding in findings if finding.level is not Level.OK)
-    words = [f"{count[level]} {level}{'' if count[level] == 1 else 's'}" for level in reversed(Level) if count[level]]
+    words = [
+        f"{count[level]} {level}{'' if count[level] == 1 else 's'}"
+        for level in reversed(Level)
+        if count[level]
+    ]
     return ", ".join(words) if count[Level.PROBLEM] or count[Level.WARNING] else "no problems"

@@ -1,6 +1,7 @@
 """What a machine is like, as far as memory goes: plain values, collected once and judged elsewhere.
 
-What could not be found out is an `Unknown` with the reason. It never stops the collection of the rest.
+What could not be found out is an `Unknown` with the reason. It never stops the collection of the
+rest.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 
 from elastic_mbs.memory import CgroupMemory, Holder
 
-# variables of the CUDA allocator's settings, in the order in which torch 2.13 looks for them; the first that is set counts
+# variables of the CUDA allocator's settings, in the order in which torch 2.13 looks for them; the
+# first that is set counts
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -56,8 +58,10 @@ class TorchDevice:
     total: int  # bytes
     integrated: bool = False  # the GPU shares the host's memory
     fraction: float = 1.0  # the share of the device that this process may use
-    free: int | Unknown | None = None  # bytes, by the runtime; read only where NVML has no figure, because that takes a CUDA context
-    allocation: str | None = None  # what a real allocation came to: "worked", or its error; None where none was tried
+    # bytes, by the runtime; read only where NVML has no figure, because that takes a CUDA context
+    free: int | Unknown | None = None
+    # what a real allocation came to: "worked", or its error; None where none was tried
+    allocation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class Torch:
     cuda: str | None = None  # version of CUDA that it was built for
     hip: str | None = None  # version of ROCm that it was built for
     devices: tuple[TorchDevice, ...] | Unknown = ()  # `Unknown` has torch's own words
-    allocator: str | None = None  # "native", "cudaMallocAsync" or "custom"; None where there is no CUDA
+    # "native", "cudaMallocAsync" or "custom"; None where there is no CUDA
+    allocator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,8 @@ class Facts:
     versions: Versions
     torch: Torch
     nvml: Nvml | Unknown
-    environment: Mapping[str, str] = field(default_factory=dict)  # the variables that matter and are set
+    # the variables that matter and are set
+    environment: Mapping[str, str] = field(default_factory=dict)
     host: Host | Unknown = Unknown("not looked at")
     cgroup: CgroupMemory | Unknown | None = None  # None: there is no limit
     limits: tuple[Limit, ...] | Unknown = ()

@@ -1,4 +1,7 @@
-"""Reads the facts of this machine. Each question fails softly, into an `Unknown` with the reason."""
+"""Reads the facts of this machine.
+
+Each question fails softly, into an `Unknown` with the reason.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,19 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from elastic_mbs.cli.doctor.facts import ALLOCATOR, Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Trainer, Unknown, Versions
+from elastic_mbs.cli.doctor.facts import (
+    ALLOCATOR,
+    Facts,
+    Gpu,
+    Host,
+    Limit,
+    Nvml,
+    Torch,
+    TorchDevice,
+    Trainer,
+    Unknown,
+    Versions,
+)
 from elastic_mbs.integrations.frameworks import FRAMEWORKS
 from elastic_mbs.memory import cgroup_memory
 from elastic_mbs.memory.processes import holders_on, pids_are_ours
@@ -28,14 +43,21 @@ except ImportError:  # Windows
 
 T = TypeVar("T")
 
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", *ALLOCATOR, "PYTORCH_NO_CUDA_MEMORY_CACHING", "NVIDIA_DRIVER_CAPABILITIES")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    *ALLOCATOR,
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "NVIDIA_DRIVER_CAPABILITIES",
+)
 _MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
 def collect(*, allocate: bool = False, root: Path = Path("/")) -> Facts:
     """All facts of this machine and process.
 
-    `allocate`: a little on each CUDA device, too, where a CUDA context (a few hundred MiB) then stays. Files are read below `root`.
+    `allocate`: a little on each CUDA device, too, where a CUDA context (a few hundred MiB) then
+    stays. Files are read below `root`.
     """
     nvml = nvml_facts()
     return Facts(
@@ -57,7 +79,8 @@ def softly(question: Callable[[], T]) -> T | Unknown:
     """The answer, or why there is none."""
     try:
         return question()
-    except Exception as error:  # a diagnosis has to come to its end, whatever is wrong with the machine
+    except Exception as error:
+        # a diagnosis has to come to its end, whatever is wrong with the machine
         return Unknown(in_one_line(error))
 
 
@@ -78,11 +101,17 @@ def versions() -> Versions:
         with suppress(importlib.metadata.PackageNotFoundError):
             packages[package.replace("-", "_")] = importlib.metadata.version(package)
     system = f"{platform.system()} {platform.release()} ({platform.machine()})"
-    return Versions(__version__, platform.python_version(), system, str(torch.__version__), **packages)
+    return Versions(
+        __version__, platform.python_version(), system, str(torch.__version__), **packages
+    )
 
 
 def trainers() -> tuple[Trainer, ...]:
-    return tuple(Trainer(each.package, found, each.oldest, each.newest, bool(each.tested)) for each in FRAMEWORKS if (found := each.installed))
+    return tuple(
+        Trainer(each.package, found, each.oldest, each.newest, bool(each.tested))
+        for each in FRAMEWORKS
+        if (found := each.installed)
+    )
 
 
 def torch_facts(nvml: Nvml | Unknown, *, allocate: bool = False) -> Torch:
@@ -90,11 +119,19 @@ def torch_facts(nvml: Nvml | Unknown, *, allocate: bool = False) -> Torch:
     cuda, hip = torch.version.cuda, torch.version.hip
     if cuda is None and hip is None:
         return Torch()
-    read = {gpu.uuid.partition("-")[2] for gpu in nvml.gpus if isinstance(gpu.free, int)} if isinstance(nvml, Nvml) else set()
+    read = (
+        {gpu.uuid.partition("-")[2] for gpu in nvml.gpus if isinstance(gpu.free, int)}
+        if isinstance(nvml, Nvml)
+        else set()
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         started = softly(torch.cuda.init)
-        devices = started or softly(lambda: tuple(_device(index, read, allocate) for index in range(torch.cuda.device_count())))
+        devices = started or softly(
+            lambda: tuple(
+                _device(index, read, allocate) for index in range(torch.cuda.device_count())
+            )
+        )
     if isinstance(devices, Unknown) and warned:
         # torch warns of what is wrong with the driver, and then raises that there is no device
         devices = Unknown(f"{str(warned[0].message).splitlines()[0]} ({devices.why})")
@@ -105,7 +142,11 @@ def _device(index: int, read: set[str], allocate: bool) -> TorchDevice:
     properties = torch.cuda.get_device_properties(index)
     uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
     integrated = bool(getattr(properties, "is_integrated", False))
-    tried = softly(lambda: torch.ones(1 << 18, device=f"cuda:{index}").sum().item()) if allocate else None
+    tried = (
+        softly(lambda: torch.ones(1 << 18, device=f"cuda:{index}").sum().item())
+        if allocate
+        else None
+    )
     return TorchDevice(
         index=index,
         name=properties.name,
@@ -113,7 +154,9 @@ def _device(index: int, read: set[str], allocate: bool) -> TorchDevice:
         total=int(properties.total_memory),
         integrated=integrated,
         fraction=known(lambda: float(torch.cuda.get_per_process_memory_fraction(index)), 1.0),
-        free=None if uuid in read or integrated else softly(lambda: int(torch.cuda.mem_get_info(index)[0])),
+        free=None
+        if uuid in read or integrated
+        else softly(lambda: int(torch.cuda.mem_get_info(index)[0])),
         allocation=tried.why if isinstance(tried, Unknown) else "worked" if allocate else None,
     )
 
@@ -123,11 +166,16 @@ def nvml_facts() -> Nvml | Unknown:
     try:
         import pynvml
     except Exception as error:
-        return Unknown(f"the module pynvml cannot be imported: {in_one_line(error)}", absent=isinstance(error, ImportError))
+        return Unknown(
+            f"the module pynvml cannot be imported: {in_one_line(error)}",
+            absent=isinstance(error, ImportError),
+        )
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        absent = isinstance(error, (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded))
+        absent = isinstance(
+            error, (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
+        )
         return Unknown(in_one_line(error), absent=absent)
     try:
         return softly(lambda: _nvml(pynvml))
@@ -138,8 +186,14 @@ def nvml_facts() -> Nvml | Unknown:
 
 def _nvml(pynvml: Any) -> Nvml:
     newest = known(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()), 0)
-    gpus = tuple(gpu for index in range(pynvml.nvmlDeviceGetCount()) for gpu in _gpus(pynvml, index))
-    return Nvml(str(pynvml.nvmlSystemGetDriverVersion()), f"{newest // 1000}.{newest % 1000 // 10}" if newest else "unknown", gpus)
+    gpus = tuple(
+        gpu for index in range(pynvml.nvmlDeviceGetCount()) for gpu in _gpus(pynvml, index)
+    )
+    return Nvml(
+        str(pynvml.nvmlSystemGetDriverVersion()),
+        f"{newest // 1000}.{newest % 1000 // 10}" if newest else "unknown",
+        gpus,
+    )
 
 
 def _gpus(pynvml: Any, index: int) -> Iterator[Gpu]:
@@ -148,23 +202,43 @@ def _gpus(pynvml: Any, index: int) -> Iterator[Gpu]:
     if isinstance(handle, Unknown):  # one that has fallen off the bus keeps its number
         yield Gpu(index, "", "unknown", free=handle)
         return
-    mig = known(lambda: bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == 1), False)  # now; after the next reset is the second figure
+    # now; after the next reset is the second figure
+    mig = known(lambda: bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == 1), False)
     yield _gpu(pynvml, handle, index, mig=mig)
-    for place in range(known(lambda: int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)), 0) if mig else 0):
+    for place in range(
+        known(lambda: int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)), 0) if mig else 0
+    ):
         with suppress(pynvml.NVMLError):  # places may be empty
-            yield _gpu(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place), place, parent=index)
+            yield _gpu(
+                pynvml,
+                pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place),
+                place,
+                parent=index,
+            )
 
 
-def _gpu(pynvml: Any, handle: Any, index: int, *, parent: int | None = None, mig: bool = False) -> Gpu:
+def _gpu(
+    pynvml: Any, handle: Any, index: int, *, parent: int | None = None, mig: bool = False
+) -> Gpu:
     memory = softly(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
-    free = memory if isinstance(memory, Unknown) else int(memory.free) if memory.total else Unknown("NVML gives no memory figures for it")
+    free = (
+        memory
+        if isinstance(memory, Unknown)
+        else int(memory.free)
+        if memory.total
+        else Unknown("NVML gives no memory figures for it")
+    )
     return Gpu(
         index=index,
         uuid=known(lambda: str(pynvml.nvmlDeviceGetUUID(handle)), ""),
         name=known(lambda: str(pynvml.nvmlDeviceGetName(handle)), "unknown"),
         parent=parent,
         mig=mig,
-        compute_mode=_MODES.get(known(lambda: pynvml.nvmlDeviceGetComputeMode(handle), -1), "unknown") if parent is None else "default",
+        compute_mode=_MODES.get(
+            known(lambda: pynvml.nvmlDeviceGetComputeMode(handle), -1), "unknown"
+        )
+        if parent is None
+        else "default",
         free=free,
         total=0 if isinstance(memory, Unknown) else int(memory.total),
         holders=softly(lambda: holders_on(pynvml, handle)),

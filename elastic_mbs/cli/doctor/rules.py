@@ -1,4 +1,7 @@
-"""What the facts mean for training: the conditions and the figures of the table in `rules.toml`. The same facts always give the same findings."""
+"""What the facts mean for training: the conditions and the figures of the table in `rules.toml`.
+
+The same facts always give the same findings.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,11 @@ class Words(string.Formatter):
     """Fills a template; the format `B` writes bytes."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        return format_bytes(value) if format_spec == "B" else str(super().format_field(value, format_spec))
+        return (
+            format_bytes(value)
+            if format_spec == "B"
+            else str(super().format_field(value, format_spec))
+        )
 
 
 # `s` is the subject of a rule: see `subjects`
@@ -69,7 +76,9 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "an allocation failed": lambda s: s.d.allocation not in (None, "worked"),
     "the device shares the host's memory": lambda s: s.d.integrated,
     "NVML does not list the device": lambda s: s.g is None and isinstance(s.f.nvml, Nvml),
-    "NVML has no figures for the device": lambda s: s.g is not None and isinstance(s.g.free, Unknown),
+    "NVML has no figures for the device": lambda s: (
+        s.g is not None and isinstance(s.g.free, Unknown)
+    ),
     "the device is a MIG instance": lambda s: s.g is not None and s.g.parent is not None,
     "a memory fraction is set": lambda s: s.d.fraction < 1,
     "torch numbers devices in another order": lambda s: s.moved,
@@ -78,12 +87,18 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "the GPU does not answer": lambda s: isinstance(s.g.free, Unknown) and not s.g.uuid,
     # co-tenants
     "there are co-tenants": lambda s: s.ours and s.holders,
-    "little of the GPU is free": lambda s: s.ours and isinstance(s.g.free, int) and s.g.free < LITTLE * s.g.total and not s.g.mig,
+    "little of the GPU is free": lambda s: (
+        s.ours and isinstance(s.g.free, int) and s.g.free < LITTLE * s.g.total and not s.g.mig
+    ),
     # allocator
     "allocator settings conflict": lambda s: conflict(s.environment),
     "the cache is off": lambda s: s.environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") != "0",
-    "the backend is cudaMallocAsync": lambda s: "cudaMallocAsync" in (s.f.torch.allocator, s.settings.get("backend")),
-    "segments are expandable": lambda s: s.settings.get("expandable_segments", "").lower() == "true",
+    "the backend is cudaMallocAsync": lambda s: (
+        "cudaMallocAsync" in (s.f.torch.allocator, s.settings.get("backend"))
+    ),
+    "segments are expandable": lambda s: (
+        s.settings.get("expandable_segments", "").lower() == "true"
+    ),
     "segments could be expandable": lambda s: s.f.platform != "win32",
     "the driver can spill into the host's memory": lambda s: s.f.wsl or s.f.platform == "win32",
     # host, limits, platform
@@ -91,7 +106,9 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "little of the host's memory is left": lambda s: s.f.host.available < LITTLE * s.f.host.total,
     "the cgroup is unknown": lambda s: isinstance(s.f.cgroup, Unknown),
     "there is a cgroup": lambda s: s.f.cgroup is not None,
-    "little of the cgroup's limit is left": lambda s: isinstance(s.f.cgroup, CgroupMemory) and s.f.cgroup.available < LITTLE * s.f.cgroup.limit,
+    "little of the cgroup's limit is left": lambda s: (
+        isinstance(s.f.cgroup, CgroupMemory) and s.f.cgroup.available < LITTLE * s.f.cgroup.limit
+    ),
     "resource limits are unknown": lambda s: isinstance(s.f.limits, Unknown),
     "addresses are limited": lambda s: s.l.name == "RLIMIT_AS",
 }
@@ -100,7 +117,9 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
 @cache
 def table() -> dict[str, dict[str, list[dict[str, str]]]]:
     """The rules by topic and group, in order."""
-    return tomllib.loads(resources.files(__package__).joinpath("rules.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(
+        resources.files(__package__).joinpath("rules.toml").read_text(encoding="utf-8")
+    )
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -120,7 +139,16 @@ def _first(topic: str, rules: list[dict[str, str]], subject: SimpleNamespace) ->
     for rule in rules:
         level = next(level for level in Level if level in rule)
         if all(CONDITIONS[condition](subject) for condition in rule[level].split(", ")):
-            return [Finding(level, topic, *(Words().vformat(rule.get(name, ""), (), vars(subject)) for name in ("found", "means", "do")))]
+            return [
+                Finding(
+                    level,
+                    topic,
+                    *(
+                        Words().vformat(rule.get(name, ""), (), vars(subject))
+                        for name in ("found", "means", "do")
+                    ),
+                )
+            ]
     return []
 
 
@@ -131,10 +159,16 @@ def subjects(facts: Facts) -> dict[str, list[SimpleNamespace]]:
     limits = facts.limits if isinstance(facts.limits, tuple) else ()
     return {
         "machine": [SimpleNamespace(**machine)],
-        "device": [SimpleNamespace(**machine, **_device(facts, device, gpus.get(device.uuid or ""))) for device in facts.devices],
+        "device": [
+            SimpleNamespace(**machine, **_device(facts, device, gpus.get(device.uuid or "")))
+            for device in facts.devices
+        ],
         "gpu": [SimpleNamespace(**machine, **_gpu(facts, gpu)) for gpu in facts.gpus],
         "trainer": [SimpleNamespace(**machine, t=trainer) for trainer in facts.trainers],
-        "limit": [SimpleNamespace(**machine, l=limit, flag="-v" if limit.name == "RLIMIT_AS" else "-d") for limit in limits],
+        "limit": [
+            SimpleNamespace(**machine, l=limit, flag="-v" if limit.name == "RLIMIT_AS" else "-d")
+            for limit in limits
+        ],
     }
 
 
@@ -143,14 +177,19 @@ def _machine(facts: Facts) -> dict[str, Any]:
     if facts.torch.hip is None:
         environment.pop("PYTORCH_HIP_ALLOC_CONF", None)  # ROCm's own name means nothing to CUDA
     conf = settings(environment)
-    others = "".join(f"{name}:{value}," for name, value in conf.items() if name != "expandable_segments")
+    others = "".join(
+        f"{name}:{value}," for name, value in conf.items() if name != "expandable_segments"
+    )
     variable = "PYTORCH_ALLOC_CONF" if release(v.torch) >= (2, 9) else "PYTORCH_CUDA_ALLOC_CONF"
     doubt = ", if this board can: not all of its kind do" if facts.integrated else ""
     return {
         "f": facts,
-        "versions": f"elastic_mbs {v.elastic_mbs}, torch {v.torch}, Python {v.python}, psutil {v.psutil or 'unknown'}, on {v.system}",
+        "versions": f"elastic_mbs {v.elastic_mbs}, torch {v.torch}, Python {v.python}, psutil "
+        f"{v.psutil or 'unknown'}, on {v.system}",
         "gpus": sum(gpu.parent is None for gpu in facts.gpus),
-        "no_device": facts.torch.devices.why if isinstance(facts.torch.devices, Unknown) else "torch sees no device",
+        "no_device": facts.torch.devices.why
+        if isinstance(facts.torch.devices, Unknown)
+        else "torch sees no device",
         "nvml_remedy": _nvml_remedy(facts),
         "device_remedy": _device_remedy(facts),
         "moved": _moved(facts),
@@ -166,7 +205,13 @@ def _device(facts: Facts, device: TorchDevice, gpu: Gpu | None) -> dict[str, Any
     amount = f", {format_bytes(free)} free" if isinstance(free, int) else ""
     where = "NVML has no reading of it" if gpu is None else f"{_place(gpu)}, {gpu.uuid}"
     place = f"cuda:{device.index} is {device.name}, {format_bytes(device.total)}{amount}"
-    return {"d": device, "g": gpu, "place": place, "where": where, "fraction": device.fraction * device.total}
+    return {
+        "d": device,
+        "g": gpu,
+        "place": place,
+        "where": where,
+        "fraction": device.fraction * device.total,
+    }
 
 
 def _gpu(facts: Facts, gpu: Gpu) -> dict[str, Any]:
@@ -188,18 +233,31 @@ def _gpu(facts: Facts, gpu: Gpu) -> dict[str, Any]:
 
 
 def _place(gpu: Gpu) -> str:
-    return f"nvidia-smi's GPU {gpu.index}" if gpu.parent is None else f"MIG instance {gpu.index} of nvidia-smi's GPU {gpu.parent}"
+    return (
+        f"nvidia-smi's GPU {gpu.index}"
+        if gpu.parent is None
+        else f"MIG instance {gpu.index} of nvidia-smi's GPU {gpu.parent}"
+    )
 
 
 def _moved(facts: Facts) -> str:
     """Devices with different numbers for torch and nvidia-smi, and why; empty where there is none."""
     index = {gpu.uuid.partition("-")[2]: gpu.index for gpu in facts.gpus if gpu.parent is None}
-    moved = [(device.index, index[device.uuid]) for device in facts.devices if device.uuid in index and index[device.uuid] != device.index]
+    moved = [
+        (device.index, index[device.uuid])
+        for device in facts.devices
+        if device.uuid in index and index[device.uuid] != device.index
+    ]
     if not moved:
         return ""
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    because = "CUDA puts the fastest first" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
-    return ", ".join(f"cuda:{ours} is nvidia-smi's {theirs}" for ours, theirs in moved) + f" ({because})"
+    because = (
+        "CUDA puts the fastest first" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
+    )
+    return (
+        ", ".join(f"cuda:{ours} is nvidia-smi's {theirs}" for ours, theirs in moved)
+        + f" ({because})"
+    )
 
 
 def _device_remedy(facts: Facts) -> str:
@@ -209,7 +267,9 @@ def _device_remedy(facts: Facts) -> str:
     if isinstance(nvml, Nvml):
         if facts.torch.cuda is not None and release(nvml.cuda)[:1] < release(facts.torch.cuda)[:1]:
             return f"The driver serves CUDA up to {nvml.cuda}: update it, or install a torch that is built for an older CUDA."
-        if any(gpu.mig for gpu in nvml.gpus) and not any(gpu.parent is not None for gpu in nvml.gpus):
+        if any(gpu.mig for gpu in nvml.gpus) and not any(
+            gpu.parent is not None for gpu in nvml.gpus
+        ):
             return "MIG mode is on and there is no instance: create one (nvidia-smi mig -cgi … -C), or switch MIG off."
         if visible is not None:
             return f"CUDA_VISIBLE_DEVICES={visible!r} may name no device that is there: nvidia-smi -L lists them."
@@ -221,12 +281,12 @@ def _nvml_remedy(facts: Facts) -> str:
         return "pip install nvidia-ml-py"
     if facts.nvml_absent:
         now = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES")
-        return (
-            f"In a container, ask for the driver's utilities: NVIDIA_DRIVER_CAPABILITIES=compute,utility{'' if now is None else f' (now {now!r})'}."
-        )
+        return f"In a container, ask for the driver's utilities: NVIDIA_DRIVER_CAPABILITIES=compute,utility{'' if now is None else f' (now {now!r})'}."
     if not facts.own_pids:
         return "Start the container again: it may have lost its rights to the device, as after 'systemctl daemon-reload' on the host."
-    return "See what nvidia-smi says; after an update of the driver, load its module again or reboot."
+    return (
+        "See what nvidia-smi says; after an update of the driver, load its module again or reboot."
+    )
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -242,7 +302,16 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 def conflict(environment: Mapping[str, str]) -> bool:
     """Whether two of the variables are set to different things."""
-    return len({frozenset(_parse(environment[name]).items()) for name in ALLOCATOR if name in environment}) > 1
+    return (
+        len(
+            {
+                frozenset(_parse(environment[name]).items())
+                for name in ALLOCATOR
+                if name in environment
+            }
+        )
+        > 1
+    )
 
 
 def _parse(text: str) -> dict[str, str]:

@@ -22,7 +22,11 @@ def draw(report: PlanReport, path: Path) -> None:
         heights = [getattr(planned, part) / 2**30 for planned in sizes]
         axes.bar([str(planned.size) for planned in sizes], heights, bottom=base, label=part)
         base = [low + height for low, height in zip(base, heights, strict=True)]
-    lines = (("what there is", report.capacity, "-"), ("without the margin", report.usable, "--"), ("optimizer's step", report.step or None, ":"))
+    lines = (
+        ("what there is", report.capacity, "-"),
+        ("without the margin", report.usable, "--"),
+        ("optimizer's step", report.step or None, ":"),
+    )
     for label, figure_of, style in lines:
         if figure_of is not None:
             axes.axhline(figure_of / 2**30, label=label, linestyle=style, color="black")

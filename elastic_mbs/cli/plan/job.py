@@ -26,7 +26,9 @@ class Job(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        return next(
+            (parameter.device for parameter in self.model.parameters()), torch.device("cpu")
+        )
 
 
 def load(name: str, device: str | None) -> Job:
@@ -43,8 +45,12 @@ def load(name: str, device: str | None) -> Job:
 def _factory(name: str) -> Callable[[], Any]:
     path, _, attribute = name.rpartition(":")
     if not (path.endswith(".py") and Path(path).is_file()):
-        raise UsageError(f"{name}: there is no Python file {path or name!r}; name a file and its function, as in train.py:make")
-    sys.path.insert(0, os.fspath(Path(path).resolve().parent))  # as for a script: what lies beside it can be imported
+        raise UsageError(
+            f"{name}: there is no Python file {path or name!r}; name a file and its function, as "
+            "in train.py:make"
+        )
+    # as for a script: what lies beside it can be imported
+    sys.path.insert(0, os.fspath(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(f"_planned_{Path(path).stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -57,14 +63,30 @@ def _factory(name: str) -> Callable[[], Any]:
 
 
 def _job(made: Any, device: str | None) -> Job:
-    if not (isinstance(made, tuple) and len(made) >= 3 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise UsageError("the factory must return (model, loss_fn, batches), and may add the optimizer's maker and a dict of options for ElasticMBS")
+    if not (
+        isinstance(made, tuple)
+        and len(made) >= 3
+        and isinstance(made[0], nn.Module)
+        and callable(made[1])
+    ):
+        raise UsageError(
+            "the factory must return (model, loss_fn, batches), and may add the optimizer's maker "
+            "and a dict of options for ElasticMBS"
+        )
     model, loss_fn, batches, *more = made
-    if isinstance(batches, torch.Tensor | dict) or (isinstance(batches, tuple) and all(isinstance(part, torch.Tensor) for part in batches)):
-        raise UsageError(f"batches are one {type(batches).__name__}: for a single batch give a list of it, [batch]")
+    if isinstance(batches, torch.Tensor | dict) or (
+        isinstance(batches, tuple) and all(isinstance(part, torch.Tensor) for part in batches)
+    ):
+        raise UsageError(
+            f"batches are one {type(batches).__name__}: for a single batch give a list of it, "
+            "[batch]"
+        )
     batch = batches(0) if callable(batches) else next(iter(batches))
     if device is not None:
         model.to(device)
-    maker = next((each for each in more if callable(each)), lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    maker = next(
+        (each for each in more if callable(each)),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    )
     options = next((each for each in more if isinstance(each, dict)), {})
     return Job(model, loss_fn, batch, maker(model.parameters()), options)

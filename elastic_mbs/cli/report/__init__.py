@@ -1,7 +1,8 @@
 """The report: a run log as one HTML file that needs nothing else.
 
-Four lanes on one time axis (memory, micro-batch size, throughput, loss), with a mark for each event. It opens without a network, in light and dark,
-on wide and narrow screens. `data.py` has the points of each line, `svg.py` its lane and look, `page.py` the HTML around the lanes.
+Four lanes on one time axis (memory, micro-batch size, throughput, loss), with a mark for each
+event. It opens without a network, in light and dark, on wide and narrow screens. `data.py` has the
+points of each line, `svg.py` its lane and look, `page.py` the HTML around the lanes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from elastic_mbs.sinks.run_log import read_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, metavar="RUN.jsonl", help="what ElasticMBS(..., log=...) has written")
-    parser.add_argument("-o", "--out", type=Path, metavar="HTML", help="where the report goes (default: next to the log, named .html)")
+    parser.add_argument(
+        "log", type=Path, metavar="RUN.jsonl", help="what ElasticMBS(..., log=...) has written"
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="HTML",
+        help="where the report goes (default: next to the log, named .html)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""What a report shows of a run: the points of its lines, marks, and figures at its head. `svg.py` puts lines into lanes and says how they look."""
+"""What a report shows of a run: the points of its lines, marks, and figures at its head.
+
+`svg.py` puts lines into lanes and says how they look.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_mbs.cli.report.scale import Point, duration
-from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory, Resized, SensorLost, format_bytes
+from elastic_mbs.events import (
+    CallDone,
+    CallFailed,
+    Event,
+    OptimizerOutOfMemory,
+    OutOfMemory,
+    Resized,
+    SensorLost,
+    format_bytes,
+)
 from elastic_mbs.sinks.run_log import Entry, Run
 
 _SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take; what lies outside is no time
@@ -62,7 +74,10 @@ Calls = Sequence[tuple[float, CallDone]]
 
 def read_run(run: Run) -> RunData:
     """The run, put in order."""
-    entries = [replace(entry, event=_plausible(entry.event)) for entry in sorted(run.entries, key=lambda entry: entry.t)]
+    entries = [
+        replace(entry, event=_plausible(entry.event))
+        for entry in sorted(run.entries, key=lambda entry: entry.t)
+    ]
     calls = [(entry.t, entry.event) for entry in entries if isinstance(entry.event, CallDone)]
     modes = sorted({call.mode for _, call in calls})
     sizes = _sizes(entries)
@@ -73,8 +88,17 @@ def read_run(run: Run) -> RunData:
         seconds=max((entry.t for entry in entries), default=0.0),
         memory=_memory(entries, calls, _part(run.header, "policy").get("margin")),
         sizes=sizes,
-        rates={mode: _per_call([(t, call) for t, call in calls if call.mode == mode], "rate") for mode in modes},
-        lost=_from_start(calls, [(t, min(1.0, call.seconds_lost / call.seconds) if call.seconds else None) for t, call in calls]),
+        rates={
+            mode: _per_call([(t, call) for t, call in calls if call.mode == mode], "rate")
+            for mode in modes
+        },
+        lost=_from_start(
+            calls,
+            [
+                (t, min(1.0, call.seconds_lost / call.seconds) if call.seconds else None)
+                for t, call in calls
+            ],
+        ),
         loss=[(t, call.loss) for t, call in calls if call.mode == "train"],
         marks=[_mark(entry) for entry in entries if not isinstance(entry.event, CallDone)],
     )
@@ -85,7 +109,9 @@ def _plausible(event: Event | None) -> Event | None:
     if not isinstance(event, CallDone | CallFailed):
         return event
     lost = event.seconds_lost if 0 <= event.seconds_lost < _LONGEST else 0.0
-    seconds = event.seconds if event.seconds is not None and _SHORTEST < event.seconds < _LONGEST else 0.0
+    seconds = (
+        event.seconds if event.seconds is not None and _SHORTEST < event.seconds < _LONGEST else 0.0
+    )
     return replace(event, seconds=seconds, seconds_lost=lost)
 
 
@@ -94,17 +120,39 @@ def _memory(entries: Sequence[Entry], calls: Calls, margin: object) -> Memory:
     capacity: list[Point] = []
     for entry in entries:
         event = entry.event
-        if isinstance(event, CallDone) and event.total is not None and event.held_by_others is not None:
+        if (
+            isinstance(event, CallDone)
+            and event.total is not None
+            and event.held_by_others is not None
+        ):
             capacity.append((entry.t, float(event.total - event.held_by_others)))
         elif isinstance(event, OutOfMemory) and event.held_by_others is not None and total:
             capacity.append((entry.t, float(total - event.held_by_others)))
         elif isinstance(event, CallDone | SensorLost):
             capacity.append((entry.t, None))
     if capacity:
-        capacity.insert(0, (min(0.0, capacity[0][0]), capacity[0][1]))  # what was read first held before it, too
-    peaks = [(t, max((peak for peak in (call.peak_reserved, call.peak_allocated) if peak is not None), default=None)) for t, call in calls]
+        # what was read first held before it, too
+        capacity.insert(0, (min(0.0, capacity[0][0]), capacity[0][1]))
+    peaks = [
+        (
+            t,
+            max(
+                (peak for peak in (call.peak_reserved, call.peak_allocated) if peak is not None),
+                default=None,
+            ),
+        )
+        for t, call in calls
+    ]
     allocated, reserved = _per_call(calls, "allocated"), _per_call(calls, "reserved")
-    highest = max((value for line in (peaks, allocated, reserved, capacity) for _, value in line if value is not None), default=0)
+    highest = max(
+        (
+            value
+            for line in (peaks, allocated, reserved, capacity)
+            for _, value in line
+            if value is not None
+        ),
+        default=0,
+    )
     part = 1 - float(margin) if isinstance(margin, int | float) else 1.0
     return Memory(
         total=max(total, highest),
@@ -123,10 +171,13 @@ def _sizes(entries: Sequence[Entry]) -> dict[str, list[Point]]:
         if isinstance(event, CallDone):
             line = found.setdefault(event.key, [])
             began = entry.t - (event.seconds or 0.0)
-            if not line or (line[-1][0] <= began and not event.ooms):  # else what changed since it began has an event, and is there already
+            # else what changed since it began has an event, and is there already
+            if not line or (line[-1][0] <= began and not event.ooms):
                 line += [(began, event.size_before), (entry.t, event.micro_batch_size)]
         elif isinstance(event, OutOfMemory | Resized):
-            found.setdefault(event.key, []).append((entry.t, event.size_after if isinstance(event, OutOfMemory) else event.after))
+            found.setdefault(event.key, []).append(
+                (entry.t, event.size_after if isinstance(event, OutOfMemory) else event.after)
+            )
     return found
 
 
@@ -142,30 +193,61 @@ def _from_start(calls: Calls, points: Sequence[Point]) -> list[Point]:
     return [(max(0.0, t - (first.seconds or 0.0)), points[0][1]), *points]
 
 
-def _tiles(events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]) -> tuple[tuple[str, str, str], ...]:
+def _tiles(
+    events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]
+) -> tuple[tuple[str, str, str], ...]:
     done = [event for event in events if isinstance(event, CallDone)]
     ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
-    samples, replayed, ooms = (sum(getattr(call, name) for call in done) for name in ("samples", "replayed_samples", "ooms"))
+    samples, replayed, ooms = (
+        sum(getattr(call, name) for call in done)
+        for name in ("samples", "replayed_samples", "ooms")
+    )
     busy = sum(call.seconds or 0.0 for call in done)
-    spent, lost = (sum(getattr(call, name) or 0.0 for call in ended) for name in ("seconds", "seconds_lost"))
+    spent, lost = (
+        sum(getattr(call, name) or 0.0 for call in ended) for name in ("seconds", "seconds_lost")
+    )
     evals = sum(call.mode != "train" for call in done)
     unfinished = sum(isinstance(event, OutOfMemory) for event in events) - ooms
     sized = [call for call in done if call.mode == "train"] or done
     sizes = [call.micro_batch_size for call in sized]
     _, final = max((tracks[call.key][-1] for call in sized), default=(0.0, None))
     between = f"between {min(sizes):,} and {max(sizes):,}" if len(set(sizes)) > 1 else ""
-    peak = max((peak for call in done for peak in (call.peak_allocated, call.peak_reserved, call.reserved) if peak is not None), default=None)
+    peak = max(
+        (
+            peak
+            for call in done
+            for peak in (call.peak_allocated, call.peak_reserved, call.reserved)
+            if peak is not None
+        ),
+        default=None,
+    )
     total = max((call.total for call in done if call.total is not None), default=None)
     last = events[-1] if events else None
     return (
         *([("ended by", last.error, last.message[:80])] if isinstance(last, CallFailed) else []),
         ("calls", f"{len(done):,}", f"{evals:,} of them eval" if evals else ""),
         ("samples", f"{samples:,}", f"{samples / busy:,.1f} per second" if busy > 0 else ""),
-        ("OOMs survived", f"{ooms:,}", f"and {unfinished:,} in a call that did not finish" if unfinished > 0 else ""),
-        ("samples replayed", f"{replayed:,}", f"{replayed / samples:.2%} of all" if samples else ""),
-        ("time lost", f"{lost / spent:.2%}" if spent > 0 else "0 %", f"{duration(lost)} of {duration(spent)}" if spent > 0 else ""),
+        (
+            "OOMs survived",
+            f"{ooms:,}",
+            f"and {unfinished:,} in a call that did not finish" if unfinished > 0 else "",
+        ),
+        (
+            "samples replayed",
+            f"{replayed:,}",
+            f"{replayed / samples:.2%} of all" if samples else "",
+        ),
+        (
+            "time lost",
+            f"{lost / spent:.2%}" if spent > 0 else "0 %",
+            f"{duration(lost)} of {duration(spent)}" if spent > 0 else "",
+        ),
         ("final micro-batch", f"{final:,.0f}" if sizes else "none", between),
-        ("peak memory", format_bytes(peak), f"of {format_bytes(total)}" if total is not None else ""),
+        (
+            "peak memory",
+            format_bytes(peak),
+            f"of {format_bytes(total)}" if total is not None else "",
+        ),
     )
 
 
@@ -176,7 +258,11 @@ def _about(run: Run) -> tuple[tuple[str, str], ...]:
         "device": header.get("device"),
         "host": header.get("host"),
         "process": header.get("pid"),
-        "versions": ", ".join(f"{name} {version}" for name, version in _part(header, "versions").items() if version is not None),
+        "versions": ", ".join(
+            f"{name} {version}"
+            for name, version in _part(header, "versions").items()
+            if version is not None
+        ),
         "micro_batch_size": _part(header, "settings").get("micro_batch_size"),
         "run": run.id,
     }
@@ -195,27 +281,56 @@ def _part(header: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-_NAMES = {"message": "cause", "requested": "asked", "held_by_others": "others hold", "holders": "who", "key": "track", "mode": "replay"}
+_NAMES = {
+    "message": "cause",
+    "requested": "asked",
+    "held_by_others": "others hold",
+    "holders": "who",
+    "key": "track",
+    "mode": "replay",
+}
 _BYTES = frozenset({"requested", "free", "held_by_others", "capacity"})
 _HIDDEN = frozenset({"event", "run", "time", "t", "level", "name"})
 
 
 def _mark(entry: Entry) -> Mark:
     event, facts = entry.event, _facts(entry.record)
-    title = re.sub("(?<!^)(?=[A-Z])", " ", str(entry.record["event"])).lower()  # OutOfMemory: out of memory
+    # OutOfMemory: out of memory
+    title = re.sub("(?<!^)(?=[A-Z])", " ", str(entry.record["event"])).lower()
     line = " ".join(f"{name}={value}" for name, value in facts) if event is None else event.line()
     if isinstance(event, OutOfMemory):
-        return Mark(entry.t, "oom", f"{title} in {event.phase}", facts, line, event.key, event.size_after)
+        return Mark(
+            entry.t, "oom", f"{title} in {event.phase}", facts, line, event.key, event.size_after
+        )
     if isinstance(event, Resized):
-        kind = "thrash" if event.reason == "thrash" else "grow" if event.after > event.before else "shrink"
-        return Mark(entry.t, kind, f"{title} {event.before} → {event.after}", facts, line, event.key, event.after)
-    return Mark(entry.t, "oom" if isinstance(event, OptimizerOutOfMemory) else "note", title, facts, line)
+        kind = (
+            "thrash"
+            if event.reason == "thrash"
+            else "grow"
+            if event.after > event.before
+            else "shrink"
+        )
+        return Mark(
+            entry.t,
+            kind,
+            f"{title} {event.before} → {event.after}",
+            facts,
+            line,
+            event.key,
+            event.after,
+        )
+    return Mark(
+        entry.t, "oom" if isinstance(event, OptimizerOutOfMemory) else "note", title, facts, line
+    )
 
 
 def _facts(record: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """The fields of an event that are known, as names and values for a person."""
     return tuple(
-        (_NAMES.get(name, name.replace("_", " ")), format_bytes(value) if name in _BYTES and isinstance(value, int) else str(value))
+        (
+            _NAMES.get(name, name.replace("_", " ")),
+            format_bytes(value) if name in _BYTES and isinstance(value, int) else str(value),
+        )
         for name, value in record.items()
         if name not in _HIDDEN and value is not None and value != ""
     )

@@ -1,4 +1,7 @@
-"""The HTML around the lanes: one file that needs nothing else. The lines in them are in `data.py` (points) and `svg.py` (look)."""
+"""The HTML around the lanes: one file that needs nothing else.
+
+The lines in them are in `data.py` (points) and `svg.py` (look).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,21 @@ from elastic_mbs.cli.report.data import RunData
 
 
 def page(runs: Sequence[RunData], source: str) -> str:
-    """The report of one log, named `source`; its last run is shown open. Everything that comes from the log is escaped."""
+    """The report of one log, named `source`; its last run is shown open.
+
+    Everything that comes from the log is escaped.
+    """
     sections = [
-        section(run, remark=dict(run.about).get("began", f"run {number}"), opened=number == len(runs)) for number, run in enumerate(runs, start=1)
+        section(
+            run, remark=dict(run.about).get("began", f"run {number}"), opened=number == len(runs)
+        )
+        for number, run in enumerate(runs, start=1)
     ]
-    return document(source, f"elastic_mbs run report · {len(runs)} run{'' if len(runs) == 1 else 's'}", "".join(sections))
+    return document(
+        source,
+        f"elastic_mbs run report · {len(runs)} run{'' if len(runs) == 1 else 's'}",
+        "".join(sections),
+    )
 
 
 def document(title: str, subtitle: str, main: str, *, style: str = "") -> str:
@@ -42,20 +55,26 @@ def document(title: str, subtitle: str, main: str, *, style: str = "") -> str:
 def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
     """Figures as tiles: name, value, and a remark."""
     return "".join(
-        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="remark">{escape(remark)}</dd></div>'
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd '
+        f'class="remark">{escape(remark)}</dd></div>'
         for name, value, remark in figures
     )
 
 
-def section(run: RunData, *, remark: str, opened: bool, name: str = "", badge: str = "", note: str = "") -> str:
+def section(
+    run: RunData, *, remark: str, opened: bool, name: str = "", badge: str = "", note: str = ""
+) -> str:
     """A run: its figures, its lanes, and what happened.
 
-    Next to its title is a remark (text), before it a badge (HTML), above its figures a note (HTML); `name` is its anchor in the page.
+    Next to its title is a remark (text), before it a badge (HTML), above its figures a note (HTML);
+    `name` is its anchor in the page.
     """
     x = scale.seconds(run.seconds)
     drawn = svg.lanes(run)
     failures = [mark.t for mark in run.marks if mark.kind == "oom"]
-    about = "".join(f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in run.about)
+    about = "".join(
+        f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in run.about
+    )
     lanes = "".join(_lane(lane, x, failures) for lane in drawn)
     anchor = f' id="{escape(name, quote=True)}"' if name else ""
     return f"""<details class="run"{anchor}{" open" if opened else ""}>
@@ -76,7 +95,11 @@ def _lane(lane: svg.Lane, x: scale.Scale, failures: Sequence[float]) -> str:
     chips = [(line.look, line.name) for line in lane.legend] + list(lane.chips)
     legend = "".join(f"<li>{_swatch(look)}{escape(text)}</li>" for look, text in chips)
     left = svg.y_axis(lane.y, "y-axis", 'x="100%" dx="-8"')
-    right = svg.y_axis(svg.SHARES, "share-axis", 'x="0" dx="6"') if any(line.unit == "share" for line in lane.lines) else "<span></span>"
+    right = (
+        svg.y_axis(svg.SHARES, "share-axis", 'x="0" dx="6"')
+        if any(line.unit == "share" for line in lane.lines)
+        else "<span></span>"
+    )
     return f"""
 <section class="lane lane-{lane.name.split()[0].lower()}">
 <header><h3>{escape(lane.name)}</h3><ul class="legend">{legend}</ul><p class="readout"></p></header>
@@ -102,20 +125,29 @@ def _values(line: svg.Line, x: scale.Scale) -> dict[str, object]:
         "unit": line.unit,
         "after": line.shape == "after",
         "x": [round(x.place(t), 5) for t, _ in points],
-        "y": [None if value is None else float(f"{line.below - value if line.below else value:.6g}") for _, value in points],
+        "y": [
+            None if value is None else float(f"{line.below - value if line.below else value:.6g}")
+            for _, value in points
+        ],
     }
 
 
 def _embedded(value: object) -> str:
     """JSON that cannot end the script element around it."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return (
+        json.dumps(value, separators=(",", ":"), allow_nan=False)
+        .replace("<", "\\u003c")
+        .replace(">", "\\u003e")
+        .replace("&", "\\u0026")
+    )
 
 
 def _events(run: RunData) -> str:
     if not run.marks:
         return '<p class="quiet">Nothing happened but calls.</p>'
     rows = "".join(
-        f"<tr><td>{escape(scale.duration(mark.t))}</td><td>{_swatch(f'mark-{mark.kind}')}</td><td>{escape(mark.line)}</td></tr>" for mark in run.marks
+        f"<tr><td>{escape(scale.duration(mark.t))}</td><td>{_swatch(f'mark-{mark.kind}')}</td><td>{escape(mark.line)}</td></tr>"
+        for mark in run.marks
     )
     return f'<details class="events"><summary>{len(run.marks):,} events</summary><table>{rows}</table></details>'
 

@@ -10,7 +10,34 @@ from typing import NamedTuple
 
 from elastic_mbs.events import format_bytes
 
-_TIMES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
+_TIMES = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    10800,
+    21600,
+    43200,
+)
 _DAY = 86400
 LIMIT = 2000  # points per line: more than there are pixels for
 
@@ -45,8 +72,14 @@ class Scale:
 def seconds(high: float) -> Scale:
     """The time since the run began, with about ten ticks."""
     high = high if high > 0 else 1.0
-    step = next((step for step in _TIMES if high / step <= 10), 0.0) or _DAY * max(1.0, _nice(high / _DAY / 10))
-    return Scale(0.0, high, tuple(Tick(i * step, duration(i * step)) for i in range(int(high / step + 1e-9) + 1)))
+    step = next((step for step in _TIMES if high / step <= 10), 0.0) or _DAY * max(
+        1.0, _nice(high / _DAY / 10)
+    )
+    return Scale(
+        0.0,
+        high,
+        tuple(Tick(i * step, duration(i * step)) for i in range(int(high / step + 1e-9) + 1)),
+    )
 
 
 def linear(low: float, high: float, *, count: int = 5) -> Scale:
@@ -58,13 +91,20 @@ def linear(low: float, high: float, *, count: int = 5) -> Scale:
         low, high = low - room, high + room
     step = _nice((high - low) / count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Scale(first * step, last * step, tuple(Tick(i * step, number(i * step)) for i in range(first, last + 1)))
+    return Scale(
+        first * step,
+        last * step,
+        tuple(Tick(i * step, number(i * step)) for i in range(first, last + 1)),
+    )
 
 
 def bytes_from_zero(high: float) -> Scale:
     """An axis of bytes up to `high`, the device's size, with a tick at each quarter of it."""
     high = max(high, 1024.0)
-    ticks = [Tick(high * quarter / 4, format_bytes(high * quarter / 4).replace(".0 ", " ")) for quarter in range(1, 5)]
+    ticks = [
+        Tick(high * quarter / 4, format_bytes(high * quarter / 4).replace(".0 ", " "))
+        for quarter in range(1, 5)
+    ]
     return Scale(0.0, high, (Tick(0.0, "0"), *ticks))
 
 
@@ -74,7 +114,12 @@ def powers(base: float, low: float, high: float) -> Scale:
     first, last = math.floor(math.log(low, base) + 1e-9), math.ceil(math.log(high, base) - 1e-9)
     every = max(1, -(-(last - first + 1) // 7))
     values = [base**power for power in range(first, last + 1, every)]
-    return Scale(base ** (first - 0.35), base ** (last + 0.35), tuple(Tick(value, number(value)) for value in values), log=True)
+    return Scale(
+        base ** (first - 0.35),
+        base ** (last + 0.35),
+        tuple(Tick(value, number(value)) for value in values),
+        log=True,
+    )
 
 
 def number(value: float) -> str:
@@ -121,4 +166,6 @@ def decimate(points: Sequence[Point], limit: int = LIMIT) -> list[Point]:
 def _extremes(group: Sequence[Point]) -> list[Point]:
     """The smallest and the largest, in their order; a group without values keeps its gap."""
     valued = [(value, i) for i, (_, value) in enumerate(group) if value is not None]
-    return [group[i] for i in sorted({min(valued)[1], max(valued)[1]})] if valued else list(group[:1])
+    return (
+        [group[i] for i in sorted({min(valued)[1], max(valued)[1]})] if valued else list(group[:1])
+    )

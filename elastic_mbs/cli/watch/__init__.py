@@ -1,6 +1,7 @@
 """The live panel: follows a run log while it grows.
 
-Shows the micro-batch, memory, throughput, loss and the last events of the run that has written last. Needs rich: `pip install 'elastic-mbs[tui]'`.
+Shows the micro-batch, memory, throughput, loss and the last events of the run that has written
+last. Needs rich: `pip install 'elastic-mbs[tui]'`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,21 @@ from elastic_mbs.sinks.run_log import EMPTY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, metavar="RUN.jsonl", help="what ElasticMBS(..., log=...) writes")
-    parser.add_argument("--once", action="store_true", help="show one frame and end, as where the output is not a terminal")
-    parser.add_argument("--interval", type=float, metavar="SECONDS", default=0.5, help="between two looks at the file (default: %(default)s)")
+    parser.add_argument(
+        "log", type=Path, metavar="RUN.jsonl", help="what ElasticMBS(..., log=...) writes"
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="show one frame and end, as where the output is not a terminal",
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        metavar="SECONDS",
+        default=0.5,
+        help="between two looks at the file (default: %(default)s)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -28,9 +28,12 @@ class State:
     lost: float = 0.0  # seconds of it in failed attempts
     last: CallDone | None = None
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=POINTS))
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=POINTS))  # samples per second of training calls
-    sizes: dict[str, int] = field(default_factory=dict)  # micro-batch size by track, at the end of its last call; the track that ran last is the last
-    events: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=EVENTS))  # but finished calls: time, level, line
+    # samples per second of training calls
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=POINTS))
+    # micro-batch size by track, at the end of its last call; the track that ran last is the last
+    sizes: dict[str, int] = field(default_factory=dict)
+    # but finished calls: time, level, line
+    events: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=EVENTS))
     t: float = 0.0  # of the last line, in seconds since the run began
     time: float = 0.0  # the same in unix seconds
 

@@ -23,8 +23,14 @@ _WIDTH = 36  # characters of bars and sparklines
 def panel(state: State, now: float) -> RenderableType:
     """One frame; `now` is in unix seconds, and shows how old the last line is."""
     header = state.header
-    title = " · ".join(str(part) for part in (header.get("name", "a run without a header"), header.get("device")) if part)
-    place = " · ".join(f"{name} {header[name]}" for name in ("host", "pid", "run") if name in header)
+    title = " · ".join(
+        str(part)
+        for part in (header.get("name", "a run without a header"), header.get("device"))
+        if part
+    )
+    place = " · ".join(
+        f"{name} {header[name]}" for name in ("host", "pid", "run") if name in header
+    )
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     for name, value in _rows(state, now):
@@ -32,10 +38,25 @@ def panel(state: State, now: float) -> RenderableType:
     events = Table.grid(padding=(0, 2))
     events.add_column(justify="right", style="dim", no_wrap=True)
     for t, level, line in state.events:
-        events.add_row(duration(t), Text(line, style="yellow" if level == "WARNING" else "", no_wrap=True, overflow="ellipsis"))
+        events.add_row(
+            duration(t),
+            Text(
+                line,
+                style="yellow" if level == "WARNING" else "",
+                no_wrap=True,
+                overflow="ellipsis",
+            ),
+        )
     happened = events if state.events else Text("none so far", style="dim")
     return Group(
-        Panel(rows, title=Text(title), subtitle=Text(place), title_align="left", subtitle_align="left", box=box.ROUNDED),
+        Panel(
+            rows,
+            title=Text(title),
+            subtitle=Text(place),
+            title_align="left",
+            subtitle_align="left",
+            box=box.ROUNDED,
+        ),
         Panel(happened, title=Text("last events"), title_align="left", box=box.ROUNDED),
     )
 
@@ -43,9 +64,17 @@ def panel(state: State, now: float) -> RenderableType:
 def _rows(state: State, now: float) -> Iterator[tuple[str, Text]]:
     for i, (key, size) in enumerate(list(state.sizes.items())[: -_TRACKS - 1 : -1]):
         yield "" if i else "micro-batch", Text(f"{size:<6,} {key}")
-    yield "memory", Text("unknown until a call has finished") if state.last is None else memory_line(state.last)
+    yield (
+        "memory",
+        Text("unknown until a call has finished")
+        if state.last is None
+        else memory_line(state.last),
+    )
     if state.rates:
-        yield "throughput", Text(f"{sparkline(state.rates)}  {number(round(state.rates[-1], 2))} samples/s")
+        yield (
+            "throughput",
+            Text(f"{sparkline(state.rates)}  {number(round(state.rates[-1], 2))} samples/s"),
+        )
     if state.losses:
         yield "loss", Text(f"{sparkline(state.losses)}  {state.losses[-1]:.6g}")
     share = f" ({state.replayed / state.samples:.1%})" if state.samples else ""
@@ -61,16 +90,27 @@ def memory_line(call: CallDone) -> Text:
     """Ours, free, and held by others, as a bar and in words."""
     ours = call.reserved if call.reserved is not None else call.allocated
     peak = call.peak_reserved if call.peak_reserved is not None else call.peak_allocated
-    words = [f"ours {format_bytes(ours)}", *([] if peak is None else [f"peak {format_bytes(peak)}"])]
+    words = [
+        f"ours {format_bytes(ours)}",
+        *([] if peak is None else [f"peak {format_bytes(peak)}"]),
+    ]
     if call.total is None or call.held_by_others is None:
         return Text(", ".join([*words, "no reading of the device"]))
     free = call.total - call.held_by_others - (ours or 0)
     words += [f"free {format_bytes(max(0, free))}", f"others {format_bytes(call.held_by_others)}"]
     total = max(1, call.total)
-    highest, mine = (min(_WIDTH, max(0, round(_WIDTH * (value or 0) / total))) for value in (max(peak or 0, ours or 0), ours))
+    highest, mine = (
+        min(_WIDTH, max(0, round(_WIDTH * (value or 0) / total)))
+        for value in (max(peak or 0, ours or 0), ours)
+    )
     others = min(_WIDTH - mine, max(0, round(_WIDTH * call.held_by_others / total)))
     reach = max(0, min(highest, _WIDTH - others) - mine)
-    parts = (("█", mine, "blue"), ("▓", reach, "cyan"), ("·", _WIDTH - mine - reach - others, "dim"), ("▒", others, "bright_black"))
+    parts = (
+        ("█", mine, "blue"),
+        ("▓", reach, "cyan"),
+        ("·", _WIDTH - mine - reach - others, "dim"),
+        ("▒", others, "bright_black"),
+    )
     bar = Text.assemble(*((sign * count, style) for sign, count, style in parts))
     return Text.assemble(bar, f"  {format_bytes(call.total)}\n", ", ".join(words))
 
@@ -84,6 +124,10 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
     def bar(value: float) -> str:
         if not math.isfinite(value):
             return " "
-        return _BARS[0] if high == low else _BARS[min(7, int(8 * (value / (high - low) - low / (high - low))))]
+        return (
+            _BARS[0]
+            if high == low
+            else _BARS[min(7, int(8 * (value / (high - low) - low / (high - low))))]
+        )
 
     return "".join(bar(value) for value in shown).rjust(width)

@@ -32,10 +32,14 @@ def inside() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Variables under which a process sees the simulated devices. Builds what is missing, which takes a minute."""
+    """Variables under which a process sees the simulated devices.
+
+    Builds what is missing, which takes a minute.
+    """
     folder = built()
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
-    # huge pages: every result is made in memory that is fresh from the kernel, page by page (a third of the time on large tensors)
+    # huge pages: every result is made in memory that is fresh from the kernel, page by page (a
+    # third of the time on large tensors)
     return {
         "LD_PRELOAD": str(folder / RUNTIME),
         "LD_LIBRARY_PATH": path,
@@ -62,11 +66,20 @@ def trouble() -> str | None:
 
 def trouble_here() -> str | None:
     """Why this process sees no simulated device; None if it does."""
-    return None if inside() else trouble() or "the simulated devices are there only for a process that was started under them: ask for --kind simcuda"
+    return (
+        None
+        if inside()
+        else trouble()
+        or "the simulated devices are there only for a process that was started under them: ask "
+        "for --kind simcuda"
+    )
 
 
 def start_again() -> NoReturn:
-    """Starts this very command once more, under the simulation and in the same process. UsageError where that cannot be had."""
+    """Starts this very command once more, under the simulation and in the same process.
+
+    UsageError where that cannot be had.
+    """
     variables = {"SIMCUDA_FILE": str(_own_device()), **os.environ, **environment()}
     print("under the simulated CUDA: torch's allocator and real numbers, no device", flush=True)
     sys.stderr.flush()
@@ -74,7 +87,10 @@ def start_again() -> NoReturn:
 
 
 def _own_device() -> Path:
-    """A file of this process's own, so that two runs beside each other do not share a device. Removes those of runs that have ended."""
+    """A file of this process's own, so that two runs beside each other do not share a device.
+
+    Removes those of runs that have ended.
+    """
     folder, name = Path("/dev/shm"), f"simcuda-{os.getuid()}-"
     for old in folder.glob(f"{name}*"):
         if not Path("/proc", old.name.removeprefix(name)).exists():
@@ -84,14 +100,25 @@ def _own_device() -> Path:
 
 @functools.cache
 def built() -> Path:
-    """The folder with the libraries. Builds them where they are not there yet; UsageError where that cannot be done."""
+    """The folder with the libraries.
+
+    Builds them where they are not there yet; UsageError where that cannot be done.
+    """
     if inside():
         return Path(os.environ["LD_PRELOAD"]).parent
     problem = trouble()
     if problem is not None:
         raise UsageError(problem)
     sources = sorted(HERE.glob("*/*.*"))
-    key = hashlib.sha256(b"\0".join([_torch().as_posix().encode(), importlib.metadata.version("torch").encode(), *(p.read_bytes() for p in sources)]))
+    key = hashlib.sha256(
+        b"\0".join(
+            [
+                _torch().as_posix().encode(),
+                importlib.metadata.version("torch").encode(),
+                *(p.read_bytes() for p in sources),
+            ]
+        )
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic_mbs"
     folder = cache / f"simcuda-{key.hexdigest()[:16]}"
     if not folder.exists():
@@ -108,21 +135,52 @@ def built() -> Path:
 
 def _build(folder: Path) -> None:
     torch = _torch()
-    includes = [f"-I{path}" for path in (*_headers(), torch / "include", torch / "include/torch/csrc/api/include")]
+    includes = [
+        f"-I{path}"
+        for path in (*_headers(), torch / "include", torch / "include/torch/csrc/api/include")
+    ]
     common = [*_compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", *includes]
-    libraries = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-lc10_cuda", f"-Wl,-rpath,{torch / 'lib'}"]
+    libraries = [
+        f"-L{torch / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
+        "-lc10_cuda",
+        f"-Wl,-rpath,{torch / 'lib'}",
+    ]
     script = folder / "versions"
     script.write_text(f"{RUNTIME} {{ global: *; }};\n")
     runtime = [f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={script}", "-ldl", "-lpthread"]
     commands: list[list[str | Path]] = [
-        [*common, "-Wall", "-Wno-deprecated-declarations", "-o", folder / RUNTIME, *sorted((HERE / "runtime").glob("*.cpp")), *runtime],
-        [*common, "-w", "-D_GLIBCXX_USE_CXX11_ABI=1", "-o", folder / OPERATIONS, HERE / "torch_ops/operations.cpp", *libraries],
+        [
+            *common,
+            "-Wall",
+            "-Wno-deprecated-declarations",
+            "-o",
+            folder / RUNTIME,
+            *sorted((HERE / "runtime").glob("*.cpp")),
+            *runtime,
+        ],
+        [
+            *common,
+            "-w",
+            "-D_GLIBCXX_USE_CXX11_ABI=1",
+            "-o",
+            folder / OPERATIONS,
+            HERE / "torch_ops/operations.cpp",
+            *libraries,
+        ],
     ]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
     for process, command in zip(running, commands, strict=True):
         said = process.communicate()[0]
         if process.returncode:
-            raise UsageError(f"the simulated CUDA does not compile with {shlex.join(map(str, command))}, which said:\n{said.strip()[-2000:]}")
+            raise UsageError(
+                f"the simulated CUDA does not compile with {shlex.join(map(str, command))}, which "
+                f"said:\n{said.strip()[-2000:]}"
+            )
     for name in NAMES:
         (folder / name).symlink_to(RUNTIME)
 

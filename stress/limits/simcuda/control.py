@@ -1,4 +1,7 @@
-"""Makes faults happen on the simulated devices, and counts what the runtime was asked for. Works in a process under the simulation only."""
+"""Makes faults happen on the simulated devices, and counts what the runtime was asked for.
+
+Works in a process under the simulation only.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,25 @@ from elastic_mbs.errors import UsageError
 from .build import inside
 
 Fact = Literal["total", "nvml_error", "nvml_hides", "mig", "unified", "lost"]
-OUT_OF_MEMORY, ECC, ILLEGAL_ADDRESS, ASSERT, LAUNCH_FAILURE = 2, 214, 700, 710, 719  # errors of CUDA; the last three ruin the process's context
-CUBLAS_ALLOC_FAILED, CUDNN_ALLOC_FAILED = 1001, 1002  # raised by the operations that these libraries would carry out
+# errors of CUDA; the last three ruin the process's context
+OUT_OF_MEMORY, ECC, ILLEGAL_ADDRESS, ASSERT, LAUNCH_FAILURE = 2, 214, 700, 710, 719
+# raised by the operations that these libraries would carry out
+CUBLAS_ALLOC_FAILED, CUDNN_ALLOC_FAILED = 1001, 1002
 NVML_GPU_IS_LOST, NVML_UNKNOWN = 15, 999
 
 
 class Simulation:
-    """The simulated devices, as seen from this process. A context manager: what was set is taken back at its end."""
+    """The simulated devices, as seen from this process.
+
+    A context manager: what was set is taken back at its end.
+    """
 
     def __init__(self) -> None:
         if not inside():
-            raise UsageError("this process does not run under the simulated CUDA: start it with the variables of `simcuda.environment()`")
+            raise UsageError(
+                "this process does not run under the simulated CUDA: start it with the variables "
+                "of `simcuda.environment()`"
+            )
         self._library = ctypes.CDLL(None)
         self._library.simcuda_free.restype = self._library.simcuda_get.restype = ctypes.c_size_t
         self._library.simcuda_waits.restype = self._library.simcuda_calls.restype = ctypes.c_long
@@ -58,8 +69,10 @@ class Simulation:
 
         Args:
             error: of CUDA, or of a library; 0 for none after all.
-            after: operations that succeed before it; of those that the library would carry out, if it is one's error.
-            late: operations after the failed one that still seem to work, unless the host waits for the device.
+            after: operations that succeed before it; of those that the library would carry out, if
+                it is one's error.
+            late: operations after the failed one that still seem to work, unless the host waits for
+                the device.
         """
         self._library.simcuda_fail_operation(error, ctypes.c_long(after), ctypes.c_long(late))
 

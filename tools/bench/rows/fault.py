@@ -1,6 +1,7 @@
 """One out-of-memory error in the middle of a step: what is lost by going on from there, and by making the step again.
 
-Starting the run again, as accelerate's users do, loses the steps made so far: that is in the whole run.
+Starting the run again, as accelerate's users do, loses the steps made so far: that is in the whole
+run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Fault:
         workload: what was trained.
         step: seconds of the hand-written loop's step, median.
         contender: who trained.
-        lost: of each failure, in steps: how much longer than the hand-written loop's the step was, with the eleven after it.
+        lost: of each failure, in steps: how much longer than the hand-written loop's the step was,
+            with the eleven after it.
         at_once: of each failure, in steps: how much longer the step itself was.
     """
 
@@ -72,11 +74,24 @@ def measure(name: str, faults: int) -> list[Fault]:
     task = Task(partial(make, samples), [AMPLE] * (BEFORE + AFTER), turn=1)
     found: dict[str, Fault] = {}
     for _ in range(faults):
-        jobs = dict(compete(task, [partial(Fixed, size), partial(Elastic, Policy(max_micro_batch_size=size)), Replaying], fail))
+        jobs = dict(
+            compete(
+                task,
+                [
+                    partial(Fixed, size),
+                    partial(Elastic, Policy(max_micro_batch_size=size)),
+                    Replaying,
+                ],
+                fail,
+            )
+        )
         clean = jobs.pop(Fixed.name)
         step = statistics.median(each.seconds for each in clean.done)
         for who, job in jobs.items():
-            longer = [(mine.seconds - other.seconds) / step for mine, other in zip(job.done, clean.done, strict=True)][BEFORE:]
+            longer = [
+                (mine.seconds - other.seconds) / step
+                for mine, other in zip(job.done, clean.done, strict=True)
+            ][BEFORE:]
             row = found.setdefault(who, Fault(clean.workload.name, step, who, [], []))
             row.lost.append(sum(longer))
             row.at_once.append(longer[0])

@@ -43,8 +43,25 @@ def rows(quick: bool, rounds: int) -> list[Flapping]:
     for phases in [(2, 8)] if quick else [(2, 8), (10, 40)]:
         for seed in range(rounds):
             task = Task(partial(conv, 48), script(phases, limits, 12 if quick else 100, seed))
-            jobs = compete(task, [partial(Oracle, sweep), partial(Fixed, sweep.best(limits[1]).size), Elastic, Halving])
-            found += [Flapping(phases, name, job.seconds, job.seconds / jobs[Fixed.name].seconds, job.budget.ooms) for name, job in jobs.items()]
+            jobs = compete(
+                task,
+                [
+                    partial(Oracle, sweep),
+                    partial(Fixed, sweep.best(limits[1]).size),
+                    Elastic,
+                    Halving,
+                ],
+            )
+            found += [
+                Flapping(
+                    phases,
+                    name,
+                    job.seconds,
+                    job.seconds / jobs[Fixed.name].seconds,
+                    job.budget.ooms,
+                )
+                for name, job in jobs.items()
+            ]
     return found
 
 

@@ -15,7 +15,9 @@ def rows(quick: bool, rounds: int) -> list[Result]:
     """All workloads, in six pieces."""
     made = [make(samples) for make, samples in MODELS.values()]
     sized = [replace(workload, size=-(-workload.samples // PIECES)) for workload in made]
-    return [compare(workload, pairs=3 if quick else 40 * rounds, seconds=600.0) for workload in sized]
+    return [
+        compare(workload, pairs=3 if quick else 40 * rounds, seconds=600.0) for workload in sized
+    ]
 
 
 def text(found: Sequence[Result]) -> str:

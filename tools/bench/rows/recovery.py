@@ -24,7 +24,8 @@ class Recovery:
         workload: what was trained.
         step: seconds of a step at full speed, median.
         visits: how many there were.
-        steps: from the end of each until the whole batch ran in one piece again; the steps of the rest of its time where it never did.
+        steps: from the end of each until the whole batch ran in one piece again; the steps of the
+            rest of its time where it never did.
         seconds: that these steps took.
         ooms: in all.
     """
@@ -53,20 +54,31 @@ class Course:
     @property
     def returns(self) -> list[int]:
         """The steps at which the co-tenant has gone."""
-        return [self.before + self.visit + at * (self.visit + self.after) for at in range(self.visits)]
+        return [
+            self.before + self.visit + at * (self.visit + self.after) for at in range(self.visits)
+        ]
 
 
 def rows(quick: bool, rounds: int) -> list[Recovery]:
-    """Four lengths of step. On a CPU a step of half a second is hardly faster in one piece: those are slept."""
+    """Four lengths of step.
+
+    On a CPU a step of half a second is hardly faster in one piece: those are slept.
+    """
     found = [measure(partial(conv, 12), Course(20, 20, 40, 2 if quick else 6 * rounds))]
     if not quick:
         found.append(measure(partial(mlp, 512), Course(8, 10, 16, 3 * rounds)))
-    for seconds, course in [(0.02, Course(4, 4, 6, 1))] if quick else [(0.5, Course(2, 4, 6, 2 * rounds)), (5.0, Course(1, 1, 3, rounds))]:
+    for seconds, course in (
+        [(0.02, Course(4, 4, 6, 1))]
+        if quick
+        else [(0.5, Course(2, 4, 6, 2 * rounds)), (5.0, Course(1, 1, 3, rounds))]
+    ):
         found.append(measure(partial(sleeper, 64, seconds), course, partial(sleeper, 64, 0.0)))
     return found
 
 
-def measure(make: Callable[[], Workload], course: Course, sweep_with: Callable[[], Workload] | None = None) -> Recovery:
+def measure(
+    make: Callable[[], Workload], course: Course, sweep_with: Callable[[], Workload] | None = None
+) -> Recovery:
     """One length of step.
 
     Args:
@@ -75,15 +87,23 @@ def measure(make: Callable[[], Workload], course: Course, sweep_with: Callable[[
         sweep_with: the same workload without its sleep.
     """
     sweep = Sweep(sweep_with or make, 1, most=4)
-    job = compete(Task(make, course.limits(sweep.limit_for(1), sweep.limit_for(3)), turn=0), [Elastic])[Elastic.name]
+    job = compete(
+        Task(make, course.limits(sweep.limit_for(1), sweep.limit_for(3)), turn=0), [Elastic]
+    )[Elastic.name]
     after = [job.done[at : at + course.after] for at in course.returns]
-    slow = [next((at for at, step in enumerate(steps) if step.size == job.samples), len(steps)) for steps in after]
+    slow = [
+        next((at for at, step in enumerate(steps) if step.size == job.samples), len(steps))
+        for steps in after
+    ]
     return Recovery(
         workload=job.workload.name,
         step=statistics.median(step.seconds for step in job.done if step.size == job.samples),
         visits=course.visits,
         steps=slow,
-        seconds=[sum(step.seconds for step in steps[:count]) for steps, count in zip(after, slow, strict=True)],
+        seconds=[
+            sum(step.seconds for step in steps[:count])
+            for steps, count in zip(after, slow, strict=True)
+        ],
         ooms=job.budget.ooms,
     )
 
@@ -97,7 +117,9 @@ def text(found: Sequence[Recovery]) -> str:
             "step": lambda row: f"{1e3 * row.step:.0f} ms",
             "visits": lambda row: row.visits,
             "OOMs": lambda row: row.ooms,
-            "steps until full speed, median (most)": lambda row: f"{statistics.median(row.steps):.0f} ({max(row.steps)})",
+            "steps until full speed, median (most)": lambda row: (
+                f"{statistics.median(row.steps):.0f} ({max(row.steps)})"
+            ),
             "seconds": lambda row: f"{statistics.median(row.seconds):.3f} ({max(row.seconds):.3f})",
         },
     )

@@ -49,14 +49,24 @@ class Leaves(nn.Module):
 
 def rows(quick: bool, rounds: int) -> list[Scale]:
     """Samples from 10² to 10⁵ on ten leaves, leaves from 10 to 10⁴ on a hundred samples."""
-    grid = [(10**2, 10), (10**3, 10), (10**4, 10), (10**5, 10), (10**2, 10**2), (10**2, 10**3), (10**2, 10**4)]
+    grid = [
+        (10**2, 10),
+        (10**3, 10),
+        (10**4, 10),
+        (10**5, 10),
+        (10**2, 10**2),
+        (10**2, 10**3),
+        (10**2, 10**4),
+    ]
     if quick:
         return [_measure(samples, leaves, 5, 0.1) for samples, leaves in grid[:1]]
     return [_measure(samples, leaves, 200 * rounds, 4.0 * rounds) for samples, leaves in grid]
 
 
 def _measure(samples: int, leaves: int, calls: int, seconds: float) -> Scale:
-    workload = classifier("leaves", Leaves(leaves), torch.randn(samples, 10), -(-samples // PIECES), CPU)
+    workload = classifier(
+        "leaves", Leaves(leaves), torch.randn(samples, 10), -(-samples // PIECES), CPU
+    )
     loop = per_call_and_piece(workload, calls, seconds)
     return Scale(samples, leaves, loop.per_call, loop.per_piece)
 

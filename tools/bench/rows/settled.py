@@ -49,24 +49,43 @@ class Again(Fixed):
 
 def rows(quick: bool, rounds: int) -> list[Settled]:
     """All workloads."""
-    return [measure(name, 1 if quick else rounds, *((8, 4) if quick else (SETTLING, STEPS))) for name in MODELS]
+    return [
+        measure(name, 1 if quick else rounds, *((8, 4) if quick else (SETTLING, STEPS)))
+        for name in MODELS
+    ]
 
 
 def measure(name: str, rounds: int, settling: int, steps: int) -> Settled:
-    """One workload. Each round has models of its own: where one lies in memory makes a difference of its own."""
+    """One workload.
+
+    Each round has models of its own: where one lies in memory makes a difference of its own.
+    """
     make = partial(MODELS[name][0], MODELS[name][1])
     sweep = Sweep(make, 1 if steps < STEPS else 3, most=ALONE + 3)
     limit = sweep.limit_for(ALONE)
     size, seconds, sizes = sweep.best(limit).size, list[float](), set[int]()
     ratios: dict[str, list[float]] = {Elastic.name: [], Again.name: []}
     for _ in range(rounds):
-        jobs = compete(Task(make, [limit] * (settling + steps)), [partial(Fixed, size), Elastic, partial(Again, size)])
+        jobs = compete(
+            Task(make, [limit] * (settling + steps)),
+            [partial(Fixed, size), Elastic, partial(Again, size)],
+        )
         done = {who: job.done[settling:] for who, job in jobs.items()}
         seconds += [step.seconds for step in done[Fixed.name]]
         sizes |= {step.size for step in done[Elastic.name]}
         for who, found in ratios.items():
-            found += [mine.seconds / other.seconds - 1 for mine, other in zip(done[who], done[Fixed.name], strict=True)]
-    return Settled(name, statistics.median(seconds), size, sorted(sizes), median_of(ratios[Elastic.name]), median_of(ratios[Again.name]))
+            found += [
+                mine.seconds / other.seconds - 1
+                for mine, other in zip(done[who], done[Fixed.name], strict=True)
+            ]
+    return Settled(
+        name,
+        statistics.median(seconds),
+        size,
+        sorted(sizes),
+        median_of(ratios[Elastic.name]),
+        median_of(ratios[Again.name]),
+    )
 
 
 def text(found: Sequence[Settled]) -> str:

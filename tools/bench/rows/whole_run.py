@@ -1,4 +1,6 @@
-"""A whole run: start-up, one visit of a co-tenant, and its end. Shows what a start costs, too, and the speed at the settled size.
+"""A whole run: start-up, one visit of a co-tenant, and its end.
+
+Shows what a start costs, too, and the speed at the settled size.
 
 On a simulated CUDA device no time means anything: there it is counts alone.
 """
@@ -37,7 +39,10 @@ class Course:
 
     def limits(self, alone: int, visited: int) -> list[int]:
         """Bytes at each step."""
-        return [visited if self.comes <= step < self.comes + self.visit else alone for step in range(self.steps)]
+        return [
+            visited if self.comes <= step < self.comes + self.visit else alone
+            for step in range(self.steps)
+        ]
 
 
 QUICK = Course(steps=24, comes=12, visit=4)
@@ -57,7 +62,8 @@ class Counts:
         start_steps: steps made until then.
         back: steps from the co-tenant's end until the best size was back; None: never.
         replayed: samples that were run again, those of a search among them.
-        distance: of the trained model from the oracle's, as a fraction of the way from the start; None with BatchNorm, which a split changes.
+        distance: of the trained model from the oracle's, as a fraction of the way from the start;
+            None with BatchNorm, which a split changes.
         sizes: longest piece of each step, 0 where it failed.
     """
 
@@ -83,7 +89,8 @@ class Run(Counts):
         seconds: all of the run, steps made in vain and searches among them.
         ratio: to the oracle's.
         start_lost: seconds until then beyond the oracle's for the steps that counted.
-        settled: seconds of a step against the oracle's same one, median of the last half before the visit; below 1 is faster.
+        settled: seconds of a step against the oracle's same one, median of the last half before the
+            visit; below 1 is faster.
         settled_low: first quartile of these ratios.
         settled_high: third quartile.
         milliseconds: of each step.
@@ -109,24 +116,45 @@ def on_cuda(quick: bool, rounds: int, device: torch.device) -> list[Counts]:
     settle(device)
     simulated = simcuda.inside()
     course = QUICK if quick else Course(steps=30, comes=12, visit=6) if simulated else Course()
-    made = [partial(make, samples // 2 if quick else samples, device) for make, samples in DEVICE_MODELS.values()]
-    return [row for _ in range(rounds) for make in made for row in measure(make, course, rounds=0 if simulated else 1 if quick else 3, turn=0)]
+    made = [
+        partial(make, samples // 2 if quick else samples, device)
+        for make, samples in DEVICE_MODELS.values()
+    ]
+    return [
+        row
+        for _ in range(rounds)
+        for make in made
+        for row in measure(make, course, rounds=0 if simulated else 1 if quick else 3, turn=0)
+    ]
 
 
 def on_cpu(quick: bool, rounds: int) -> list[Counts]:
-    """From round to round the two visits change places. Who restarts takes long: in short visits only."""
+    """From round to round the two visits change places.
+
+    Who restarts takes long: in short visits only.
+    """
     found = []
     for turn in range(rounds):
         for at, (make, samples) in enumerate(MODELS.values()):
             long = (at + turn) % 2
             course = QUICK if quick else Course(visit=(20, 60)[long])
             size = max(28, samples // 4) if quick else samples
-            found += measure(partial(make, size), course, rounds=1 if quick else 3, more=() if long else restarting())
+            found += measure(
+                partial(make, size),
+                course,
+                rounds=1 if quick else 3,
+                more=() if long else restarting(),
+            )
     return found
 
 
 def measure(
-    make: Callable[[], Workload], course: Course, *, rounds: int, turn: int = 10, more: Sequence[Callable[[], Contender]] = ()
+    make: Callable[[], Workload],
+    course: Course,
+    *,
+    rounds: int,
+    turn: int = 10,
+    more: Sequence[Callable[[], Contender]] = (),
 ) -> list[Counts]:
     """All contenders on one workload.
 
@@ -140,7 +168,9 @@ def measure(
     sweep = Sweep(make, rounds, most=12 if rounds > 1 else 8)
     task = Task(make, course.limits(sweep.limit_for(ALONE), sweep.limit_for(VISITED)), turn)
     jobs = compete(task, [partial(Oracle, sweep), Elastic, Planned, Halving, *more])
-    return [_run(contender, job, jobs[Oracle.name], sweep, course) for contender, job in jobs.items()]
+    return [
+        _run(contender, job, jobs[Oracle.name], sweep, course) for contender, job in jobs.items()
+    ]
 
 
 def _run(contender: str, job: Job, oracle: Job, sweep: Sweep, course: Course) -> Counts:
@@ -156,14 +186,20 @@ def _run(contender: str, job: Job, oracle: Job, sweep: Sweep, course: Course) ->
         made=len(job.done),
         start_ooms=sum(step.ooms for step in job.done[:start]),
         start_steps=start,
-        back=next((at for at, step in enumerate(job.done[gone:]) if 0 < job.pieces(step.size) <= fewest), None),
+        back=next(
+            (at for at, step in enumerate(job.done[gone:]) if 0 < job.pieces(step.size) <= fewest),
+            None,
+        ),
         replayed=job.replayed,
         distance=job.distance(oracle),
         sizes=[step.size for step in job.done],
     )
     if simcuda.inside():
         return counts
-    half = [(mine.seconds, best.seconds) for mine, best in zip(job.done[:last], oracle.done[:last], strict=True)][last // 2 :]
+    half = [
+        (mine.seconds, best.seconds)
+        for mine, best in zip(job.done[:last], oracle.done[:last], strict=True)
+    ][last // 2 :]
     low, middle, high = statistics.quantiles([mine / best for mine, best in half], n=4)
     counted = sum(step.size > 0 for step in job.done[:start])
     return Run(
@@ -186,13 +222,19 @@ def _settled(done: Sequence[Done]) -> int:
 
 
 Columns = Mapping[str, Callable[[Any], object]]
-WHO: Columns = {"workload": lambda run: run.workload, "visit": lambda run: f"{run.visit} steps", "": lambda run: run.contender}
+WHO: Columns = {
+    "workload": lambda run: run.workload,
+    "visit": lambda run: f"{run.visit} steps",
+    "": lambda run: run.contender,
+}
 TIMES: Columns = {
     "the oracle's step": lambda run: f"{run.step_ms:.0f} ms",
     "whole run": lambda run: f"{run.seconds:.1f} s",
     "against the oracle": lambda run: f"{run.ratio:.3f} ×",
     "lost at the start": lambda run: f"{run.start_lost:.2f} s",
-    "settled step [quartiles]": lambda run: f"{run.settled:.3f} × [{run.settled_low:.3f}, {run.settled_high:.3f}]",
+    "settled step [quartiles]": lambda run: (
+        f"{run.settled:.3f} × [{run.settled_low:.3f}, {run.settled_high:.3f}]"
+    ),
 }
 COUNTS: Columns = {
     "OOMs": lambda run: run.ooms,
