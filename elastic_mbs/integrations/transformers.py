@@ -252,8 +252,8 @@ class ElasticTrainerMixin(_Base):
                 prediction_loss_only,
                 ignore_keys,
                 metrics,
-                to=to,
-            )  # type: ignore[arg-type]  # one of the two
+                to=to,  # type: ignore[arg-type]  # one of the two
+            )
         except BaseException:
             metrics.restore()
             raise

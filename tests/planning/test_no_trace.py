@@ -97,9 +97,9 @@ class Subject:
         ]
         hosts = (
             random.getstate(),
-            numpy.random.get_state()[1].tolist(),
+            numpy.random.get_state()[1].tolist(),  # type: ignore[index]
             torch.get_rng_state().tolist(),
-        )  # type: ignore[index]
+        )
         groups = [
             {**group, "params": list(map(id, group["params"]))}
             for group in self.optimizer.param_groups

@@ -155,9 +155,8 @@ def ghosts(*groups: int) -> nn.Module:
 def test_sizes_are_multiples_of_every_group_and_of_align(
     groups: tuple[int, ...], align: int, expected: int
 ) -> None:
-    limits = ElasticMBS(
-        ghosts(*groups).append(nn.Linear(2, 1)), policy=Policy(align=align)
-    ).settings.limits  # type: ignore[operator]
+    model = ghosts(*groups).append(nn.Linear(2, 1))  # type: ignore[operator]
+    limits = ElasticMBS(model, policy=Policy(align=align)).settings.limits
     assert (limits.align, limits.minimum) == (expected, 1)
 
 

@@ -219,8 +219,9 @@ def test_a_step_that_an_error_of_the_driver_strikes_is_made_whole_or_can_be_made
         model, batch = small()
         twin = copy.deepcopy(model)
         mine, other = (
-            torch.optim.AdamW(each.parameters(), lr=0.1, **{kind: True}) for each in (model, twin)
-        )  # type: ignore[arg-type]
+            torch.optim.AdamW(each.parameters(), lr=0.1, **{kind: True})  # type: ignore[arg-type]
+            for each in (model, twin)
+        )
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10) if scaled else None
         events: list[Event] = []
         with elastic(model, micro_batch_size=8, scaler=scaler, on_event=events.append) as mbs:
