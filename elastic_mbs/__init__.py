@@ -15,8 +15,7 @@ from elastic_mbs.controller.controller import Policy
 from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.decorator import elastic_step
 from elastic_mbs.engine.micro_batch import MicroBatch
-from elastic_mbs.engine.result import Stats, StepResult
-from elastic_mbs.engine.verify import VerifyReport
+from elastic_mbs.engine.outcome.result import Stats, StepResult
 from elastic_mbs.errors import (
     BackwardInsideError,
     BatchError,
@@ -55,6 +54,7 @@ from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import GradientOptions, MemoryOptions, RecoveryOptions
 from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
 from elastic_mbs.runtime import ElasticMBS
+from elastic_mbs.verify import VerifyReport
 from elastic_mbs.version import __version__
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 
 from torch import nn
 
-from elastic_mbs.engine.model import modules_of
-from elastic_mbs.engine.result import StepResult
+from elastic_mbs.engine.outcome.result import StepResult
+from elastic_mbs.engine.shared.trained_model import modules_of
 from elastic_mbs.errors import UsageError
 from elastic_mbs.runtime import ElasticMBS
 

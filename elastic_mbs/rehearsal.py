@@ -13,16 +13,17 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.plan import Key, shape_class
-from elastic_mbs.engine.context import Context
-from elastic_mbs.engine.micro_batch import DisabledPass, MicroBatch
-from elastic_mbs.engine.misuse import check_function, running_call
-from elastic_mbs.engine.profile import names_of
-from elastic_mbs.engine.result import StepResult
-from elastic_mbs.engine.verify import VerifyReport, verify
+from elastic_mbs.disabled import DisabledPass
+from elastic_mbs.engine.micro_batch import MicroBatch
+from elastic_mbs.engine.outcome.result import StepResult
+from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
+from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.shared.running import check_function, running_call
 from elastic_mbs.errors import NestedCallError, UsageError
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlanReport
+from elastic_mbs.verify import VerifyReport, verify
 
 LossFn = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # that are passed on to it
@@ -33,9 +34,10 @@ Cap = int | str | None  # in bytes, or such as "8GiB"
 class Rehearsal:
     """Runs of one runtime without a call."""
 
-    def __init__(self, context: Context, batches: BatchReader) -> None:
+    def __init__(self, resources: Resources, knowledge: Knowledge, batches: BatchReader) -> None:
         self._totals: Any = None  # counts of the batch that runs
-        self._context, self._batches = context, batches
+        self._resources, self._knowledge = resources, knowledge
+        self._batches = batches
 
     @property
     def total(self) -> Any:
@@ -52,7 +54,7 @@ class Rehearsal:
             counts,
         ):
             return verify(
-                self._context, few, counts, lambda piece: loss_fn(piece, *given[0], **given[1])
+                self._resources, few, counts, lambda piece: loss_fn(piece, *given[0], **given[1])
             )
 
     def plan(
@@ -72,11 +74,11 @@ class Rehearsal:
         with self._of("plan", loss_fn, read) as (view, counts):
             key, controller = (
                 Key(name, "train", shape_class(view.elements)),
-                self._context.controller,
+                self._knowledge.controller,
             )
             there = Budget(capacity, controller.time(key))
             report = plan(
-                self._context,
+                self._resources,
                 view,
                 counts,
                 lambda piece: loss_fn(piece, *given[0], **given[1]),
@@ -93,10 +95,10 @@ class Rehearsal:
 
         Where nothing is counted the loss is one of the whole batch.
         """
-        batch = self._context.load(batch)
+        batch = self._resources.load(batch)
         totals, length = self._batches.totals(batch)
         whole = DisabledPass(
-            self._context.settings,
+            self._resources.settings,
             batch,
             self._batches.count_names if counted else None,
             totals,
@@ -118,8 +120,8 @@ class Rehearsal:
             raise NestedCallError(
                 f"{door}() was called inside a step function; call it beside the training loop"
             )
-        self._context.follow_model()
-        found = self._context.retry("look at the batch", read)
+        self._resources.follow_model()
+        found = self._resources.retry("look at the batch", read)
         self._totals = found[1].total
         try:
             yield found

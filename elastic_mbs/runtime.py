@@ -15,20 +15,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.lengths import ByLength, Length, Trim
 from elastic_mbs.batch.reader import BatchReader, Count
 from elastic_mbs.batch.splitters import Dims
+from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.policy import Policy
-from elastic_mbs.embeddings import EmbeddingCall, OverEmbeddings
-from elastic_mbs.engine.call import Call
-from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.call import Call, one_pass
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
-from elastic_mbs.engine.misuse import check_function, running_call
-from elastic_mbs.engine.model import TrainedModel
-from elastic_mbs.engine.profile import graphs_made, names_of
-from elastic_mbs.engine.result import Stats, StepResult
-from elastic_mbs.engine.verify import VerifyReport
+from elastic_mbs.engine.outcome.result import Stats, StepResult
+from elastic_mbs.engine.parts import Batch, CallParts
+from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
+from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.shared.running import check_function, running_call
+from elastic_mbs.engine.shared.trained_model import TrainedModel
+from elastic_mbs.engine.two_pass.cache import OverEmbeddings
+from elastic_mbs.engine.two_pass.passes import TwoPasses, Unweighted
 from elastic_mbs.errors import IncompleteBatchError, UsageError
 from elastic_mbs.events import Sink
 from elastic_mbs.memory import Reading, oom
@@ -46,6 +49,7 @@ from elastic_mbs.options import (
 )
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal import NONE, Arguments, Cap, LossFn, Rehearsal
+from elastic_mbs.verify import VerifyReport
 
 
 class ElasticMBS:
@@ -134,25 +138,26 @@ class ElasticMBS:
         self.last_result: StepResult | None = None
         self._call: Call | None = None
         self._stats, self._steps = Stats(), StepWatch()
-        self._context = Context(
+        self._resources = Resources(
             self.settings,
             trained,
             event_log(self.settings, trained.devices, log, on_event),
             enabled=enabled,
         )
-        by_length = ByLength.of(pieces, length, trim, self._context.warn_once)
+        self._knowledge = Knowledge(self.settings)
+        by_length = ByLength.of(pieces, length, trim, self._resources.warn_once)
         self._batches = BatchReader(
-            dims, count, by_length, counted=reduction == "sum", warn_once=self._context.warn_once
+            dims, count, by_length, counted=reduction == "sum", warn_once=self._resources.warn_once
         )
-        self._rehearsal = Rehearsal(self._context, self._batches)
-        self._guarded_step = GuardedStep(self._context, enabled=enabled)
+        self._rehearsal = Rehearsal(self._resources, self._knowledge, self._batches)
+        self._guarded_step = GuardedStep(self._resources, enabled=enabled)
 
     # ------------------------------------------------------------------ lifetime
 
     def __enter__(self) -> Self:
         """Starts the memory monitor."""
         if self.enabled:
-            self._context.monitor.start()
+            self._resources.monitor.start()
             self._steps.start()
         return self
 
@@ -180,15 +185,15 @@ class ElasticMBS:
         """Ends an unfinished batch, stops the monitor and writes out what sinks hold; a later call starts them again."""
         if self._call is not None and not self._call.finished:
             self._call.abort(IncompleteBatchError("closed in the middle of a batch"))
-        self._context.monitor.stop()
+        self._resources.monitor.stop()
         self._steps.stop()
-        if self._context.guard is not None:
-            self._context.guard.lift()
+        if self._resources.guard is not None:
+            self._resources.guard.lift()
         try:
-            if self._context.telemetry is not None:
-                self._context.telemetry.rest()
+            if self._resources.telemetry is not None:
+                self._resources.telemetry.rest()
         finally:  # a user's sink may raise
-            self._context.log.close()
+            self._resources.log.close()
 
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickles."""
@@ -249,8 +254,32 @@ class ElasticMBS:
                     micro.backward(value if loss is None else loss(value))
             assert self.last_result is not None
             return self.last_result
-        with self._start(batch, *names_of(loss_fn), (args, kwargs), loss=loss) as call:
+        if loss is not None:
+            return self._backward_embeddings(loss_fn, loss, batch, args, kwargs)
+        with self._start(batch, *names_of(loss_fn), (args, kwargs)) as call:
             call.run(loss_fn, args, kwargs)
+        return self._finish(call)
+
+    def _backward_embeddings(
+        self,
+        embed_fn: LossFn,
+        loss_fn: OverEmbeddings,
+        batch: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> StepResult:
+        view, _ = self._read(batch, names_of(embed_fn)[0], (tuple(args), kwargs), training=False)
+        name, code = names_of(embed_fn)
+        made: list[TwoPasses] = []
+
+        def passes(parts: CallParts) -> TwoPasses:
+            made.append(TwoPasses(parts, loss_fn))
+            return made[0]
+
+        batch = Batch(view, Unweighted.samples(view.length), name, (code, names_of(loss_fn)[1]))
+        self._call = Call(self._resources, self._knowledge, batch, passes)
+        with self._call as call:
+            call.run(made[0].embed(embed_fn), args, kwargs)
         return self._finish(call)
 
     def micro_batches(
@@ -321,7 +350,7 @@ class ElasticMBS:
         check_function(fn, "eval(fn, batch)")
         if not self.enabled:
             with torch.no_grad():
-                return fn(self._context.load(batch), *args, **kwargs)
+                return fn(self._resources.load(batch), *args, **kwargs)
         with (
             self._start(batch, *names_of(fn), (args, kwargs), training=False, to=to) as call,
             torch.no_grad(),
@@ -417,7 +446,7 @@ class ElasticMBS:
 
     def state_dict(self) -> dict[str, object]:
         """What was learned about sizes and memory, as JSON; save it beside the optimizer's state."""
-        return {"version": 1, "controller": self._context.controller.state_dict()}
+        return {"version": 1, "controller": self._knowledge.controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what another run has learned; a `UsageError` for a state of another version or a malformed one changes nothing."""
@@ -430,12 +459,12 @@ class ElasticMBS:
                 f"this is no state of ElasticMBS version 1: {str(state)[:80]!r}; start without "
                 "it, sizes are learned again"
             )
-        self._context.controller.load_state_dict(state["controller"])
+        self._knowledge.controller.load_state_dict(state["controller"])
 
     @property
     def model(self) -> dict[str, SizeModel]:
         """Peak memory and time as functions of the micro-batch, as they are known now, for each kind of call: by function, mode and shape class."""
-        return self._context.controller.models()
+        return self._knowledge.controller.models()
 
     @property
     def stats(self) -> Stats:
@@ -452,9 +481,20 @@ class ElasticMBS:
     @property
     def headroom(self) -> Reading:
         """The latest memory reading."""
-        return self._context.monitor.latest()
+        return self._resources.monitor.latest()
 
     # ------------------------------------------------------------------ how a call starts and ends
+
+    def _read(
+        self, batch: Any, name: str, given: Arguments, *, training: bool
+    ) -> tuple[BatchView, Counts]:
+        self._check_complete()
+        resources = self._resources
+        if self._steps.begun and (left := self._steps.left_behind()) is not None:
+            resources.warn("optimizer-step", left)
+        resources.wake()
+        read = partial(self._batches.read, batch, name, given, training=training)
+        return resources.retry("look at the batch and count the loss terms", read)
 
     def _start(
         self,
@@ -466,50 +506,29 @@ class ElasticMBS:
         training: bool = True,
         own_graph: bool = False,
         to: OutputPlace = None,
-        loss: OverEmbeddings | None = None,
     ) -> Call:
-        self._check_complete()
-        context = self._context
-        if self._steps.begun and (left := self._steps.left_behind()) is not None:
-            context.warn("optimizer-step", left)
-        context.wake()
-        read = partial(self._batches.read, batch, name, given, training=training and loss is None)
-        view, counts = context.retry("look at the batch and count the loss terms", read)
-        if loss is not None:
-            self._call = EmbeddingCall(context, view, name=name, identity=key, loss=loss)
-            return self._call
+        view, counts = self._read(batch, name, given, training=training)
         place = self.settings.outputs if training else to
-        self._call = Call(
-            context,
-            view,
-            counts,
-            name=name,
-            identity=key,
-            training=training,
-            outputs=place,
-            own_graph=own_graph,
-        )
+        work = Batch(view, counts, name, key, training, own_graph)
+        passes = one_pass(training=training, outputs=place)
+        self._call = Call(self._resources, self._knowledge, work, passes)
         return self._call
 
     def _loop_whole(self, batch: Any, *, counted: bool = True) -> Iterator[MicroBatch]:
         self.last_result = yield from self._rehearsal.whole(batch, counted=counted)
 
     def _finish(self, call: Call) -> StepResult:
-        result = call.state.result
+        result = call.result
         assert result is not None
         if self._call is call:
             self._call = None  # it holds the batch
-        self._stats.add(result, call.state.view.length, training=call.state.training)
-        self._stats.graphs += graphs_made() - call.state.graphs
-        if call.state.training:
+        parts, training = call.parts, call.parts.batch.training
+        self._stats.add(result, parts.batch.view.length, training=training)
+        self._stats.graphs += parts.report.graphs()
+        if training:
             self.last_result = result
-            result.check_size(call.state.key.name, self.settings.outputs, self._context.warn_once)
-        if self._context.telemetry is not None:
-            self._context.telemetry.done(
-                call.state.done_event(result),
-                call.state.watch,
-                result if call.state.training else None,
-            )
+            result.check_size(parts.key.name, self.settings.outputs, self._resources.warn_once)
+        parts.report.done(result, training=training)
         return result
 
     def _check_complete(self) -> None:

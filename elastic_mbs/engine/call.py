@@ -1,10 +1,9 @@
-"""The loop with all side effects: pieces → forward → backward → commit, or recover → replay.
-
-`state.py` draws its phases.
+"""The state machine of one call: pieces → forward → backward → commit, or recover → replay.
 
 A `Call` is the work on one batch: an iterator over attempts, each begun, run backward and ended by
-its `MicroBatch`. All doors run exactly this loop. Recovery runs in `__next__`, when the exception
-of the failed attempt and its traceback are gone: they would keep the attempt's tensors alive.
+its `MicroBatch`. All doors run exactly this loop. Recovery runs in `__next__`, outside of any
+`except` block: an exception that is still handled keeps the tensors of its frames alive. This
+module alone moves `phase`; `Phase` draws the moves.
 """
 
 from __future__ import annotations
@@ -14,18 +13,19 @@ from typing import Any, Self
 
 import torch
 
-from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.plan import Key, shape_class
-from elastic_mbs.engine import misuse
-from elastic_mbs.engine.backward import commit, measure_noise, run_backward
-from elastic_mbs.engine.context import Context
-from elastic_mbs.engine.failure import note_failure
-from elastic_mbs.engine.recovery import call_on_fatal, recover, unwind
-from elastic_mbs.engine.result import StoredOutput, check_not_overwritten
-from elastic_mbs.engine.state import Attempt, CallState, Phase
+from elastic_mbs.engine.attempt import Attempt, Failure, Phase
+from elastic_mbs.engine.outcome.result import StepResult, check_not_overwritten
+from elastic_mbs.engine.parts import Batch, CallParts, parts_of
+from elastic_mbs.engine.passes import OnePass, Passes
+from elastic_mbs.engine.recovery.failure import failure_of
+from elastic_mbs.engine.recovery.floor import Floor
+from elastic_mbs.engine.recovery.recover import call_on_fatal, check_cap, recover, unwind
+from elastic_mbs.engine.recovery.replay import Mode
+from elastic_mbs.engine.shared import running
+from elastic_mbs.engine.shared.knowledge import Knowledge
+from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import (
     ElasticMBSError,
     IncompleteBatchError,
@@ -38,59 +38,72 @@ from elastic_mbs.errors import (
 from elastic_mbs.memory import oom
 from elastic_mbs.options import OutputPlace
 
-Take = Callable[[Attempt, Any], None]
+PassesOf = Callable[[CallParts], Passes]
 
 
 class Call:
     """The work on one batch, from its split to its result.
 
-    Arguments are those of `CallState`; `name` is in its `key`, and `own_graph` asks for its
-    `table`.
+    Attributes:
+        parts: the parts of the call, each the only writer of its fields.
+        passes: the passes that it makes over the batch.
+        phase: where the call is.
+        attempt: the attempt that runs.
+        failure: the facts of the latest attempt, until it is recovered from.
+        result: the result of the whole call, once there is one.
     """
 
+    phase: Phase = Phase.WAITING
+    attempt: Attempt | None = None
+    failure: Failure | None = None
+    result: StepResult | None = None
+
     def __init__(
-        self,
-        context: Context,
-        view: BatchView,
-        counts: Counts,
-        *,
-        name: str,
-        identity: object,
-        training: bool = True,
-        outputs: OutputPlace = "cpu",
-        own_graph: bool = False,
+        self, resources: Resources, knowledge: Knowledge, batch: Batch, passes: PassesOf
     ) -> None:
-        _check_outer(context, training)
-        self.context = context
-        key = Key(name, "train" if training else "eval", shape_class(view.elements))
+        """Begin a call.
+
+        Args:
+            resources: the model, its devices and sensors.
+            knowledge: the sizes and the facts that earlier calls have left.
+            batch: the samples.
+            passes: makes the passes of the call, given its parts.
+
+        Raises:
+            NestedCallError: another call is inside its step function.
+        """
+        _check_outer(resources, training=batch.training)
+        self.resources = resources
+        self._floors: dict[bool, Floor] = {}  # of passes with and without backward
         try:
-            self.state = CallState(
-                context,
-                view,
-                counts,
-                key,
-                identity,
-                training=training,
-                outputs=outputs,
-                own_graph=own_graph,
-            )
-            misuse.enter_call(self)
+            self.parts = parts_of(resources, knowledge, batch)
+            self.passes = passes(self.parts)
+            self._pass = self.passes.first
+            if self.parts.plan.wants_reading and not batch.training:
+                # A training call asks when its first backward begins.
+                resources.monitor.request_reading(rested=True)
+            running.enter_call(self)
         except BaseException:
-            misuse.leave_call(self)
-            context.model.forget()  # it can have changed without the ledger's knowledge
-            context.ledger.forget()
-            context.controller.abandon(key)
+            running.leave_call(self)
+            resources.forget_model()
+            knowledge.controller.abandon(batch.key)
             raise
 
     @property
     def totals(self) -> Any:
-        """The batch's counts."""
-        return self.state.totals
+        """The counts of the batch: a number, or a dict where losses have names."""
+        return self.parts.batch.counts.total
 
     @property
     def finished(self) -> bool:
         """Whether the gradient is whole, or the call has ended early."""
-        return self.state.phase in (Phase.WHOLE, Phase.DONE)
+        return self.phase in (Phase.WHOLE, Phase.DONE)
+
+    @property
+    def inside(self) -> bool:
+        """Whether an attempt or a sink runs, as opposed to the loop standing between two."""
+        running_phases = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT)
+        return self.phase in running_phases or self.resources.log.emitting
 
     # ------------------------------------------------------------------ the loop, in the order of a step
 
@@ -98,23 +111,27 @@ class Call:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Ends the call where an interrupt has struck between the lines of the engine itself."""
+        """End the call where an interrupt has struck between the lines of the engine itself."""
         if error is not None:
             self.abort(error)
 
     def run(
         self,
         fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        take: Take | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Runs `fn` on every piece: backward of the loss that it returns, or, in an evaluation, its outputs are kept; or what `take` does with it."""
-        take = take or (self.backward if self.state.training else self.keep)
+        """Run `fn` on every piece, and backward of its loss, or keep its outputs."""
+        kwargs = kwargs or {}
+        self.passes.begin()
         for attempt in self:
             self.begin(attempt)
             try:
-                take(attempt, fn(attempt.data, *args, **kwargs))
+                value = self.passes.translate(attempt, fn(attempt.data, *args, **kwargs))
+                if self._pass.training:
+                    self.backward(attempt, value)
+                else:
+                    self.keep(attempt, value)
             except BaseException as error:
                 if not self.end(attempt, error):
                     raise
@@ -125,82 +142,72 @@ class Call:
         return self
 
     def __next__(self) -> Attempt:
-        state = self.state
-        if state.phase is Phase.DONE:
+        """Return the next attempt, after recovering from the one before where that has failed."""
+        if self.phase is Phase.DONE:
             raise StopIteration
         try:
-            while True:
-                if state.phase is Phase.FAILED:
-                    recover(state)
-                elif state.attempt is not None:
-                    raise self.left_early("a micro-batch was not entered with `with micro:`")
-                piece = state.schedule.next(state.size)
-                if piece is None:
-                    break
-                attempt = self._prepare(piece)
-                if attempt is not None:
-                    return attempt
-            self._finish()  # the last piece was skipped
+            attempt = self._next_attempt()
         except BaseException as error:
             typed = self._abort_by(error)
             if typed is None:
                 raise
         else:
-            raise StopIteration
+            if attempt is None:
+                raise StopIteration
+            return attempt
         raise typed  # outside of the handler: the raw error keeps its frames' tensors alive
 
+    def _next_attempt(self) -> Attempt | None:
+        while self.phase is not Phase.DONE:
+            if self.phase is Phase.FAILED:
+                self._recover()
+            elif self.attempt is not None:
+                raise self.left_early("a micro-batch was not entered with `with micro:`")
+            piece = self.parts.progress.next()
+            if piece is None:
+                self._end_pass()  # the last piece was skipped
+                continue
+            attempt = self._prepare(piece)
+            if attempt is not None:
+                return attempt
+        return None
+
     def _prepare(self, piece: Range) -> Attempt | None:
-        """Takes a snapshot of what the attempt can change and brings the piece to the device; None when that itself ran out of memory."""
-        state, context = self.state, self.context
+        """Take the snapshot for an attempt and bring its piece to the device.
+
+        Returns:
+            The attempt, or None where this itself ran out of memory.
+        """
+        parts = self.parts
+        snapshot, profile = parts.snapshot, parts.profile
         attempt = Attempt(piece)
-        state.watch.attempt()
+        parts.report.watch.attempt()
         try:
-            if state.streams is None:
-                streams = context.streams.read(hosts=True)
-                context.buffers.begin_call(context.model.modules, (state.key, state.identity))
-                state.streams = attempt.streams = streams
+            if snapshot.start is None:
+                snapshot.take()
             else:
-                if context.buffers.busy:
-                    context.buffers.begin_piece()  # before all else that can fail
-                # A step that was never seen to draw has probably not moved them since the call
-                # began. A failure compares, and where they have moved the batch starts over
-                # (`recovery._streams_lost`), which it cannot where there were gradients.
-                draws = state.profile.draws or state.had_gradient or not state.settled
-                attempt.streams = context.streams.read() if draws else state.streams
-            attempt.data = state.loader.load(
-                piece, state.schedule, cloned=state.profile.edits_batch
-            )
+                gradients = parts.gradients
+                reads = profile.draws or bool(gradients.full) or not gradients.settled
+                snapshot.take_piece(read_streams=reads)
+            schedule = parts.progress.schedule
+            attempt.load(parts.loader.load(piece, schedule, cloned=profile.edits_batch))
         except Exception as error:
-            if not note_failure(state, attempt, error):
+            if not self._failed(attempt, error):
                 raise
             return None
-        state.attempt = attempt
+        self.attempt = attempt
         return attempt
 
     def begin(self, attempt: Attempt) -> None:
-        """Starts the attempt."""
-        state, context = self.state, self.context
-        if attempt is not state.attempt or state.phase is not Phase.WAITING:
+        """Start an attempt: put its hooks in place."""
+        if attempt is not self.attempt or self.phase is not Phase.WAITING:
             raise IncompleteBatchError(
                 "this micro-batch is over: each is entered once, in the loop that yields it"
             )
         try:
-            if state.table is not None:
-                attempt.first_node = torch._C._autograd._get_sequence_nr()
-            for hook in state.hooks:
-                hook.__enter__()
-            if context.guard is not None:
-                context.guard.renew()
-            attempt.grad_enabled, attempt.training = (
-                torch.is_grad_enabled(),
-                context.model.training(),
-            )
-            state.modes = state.modes or attempt.training
-            if misuse.fault_injector is not None:
-                misuse.fault_injector.begin(
-                    self, context.model.modules, ready=state.failures_in_row == 0
-                )
-            state.phase = Phase.FORWARD
+            self.parts.hooks.begin(attempt)
+            self.parts.snapshot.take_modes()
+            self.phase = Phase.FORWARD
             return
         except BaseException as error:
             typed = self._abort_by(error)
@@ -209,75 +216,77 @@ class Call:
         raise typed
 
     def backward(self, attempt: Attempt, value: Any) -> None:
-        """Weighs the loss and runs backward."""
-        state = self.state
-        if attempt is not state.attempt or state.phase is not Phase.FORWARD or not state.training:
+        """Weigh the loss of an attempt and run backward."""
+        if (
+            attempt is not self.attempt
+            or self.phase is not Phase.FORWARD
+            or not self._pass.training
+        ):
             raise LossError(
                 "micro.backward(loss) is called once, inside its own `with micro:` block"
             )
-        # the loss can have a graph all the same, and `loss.backward()` would use it
+        # The loss can have a graph all the same, and `loss.backward()` would use it.
         if not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.enable_grad():
                 self.backward(attempt, value)
             return
-        if not self.context.ledger.unchanged(kept=state.settled and bool(state.committed)):
-            state.check_gradients()
+        parts = self.parts
+        gradients = parts.gradients
+        gradients.check_before(first=parts.progress.untouched)
+        weight = self._weigh(attempt, value)
+        if parts.plan.wants_reading and not parts.progress.committed:
+            # Now, because the monitor's thread needs Python and a backward does not.
+            self.resources.monitor.request_reading(rested=True)
+        # Without a graph, the terms that have one have no counts in this piece.
+        if attempt.graph is not None and attempt.graph.requires_grad:
+            gradients.prepare(attempt)
+            self.phase = Phase.BACKWARD
+            gradients.run(attempt, weight)
+        gradients.observe()
+        self.phase = Phase.COMMIT
+
+    def _weigh(self, attempt: Attempt, value: Any) -> float:
+        """Give the attempt its loss, and return the loss's weight in the batch."""
         weights = attempt.piece.weights
         assert weights is not None  # or the piece would have been skipped
-        if state.count_names is None and is_plain(value):
-            loss, weight = value, weights[None]
-            terms: tuple[torch.Tensor, ...] = (value,)
-        else:
-            named, outputs = read_losses(value, state.count_names)
-            # Stored before backward: once something has committed, nothing but backward itself
-            # should be left that can fail.
-            if attempt.outputs is None:  # what `micro.keep` was given comes first
-                self.keep(attempt, outputs)
-            terms, loss, weight = tuple(named.values()), weighted_sum(named, weights), 1.0
-        if state.table is not None:
-            attempt.terms = terms
-        attempt.loss, attempt.graph = loss.detach() * weight, loss
-        if state.plan.wants_reading and not state.committed:
-            # now, because the monitor's thread needs Python and a backward does not
-            self.context.monitor.request_reading(rested=True)
-        run_backward(state, attempt, loss, weight)
-        attempt.seen = self.context.ledger.observe(kept=state.settled)
-        state.phase = Phase.COMMIT
+        names = self.parts.batch.counts.names
+        if names is None and is_plain(value):
+            weight = weights[None]
+            attempt.weigh(value, weight, (value,))
+            return weight
+        named, outputs = read_losses(value, names)
+        # Stored before backward: once a leaf has a commit, only backward itself should be able to
+        # fail.
+        if attempt.outputs is None:  # outputs given to `micro.keep` come first
+            self.keep(attempt, outputs)
+        attempt.weigh(weighted_sum(named, weights), 1.0, tuple(named.values()))
+        return 1.0
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
-        """Keeps the outputs of the piece where the user wants them."""
-        if outputs is not None and self.state.outputs is not None:
-            if attempt.outputs is not None:
-                raise UsageError(
-                    "this micro-batch has outputs already: give all of them to one "
-                    "micro.keep(outputs)"
-                )
-            attempt.outputs = StoredOutput(outputs, self.state.outputs)
+        """Keep the outputs of an attempt at the place of its pass."""
+        attempt.keep(outputs, self._pass.outputs)
 
     def end(self, attempt: Attempt, error: BaseException | None) -> bool:
-        """Ends the attempt: commits, or notes the failure; returns whether the error is swallowed."""
-        state, context = self.state, self.context
+        """End an attempt: commit it, or note its failure.
+
+        Returns:
+            Whether the error is swallowed.
+        """
         try:
-            if context.guard is not None:
-                context.guard.lift()  # first of all: what follows needs memory itself
-            if misuse.fault_injector is not None:
-                misuse.fault_injector.end()
-            for hook in state.hooks:
-                hook.__exit__(None, None, None)
+            self.parts.hooks.end()  # first of all: the rest needs memory itself
             if error is None:
-                if state.phase is Phase.DONE:
+                if self.phase is Phase.DONE:
                     raise IncompleteBatchError(
                         "the runtime was closed inside a `with micro:` block, so its batch is "
                         "incomplete"
                     )
                 self._commit(attempt)
-                if not state.schedule:
-                    # here and not in the next turn of the loop, which a `break` would leave out
-                    self._finish()
+                if not self.parts.progress.schedule:
+                    # Here and not in the next turn of the loop, which a `break` would leave out.
+                    self._end_pass()
                 return False
-            torch.set_grad_enabled(attempt.grad_enabled)
-            context.model.restore(attempt.training)
-            if isinstance(error, Exception) and note_failure(state, attempt, error):
+            self.parts.snapshot.restore_modes()
+            if isinstance(error, Exception) and self._failed(attempt, error):
                 return True
             self.abort(error)
             return False
@@ -288,55 +297,105 @@ class Call:
         raise typed
 
     def _commit(self, attempt: Attempt) -> None:
-        state, context = self.state, self.context
-        if state.training:
-            if state.phase is not Phase.COMMIT:
-                state.check_gradients()
+        parts = self.parts
+        profile = parts.profile
+        if self._pass.training:
+            if self.phase is not Phase.COMMIT:
+                parts.gradients.check(first=parts.progress.untouched)
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
-            assert attempt.seen is not None
-            if state.isolation is not None or not context.ledger.advance(
-                attempt.seen, state.profile.commits
-            ):
-                # what has changed since backward is seen by the next check where this is left out
-                commit(state, attempt)
-        if context.buffers.watched:
-            state.profile.changes_buffers = context.retry(
-                "compare the buffers with their copies", context.buffers.end_clean_piece
+            if parts.gradients.commit(attempt):
+                profile.learn_draws(parts.snapshot.drew_since_start())
+        buffers = self.resources.buffers
+        if buffers.watched:
+            profile.learn_buffers(
+                self.resources.retry(
+                    "compare the buffers with their copies", buffers.end_clean_piece
+                )
             )
-        state.add_committed(attempt)
-        if not state.settled:
-            state.notice_edits()
-        state.attempt, state.phase = None, Phase.WAITING
+        parts.progress.commit(attempt)
+        floor = self._floors.get(self._pass.training)
+        if floor is not None:
+            floor.committed(attempt.piece.start, attempt.piece.stop)
+        if not parts.gradients.settled:
+            self._notice_edits()
+        self.attempt = None
+        self.phase = Phase.WAITING
+
+    def _notice_edits(self) -> None:
+        progress = self.parts.progress
+        others_see = len(progress.committed) > 1 or bool(progress.schedule)
+        self.parts.edits.notice(others_see=others_see)
+
+    # ------------------------------------------------------------------ after a failed attempt
+
+    def _failed(self, attempt: Attempt, error: Exception) -> bool:
+        """Note the failure of an attempt; return False where it is not out-of-memory."""
+        failure = failure_of(self.parts, attempt, self.phase, error, training=self._pass.training)
+        if failure is None:
+            return False
+        self.failure = failure
+        self.attempt = None
+        self.phase = Phase.FAILED
+        return True
+
+    def _recover(self) -> None:
+        """Roll the failed attempt back, and go on with smaller pieces."""
+        failure, parts = self.failure, self.parts
+        assert failure is not None
+        mode, smaller = recover(parts, failure, self._pass)
+        if not smaller:
+            training = self._pass.training
+            floor = self._floors.setdefault(training, Floor(parts))
+            floor.reached(failure, training=training)
+        check_cap(parts, failure)
+        if mode is Mode.STEP:
+            self._pass = self.passes.restarted(self._pass)
+        self.failure = None
+        self.phase = Phase.WAITING
+
+    # ------------------------------------------------------------------ the end of the batch
+
+    def _end_pass(self) -> None:
+        """End a pass whose pieces have all committed, and the call after the last one."""
+        self.phase = Phase.FORWARD  # a step of an optimizer is refused in a loss between two passes
+        following = self.passes.after(self._pass)
+        self.phase = Phase.WAITING
+        if following is None:
+            self._finish()
+        else:
+            self._pass = following
 
     def _finish(self) -> None:
-        """Ends the call whose last piece has committed: its result, what the controller learns of it, and the callbacks."""
-        state, context = self.state, self.context
-        if state.training and not context.ledger.unchanged():
-            state.check_gradients()
-        if state.isolation is not None:
-            context.retry("write the gradient in its own type", state.isolation.finish)
-        state.notice_edits()
-        if state.had_gradient and not state.profile.draws and state.streams is not None:
-            start = state.streams
-            state.profile.draws = context.retry(
-                "read the random streams", lambda: context.streams.learn(start)
-            )
-        if state.outputs == "device":
-            check_not_overwritten([attempt.outputs for attempt in state.committed])
-        attempts = state.in_order()
-        result = state.make_result(attempts)
-        if not state.training:
-            context.retry(
-                'join the outputs on the device (to="cpu" keeps them on the host)',
+        """Finish the call: its result, the controller's knowledge of it, and the callbacks."""
+        parts, resources = self.parts, self.resources
+        gradients, progress, profile = parts.gradients, parts.progress, parts.profile
+        training = parts.batch.training
+        if training:
+            gradients.check_after(first=parts.progress.untouched)
+        gradients.finish()
+        self._notice_edits()
+        if gradients.full and not profile.draws:
+            profile.learn_draws(parts.snapshot.drew_since_start())
+        if self._pass.outputs == "device":
+            check_not_overwritten([attempt.outputs for attempt in progress.committed])
+        attempts = progress.in_order()
+        result = parts.report.result(progress, attempts)
+        if not training:
+            resources.retry(
+                'join the outputs on the device (outputs="cpu" keeps them on the host)',
                 lambda: result.outputs,
             )
-        if context.noise is not None:
-            result.noise_scale = context.retry(
-                "read the norms of the gradients", lambda: measure_noise(state)
+        noise = parts.knowledge.noise
+        if noise is not None and training:
+            skipped, adds_up = progress.schedule.skipped, self._pass.adds_up
+            result.noise_scale = resources.retry(
+                "read the norms of the gradients",
+                lambda: gradients.noise_scale(noise, skipped, adds_up=adds_up),
             )
-        state.inform_controller()
-        misuse.leave_call(self)
-        state.phase = Phase.WHOLE  # a callback may step, or evaluate
+        parts.report.inform_controller(progress, fresh=not gradients.full)
+        result = self.passes.finish(result)
+        running.leave_call(self)
+        self.phase = Phase.WHOLE  # a callback may step, or evaluate
         try:
             for attempt in attempts:
                 for callback in attempt.callbacks:
@@ -345,26 +404,29 @@ class Call:
             self.abort(error)
             raise
         self._close()
-        state.result = result
+        self.result = result
 
     def _close(self) -> None:
-        state, context = self.state, self.context
-        if context.guard is not None:
-            context.guard.lift()  # an interrupt between the lines can have left it up
-        if state.phase is not Phase.WHOLE:
-            misuse.leave_call(self)
-        state.drop_committed()
-        # last: where an interrupt strikes before it, everything can still be put back
-        context.ledger.forget()
-        state.phase = Phase.DONE
+        if self.resources.guard is not None:
+            self.resources.guard.lift()  # an interrupt between the lines can have left it up
+        if self.phase is not Phase.WHOLE:
+            running.leave_call(self)
+        self.parts.progress.drop_committed()
+        self.passes.close()
+        self.parts.gradients.close()
+        self.phase = Phase.DONE
 
-    # ------------------------------------------------------------------ what ends a call early
+    # ------------------------------------------------------------------ a call that ends early
 
     def _abort_by(self, error: BaseException) -> MicroBatchFloorError | None:
-        """Aborts the call by `error`, or, where the library itself ran out of memory, by a typed error, which is returned to be raised."""
+        """Abort the call by `error`.
+
+        Returns:
+            The typed error to raise where the library itself ran out of memory, else None.
+        """
         typed = None
-        if self.state.phase is not Phase.DONE and not isinstance(error, ElasticMBSError):
-            verdict = oom.classify(error, self.context.settings.recovery.is_oom)
+        if self.phase is not Phase.DONE and not isinstance(error, ElasticMBSError):
+            verdict = oom.classify(error, self.resources.settings.recovery.is_oom)
             if verdict is not None:
                 typed = MicroBatchFloorError(
                     "there is no room for the library's own bookkeeping after an out-of-memory "
@@ -374,15 +436,15 @@ class Call:
         return typed
 
     def abort(self, error: BaseException) -> None:
-        """Ends the call by `error`: state goes back to the call's start, and what could not is noted on the error."""
-        state, interrupt = self.state, None
-        if state.phase is Phase.DONE:
+        """End the call by `error`: state goes back to its start, and the rest is noted on it."""
+        if self.phase is Phase.DONE:
             return
-        # once more where an interrupt or a lack of memory has struck in the middle
+        interrupt = None
+        # Once more where an interrupt or a lack of memory has struck in the middle.
         for last in (False, True):
             try:
                 self._drop_attempt()
-                unwind(state, error)
+                unwind(self.parts, error)
                 self._close()
                 break
             except Exception as problem:
@@ -394,30 +456,29 @@ class Call:
                     self._close()
             except BaseException as problem:
                 error = interrupt = problem
-        if self.context.telemetry is not None:
-            self.context.telemetry.ended(state.failed_event(error), state.watch, error)
-        call_on_fatal(state, error)
+        self.parts.report.failed(error, self.parts.progress.failures)
+        call_on_fatal(self.parts, error)
         if interrupt is not None:
             raise interrupt
 
     def _drop_attempt(self) -> None:
-        state = self.state
-        # what is switched between two attempts is the user's doing
-        if self.inside or state.phase is Phase.FAILED:
-            self.context.model.restore(state.modes)
-        if state.attempt is not None:
-            state.attempt.drop()  # a variable of the user's can still hold it
-            state.attempt = None
-        for hook in state.hooks:
-            # an interrupt between the lines can have left it in place
-            hook.__exit__(None, None, None)
-        if state.table is not None:
-            state.table.empty()
-        self.context.controller.abandon(state.key)
+        parts = self.parts
+        # Modes that are switched between two attempts are the user's doing.
+        if self.inside or self.phase is Phase.FAILED:
+            parts.snapshot.unwind_modes()
+        if self.attempt is not None:
+            self.attempt.drop()  # a variable of the user's can still hold it
+            self.attempt = None
+        parts.hooks.end()  # an interrupt between the lines can have left them in place
+        if parts.hooks.table is not None:
+            parts.hooks.table.empty()
+        parts.knowledge.controller.abandon(parts.key)
+
+    # ------------------------------------------------------------------ misuse
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses a step of an optimizer over the leaves of this batch while it is incomplete."""
-        ledger = self.context.ledger
+        """Refuse a step of an optimizer over the leaves of this batch while it is incomplete."""
+        ledger = self.resources.ledger
         if not any(
             parameter in ledger for group in optimizer.param_groups for parameter in group["params"]
         ):
@@ -434,50 +495,43 @@ class Call:
         raise error
 
     def check_inside(self, attempt: Attempt, what: str) -> None:
-        """Refuses what is given to an attempt that has not begun or is over: it would be lost."""
-        if attempt is not self.state.attempt or not self.inside:
+        """Refuse a value given to an attempt that has not begun or is over: it would be lost."""
+        if attempt is not self.attempt or not self.inside:
             raise UsageError(
                 f"{what} is called inside its own `with micro:` block, where it belongs to the "
                 "samples of that block"
             )
 
-    @property
-    def inside(self) -> bool:
-        """Whether an attempt is being made, or a sink runs, as opposed to the loop standing between two."""
-        return (
-            self.state.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT)
-            or self.context.log.emitting
-        )
-
     def left_early(
         self, what: str = "a loop over micro-batches was left early"
     ) -> IncompleteBatchError:
-        """The error for a loop that did not run to its end, with what is missing."""
-        state = self.state
-        missing = state.schedule.missing()
-        missing += [each.piece for each in (state.attempt, state.failure) if each is not None]
+        """Return the error for a loop that did not run to its end, with the missing samples."""
+        missing = self.parts.progress.schedule.missing()
+        missing += [each.piece for each in (self.attempt, self.failure) if each is not None]
         ranges = ", ".join(
             f"{rest.start}:{rest.stop}" for rest in sorted(missing, key=lambda rest: rest.start)
         )
         return IncompleteBatchError(
-            f"{what}: samples {ranges} of {state.view.length} were not run. Its gradients have "
-            "been emptied"
+            f"{what}: samples {ranges} of {self.parts.batch.view.length} were not run. Its "
+            "gradients have been emptied"
         )
 
 
-# ---------------------------------------------------------------------- how a call begins
+def one_pass(*, training: bool, outputs: OutputPlace) -> PassesOf:
+    """Return the maker of the single pass of a training call or of an evaluation."""
+    return lambda parts: OnePass(training=training, outputs=outputs)
 
 
-def _check_outer(context: Context, training: bool) -> None:
-    """Ends a loop that was left early, and refuses a call inside a step function that could not be undone with it."""
-    outer: Call | None = misuse.running_call()
+def _check_outer(resources: Resources, *, training: bool) -> None:
+    """End a loop that was left early, and refuse a call inside a step that could not be undone."""
+    outer: Call | None = running.running_call()
     if outer is not None and not outer.inside:
         error = outer.left_early()
         outer.abort(error)
         raise error
-    if outer is not None and (training or outer.context is context):
+    if outer is not None and (training or outer.resources is resources):
         raise NestedCallError(
             "a call was started inside the step function of another one, or in a function of "
-            "on_event while it runs, and could not be undone "
-            "when that one is replayed: take it out of there (an eval by another runtime may stay)"
+            "on_event while it runs, and could not be undone when that one is replayed: take it "
+            "out of there (an evaluation by another runtime may stay)"
         )

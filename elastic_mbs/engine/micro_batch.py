@@ -5,33 +5,56 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-import torch
-
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
-from elastic_mbs.batch.schedule import Range
+from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.call import Call
-from elastic_mbs.engine.result import StepResult, StoredOutput
-from elastic_mbs.engine.state import Attempt
-from elastic_mbs.options import Settings
+
+
+class Owner(Protocol):
+    """The call that a micro-batch belongs to."""
+
+    @property
+    def totals(self) -> Any:
+        """The counts of the batch."""
+        ...
+
+    def begin(self, attempt: Attempt) -> None:
+        """Start an attempt."""
+        ...
+
+    def backward(self, attempt: Attempt, value: Any) -> None:
+        """Run backward of the loss of an attempt."""
+        ...
+
+    def keep(self, attempt: Attempt, outputs: Any) -> None:
+        """Keep the outputs of an attempt."""
+        ...
+
+    def check_inside(self, attempt: Attempt, what: str) -> None:
+        """Refuse a value given to an attempt that does not run."""
+        ...
+
+    def end(self, attempt: Attempt, error: BaseException | None) -> bool:
+        """End an attempt; return whether the error is swallowed."""
+        ...
 
 
 class MicroBatch:
     """One attempt at one piece of the batch: a context manager around its forward and backward.
 
     Attributes:
-        data: the piece, in the batch's own container type.
         start: its first sample in the batch, or in `StepResult.order` where samples are sorted.
         stop: one past its last.
     """
 
     __slots__ = ("_attempt", "_owner", "start", "stop")
 
-    def __init__(self, owner: Call | DisabledPass, attempt: Attempt) -> None:
+    def __init__(self, owner: Owner, attempt: Attempt) -> None:
         self._owner = owner
         self._attempt = attempt
-        self.start, self.stop = attempt.piece.start, attempt.piece.stop
+        self.start = attempt.piece.start
+        self.stop = attempt.piece.stop
 
     @property
     def data(self) -> Any:
@@ -39,16 +62,19 @@ class MicroBatch:
         return self._attempt.data
 
     def __len__(self) -> int:
-        """Samples in the piece."""
+        """Return the number of samples in the piece."""
         return self.stop - self.start
 
     @property
     def total(self) -> Any:
-        """The whole batch's counts, for a loss that normalises by itself (with `reduction="sum"`): a number, or a dict where losses have names."""
+        """The whole batch's counts: a number, or a dict where losses have names.
+
+        For a loss that normalises by itself (with `reduction="sum"`).
+        """
         return self._owner.totals
 
     def __enter__(self) -> Self:
-        """Starts the attempt."""
+        """Start the attempt."""
         self._owner.begin(self._attempt)
         return self
 
@@ -58,11 +84,11 @@ class MicroBatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Ends the attempt: commits it, or swallows an out-of-memory error so that the loop can replay the piece."""
+        """Commit the attempt, or swallow an out-of-memory error: the loop replays the piece."""
         return self._owner.end(self._attempt, error)
 
     def backward(self, value: Any) -> None:
-        """Accumulates the gradient of this piece's loss, weighted by its share of the batch.
+        """Accumulate the gradient of this piece's loss, weighted by its share of the batch.
 
         Args:
             value: the loss as a scalar mean over the piece's counts (`reduction="sum"`: a sum); or
@@ -75,26 +101,35 @@ class MicroBatch:
         self._owner.backward(self._attempt, value)
 
     def keep(self, outputs: Any) -> None:
-        """Keeps the piece's outputs for the result, once; without it, `backward` keeps those that come with the loss."""
+        """Keep the piece's outputs for the result, once.
+
+        Without it, `backward` keeps the outputs that come with the loss.
+        """
         self._owner.check_inside(self._attempt, "micro.keep(outputs)")
         self._owner.keep(self._attempt, outputs)
 
     def on_commit(self, fn: Callable[[], object]) -> None:
-        """Runs `fn` once the whole batch is accumulated, in the batch's order, if this attempt is the one that counts.
+        """Run `fn` once the whole batch is accumulated, if this attempt is the one that counts.
 
-        It waits for the batch because until then a piece can still be replayed. What `fn` refers to
-        stays in memory until then, too.
+        Until then a piece can still be replayed. The functions run in the batch's order. They keep
+        everything that they refer to in memory until then.
         """
         self._owner.check_inside(self._attempt, "micro.on_commit(fn)")
-        self._attempt.callbacks += (fn,)
+        self._attempt.on_commit(fn)
 
 
 def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
-    """The loop that the user writes out; `finish` is called when the batch is done, by the end of the loop or by a `break` after the last piece."""
+    """Yield the micro-batches of the loop that the user writes out.
+
+    Args:
+        call: the call over the batch.
+        finish: is called when the batch is done, by the end of the loop or by a `break` after the
+            last piece.
+    """
     try:
         yield from map(partial(MicroBatch, call), call)
     except GeneratorExit:  # left early: the next call, or the end of the `with` block, says so
-        # an interrupt between the lines of the engine itself: nobody could say so inside a piece
+        # An interrupt between the lines of the engine itself: nobody could say so inside a piece.
         if call.inside:
             call.abort(call.left_early())
         raise
@@ -102,65 +137,5 @@ def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
         call.abort(error)  # an interrupt between the lines of the engine itself
         raise
     finally:
-        if call.state.result is not None:
+        if call.result is not None:
             finish(call)
-
-
-class DisabledPass:
-    """What `enabled=False` does: one plain pass over the whole batch, with nothing caught and nothing watched."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        batch: Any,
-        count_names: tuple[str, ...] | None,
-        totals: Any,
-        length: int,
-    ) -> None:
-        self.totals = totals
-        self._settings = settings
-        self._names = count_names
-        self._attempt = Attempt(Range(0, length))
-        self._attempt.data = batch
-        self.micro = MicroBatch(self, self._attempt)
-
-    def begin(self, attempt: Attempt) -> None:
-        """Nothing to prepare."""
-
-    def check_inside(self, attempt: Attempt, what: str) -> None:
-        """Nothing is lost here: the one pass is never over."""
-
-    def end(self, attempt: Attempt, error: BaseException | None) -> bool:
-        """Runs the callbacks; swallows nothing."""
-        if error is None:
-            for callback in attempt.callbacks:
-                callback()
-        return False
-
-    def backward(self, attempt: Attempt, value: Any) -> None:
-        """Runs backward on the loss as it is."""
-        terms, outputs = read_losses(value, self._names)
-        if attempt.outputs is None:
-            self.keep(attempt, outputs)
-        loss = weighted_sum(terms, dict.fromkeys(terms, 1.0))
-        attempt.loss = loss.detach()
-        if self._settings.scaler is not None:
-            loss = self._settings.scaler.scale(loss)
-        torch.autograd.backward(
-            loss
-        ) if self._settings.gradients.backward is None else self._settings.gradients.backward(loss)
-
-    def keep(self, attempt: Attempt, outputs: Any) -> None:
-        """Keeps the outputs where the user wants them."""
-        if outputs is not None and self._settings.outputs is not None:
-            attempt.outputs = StoredOutput(outputs, self._settings.outputs)
-
-    def result(self) -> StepResult:
-        """The result of the one pass."""
-        attempt, length = self._attempt, len(self._attempt)
-        return StepResult(
-            partition=((0, length),),
-            micro_batch_size=length,
-            _losses=() if attempt.loss is None else (attempt.loss,),
-            _outputs=[] if attempt.outputs is None else [attempt.outputs],
-        )

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_mbs.embeddings import OverEmbeddings
 from elastic_mbs.engine.micro_batch import MicroBatch
-from elastic_mbs.engine.model import modules_of
-from elastic_mbs.engine.result import StepResult
+from elastic_mbs.engine.outcome.result import StepResult
+from elastic_mbs.engine.shared.trained_model import modules_of
+from elastic_mbs.engine.two_pass.cache import OverEmbeddings
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.runtime_options import check_names
 from elastic_mbs.options import GradientOptions

@@ -21,7 +21,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from elastic_mbs.batch.join import PerPiece
-from elastic_mbs.engine.misuse import running_call
+from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.memory import oom
 from elastic_mbs.runtime import ElasticMBS
@@ -247,9 +247,7 @@ class _BatchLog:
     def _attempt(self, step: Callable[[Any], Any], data: Any) -> Any:
         """One attempt: an earlier one at the same samples, or at later ones, has failed or is made again."""
         call = running_call()
-        start, samples = (
-            (0, 1) if call is None else (call.state.attempt.piece.start, len(call.state.attempt))
-        )
+        start, samples = (0, 1) if call is None else (call.attempt.piece.start, len(call.attempt))
         self._rewind(start)
         piece = self._pieces[start] = _Piece(samples, self._metrics)
         if self._results is not None:  # `predict_step` cannot log

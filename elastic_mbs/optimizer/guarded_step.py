@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from elastic_mbs.engine import misuse
-from elastic_mbs.engine.context import Context
+from elastic_mbs.engine import hooks as engine_hooks
+from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import MisuseError, OptimizerStepError, PoisonedDeviceError, UsageError
 from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.memory import oom
@@ -41,8 +41,8 @@ _HUNG = ("step", "grad_scale", "found_inf", "param_groups")
 class GuardedStep:
     """Steps optimizers, exactly or not at all."""
 
-    def __init__(self, context: Context, *, enabled: bool = True) -> None:
-        self._context, self._enabled = context, enabled
+    def __init__(self, context: Resources, *, enabled: bool = True) -> None:
+        self._resources, self._enabled = context, enabled
         self._order = AttemptOrder()
 
     def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
@@ -53,7 +53,7 @@ class GuardedStep:
                 "every try: call mbs.backward first"
             )
         if not self._enabled:
-            scaler = self._context.settings.scaler
+            scaler = self._resources.settings.scaler
             optimizer.step() if scaler is None else scaler.step(optimizer)
             return
         _check(optimizer)
@@ -62,12 +62,12 @@ class GuardedStep:
             optimizer.step()
             return
         what = "keep the optimizer's state"
-        step = _retry(self._context, what, lambda: _Step(optimizer, self._context, self._order))
-        _retry(self._context, what, step.make, passes=step.passes)
+        step = _retry(self._resources, what, lambda: _Step(optimizer, self._resources, self._order))
+        _retry(self._resources, what, step.make, passes=step.passes)
 
 
 def _retry(
-    context: Context,
+    context: Resources,
     what: str,
     operation: Callable[[], T],
     *,
@@ -85,8 +85,8 @@ class _Step:
     Whatever ends `make`, the step is whole, or everything is as it was, or the error has a note.
     """
 
-    def __init__(self, optimizer: Optimizer, context: Context, order: AttemptOrder) -> None:
-        self._optimizer, self._context, self._order = optimizer, context, order
+    def __init__(self, optimizer: Optimizer, context: Resources, order: AttemptOrder) -> None:
+        self._optimizer, self._resources, self._order = optimizer, context, order
         self._step = optimizer.step
         self._hooks = _DeferredHooks(optimizer)
         self._hung = {name: value for name, value in vars(optimizer).items() if name in _HUNG}
@@ -108,7 +108,7 @@ class _Step:
         """
         try:
             if not self._made:
-                _retry(self._context, "unscale the gradients", self._unscale)
+                _retry(self._resources, "unscale the gradients", self._unscale)
                 self._remember(OptimizerSnapshot.of(self._optimizer))
                 self._try_in_order()
             self._hooks.run_after()
@@ -122,12 +122,12 @@ class _Step:
 
     def _remember(self, snapshot: OptimizerSnapshot) -> None:
         self._snapshot = snapshot
-        self._streams = self._context.streams.read(hosts=True)  # some optimizers round at random
+        self._streams = self._resources.streams.read(hosts=True)  # some optimizers round at random
         self._scaler_before = dict(self._scaler_state)
 
     def _unscale(self) -> None:
         """Unscales the gradients now, once, unless that has been done: inside the step it would be done again with every try."""
-        scaler = self._context.settings.scaler
+        scaler = self._resources.settings.scaler
         if scaler is None or not scaler.is_enabled():
             return
         if self._half_made:
@@ -164,17 +164,17 @@ class _Step:
         # A way that worked before is tried twice: the last one leaves no other.
         for way in [*([began] if began else ()), *range(began, last + 1)]:
             if verdict is not None:
-                self._context.monitor.request_reading()  # the next reading explains it
-                self._context.log.emit(
+                self._resources.monitor.request_reading()  # the next reading explains it
+                self._resources.log.emit(
                     OptimizerOutOfMemory(
-                        self._context.settings.name,
+                        self._resources.settings.name,
                         name,
                         WAYS[way],
                         verdict.kind.name.lower(),
                         verdict.message,
                     )
                 )
-                oom.release(devices=self._context.devices, thorough=True)
+                oom.release(devices=self._resources.devices, thorough=True)
             verdict = self._attempt(way)
             if verdict is None:
                 self._order.worked(key, began, way)
@@ -185,7 +185,7 @@ class _Step:
         how = ", not even one parameter at a time" if last == ONE_BY_ONE else ""
         raise OptimizerStepError(
             f"{name}.step() does not fit{how}. It asked for {format_bytes(verdict.requested)}; "
-            f"{self._context.monitor.latest().in_words()}. "
+            f"{self._resources.monitor.latest().in_words()}. "
             f"Copies of what it changes take {format_bytes(self._snapshot.nbytes)}: without them "
             "a step that fails half-way could not go back. "
             "Parameters and state are as they were before it and the gradients are there, so it "
@@ -207,7 +207,7 @@ class _Step:
             self._run(self._one_by_one if way == ONE_BY_ONE else self._step)
             return None
         except Exception as error:
-            verdict = oom.classify(error, self._context.settings.recovery.is_oom)
+            verdict = oom.classify(error, self._resources.settings.recovery.is_oom)
             if (
                 verdict is None
                 or verdict.kind is oom.Kind.MASKED
@@ -226,7 +226,8 @@ class _Step:
 
     def _run(self, make: Callable[[], object]) -> None:
         """Runs one try, through the scaler where there is one: it skips the step where a gradient is not finite."""
-        injector, scaler, hooks = misuse.fault_injector, self._context.settings.scaler, self._hooks
+        injector, hooks = engine_hooks.fault_injector, self._hooks
+        scaler = self._resources.settings.scaler
         if injector is not None:
             injector.begin(
                 self,
@@ -275,7 +276,7 @@ class _Step:
         for tried in range(_TRIES):
             try:
                 if tried:
-                    oom.release(devices=self._context.devices, thorough=True)
+                    oom.release(devices=self._resources.devices, thorough=True)
                 self._restore()
             except BaseException as error:
                 interrupt = interrupt if isinstance(error, Exception) else error
@@ -292,7 +293,7 @@ class _Step:
     def _restore(self) -> None:
         self._take_off()
         self._snapshot.restore()
-        self._context.streams.restore(self._streams)
+        self._resources.streams.restore(self._streams)
         self._scaler_state.update(self._scaler_before)
         self._half_made = False
 

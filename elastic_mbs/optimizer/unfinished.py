@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from elastic_mbs.engine import misuse
+from elastic_mbs.engine.shared import running
 
 
 class StepWatch:
@@ -23,7 +23,7 @@ class StepWatch:
 
     def start(self) -> None:
         if not self._hooks:
-            misuse.hook_steps()  # before our own hook: a step that is refused has not begun
+            running.hook_steps()  # before our own hook: a step that is refused has not begun
             self._hooks = (
                 register_optimizer_step_pre_hook(self._on_begin),
                 register_optimizer_step_post_hook(self._on_end),

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.peak import PeakModel
-from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import ElasticMBSError, UsageError
 from elastic_mbs.memory import Headroom
 from elastic_mbs.planning.fakes import Fakes, storage_bytes, tensors_of
@@ -35,7 +35,7 @@ _REASONS: dict[type[Exception], str] = {
 
 
 def plan(
-    context: Context,
+    context: Resources,
     view: BatchView,
     counts: Counts,
     loss_fn: Callable[[Any], Any],
@@ -124,7 +124,7 @@ def _why(error: Exception) -> str:
 class _Traced:
     """What was found, and what the process holds besides."""
 
-    context: Context
+    context: Resources
     view: BatchView
     optimizer: Optimizer | None
     lines: Lines

@@ -16,7 +16,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
 from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
-from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.planning.fakes import Fakes, step_of, storage_bytes
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.timeline import Timeline
@@ -33,7 +33,7 @@ class UntraceableStepError(Exception):
 class Tracer:
     """Traces pieces of a batch. The model is made of fakes while it does."""
 
-    context: Context
+    context: Resources
     view: BatchView
     counts: Counts
     loss_fn: Callable[[Any], Any]

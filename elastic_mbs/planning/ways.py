@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
 from elastic_mbs.escalation.offload import HostSlot, OffloadedTensors
 from elastic_mbs.memory.budget import on_host
@@ -56,7 +56,7 @@ class Known(NamedTuple):
 class _Moved(OffloadedTensors):
     """Saved tensors on the host, on fakes: what is there is not on the device."""
 
-    def __init__(self, context: Context, data: Any, timeline: Timeline) -> None:
+    def __init__(self, context: Resources, data: Any, timeline: Timeline) -> None:
         held = (
             tensor
             for root in context.model.roots
@@ -79,7 +79,7 @@ class _Moved(OffloadedTensors):
 
 
 @contextmanager
-def made(way: Way, context: Context, data: Any, timeline: Timeline) -> Iterator[_Moved | None]:
+def made(way: Way, context: Resources, data: Any, timeline: Timeline) -> Iterator[_Moved | None]:
     """A piece inside the block is made in this way."""
     if way is Way.OFFLOAD:
         with _Moved(context, data, timeline) as moved:

@@ -124,6 +124,10 @@ class Isolation:
             leaf.grad = held.original
         self._held.clear()
 
+    def leaf_ids(self) -> set[int]:
+        """Return the ids of the leaves whose gradients are set aside."""
+        return {id(leaf) for leaf, _ in self._present()}
+
     def intact(self, leaf: torch.Tensor) -> bool:
         """Whether the gradient that `leaf` had at the call's start still has the value that it had then."""
         held = self._held.get(id(leaf))

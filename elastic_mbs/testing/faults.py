@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from elastic_mbs.engine import misuse
+from elastic_mbs.engine import hooks
 from elastic_mbs.testing.injection import InjectOOM
 
 CHOSEN = 0.5  # fraction of the tests that `random` chooses
@@ -43,8 +43,8 @@ def noting_compile() -> Any:
 
     @wraps(compile_)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        if misuse.fault_injector is not None:
-            misuse.fault_injector.compiles = True
+        if hooks.fault_injector is not None:
+            hooks.fault_injector.compiles = True
         return compile_(*args, **kwargs)
 
     return mock.patch.object(torch, "compile", noted)
@@ -79,11 +79,11 @@ class RandomFaults:
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        self._injector_before, misuse.fault_injector = misuse.fault_injector, self
+        self._injector_before, hooks.fault_injector = hooks.fault_injector, self
         return self
 
     def __exit__(self, *error: object) -> None:
-        misuse.fault_injector = self._injector_before
+        hooks.fault_injector = self._injector_before
         while self._open:  # attempts that were left open
             self._open.pop().leave()
 
@@ -95,7 +95,7 @@ class RandomFaults:
         ready: bool,
         protected: Callable[[], bool] | None = None,
     ) -> None:
-        """An attempt of a call or of an optimizer's step begins, as `misuse.fault_injector`.
+        """An attempt of a call or of an optimizer's step begins, as `hooks.fault_injector`.
 
         `ready`: nothing has failed since something last succeeded, so one more failure is not the
         last. `protected`: what runs now is the user's and is not tried again, so it must not fail.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elastic_mbs import count_tokens
-from elastic_mbs.engine.misuse import running_call
+from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.recipes import convert_ghost_batchnorm
 
 from ..streams import start_streams

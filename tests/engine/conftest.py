@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from elastic_mbs import ElasticMBS
-from elastic_mbs.engine.misuse import leave_call, running_call
+from elastic_mbs.engine.shared.running import leave_call, running_call
 from tests.helpers.steps import Pair, elastic, mlp, pairs, still_works
 
 

@@ -139,7 +139,7 @@ def test_a_failed_piece_is_halved_by_what_it_is_worth_and_no_piece_takes_more_th
 ) -> None:
     model, batch = Reader(), sentences(LENGTHS, 8)
     mbs = elastic(model, micro_batch_size=4, **OPTIONS)
-    controller, told = mbs._context.controller, list[tuple[int, int | None]]()
+    controller, told = mbs._knowledge.controller, list[tuple[int, int | None]]()
     halve = controller.out_of_memory
 
     def out_of_memory(key: Any, attempted: int, capacity: Any) -> int | None:

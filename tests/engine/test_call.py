@@ -36,9 +36,12 @@ from tests.helpers.strikes import AtLine, until_clean
 ENGINE = (
     "engine/call.py",
     "engine/micro_batch.py",
-    "engine/failure.py",
-    "engine/recovery.py",
-    "engine/backward.py",
+    "engine/gradients.py",
+    "engine/snapshot.py",
+    "engine/progress.py",
+    "engine/hooks.py",
+    "engine/recovery/failure.py",
+    "engine/recovery/recover.py",
 )
 
 
@@ -105,8 +108,8 @@ def test_on_fatal_and_the_events_get_the_typed_error_where_bookkeeping_has_no_ro
 ) -> None:
     model, events, fatal = mlp(), list[Event](), list[BaseException]()
     mbs = elastic(model, micro_batch_size=4, on_event=events.append, on_fatal=fatal.append)
-    monkeypatch.setattr(mbs._context.controller, "end", FailOn(1))
-    monkeypatch.setattr(mbs._context, "capacity", FailOn(1, 2))
+    monkeypatch.setattr(mbs._knowledge.controller, "end", FailOn(1))
+    monkeypatch.setattr(mbs._resources, "capacity", FailOn(1, 2))
     with pytest.raises(MicroBatchFloorError, match="bookkeeping") as caught:
         mbs.backward(cross_entropy(model), pairs(8))
     assert fatal == [caught.value]
@@ -127,13 +130,13 @@ def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(
     assert isinstance(mean, Tensor)
     mean.fill_(5.0)  # a checkpoint loaded between two calls, say
     seen = list[float]()
-    read, fail = mbs._context.streams.read, FailOn(1)
+    read, fail = mbs._resources.streams.read, FailOn(1)
 
     def read_streams(**options: bool) -> Any:
         fail()
         return read(**options)
 
-    monkeypatch.setattr(mbs._context.streams, "read", read_streams)
+    monkeypatch.setattr(mbs._resources.streams, "read", read_streams)
     handle = model.register_forward_pre_hook(lambda *_: seen.append(float(mean[0])))
     mbs.backward(cross_entropy(model), pairs(8))
     handle.remove()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import OptimizerInBackwardError, OutOfMemory
-from elastic_mbs.engine.backward import backward
+from elastic_mbs.engine.gradients import backward
 from elastic_mbs.errors import GradientsChangedError, ReplayUnsafeError
 from elastic_mbs.events import Event
 from elastic_mbs.testing import InjectOOM
@@ -235,36 +235,36 @@ ROUTES = [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
 # how it is made, the clean calls before memory runs out, and how a piece that had partly committed
 # is replayed then
 STEPS = {
-    "plain": (plain, 2, {"piece"}),
-    "gradients there": (gradients_there, 2, {"piece"}),
-    "no gradient for a leaf": (no_gradient_for_a_leaf, 0, {"piece", "step"}),
-    "no gradient for a leaf, known": (no_gradient_for_a_leaf, 1, {"piece"}),
-    "unwritable gradient": (unwritable_gradient, 1, {"piece"}),
-    "hook on each": (hook_on, 1, {"isolate"}),
-    "hook on another": (lambda: hook_on(0), 0, {"isolate", "step"}),
-    "hook on another, known": (lambda: hook_on(0), 1, {"isolate"}),
-    "hook on another, late": (lambda: hook_on(0, late=True), 1, {"step", "isolate"}),
+    "plain": (plain, 2, {"step"}),
+    "gradients there": (gradients_there, 2, {"isolate"}),
+    "no gradient for a leaf": (no_gradient_for_a_leaf, 0, {"step"}),
+    "no gradient for a leaf, known": (no_gradient_for_a_leaf, 1, {"step"}),
+    "unwritable gradient": (unwritable_gradient, 1, {"isolate"}),
+    "hook on each": (hook_on, 1, {"step"}),
+    "hook on another": (lambda: hook_on(0), 0, {"step"}),
+    "hook on another, known": (lambda: hook_on(0), 1, {"step"}),
+    "hook on another, late": (lambda: hook_on(0, late=True), 1, {"step"}),
     **{
-        f"routes {used}": (becoming(Routed, used=used), 1, {"piece"} if used[1] else set())
+        f"routes {used}": (becoming(Routed, used=used), 1, {"step"} if used[1] else set())
         for used in ROUTES
     },
-    "routes by sample": (routed_by_sample, 1, {"piece"}),
-    "one place": (becoming(Meeting), 0, {"piece", "step"}),
-    "one place, known": (becoming(Meeting), 1, {"piece", "step"}),
+    "routes by sample": (routed_by_sample, 1, {"step"}),
+    "one place": (becoming(Meeting), 0, {"step"}),
+    "one place, known": (becoming(Meeting), 1, {"step"}),
     "one place, isolated": (becoming(Meeting, replay="isolate"), 0, {"isolate"}),
     "one place, wide": (becoming(Meeting, accumulate_dtype=torch.float32), 0, {"isolate"}),
     "coming into one place": (
         becoming(lambda: Meeting(apart=True), apart=False),
         1,
-        {"piece", "step"},
+        {"step"},
     ),
     "coming into one seed": (
         becoming(lambda: Meeting(1, apart=True), apart=False),
         1,
-        {"piece", "step"},
+        {"step"},
     ),
-    "leaves outside": (leaves_outside, 0, {"piece", "step"}),
-    "leaves outside, known": (leaves_outside, 1, {"piece", "step"}),
+    "leaves outside": (leaves_outside, 0, {"step"}),
+    "leaves outside, known": (leaves_outside, 1, {"step"}),
 }
 
 
@@ -441,11 +441,7 @@ def test_two_step_functions_under_one_decorator_are_learned_apart() -> None:
     )
 
 
-@pytest.mark.parametrize("private", [False, True])
-def test_backward_gives_the_same_bits_as_torchs(
-    private: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elastic_mbs.engine.backward._PRIVATE_ENTRY", private)
+def test_backward_gives_the_same_bits_as_torchs() -> None:
     ours, torchs = gradients_there(), gradients_there()
     for step in (ours, torchs):
         step.begin()

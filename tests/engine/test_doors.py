@@ -339,7 +339,7 @@ def test_instances_with_a_decorated_method_are_freed(make: Any) -> None:
     gone = (
         weakref.ref(trainer),
         weakref.ref(
-            next(trainer.train_step.__func__.mbs(trainer)._context.model.modules[0].parameters())
+            next(trainer.train_step.__func__.mbs(trainer)._resources.model.modules[0].parameters())
         ),
     )
     del trainer

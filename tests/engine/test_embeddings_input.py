@@ -156,7 +156,7 @@ def test_a_loss_that_changes_a_buffer() -> None:
             model.get_buffer("queue").copy_(z)
         return gram(z)
 
-    refused(MisuseError, "loss= changed a buffer", model, lambda b: model(b), over)
+    refused(MisuseError, "loss_fn changed a buffer", model, lambda b: model(b), over)
 
 
 def test_a_leaf_of_the_loss_whose_hook_would_run_twice() -> None:
@@ -196,7 +196,7 @@ def test_a_loss_that_does_not_fit_says_that_no_micro_batch_helps() -> None:
     model.zero_grad()
     refused(
         MicroBatchFloorError,
-        "loss= over the embeddings of 8 samples, whose memory no micro-batch changes",
+        "loss_fn over the embeddings of 8 samples, whose memory no micro-batch changes",
         model,
         lambda b: model(b),
         over,
@@ -240,7 +240,7 @@ def test_a_loss_that_switches_a_modules_mode() -> None:
         model.eval()
         return gram(z)
 
-    refused(MisuseError, "loss= switched a module's mode", model, lambda b: model(b), over)
+    refused(MisuseError, "loss_fn switched a module's mode", model, lambda b: model(b), over)
 
 
 def test_an_embed_fn_that_draws_from_a_generator_that_is_not_named() -> None:

@@ -77,7 +77,7 @@ def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
         budget.limit = budget.live + 700 * 2**10
         with pytest.raises(
             MicroBatchFloorError,
-            match=r'no room to join the outputs on the device \(to="cpu" keeps them on the host\)',
+            match=r'no room to join the outputs on the device \(outputs="cpu" keeps them on the host\)',
         ):
             mbs.eval(fn, batch)
     for bad in (None, "gpu"):

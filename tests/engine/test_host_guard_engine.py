@@ -37,7 +37,7 @@ def test_without_the_switch_there_is_no_guard(limit: Limit) -> None:
         elastic(mlp(), host_guard=False),
         elastic(mlp(), host_guard=True, enabled=False),
     ):
-        assert mbs._context.guard is None
+        assert mbs._resources.guard is None
     assert limit.seen == []
 
 
@@ -96,7 +96,7 @@ def test_the_limit_comes_back_whatever_ends_the_call(
     early: bool,
 ) -> None:
     fail, mbs = FailOn(*range(1, 50), error=lambda: error), elastic(model, host_guard=True)
-    guard = there(mbs._context.guard)
+    guard = there(mbs._resources.guard)
     if early:  # between the lines of the engine, as soon as the limit is up
         real = guard.renew
         monkeypatch.setattr(guard, "renew", lambda: (real(), fail()))  # type: ignore[func-returns-value]

@@ -70,8 +70,8 @@ class Caching:
 
 def elsewhere(model: nn.Module, cache: Caching, **options: Any) -> ElasticMBS:
     mbs = ElasticMBS(model, **quiet(sensor=cache, **options))
-    mbs._context.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
-    mbs._context.on_cpu = False
+    mbs._resources.devices[:] = [Elsewhere()]  # type: ignore[list-item]  # it stands for a device
+    mbs._resources.on_cpu = False
     return mbs
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import BatchError, CountError, ElasticMBS, LossError, UsageError, elastic_step
-from elastic_mbs.engine.misuse import running_call
+from elastic_mbs.engine.shared.running import running_call
 from tests.helpers.steps import Pair, cross_entropy, elastic, pairs, still_works, through
 
 pytestmark = pytest.mark.injectable

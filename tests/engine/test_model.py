@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_mbs.engine.model import _WRAPPERS, TrainedModel
+from elastic_mbs.engine.shared.trained_model import _WRAPPERS, TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 

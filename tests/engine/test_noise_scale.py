@@ -248,8 +248,8 @@ def test_it_costs_nothing_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch
     def never(*args: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr("elastic_mbs.engine.backward.squared_norm", never)
-    monkeypatch.setattr("elastic_mbs.engine.backward.Isolation", never)
+    monkeypatch.setattr("elastic_mbs.engine.gradients.squared_norm", never)
+    monkeypatch.setattr("elastic_mbs.engine.gradients.Isolation", never)
     model = mlp()
     result = elastic(model, micro_batch_size=4).backward(cross_entropy(model), pairs(8))
     assert result.noise_scale is None

@@ -1,25 +1,16 @@
 """Which replay a failure gets, what is put back for it, and what it keeps alive."""
 
-import copy
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from elastic_mbs import OutOfMemory
-from elastic_mbs.batch.schedule import Range
-from elastic_mbs.engine.recovery import Mode, choose_replay
-from elastic_mbs.engine.state import Attempt, CallState, Failure, Phase
 from elastic_mbs.events import Event
-from elastic_mbs.memory.oom import Kind, Verdict
-from elastic_mbs.rollback.buffers import BufferCopies
-from elastic_mbs.rollback.isolation import Isolation
 from tests.helpers.steps import (
     FailOn,
     Pair,
@@ -29,159 +20,10 @@ from tests.helpers.steps import (
     off_by,
     pairs,
     settled,
-    there,
     through,
     whole_gradient,
 )
 from tests.helpers.strikes import every_operation
-
-
-@pytest.fixture
-def state() -> Iterator[CallState]:
-    """A call to which every rule applies by which a batch is replayed from its start, as far as it is the call that decides."""
-    model = nn.Sequential(*mlp(), nn.BatchNorm1d(4).double())
-    mbs = elastic(model, micro_batch_size=4, backward=Tensor.backward)
-    micro_batches = mbs.micro_batches(pairs())
-    next(micro_batches)
-    state = there(mbs._call).state
-    state.committed.append(Attempt(Range(0, 4)))
-    state.profile.normalises_batch = True
-    torch.rand(())
-    random.random()
-    model(pairs()[0])
-    yield state
-    mbs.close()
-
-
-Row = tuple[dict[str, Any], Mode, str]
-
-
-def rows(state: CallState) -> Iterator[Row]:
-    """What is changed, and the rule that then decides: with each change the one before does not apply any more, but all that follow still do."""
-    streams, plain = state.context.streams, replace(state.context.settings.gradients, backward=None)
-    yield {}, Mode.REFUSED, "samples 4:8 were changed in place by loss_fn"
-    yield {"failure.edited": False}, Mode.REFUSED, "a leaf of shape (3,) outside the model appeared"
-    # on the host
-    yield (
-        {"failure.unknown": ()},
-        Mode.STEP,
-        "random numbers were drawn from streams that were not read",
-    )
-    # since the call began
-    yield (
-        {"failure.streams": state.streams},
-        Mode.STEP,
-        "random numbers were drawn from streams that were not read",
-    )
-    yield (
-        {"failure.streams": there(state.streams)._replace()},
-        Mode.STEP,
-        "can belong to an earlier operation",
-    )
-    yield {"state.training": False}, Mode.PIECE, ""
-    yield {"state.training": True, "state.committed": []}, Mode.PIECE, ""
-    yield {"failure.phase": Phase.WAITING}, Mode.PIECE, ""
-    yield (
-        {"failure.phase": Phase.BACKWARD, "state.isolation": Isolation(None)},
-        Mode.STEP,
-        "the error can be asynchronous",
-    )
-    yield {"failure.verdict": Verdict(Kind.ALLOCATOR, "")}, Mode.ISOLATED, ""
-    yield (
-        {"state.isolation": None},
-        Mode.STEP,
-        "no backward of this loss function has succeeded yet",
-    )
-    yield {"profile.commits": {4}}, Mode.STEP, "its backward may have run another one inside"
-    yield {"failure.surprising": False}, Mode.PIECE, ""
-    yield (
-        {"failure.committed": frozenset({1})},
-        Mode.STEP,
-        "gradients share memory or have new hooks",
-    )
-    yield {"failure.indistinct": False}, Mode.STEP, "backward= gives no way"
-    yield (
-        {"context.settings": replace(state.context.settings, gradients=plain)},
-        Mode.STEP,
-        "depends on which samples are in it",
-    )
-    yield {"profile.normalises_batch": False}, Mode.STEP, "depends on which samples are in it"
-    yield {"failure.normalises_batch": False}, Mode.STEP, "depends on which samples are in it"
-    yield {"context.buffers": BufferCopies()}, Mode.STEP, "partly committed and drew random numbers"
-    yield {"failure.streams": streams.read(hosts=True)}, Mode.PIECE, ""
-
-
-def cases(state: CallState) -> Iterator[tuple[Failure, Mode, str]]:
-    early = there(state.streams)._replace(hosts=None)
-    verdict = Verdict(Kind.RUNTIME, "")
-    failure = Failure(
-        Range(4, 8), Phase.FORWARD, verdict, frozenset(), ("(3,)",), True, True, True, True, early
-    )
-    for changes, mode, words in rows(state):
-        for name, value in changes.items():
-            owner, _, attribute = name.partition(".")
-            if owner == "failure":
-                failure = replace(failure, **{attribute: value})
-            else:
-                setattr(
-                    {"state": state, "profile": state.profile, "context": state.context}[owner],
-                    attribute,
-                    value,
-                )
-        yield failure, mode, words
-
-
-def facts(*things: object) -> list[dict[str, Any]]:
-    """What objects hold, as they hold it now."""
-    held = [
-        {name: getattr(thing, name) for name in getattr(thing, "__slots__", None) or vars(thing)}
-        for thing in things
-    ]
-    return [
-        {
-            name: copy.copy(value) if isinstance(value, list | dict | set) else value
-            for name, value in each.items()
-        }
-        for each in held
-    ]
-
-
-def test_the_first_rule_that_applies_chooses_the_replay_and_writes_nothing(
-    state: CallState,
-) -> None:
-    context = state.context
-    things = [
-        state,
-        state.profile,
-        state.schedule,
-        context,
-        context.ledger,
-        context.buffers,
-        context.model,
-        context.streams,
-    ]
-    for failure, mode, words in cases(state):
-        before = facts(*things)
-        replay = choose_replay(state, failure)
-        assert facts(*things) == before, words
-        assert replay.mode is mode, words
-        assert replay.reason.startswith(words) if mode is Mode.REFUSED else words in replay.reason
-
-
-@pytest.mark.parametrize(
-    ("obstacle", "told"),
-    [({"had_gradient": {1}}, "zero_grad()"), ({"edited": True}, "work on a copy")],
-)
-def test_what_would_start_over_and_cannot_is_refused(
-    state: CallState, obstacle: dict[str, Any], told: str
-) -> None:
-    for name, value in obstacle.items():
-        setattr(state, name, value)
-    for failure, mode, words in cases(state):
-        replay = choose_replay(state, failure)
-        assert replay.mode is (Mode.REFUSED if mode is Mode.STEP else mode)
-        assert words in replay.reason
-        assert (told in replay.reason) or mode is not Mode.STEP
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
 from elastic_mbs import MicroBatchFloorError, Warned
-from elastic_mbs.engine import result as module
-from elastic_mbs.engine.result import StepResult, StoredOutput, map_outputs
+from elastic_mbs.engine.outcome import result as module
+from elastic_mbs.engine.outcome.result import StepResult, StoredOutput, map_outputs
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic
 

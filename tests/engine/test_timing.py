@@ -24,9 +24,10 @@ from elastic_mbs import (
     Policy,
     Unavailable,
 )
-from elastic_mbs.engine import state, timing
-from elastic_mbs.engine.result import StepResult
-from elastic_mbs.engine.timing import Stopwatch, Telemetry, Timed, known, memory_figures
+from elastic_mbs.engine import report
+from elastic_mbs.engine.outcome import timing
+from elastic_mbs.engine.outcome.result import StepResult
+from elastic_mbs.engine.outcome.timing import Stopwatch, Telemetry, Timed, known, memory_figures
 from elastic_mbs.memory import NoMeter
 from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.sensor import Reading, Usage
@@ -62,13 +63,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def telemetry_of(mbs: ElasticMBS) -> Telemetry:
-    return there(mbs._context.telemetry)
+    return there(mbs._resources.telemetry)
 
 
 def test_without_a_sink_or_a_log_no_call_is_reported(
     model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "CallDone", Mock(side_effect=AssertionError("CallDone was built")))
+    monkeypatch.setattr(report, "CallDone", Mock(side_effect=AssertionError("CallDone was built")))
     with elastic(model, micro_batch_size=4) as mbs:
         mbs.backward(cross_entropy(model), pairs())
         mbs.eval(lambda batch: model(batch[0]), pairs())

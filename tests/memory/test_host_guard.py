@@ -310,7 +310,7 @@ def test_a_model_that_moves_away_is_refused_at_the_next_call(limit: Limit) -> No
     mbs = elastic(model, host_guard=True)
     mbs.backward(cross_entropy(model), pairs())
     model.to("meta")
-    mbs._context.model.refresh()  # new parameters there; on CUDA they stay the same objects
+    mbs._resources.model.refresh()  # new parameters there; on CUDA they stay the same objects
     with pytest.raises(UsageError, match="train on the CPU"):
         mbs.backward(cross_entropy(model), pairs())
 
@@ -391,7 +391,7 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
                 mbs = ElasticMBS(model, micro_batch_size=len(x), memory=memory)
                 group.bind()
                 events = []
-                mbs._context.log._sinks = (events.append,)
+                mbs._resources.log._sinks = (events.append,)
                 model.zero_grad()
                 group.leave(random_rooms.randrange(*rooms) * MEBI)
                 result = mbs.backward(loss_fn, (x, y))

@@ -270,7 +270,7 @@ def test_at_the_floor_the_biggest_holders_and_the_doubt_are_named_where_they_are
         model, micro_batch_size=1, sensor=sensor, wait_for_memory=2.0, on_event=events.append
     )
     naps: list[float] = []
-    mbs._context.sleep = naps.append
+    mbs._resources.sleep = naps.append
 
     def loss_fn(_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")

@@ -71,7 +71,7 @@ def _room(free: int, others: int, total: int = 1024 * MIB) -> Headroom:
 
 def _with_sleep(mbs: ElasticMBS) -> list[float]:
     naps: list[float] = []
-    mbs._context.sleep = naps.append
+    mbs._resources.sleep = naps.append
     return naps
 
 
@@ -317,7 +317,7 @@ def test_goes_on_when_the_co_tenant_leaves(door: int) -> None:
             gone[0] = True
             sensor.readings = [_room(free=800 * MIB, others=100 * MIB)]
 
-    mbs._context.sleep = sleep
+    mbs._resources.sleep = sleep
     result = through(door, mbs, failing(model, while_it_is_there), batch)
     assert len(naps) == 4
     assert result.ooms > 0
@@ -337,7 +337,7 @@ def test_the_waits_of_one_call_share_one_limit() -> None:
         assert isinstance(now, Headroom)
         sensor.readings = [replace(now, held_by_others=max(200 * MIB, now.held_by_others - MIB))]
 
-    mbs._context.sleep = sleep
+    mbs._resources.sleep = sleep
     with pytest.raises(MicroBatchFloorError):
         mbs.backward(failing(model, fail), pairs(1))
     assert sum(naps) <= 2.0 + 1e-9

@@ -16,7 +16,7 @@ import torch
 
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
-from elastic_mbs.engine.state import CallState
+from elastic_mbs.engine.gradients import CallGradients, Left
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.gradients import Ledger
 from elastic_mbs.rollback.isolation import Isolation
@@ -73,7 +73,7 @@ def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(
         (BufferCopies, "restore", lambda self, *, to_call_start: None, "spectral_norm"),
         (RandomStreams, "restore", lambda self, state: None, "gpt_dropout"),
         (RandomStreams, "restore", lambda self, state: None, "host_masks"),
-        (CallState, "mark", lambda self, leaves: frozenset(), "mlp"),
+        (CallGradients, "left_by", lambda self, attempt, **how: Left(), "mlp"),
         (Ledger, "add_extra", lambda self, leaves: [], "guests"),
         (Isolation, "set_aside", lambda self, leaves: None, "checkpoint_reentrant"),
         (Isolation, "set_aside", lambda self, leaves: None, "hidden_backward"),
@@ -194,7 +194,7 @@ def test_a_wrong_outcome_and_an_unexpected_error_have_exit_codes_of_their_own(
         raise KeyError("mine")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CallState, "mark", lambda self, leaves: frozenset())
+        patch.setattr(CallGradients, "left_by", lambda self, attempt, **how: Left())
         assert main(["stress", "exhaustive", "mlp", *GUARDED, "--stride", "8"]) == 3
     assert "wrong: gradient off by" in capsys.readouterr().out
     monkeypatch.setattr(Sweep, "operations", unexpected)

@@ -191,12 +191,12 @@ def test_a_sensor_that_is_a_meter_takes_the_meters_place() -> None:
         BudgetLimit() as memory,
         ElasticMBS(model, memory=MemoryOptions(sensor=memory.sensor, monitor_interval=0)) as mbs,
     ):
-        assert mbs._context.meter is memory.sensor
+        assert mbs._resources.meter is memory.sensor
     with (
         BudgetLimit() as memory,
         ElasticMBS(model, memory=MemoryOptions(sensor=NoSensor(""), monitor_interval=0)) as mbs,
     ):
-        assert mbs._context.meter is memory.budget
+        assert mbs._resources.meter is memory.budget
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as stack
 
 from elastic_mbs import ElasticMBS, LossError, MemoryBudget
-from elastic_mbs.engine import misuse
+from elastic_mbs.engine import hooks
 from elastic_mbs.testing import InjectOOM
 from elastic_mbs.testing.faults import PER_CALL, RandomFaults, is_chosen, noting_compile
 from tests.helpers.steps import cross_entropy, elastic, loop, mlp, off_by, pairs, whole_gradient
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from elastic_mbs import ElasticMBS, MemoryOptions, Policy
-from elastic_mbs.engine import misuse
+from elastic_mbs.engine import hooks
 from elastic_mbs.memory import NoSensor
 
 torch.set_num_threads(1)
@@ -109,7 +109,7 @@ def test_code_outside_of_attempts_is_never_hit() -> None:
             assert stack() == []
         cross_entropy(model)(batch).backward()
     assert faults.hits
-    assert misuse.fault_injector is None
+    assert hooks.fault_injector is None
 
 
 def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it_but_never_a_users_step_hook() -> (
@@ -258,7 +258,7 @@ def test_always_strikes_every_test_but_those_that_are_marked(suite: pytest.Pytes
         + """
 @pytest.fixture
 def before():
-    assert misuse.fault_injector is None
+    assert hooks.fault_injector is None
     assert run() == 0
     yield
     assert run() == 0

@@ -83,6 +83,11 @@ class TrainedModel:
             if not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):
                 leaf.requires_grad_()
 
+    def evaluate(self) -> None:
+        """Switch every module to evaluation."""
+        for module in self.modules:
+            module.training = False
+
     def name_of(self, leaf: torch.Tensor) -> str:
         """The leaf's parameter name, or its shape when it is not the model's."""
         for name, parameter in chain.from_iterable(root.named_parameters() for root in self.roots):

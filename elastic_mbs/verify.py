@@ -14,9 +14,9 @@ from elastic_mbs.batch.counts import Counts, looks_like_token_labels
 from elastic_mbs.batch.loss_terms import Terms, read_losses
 from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
-from elastic_mbs.engine.context import Context
+from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.snapshot import Snapshot
 from elastic_mbs.errors import UsageError
-from elastic_mbs.rollback.random_streams import StreamState
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # half precision: 2e-2
 
@@ -56,15 +56,18 @@ class _Comparison:
 
     def __init__(
         self,
-        context: Context,
+        resources: Resources,
         view: BatchView,
         counts: Counts,
         loss_fn: Callable[[Any], Any],
-        streams: StreamState,
+        snapshot: Snapshot,
     ) -> None:
-        self.context, self.view, self.counts, self.loss_fn = context, view, counts, loss_fn
-        self.streams = streams  # at the start of every evaluation
-        self.reduction = context.settings.reduction
+        self.resources = resources
+        self.view = view
+        self.counts = counts
+        self.loss_fn = loss_fn
+        self.snapshot = snapshot
+        self.reduction = resources.settings.reduction
         n = view.length
         self.whole = self._losses(0, n)
         self.ones, self.halves = (
@@ -73,12 +76,12 @@ class _Comparison:
         )
 
     def _losses(self, start: int, stop: int) -> Losses:
-        self.context.streams.restore(self.streams)
-        self.context.buffers.restore(to_call_start=True)
+        self.snapshot.restore()
+        self.resources.model.evaluate()
         # a loss without a graph is an error that should be found here as well
         with torch.enable_grad():
             piece = to_device(
-                map_tensors(self.view.piece(start, stop), torch.clone), self.context.piece_device
+                map_tensors(self.view.piece(start, stop), torch.clone), self.resources.piece_device
             )
             terms: Terms = read_losses(self.loss_fn(piece), self.counts.names)[0]
         self.dtype = next(iter(terms.values())).dtype
@@ -90,7 +93,7 @@ class _Comparison:
             f"{'the loss' if name is None else f'the loss {name!r}'} {self._reason(name)}"
             for name in wrong
         ]
-        if self.context.model.batch_norms():
+        if self.resources.model.batch_norms():
             findings.append(
                 "the model has BatchNorm: in training its statistics are those of each "
                 "micro-batch, so gradients depend on the split "
@@ -179,9 +182,9 @@ class _Comparison:
 
 
 def verify(
-    context: Context, few: BatchView, counts: Counts, loss_fn: Callable[[Any], Any]
+    resources: Resources, few: BatchView, counts: Counts, loss_fn: Callable[[Any], Any]
 ) -> VerifyReport:
-    """Compares whole and split losses of a few samples, and leaves no trace.
+    """Compare whole and split losses of a few samples, and leave no trace.
 
     See `ElasticMBS.verify`.
     """
@@ -190,30 +193,24 @@ def verify(
             "verify compares a whole with its parts, so it needs at least 2 samples, not "
             f"{few.length}"
         )
-    modules, buffers = context.model.modules, context.buffers
-    modes = [(module, module.training) for module in modules]
-    # set aside, whatever loss_fn does: nothing here adds to them
-    grads = [(leaf, leaf.grad) for leaf in context.model.leaves]
-    streams = context.retry("read the random streams", lambda: context.streams.read(hosts=True))
+    snapshot = Snapshot(resources, VerifyReport)
+    # Set aside, whatever loss_fn does: nothing here adds to them.
+    gradients = [(leaf, leaf.grad) for leaf in resources.model.leaves]
 
     def put_back() -> None:
-        for leaf, grad in grads:
-            leaf.grad = grad
-        for module, training in modes:
-            module.training = training
-        context.retry("put the buffers back", lambda: buffers.restore(to_call_start=True))
-        context.retry("put the random streams back", lambda: context.streams.restore(streams))
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+        resources.retry("put buffers and random streams back", snapshot.restore)
 
     with ExitStack() as backup, ExitStack() as undo:
-        backup.callback(buffers.end_call)
-        context.retry("copy the buffers", lambda: buffers.begin_call(modules, VerifyReport))
+        backup.callback(snapshot.close)
+        snapshot.take_modes()
+        resources.retry("copy buffers and random streams", snapshot.take)
         for stack in (backup, undo):  # should an interrupt strike one, the other is whole
             stack.callback(put_back)
-        for module in modules:
-            module.training = False
-        for leaf, _ in grads:
+        for leaf, _ in gradients:
             leaf.grad = None
-        what = f"run {few.length} samples whole: verify takes fewer with samples="
-        return context.retry(
-            what, lambda: _Comparison(context, few, counts, loss_fn, streams).report()
+        return resources.retry(
+            f"run {few.length} samples whole: verify takes fewer with samples=",
+            lambda: _Comparison(resources, few, counts, loss_fn, snapshot).report(),
         )

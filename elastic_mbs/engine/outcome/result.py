@@ -125,9 +125,9 @@ class StepResult:
             self._joined = self._joined.get()
         return self._joined
 
-    def with_outputs(self, stored: StoredOutput | None) -> StepResult:
-        """The same, with outputs that come once for the whole batch."""
-        return replace(self, _outputs=[], _joined=stored)
+    def of_batch(self, loss: Tensor, stored: StoredOutput | None) -> StepResult:
+        """Return the same result with a loss and outputs that come once for the whole batch."""
+        return replace(self, _losses=(loss,), _outputs=[], _joined=stored)
 
     def check_size(
         self, name: str, place: OutputPlace, warn_once: Callable[[str, str], None]

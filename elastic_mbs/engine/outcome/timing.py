@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic_mbs.engine.result import StepResult
+from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.events import CallDone, CallFailed, EventLog
 from elastic_mbs.memory import Headroom, Monitor, UsageMeter
 

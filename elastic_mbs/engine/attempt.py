@@ -1,0 +1,149 @@
+"""One attempt at one piece of a batch, and the facts that are kept of one that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from elastic_mbs.batch.schedule import Range
+from elastic_mbs.engine.outcome.result import StoredOutput
+from elastic_mbs.errors import UsageError
+from elastic_mbs.memory.oom import Verdict
+from elastic_mbs.options import OutputPlace
+
+
+class Phase(Enum):
+    """The phases of a call. The values are the words of `OutOfMemory.phase`.
+
+                begin             backward             end
+    WAITING ─────────► FORWARD ─────────► BACKWARD ───► COMMIT ───► WAITING … → WHOLE → DONE
+     ▲    │               │                  │            │
+     │    │ OOM           │ OOM              │ OOM        │ OOM     any other error → abort → DONE
+     │    └───────────────┴────────┬─────────┴────────────┘
+     └───────── recover ─────── FAILED
+
+    A pass without gradients goes from FORWARD to WAITING. `engine/call.py` alone moves the phase.
+    """
+
+    WAITING = "load"  # between two attempts, or loading the next piece
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMMIT = "commit"
+    FAILED = "failed"  # an attempt ran out of memory and was not recovered from yet
+    WHOLE = "whole"  # every piece has committed, and the user's callbacks run
+    DONE = "done"
+
+    @property
+    def after_forward(self) -> bool:
+        """Whether gradients can have moved in this phase of an attempt."""
+        return self in (Phase.BACKWARD, Phase.COMMIT)
+
+
+class Attempt:
+    """One attempt at one piece of the batch.
+
+    Made for every piece, so it is cheap: an instance holds only the fields that differ from the
+    defaults.
+
+    Attributes:
+        piece: the samples.
+        data: the piece, in the batch's own container type; None once the attempt is over.
+        graph: the tensor where backward begins.
+        loss: the detached loss times the piece's weight.
+        terms: the user's own losses, which the user's frame can still hold.
+        outputs: the outputs to keep.
+        callbacks: functions to run once the whole batch is accumulated.
+    """
+
+    data: Any = None
+    graph: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+    terms: tuple[torch.Tensor, ...] = ()
+    outputs: StoredOutput | None = None
+    callbacks: tuple[Callable[[], object], ...] = ()
+
+    def __init__(self, piece: Range, data: Any = None) -> None:
+        self.piece = piece
+        self.data = data
+
+    def __len__(self) -> int:
+        return self.piece.stop - self.piece.start
+
+    @property
+    def root(self) -> Node | None:
+        """The node where its graph begins. A property, because wrapping a node takes time."""
+        return None if self.graph is None else self.graph.grad_fn
+
+    def load(self, data: Any) -> None:
+        """Take the data of the piece."""
+        self.data = data
+
+    def weigh(self, loss: torch.Tensor, weight: float, terms: tuple[torch.Tensor, ...]) -> None:
+        """Take the loss, with the weight of the piece in the batch.
+
+        Args:
+            loss: the scalar from which backward runs.
+            weight: the factor of the loss.
+            terms: the tensors that the user's step returned as losses.
+        """
+        self.terms = terms
+        self.loss = loss.detach() * weight
+        self.graph = loss
+
+    def report(self, loss: torch.Tensor | None) -> None:
+        """Take another value as the loss of the piece, or none."""
+        self.loss = loss
+
+    def keep(self, outputs: Any, place: OutputPlace) -> None:
+        """Keep the outputs of the piece at `place`.
+
+        Raises:
+            UsageError: it has outputs already.
+        """
+        if outputs is None or place is None:
+            return
+        if self.outputs is not None:
+            raise UsageError(
+                "this micro-batch has outputs already: give all of them to one micro.keep(outputs)"
+            )
+        self.outputs = StoredOutput(outputs, place)
+
+    def on_commit(self, fn: Callable[[], object]) -> None:
+        """Add a function to run once the whole batch is accumulated."""
+        self.callbacks += (fn,)
+
+    def succeed(self) -> None:
+        """Drop the graph and the data; loss and outputs stay."""
+        self.data = self.graph = None
+        self.terms = ()
+
+    def drop(self) -> None:
+        """Drop everything but the piece: a variable of the user's can still hold this attempt."""
+        self.__dict__ = {"piece": self.piece}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed attempt, as strings and numbers: no tensor of it is kept alive.
+
+    Attributes:
+        piece: the samples.
+        phase: the phase in which it failed.
+        verdict: the kind of the error.
+        commits: how many commits it had made, as far as gradients show.
+        unknown: the shape of a leaf with a gradient that the ledger does not know. Its commits
+            cannot be counted.
+        edited: it has changed its piece of the batch in place.
+    """
+
+    piece: Range
+    phase: Phase
+    verdict: Verdict
+    commits: int
+    unknown: str | None
+    edited: bool

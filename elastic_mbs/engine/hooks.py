@@ -1,0 +1,162 @@
+"""Hooks around an attempt: they are in place while the user's step runs, and at no other time.
+
+In the order in which they begin; they end in the reverse order:
+
+    table     the saved tensors of a loop that the user writes out, or of an escalation to the host
+    blocks    the blocks that are checkpointed by an escalation
+    injector  the errors of a test (`elastic_mbs.testing`)
+    guard     the limit on host memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from elastic_mbs.batch.containers import tensors_in
+from elastic_mbs.engine.attempt import Attempt
+from elastic_mbs.engine.progress import Progress
+from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
+from elastic_mbs.escalation.offload import OffloadedTensors
+from elastic_mbs.memory import HostGuard
+from elastic_mbs.rollback.saved_tensors import SavedTensorTable
+
+fault_injector: Any = None
+"""The `elastic_mbs.testing.faults.RandomFaults` of a test, which makes some attempts fail.
+
+It is read through the module, because a test sets it.
+"""
+
+Hook = AbstractContextManager[object]  # its end can be repeated, and come without a beginning
+
+
+class _Injector:
+    """The hook of the fault injector, where a test has set one."""
+
+    def __init__(self, progress: Progress, resources: Resources) -> None:
+        self._progress = progress
+        self._resources = resources
+        self._running: Any = None
+
+    def __enter__(self) -> None:
+        if fault_injector is not None:
+            # After a failure an injected one could be one too many.
+            ready = self._progress.failures_in_row == 0
+            modules = self._resources.model.modules
+            fault_injector.begin(self._progress, modules, ready=ready)
+            self._running = fault_injector
+
+    def __exit__(self, *error: object) -> None:
+        running = self._running
+        self._running = None
+        if running is not None:
+            running.end()
+
+
+class _Guard:
+    """The hook of the limit on host memory."""
+
+    def __init__(self, guard: HostGuard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._guard.renew()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.lift()
+
+
+class AttemptHooks:
+    """The hooks of one call.
+
+    Attributes:
+        table: autograd's saved tensors, where the engine owns them.
+    """
+
+    table: SavedTensorTable | None = None
+    _first_node = 0  # the number of the first autograd node of the running attempt
+
+    def __init__(
+        self,
+        resources: Resources,
+        progress: Progress,
+        *,
+        own_graph: bool,
+        escalated: Collection[str],
+    ) -> None:
+        """Choose the hooks.
+
+        Args:
+            resources: the model, and the guard of host memory.
+            progress: the failures of the call, by which a fault injector counts.
+            own_graph: the user's frame holds the graph, so its saved tensors are kept in a table.
+            escalated: the steps of `RecoveryOptions.escalate` that are in use.
+        """
+        self._resources = resources
+        self._own_graph = own_graph
+        self._injector = _Injector(progress, resources)
+        self._running: list[Attempt] = []  # one at most; shared with the table
+        self.escalate(escalated)
+
+    def escalate(self, used: Collection[str]) -> None:
+        """Use these steps of `RecoveryOptions.escalate` in the attempts from here on."""
+        hooks: list[Hook] = []
+        if "offload" in used:
+            self.table = OffloadedTensors(partial(_resident, self._resources, self._running))
+        elif self._own_graph:
+            self.table = SavedTensorTable()
+        if self.table is not None:
+            hooks.append(self.table)
+        if "checkpoint" in used:
+            roots = self._resources.model.roots
+            hooks.append(CheckpointedBlocks(roots, self._resources.streams))
+        hooks.append(self._injector)
+        if self._resources.guard is not None:
+            hooks.append(_Guard(self._resources.guard))
+        self._hooks = tuple(hooks)
+
+    # ------------------------------------------------------------------ around an attempt
+
+    def begin(self, attempt: Attempt) -> None:
+        """Put the hooks in place."""
+        self._running[:] = [attempt]
+        if self.table is not None:
+            self._first_node = torch._C._autograd._get_sequence_nr()
+        for hook in self._hooks:
+            hook.__enter__()
+
+    def end(self) -> None:
+        """Take the hooks away. Can be repeated."""
+        self._running.clear()
+        for hook in reversed(self._hooks):
+            hook.__exit__(None, None, None)
+
+    def drop_graph(self, terms: tuple[torch.Tensor, ...]) -> None:
+        """Release the saved tensors of a failed attempt that the user's frame still holds.
+
+        Args:
+            terms: the user's own losses of the attempt.
+        """
+        if self.table is None:
+            return
+        self.table.empty()
+        for loss in terms:
+            node = loss.grad_fn
+            older = node is None or node._sequence_nr() < self._first_node  # the user's own graph
+            if not older and not loss._is_view():
+                # Through it the frame would keep the activations that checkpointing recomputed.
+                loss.detach_()
+
+
+def _resident(resources: Resources, running: list[Attempt]) -> Iterable[torch.Tensor]:
+    """Return the tensors that are in memory for the whole attempt."""
+    for root in resources.model.roots:
+        yield from chain(root.parameters(), root.buffers())
+    for attempt in running:
+        yield from tensors_in(attempt.data)

@@ -1,0 +1,1 @@
+"""The outcome of a call: its result, its outputs, its time."""

@@ -1,0 +1,132 @@
+"""The parts of one call.
+
+Each part has fields of its own, and its module alone assigns them:
+
+    gradients   census, isolation, commits            snapshot  streams, buffers, modes
+    progress    pieces, size, counts of failures      edits     edits of the batch by the step
+    hooks       the hooks around an attempt           report    time, peak, events
+    loader      pieces on their way to the device     profile   the facts about the loss function
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.schedule import Schedule
+from elastic_mbs.batch.transfer import Loader
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.controller.plan import Key, Plan, shape_class
+from elastic_mbs.engine.edits import BatchEdits
+from elastic_mbs.engine.gradients import CallGradients
+from elastic_mbs.engine.hooks import AttemptHooks
+from elastic_mbs.engine.progress import Progress
+from elastic_mbs.engine.report import CallReport
+from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
+from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of a call, and its name.
+
+    Attributes:
+        view: the samples.
+        counts: the loss terms of each sample.
+        name: the display name of the loss function.
+        identity: the key by which the facts about the loss function are kept.
+        training: the call makes gradients.
+        own_graph: the user's frame holds the graph of an attempt while it is replayed.
+    """
+
+    view: BatchView
+    counts: Counts
+    name: str
+    identity: object
+    training: bool = True
+    own_graph: bool = False
+
+    @property
+    def key(self) -> Key:
+        """The kind of call, by which sizes and limits are kept."""
+        mode = "train" if self.training else "eval"
+        return Key(self.name, mode, shape_class(self.view.elements))
+
+
+@dataclass(frozen=True)
+class CallParts:
+    """The parts of one call. None of these fields is assigned again."""
+
+    resources: Resources
+    knowledge: Knowledge
+    profile: LossProfile
+    batch: Batch
+    key: Key
+    plan: Plan
+    progress: Progress
+    gradients: CallGradients
+    snapshot: Snapshot
+    edits: BatchEdits
+    hooks: AttemptHooks
+    loader: Loader
+    report: CallReport
+
+
+def _escalated(resources: Resources, batch: Batch, profile: LossProfile) -> tuple[str, ...]:
+    """Return the steps of `RecoveryOptions.escalate` that are in use for a loss function."""
+    if not batch.training:
+        return ()
+    return tuple(resources.settings.recovery.escalate[: profile.escalated])
+
+
+def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallParts:
+    """Make the parts of one call over `batch`.
+
+    Args:
+        resources: the model and its devices.
+        knowledge: the sizes and the facts of earlier calls.
+        batch: the samples.
+    """
+    settings, view, key = resources.settings, batch.view, batch.key
+    snapshot = Snapshot(resources, (key, batch.identity))
+    resources.refresh_model()
+    profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
+    gradients = CallGradients(resources, profile, training=batch.training)
+    plan = knowledge.controller.begin(key, view.worth, view.elements)
+    limits = settings.limits
+    schedule = Schedule(
+        batch.counts,
+        reduction=settings.reduction,
+        minimum=limits.minimum,
+        align=limits.align,
+        costs=view.costs,
+    )
+    progress = Progress(schedule, plan.size)
+    loader = Loader(
+        view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
+    )
+    edits = BatchEdits(view, profile)
+    hooks = AttemptHooks(
+        resources,
+        progress,
+        own_graph=batch.own_graph,
+        escalated=_escalated(resources, batch, profile),
+    )
+    full = (leaf for leaf in resources.model.leaves if id(leaf) in gradients.full)
+    report = CallReport(resources, knowledge, profile, view, key, plan, full)
+    return CallParts(
+        resources=resources,
+        knowledge=knowledge,
+        profile=profile,
+        batch=batch,
+        key=key,
+        plan=plan,
+        progress=progress,
+        gradients=gradients,
+        snapshot=snapshot,
+        edits=edits,
+        hooks=hooks,
+        loader=loader,
+        report=report,
+    )

@@ -1,0 +1,106 @@
+"""The progress of one call: the pieces that have committed, the ones to come, and the failures."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from elastic_mbs.batch.schedule import Range, Schedule
+from elastic_mbs.engine.attempt import Attempt
+
+_START = attrgetter("piece.start")
+
+
+class Progress:
+    """The pieces of a batch: committed, to come, and how often one has failed.
+
+    Attributes:
+        schedule: the samples that still have to run.
+        size: the micro-batch size in force, in samples.
+        committed: the attempts that have succeeded, in the order in which they ran.
+        failures: failed attempts of the call.
+        failures_in_row: failed attempts since a piece has committed.
+        restarts: how often the batch was started over.
+        replayed_samples: samples that were run again.
+    """
+
+    failures = 0
+    failures_in_row = 0
+    restarts = 0
+    replayed_samples = 0
+    _tried_masked = False  # an error that is perhaps a hidden out-of-memory was tried once
+
+    def __init__(self, schedule: Schedule, size: int) -> None:
+        self.schedule = schedule
+        self.size = size
+        self.committed: list[Attempt] = []
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no piece of the call has run yet."""
+        return not self.committed and not self.failures
+
+    def next(self) -> Range | None:
+        """Return the next piece, or None at the end of the batch."""
+        return self.schedule.next(self.size)
+
+    def commit(self, attempt: Attempt) -> None:
+        """Keep an attempt that has succeeded: its loss and its outputs."""
+        self.committed.append(attempt)
+        attempt.succeed()
+        self.failures_in_row = 0
+
+    def in_order(self) -> list[Attempt]:
+        """Return the committed attempts in the batch's order."""
+        return sorted(self.committed, key=_START) if self.failures else self.committed
+
+    # ------------------------------------------------------------------ after a failure
+
+    def fail(self) -> None:
+        """Count a failed attempt."""
+        self.failures += 1
+        self.failures_in_row += 1
+
+    def try_masked(self) -> bool:
+        """Return True once in a call: one error that is perhaps out-of-memory is tried again."""
+        tried = self._tried_masked
+        self._tried_masked = True
+        return not tried
+
+    def forgive(self) -> None:
+        """Forget the failures in a row: the next attempt needs less memory than they did."""
+        self.failures_in_row = 0
+
+    def shrink(self, size: int) -> None:
+        """Cut the remaining samples into pieces of `size`."""
+        self.size = size
+
+    def replay(self, piece: Range) -> None:
+        """Schedule a failed piece once more, before all others."""
+        self.replayed_samples += len(piece)
+        self.schedule.push(piece)
+
+    def restart(self, failed: Range | None = None) -> None:
+        """Start the batch over, and count the samples that run again.
+
+        Args:
+            failed: the piece that failed; None where the whole batch has committed.
+        """
+        self.restarts += 1
+        self.replayed_samples += sum(map(len, self.committed))
+        self.replayed_samples += 0 if failed is None else len(failed)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to the start of the batch, for another pass over it."""
+        self.schedule.restart()
+        self.drop_committed()
+
+    def count_replayed(self, samples: int) -> None:
+        """Count samples of an earlier pass, which also runs again."""
+        self.replayed_samples += samples
+
+    def drop_committed(self) -> None:
+        """Drop every committed attempt with its loss and its outputs."""
+        for attempt in self.committed:
+            attempt.drop()
+        self.committed.clear()

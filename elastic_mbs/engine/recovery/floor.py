@@ -1,0 +1,150 @@
+"""The floor: a piece that does not fit and cannot be cut.
+
+Its first failure is tried again after everything was released, the second one after a wait for
+memory that others hold. Then the next way of `RecoveryOptions.escalate` is put in use. When none is
+left, the call ends by an error that says what was asked for, what is free, who has the rest, and
+the ways out.
+"""
+
+from __future__ import annotations
+
+from elastic_mbs.engine.attempt import Failure
+from elastic_mbs.engine.parts import CallParts
+from elastic_mbs.errors import MicroBatchFloorError
+from elastic_mbs.events import Escalated, WaitingForMemory, format_bytes
+from elastic_mbs.memory import Headroom
+from elastic_mbs.memory.processes import describe
+
+_TRIES = 2
+_NAP = 0.25  # longest time between two looks at the memory while waiting, in seconds
+# Waiting can help when others hold at least 1/16 of the device: the driver and our own context
+# count as others.
+_OTHERS = 16
+_ESCALATE = (
+    'recovery=RecoveryOptions(escalate=("offload", "checkpoint")), activation checkpointing in '
+    "the end; "
+)
+
+
+class Floor:
+    """The failures of one piece at the floor, and the time that is left to wait for memory.
+
+    They are counted for one piece: after the batch is replayed from its start other pieces commit
+    first, and that is no progress.
+    """
+
+    def __init__(self, parts: CallParts) -> None:
+        self._parts = parts
+        self._start: int | None = None  # first sample of the piece
+        self._failures = 0
+        self._wait_left = parts.resources.settings.memory.wait_for_memory  # seconds
+
+    def committed(self, start: int, stop: int) -> None:
+        """Forget the failures of the piece at the floor, where it is among the samples given."""
+        if self._start is not None and start <= self._start < stop:
+            self._start = None
+            self._failures = 0
+
+    def reached(self, failure: Failure, *, training: bool) -> None:
+        """Return when a piece that cannot be cut may be tried again.
+
+        Args:
+            failure: the facts of its failed attempt.
+            training: the pass runs backward, so `escalate` can help.
+
+        Raises:
+            MicroBatchFloorError: it does not fit.
+        """
+        parts, piece = self._parts, failure.piece
+        parts.profile.learn_too_full(len(piece))
+        self._failures = self._failures + 1 if self._start == piece.start else 1
+        self._start = piece.start
+        reading = parts.resources.monitor.latest()
+        seen = reading if isinstance(reading, Headroom) else None
+        requested = failure.verdict.requested
+        too_large = seen is not None and requested is not None and requested > seen.total
+        if not too_large and self._may_retry(seen, requested):
+            return
+        if training and self._escalated(failure):
+            return
+        raise MicroBatchFloorError(
+            self._message(failure, reading.in_words(), seen, too_large, training)
+        )
+
+    def _may_retry(self, seen: Headroom | None, requested: int | None) -> bool:
+        """Return whether the same piece is tried again, after a wait where others hold memory."""
+        if self._failures < _TRIES:
+            return True
+        return seen is not None and self._waited(seen, requested)
+
+    def _waited(self, seen: Headroom, requested: int | None) -> bool:
+        """Wait for memory that others hold; return whether there is more now.
+
+        The waits of a call share one limit.
+        """
+        resources = self._parts.resources
+        enough = max(1, requested or 0, seen.total // _OTHERS)
+        if seen.held_by_others < enough or self._wait_left <= 0:
+            return False
+        resources.log.emit(
+            WaitingForMemory(
+                resources.settings.name,
+                self._wait_left,
+                seen.free,
+                seen.held_by_others,
+                describe(seen.holders),
+            )
+        )
+        while self._wait_left > 0:
+            nap = min(_NAP, self._wait_left)
+            resources.sleep(nap)
+            self._wait_left -= nap
+            now = resources.headroom()
+            if now is not None and now.capacity > seen.capacity:
+                return True
+        return False
+
+    def _escalated(self, failure: Failure) -> bool:
+        """Put the next way of `escalate` in use for this loss function; False where none is left."""
+        parts = self._parts
+        ways = parts.resources.settings.recovery.escalate
+        left = ways[parts.profile.escalated :]
+        if not left:
+            return False
+        parts.profile.escalate()
+        parts.hooks.escalate(ways[: parts.profile.escalated])
+        parts.knowledge.controller.needs_less(parts.key)
+        self._failures = 0
+        parts.progress.forgive()
+        parts.resources.log.emit(
+            Escalated(
+                parts.resources.settings.name,
+                failure.piece.start,
+                failure.piece.stop,
+                left[0],
+                str(parts.key),
+            )
+        )
+        return True
+
+    def _message(
+        self, failure: Failure, facts: str, seen: Headroom | None, too_large: bool, training: bool
+    ) -> str:
+        settings = self._parts.resources.settings
+        limits, ways = settings.limits, settings.recovery.escalate
+        piece, verdict = failure.piece, failure.verdict
+        used = f", not even with {' and '.join(ways)}" if ways and training else ""
+        out = ""
+        if seen is None or seen.held_by_others:
+            out += "free what others hold; "
+        if max(limits.minimum, limits.align) > 1:
+            out += f"a lower min_micro_batch_size (now {limits.minimum}, align {limits.align}); "
+        out += "smaller samples; "
+        if training and len(ways) < 2:
+            out += _ESCALATE
+        return (
+            f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest "
+            f"allowed, does not fit{used}. It asked for {format_bytes(verdict.requested)}; {facts}"
+            f"{'. The request is larger than the whole device' if too_large else ''}. "
+            f"Ways out: {out}a smaller optimizer state. The error was: {verdict.message}"
+        )

@@ -1,0 +1,1 @@
+"""The state that all calls of a runtime share."""

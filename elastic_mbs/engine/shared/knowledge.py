@@ -1,0 +1,150 @@
+"""The knowledge that finished calls leave to later ones: sizes, loss functions, the noise scale."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from elastic_mbs.batch.containers import Path
+from elastic_mbs.controller.controller import Controller
+from elastic_mbs.controller.plan import CallOutcome, Key
+from elastic_mbs.engine.outcome.timing import Timed
+from elastic_mbs.noise_scale import Smoothed
+from elastic_mbs.options import Settings
+
+
+@dataclass
+class LossProfile:
+    """The facts that calls have shown about one loss function, over one set of trainable leaves.
+
+    They decide how a failed piece can be replayed. A field only ever moves one way: a fact that was
+    seen once is never taken back.
+    """
+
+    # Numbers of commits of clean backwards. There are several where the graph depends on the data.
+    commits: set[int] = field(default_factory=set)
+    census_taken: bool = False
+    # The census found leaves outside the model. Each call then takes it again.
+    extra_leaves: bool = False
+    # Leaves commit that the census does not reach, or commit twice in a backward.
+    hidden: bool = False
+    # Python functions in the graph that had a clean backward. They can run another one inside.
+    custom: set[str] = field(default_factory=set)
+    draws: bool = False  # the step draws random numbers
+    changes_buffers: bool = False
+    normalises_batch: bool = False
+    edits_batch: bool = False  # it edits its batch in place: pieces are copies
+    escalated: int = 0  # how many of `RecoveryOptions.escalate` are in use
+    # Samples in the largest piece that failed and could not be cut. No piece is prefetched beside
+    # one of that size.
+    too_full: int = 0
+    # Paths of outputs that come once per piece and not once per sample.
+    per_piece: set[Path] = field(default_factory=set)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a sample's contribution can depend on the piece that it is in."""
+        return self.draws or self.changes_buffers or self.normalises_batch
+
+    @property
+    def settled(self) -> bool:
+        """Whether a backward needs neither a census nor isolation."""
+        return bool(
+            self.census_taken
+            and self.commits
+            and not (self.extra_leaves or self.hidden or self.custom)
+        )
+
+    def learn_census(self, *, normalises_batch: bool) -> None:
+        """Record that a census was taken, and whether the graph normalises over the batch."""
+        self.census_taken = True
+        self.normalises_batch = self.normalises_batch or normalises_batch
+
+    def learn_normalises(self, normalises_batch: bool) -> None:
+        """Record whether the model normalises over the batch."""
+        self.normalises_batch = self.normalises_batch or normalises_batch
+
+    def learn_extra_leaves(self) -> None:
+        """Record that the graph reaches leaves outside the model."""
+        self.extra_leaves = True
+
+    def learn_hidden(self) -> None:
+        """Record that leaves commit which the census does not reach, or commit twice."""
+        self.hidden = True
+
+    def learn_commits(self, commits: int, custom: Collection[str]) -> None:
+        """Record a clean backward: its number of commits, and the Python functions in its graph."""
+        self.commits.add(commits)
+        self.custom.update(custom)
+
+    def learn_draws(self, drew: bool) -> None:
+        """Record whether a piece drew random numbers."""
+        self.draws = self.draws or drew
+
+    def learn_buffers(self, changes: bool) -> None:
+        """Record whether the forward changes buffers in a way that depends on the split."""
+        self.changes_buffers = changes
+
+    def learn_edits(self) -> None:
+        """Record that the function edits its batch in place."""
+        self.edits_batch = True
+
+    def learn_too_full(self, samples: int) -> None:
+        """Record the length of a piece that failed and could not be cut."""
+        self.too_full = max(self.too_full, samples)
+
+    def escalate(self) -> None:
+        """Put the next of `RecoveryOptions.escalate` in use."""
+        self.escalated += 1
+
+
+class Knowledge:
+    """The knowledge of one runtime."""
+
+    def __init__(self, settings: Settings) -> None:
+        policy = settings.policy
+        self.controller = Controller(
+            start=None if settings.micro_batch_size == "auto" else settings.micro_batch_size,
+            policy=policy,
+            clock=time.monotonic,
+            random=random.Random(time.time_ns() if policy.seed is None else policy.seed),
+        )
+        # Calls whose seconds the device has not told yet.
+        self.timed: Timed[tuple[Key, CallOutcome]] = deque()
+        window = settings.gradients.noise_scale
+        self.noise = None if window is None else Smoothed(window)
+        self._profiles: dict[object, tuple[int, LossProfile]] = {}
+
+    def profile_of(self, identity: object, generation: int) -> LossProfile:
+        """Return the profile of a loss function, a new one where the set of leaves has changed.
+
+        Args:
+            identity: the function's name and code (see `names_of`).
+            generation: number of the present set of trainable leaves.
+        """
+        known = self._profiles.get(identity)
+        if known is None or known[0] != generation:
+            known = self._profiles[identity] = generation, LossProfile()
+        return known[1]
+
+
+def names_of(fn: Callable[..., Any]) -> tuple[str, object]:
+    """Return a function's display name and the key of its profile.
+
+    The name is its qualified name, and limits and sizes are kept by it. The key is its code, which
+    closures share.
+    """
+    called: Any = getattr(fn, "func", fn)  # of a functools.partial
+    if hasattr(called, "__wrapped__"):
+        # All functions of one decorator share the decorator's code (torch.autocast).
+        called = inspect.unwrap(called)
+    if type(called) is FunctionType:
+        return called.__qualname__, called.__code__
+    name = getattr(called, "__qualname__", type(called).__qualname__)
+    return name, getattr(called, "__code__", type(called))

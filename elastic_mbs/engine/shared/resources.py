@@ -1,0 +1,196 @@
+"""The resources that all calls of a runtime share: the model, its devices, sensors and streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from elastic_mbs.batch.transfer import choose_device, to_device
+from elastic_mbs.controller.plan import Capacity
+from elastic_mbs.engine.outcome.timing import Telemetry
+from elastic_mbs.engine.shared.running import check_capture
+from elastic_mbs.engine.shared.trained_model import TrainedModel
+from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
+from elastic_mbs.memory import (
+    Headroom,
+    HostGuard,
+    MemoryBudget,
+    Monitor,
+    Reading,
+    UsageMeter,
+    margin_of,
+    oom,
+    refuse_devices,
+    sensor_for,
+)
+from elastic_mbs.memory.sensor import trouble_with
+from elastic_mbs.options import Settings
+from elastic_mbs.rollback.buffers import BufferCopies
+from elastic_mbs.rollback.gradients import Ledger
+from elastic_mbs.rollback.random_streams import RandomStreams
+
+T = TypeVar("T")
+
+
+class Resources:
+    """The model, its devices, and everything that is made for them once.
+
+    Attributes:
+        settings: the options of the runtime.
+        model: the modules that are trained.
+        log: the sinks of events.
+        telemetry: the reports of finished calls; None where nothing listens.
+        ledger: the leaves of the model and their gradients.
+        buffers: memory for copies of the buffers.
+        guard: the limit on host memory; None where there is none.
+        devices: the devices of the model. The first one is where the batch goes.
+        streams: the random streams of these devices and of the host.
+        monitor: the sensor of the memory that others leave.
+        meter: the counter of the memory that this process uses.
+    """
+
+    def __init__(
+        self, settings: Settings, model: TrainedModel, log: EventLog, *, enabled: bool = True
+    ) -> None:
+        memory = settings.memory
+        self.settings = settings
+        self.model = model
+        self.log = log
+        self.telemetry = Telemetry(log) if enabled and log.listened else None
+        self.ledger = Ledger()
+        self.ledger.set_leaves(model.leaves)
+        self.buffers = BufferCopies()
+        self.sleep: Callable[[float], None] = time.sleep
+        self.guard: HostGuard | None = None
+        if memory.host_guard is not False and enabled:
+            self.guard = HostGuard(
+                margin_of(memory.host_guard),
+                modules=model.modules,
+                warn=partial(self.warn, "host_guard"),
+            )
+        self._cache_is_stale = False  # the allocator's cache holds memory of a failed attempt
+        self._retries: int | None = None  # of the allocator, when they were last read
+        self._reading: Reading | None = None
+        self._capacity: Capacity | None = None
+        self._place()
+
+    def _place(self) -> None:
+        """Make everything that depends on the model's devices."""
+        settings, memory = self.settings, self.settings.memory
+        self.devices = self.model.devices()
+        kind = self.devices[0].type  # asked once: it takes microseconds each time
+        self.on_cpu = kind == "cpu"
+        self.asynchronous = self.devices[0] if kind == "cuda" else None
+        if self.guard is not None:
+            refuse_devices(self.devices)
+        found, meter = sensor_for(self.devices[0])
+        if isinstance(found, MemoryBudget):
+            found.track(*self.model.roots)
+        self.streams = RandomStreams(settings.recovery.generators, self.devices)
+        self.monitor = Monitor(
+            memory.sensor or found,
+            interval=memory.monitor_interval,
+            on_change=self._on_sensor_change,
+        )
+        self.meter: UsageMeter = memory.sensor if isinstance(memory.sensor, UsageMeter) else meter
+        self.piece_device = choose_device(memory.device, self.devices)
+
+    # ------------------------------------------------------------------ lifetime
+
+    def wake(self) -> None:
+        """Prepare for a call: follow the model, start the monitor, open the log."""
+        self.follow_model()
+        if self.asynchronous is not None:
+            check_capture()
+        self.monitor.start()
+        if self.telemetry is not None:
+            self.log.begin()
+
+    def follow_model(self) -> None:
+        """Move with the model to another device."""
+        leaves = self.model.leaves
+        if leaves and leaves[0].device not in self.devices:
+            self.monitor.stop()
+            self._place()
+
+    def refresh_model(self) -> None:
+        """Look again at the model's trainable leaves."""
+        if self.model.refresh():
+            self.ledger.set_leaves(self.model.leaves)
+
+    def forget_model(self) -> None:
+        """Drop the view of the model: it can have changed without the ledger's knowledge."""
+        self.model.forget()
+        self.ledger.forget()
+
+    def load(self, piece: Any) -> Any:
+        """Return the piece, or a whole batch, on the model's device."""
+        self.follow_model()
+        return to_device(piece, self.piece_device)
+
+    # ------------------------------------------------------------------ memory
+
+    def headroom(self) -> Headroom | None:
+        """Return the latest memory reading, or None where the sensor has none."""
+        reading = self.monitor.latest()
+        return reading if isinstance(reading, Headroom) else None
+
+    def capacity(self) -> Capacity | None:
+        """Return the latest reading for the controller, or None where it is in doubt.
+
+        The object stays the same until there is another reading. Without one nothing grows.
+        """
+        reading = self.monitor.latest()
+        if reading is not self._reading:
+            self._reading = reading
+            self._capacity = (
+                Capacity(reading.capacity, reading.at)
+                if isinstance(reading, Headroom) and reading.doubt is None
+                else None
+            )
+        return self._capacity
+
+    def release(self, *, thorough: bool) -> None:
+        """Release the memory of a failed attempt (see `oom.release`)."""
+        oom.release(devices=self.devices, thorough=thorough)
+        self._cache_is_stale = True
+
+    def drop_stale_cache(self) -> None:
+        """Empty the allocator's cache once after a failure, before peaks are learned.
+
+        It still holds the memory of the failed attempt, and smaller pieces use a part of that. The
+        reserved memory would say nothing of their need.
+        """
+        if self._cache_is_stale:
+            self._cache_is_stale = False
+            oom.empty_caches(self.devices)
+
+    def new_retries(self, now: int) -> int:
+        """Return the allocator's retries since the last time; it counts from the process's start."""
+        before = self._retries
+        self._retries = now
+        return 0 if before is None else now - before
+
+    def retry(self, what: str, operation: Callable[[], T]) -> T:
+        """Run bookkeeping of our own that can run out of memory (see `oom.retry`)."""
+        return oom.retry(what, operation, self.devices, self.settings.recovery.is_oom)
+
+    # ------------------------------------------------------------------ messages
+
+    def _on_sensor_change(self, reading: Reading) -> None:
+        problem = trouble_with(reading)
+        name = self.settings.name
+        if problem is not None:
+            self.log.emit(SensorLost(name, problem))
+        else:
+            self.log.emit(SensorBack(name, getattr(reading, "source", "")))
+
+    def warn(self, kind: str, text: str) -> None:
+        """Emit a warning."""
+        self.log.emit(Warned(self.settings.name, kind, text))
+
+    def warn_once(self, kind: str, text: str) -> None:
+        """Emit a warning, once for each kind."""
+        self.log.warn_once(self.settings.name, kind, text)

@@ -1,0 +1,168 @@
+"""A snapshot of the state that a step changes besides gradients: streams, buffers and modes.
+
+It is taken all or nothing, at the start of a call and at the start of each piece, and put back by
+`restore` and `restore_piece`. Calls, `verify` and the two passes of a loss over embeddings use it.
+Source: docs/internals/autograd.md, "State that a failed attempt leaves behind".
+"""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.shared.trained_model import Modes
+from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.rollback.random_streams import StreamState
+
+
+class Snapshot:
+    """Random streams, buffers and modes as they were at a call's start and at its piece's start.
+
+    Made for every call, so it is cheap: an instance holds only the fields that differ from the
+    defaults.
+
+    Attributes:
+        start: random streams at the call's start; None until the whole snapshot was taken.
+        piece: random streams at the running piece's start; None until they were read. It is `start`
+            itself where they were not read again.
+    """
+
+    start: StreamState | None = None
+    piece: StreamState | None = None
+    _modes: Modes = ()  # of the modules, when the call's first attempt began
+    _attempt_modes: Modes = ()  # of the modules, when the running attempt began
+    _grad_enabled: bool = True  # when the running attempt began
+
+    def __init__(self, resources: Resources, key: object) -> None:
+        """Drop the snapshot of the call before.
+
+        Args:
+            resources: the model, its streams, and memory for copies of its buffers.
+            key: the loss function, by which it is known which buffers change.
+        """
+        self._resources = resources
+        self._key = key
+        resources.buffers.end_call()
+
+    # ------------------------------------------------------------------ taking it
+
+    def take(self) -> None:
+        """Take the snapshot of the call's start."""
+        resources = self._resources
+        streams = resources.streams.read(hosts=True)
+        resources.buffers.begin_call(resources.model.modules, self._key)
+        self.start = self.piece = streams
+
+    def take_piece(self, *, read_streams: bool) -> None:
+        """Take the snapshot of the start of a piece that is not the call's first.
+
+        Args:
+            read_streams: False for a step that was never seen to draw. Its streams have probably
+                not moved since the call began. A failure compares them.
+        """
+        self.piece = None
+        buffers = self._resources.buffers
+        if buffers.busy:
+            buffers.begin_piece()
+        self.piece = self._resources.streams.read() if read_streams else self.start
+
+    def take_modes(self) -> None:
+        """Take the modules' modes and the gradient mode, as an attempt begins."""
+        self._grad_enabled = torch.is_grad_enabled()
+        self._attempt_modes = self._resources.model.training()
+        self._modes = self._modes or self._attempt_modes
+
+    # ------------------------------------------------------------------ putting it back
+
+    def restore_modes(self) -> None:
+        """Put the modules' modes and the gradient mode back to the running attempt's start."""
+        torch.set_grad_enabled(self._grad_enabled)
+        self._resources.model.restore(self._attempt_modes)
+
+    def restore_piece(self) -> None:
+        """Put streams and buffers back to the start of the running piece.
+
+        Raises:
+            ReplayUnsafeError: the value of a buffer was not kept.
+        """
+        if self.piece is None:
+            # Nothing of the piece has run, and the copies can be from the piece before.
+            return
+        self._restore(self.piece, to_call_start=False)
+
+    def restore(self) -> None:
+        """Put streams, buffers and modes back to the start of the call.
+
+        Raises:
+            ReplayUnsafeError: the value of a buffer was not kept.
+        """
+        self._resources.model.restore(self._modes)
+        self._restore(self.start, to_call_start=True)
+
+    def _restore(self, streams: StreamState | None, *, to_call_start: bool) -> None:
+        resources = self._resources
+        if streams is not None:
+            resources.streams.restore(streams)
+        lost = resources.retry(
+            "restore the buffers", lambda: resources.buffers.restore(to_call_start=to_call_start)
+        )
+        if lost is not None:
+            raise ReplayUnsafeError(
+                f"the buffer {lost} changed for the first time in this batch, so its earlier "
+                "value was not kept; from the next batch on it is. Load the last checkpoint, or "
+                "set the buffer, before going on"
+            )
+
+    def unwind_modes(self) -> None:
+        """Put the modules' modes back to the start of the call's first attempt."""
+        self._resources.model.restore(self._modes)
+
+    def unwind(self) -> str | None:
+        """Put streams and buffers back to the start of a call that ends by an error.
+
+        Returns:
+            The label of a buffer whose value was not kept, or None.
+        """
+        if self.start is None:
+            return None
+        self._resources.streams.restore(self.start)
+        return self._resources.buffers.restore(to_call_start=True)
+
+    def close(self) -> None:
+        """Drop the copies of the buffers."""
+        self._resources.buffers.end_call()
+
+    # ------------------------------------------------------------------ what has changed since
+
+    def drew_since_start(self) -> bool:
+        """Return whether the step has drawn since the call began, and learn which host streams."""
+        start = self.start
+        if start is None:
+            return False
+        streams = self._resources.streams
+        return self._resources.retry("read the random streams", lambda: streams.learn(start))
+
+    def drew_since_piece(self) -> bool:
+        """Return whether a stream has moved since the running piece began."""
+        piece = self.piece
+        if piece is None:
+            return False
+        streams = self._resources.streams
+        return self._resources.retry("read the random streams", lambda: streams.moved(piece))
+
+    def piece_is_lost(self, *, first: bool) -> bool:
+        """Return whether the streams at the piece's start are unknown, because they were not read.
+
+        Args:
+            first: no piece of this call has committed, so the piece's start is the call's.
+        """
+        start = self.start
+        if start is None or self.piece is None:
+            return False
+        if self.piece is start:
+            return not first and self.drew_since_piece()
+        return self.piece.hosts is None and self._resources.streams.hosts_moved(start)
+
+    def buffers_changed(self) -> bool:
+        """Return whether the piece can have changed a buffer in a way that depends on the split."""
+        return self._resources.buffers.changed()

@@ -1,0 +1,137 @@
+"""The loss over all embeddings of a batch, and its gradients at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_mbs.batch.containers import map_tensors, tensors_in
+from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.schedule import Range
+from elastic_mbs.engine.outcome.result import StoredOutput
+from elastic_mbs.errors import LossError, UsageError
+from elastic_mbs.options import OutputPlace
+from elastic_mbs.rollback.graph import walk
+
+OverEmbeddings = Callable[[Any], Any]  # the embeddings of the whole batch → the loss
+
+
+class EmbeddingCache:
+    """A loss over embeddings, with its gradients at them and at leaves of its own.
+
+    Attributes:
+        loss: the loss of the whole batch, detached.
+        outputs: the outputs that came with the loss.
+        own: leaves that the loss reaches by itself (a learned temperature), with their gradients.
+    """
+
+    def __init__(
+        self,
+        embeddings: Any,
+        loss_fn: OverEmbeddings,
+        order: Sequence[int] | None,
+        scaler: torch.amp.GradScaler | None,
+        outputs: OutputPlace,
+    ) -> None:
+        """Run the loss and its backward as far as the embeddings.
+
+        Args:
+            embeddings: the embeddings of the whole batch, in its order.
+            loss_fn: embeddings → loss.
+            order: the samples in the order of the pieces, where they are sorted.
+            scaler: scales the loss.
+            outputs: the place where outputs are kept.
+
+        Raises:
+            LossError: there is no loss that depends on the embeddings.
+        """
+        inputs: list[Tensor] = []
+
+        def leaf(tensor: Tensor) -> Tensor:
+            if has_gradient(tensor):
+                tensor = tensor.detach().requires_grad_()
+                inputs.append(tensor)
+            # A copy, because a loss that runs again must find it as it was.
+            return tensor.clone()
+
+        value = loss_fn(map_tensors(embeddings, leaf))
+        try:
+            terms, found = read_losses(value, None)
+        except LossError as error:
+            raise LossError(
+                f"loss_fn returned no loss for the embeddings of the whole batch: {error}"
+            ) from None
+        loss = weighted_sum(terms, {None: 1.0})
+        self.loss = loss.detach()
+        self.outputs = None if found is None or outputs is None else StoredOutput(found, outputs)
+        self._order = order
+        # Scaled here, where half precision would lose it. The engine scales the surrogate once
+        # more, so that is divided by the same factor.
+        self._unit = None if scaler is None else scaler.scale(torch.ones_like(self.loss))
+        self._differentiate(loss if scaler is None else scaler.scale(loss), inputs)
+
+    def _differentiate(self, loss: Tensor, inputs: list[Tensor]) -> None:
+        assert loss.grad_fn is not None
+        ids = set(map(id, inputs))
+        own = [each for each in walk(loss.grad_fn).leaves if id(each) not in ids]
+        if any(each._backward_hooks for each in own):
+            raise UsageError(
+                "a leaf that loss_fn reaches has a hook on its gradient, which would run twice: "
+                "use it in embed_fn only, or take it off"
+            )
+        gradients = torch.autograd.grad(loss, [*inputs, *own], allow_unused=True)
+        self._gradients = gradients[: len(inputs)]
+        if all(gradient is None for gradient in self._gradients):
+            raise LossError(
+                "the loss does not depend on the embeddings: loss_fn gets the values that "
+                "embed_fn returned, for the whole batch"
+            )
+        self.own = [
+            (each, gradient)
+            for each, gradient in zip(own, gradients[len(inputs) :], strict=True)
+            if gradient is not None
+        ]
+
+    def surrogate(self, value: Any, piece: Range) -> Tensor:
+        """Return a scalar whose gradient at this piece's embeddings is the loss's.
+
+        In the first piece it has the gradients of the loss's own leaves, too.
+        """
+        embeddings = [tensor for tensor in tensors_in(value) if has_gradient(tensor)]
+        rows: slice | list[int] = slice(piece.start, piece.stop)
+        if self._order is not None:
+            rows = list(self._order[piece.start : piece.stop])
+        if len(embeddings) != len(self._gradients):
+            raise LossError(
+                f"embed_fn returned {len(embeddings)} tensors of embeddings for samples that it "
+                f"had returned {len(self._gradients)} for"
+            )
+        pairs = [
+            # The gradient of pieces by length can be wider.
+            (embedding, gradient[rows][tuple(map(slice, embedding.shape))])
+            for embedding, gradient in zip(embeddings, self._gradients, strict=True)
+            if gradient is not None and embedding.requires_grad
+        ]
+        if not pairs:
+            raise LossError(
+                "no embedding that the loss depends on has a graph, so there is nothing to train "
+                "in embed_fn: are its parameters frozen?"
+            )
+        own = self.own if piece.start == 0 else ()
+        parts = [_product(*pair).to(self.loss.device) for pair in (*pairs, *own)]
+        total = sum(parts[1:], parts[0])
+        return total if self._unit is None else total / self._unit
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a type that can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _product(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """Return the inner product of both, in full precision."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return (tensor.to(wide) * gradient.to(wide).conj()).sum().real

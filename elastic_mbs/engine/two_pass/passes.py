@@ -1,0 +1,290 @@
+"""Two passes over a batch for a loss that compares samples: the gradient cache.
+
+A loss over the embeddings of a whole batch (contrastive, in-batch negatives) is no sum over pieces.
+But the network needs only the gradient of that loss at the embeddings:
+
+    first pass   every piece is embedded without a graph, and its embeddings are kept
+    the loss     of all embeddings, with its gradient at them and at leaves of its own
+    second pass  every piece is embedded again, with a graph, and runs backward from its rows of
+                 that gradient
+
+The second pass begins with the buffers and random streams of the first and runs the same pieces in
+the same order. So it draws the same masks, sees the same statistics, and leaves buffers as one pass
+would. Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
+(2021), arXiv 2101.06983.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_mbs.batch.containers import map_tensors, tensors_in
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.engine.attempt import Attempt
+from elastic_mbs.engine.outcome.result import StepResult, StoredOutput, check_not_overwritten
+from elastic_mbs.engine.parts import CallParts
+from elastic_mbs.engine.passes import Pass
+from elastic_mbs.engine.two_pass.cache import EmbeddingCache, OverEmbeddings, has_gradient
+from elastic_mbs.errors import BatchError, LossError, MisuseError, ReplayUnsafeError
+from elastic_mbs.rollback.random_streams import StreamState
+
+_SAME = 0.01  # of the embeddings' norm: a device may add in another order
+
+_FIRST = Pass(training=False, outputs="device")
+
+
+class TwoPasses:
+    """The two passes of a call, with a loss over all embeddings between them.
+
+    A sample's embedding can depend on its piece (dropout, BatchNorm). Then the pieces of the second
+    pass are bound to be the pieces of the first: a failure in the second pass restarts both at the
+    smaller size, and a failure in the first restarts the first, which has pieces of several sizes.
+    Elsewhere the second pass may cut as it likes. Gradients that were there are put aside for the
+    call, so that a restart takes back nothing of the user's.
+    """
+
+    first = _FIRST
+
+    def __init__(self, parts: CallParts, loss_fn: OverEmbeddings) -> None:
+        self._parts = parts
+        self._loss_fn = loss_fn
+        self._cache: EmbeddingCache | None = None  # None during the first pass
+        self._failures = 0  # of the call, when the first pass began
+        self._unseen = False  # this is the first call of the function
+        self._first_piece: StoredOutput | None = None  # its embeddings, in the first call
+        self._embedded: StreamState | None = None  # random streams after the first pass
+        self._ended: StreamState | None = None  # random streams after the loss
+
+    # ------------------------------------------------------------------ the passes
+
+    def begin(self) -> None:
+        """Put the gradients aside that are there."""
+        gradients = self._parts.gradients
+        gradients.put_aside(gradients.leaves())
+
+    def embed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fn`, run with a graph in the second pass only."""
+
+        def run(piece: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.set_grad_enabled(self._cache is not None):
+                return fn(piece, *args, **kwargs)
+
+        return run
+
+    def translate(self, attempt: Attempt, value: Any) -> Any:
+        """Return the embeddings of a piece to keep, or the scalar from which it runs backward."""
+        _check_rows(value, len(attempt))
+        if self._cache is None:
+            return map_tensors(value, _alone)
+        if self._unseen and attempt.piece.start == 0:
+            self._parts.resources.retry(
+                "compare the embeddings of both passes", lambda: self._check_same(value)
+            )
+        return self._cache.surrogate(value, attempt.piece)
+
+    def restarted(self, failed: Pass) -> Pass:
+        """Return the first pass. After a failure in the second, both run again."""
+        if failed.training:
+            self._parts.progress.count_replayed(self._parts.batch.view.length)
+        return self._start_first()
+
+    def _start_first(self) -> Pass:
+        self._cache = None
+        self._failures = self._parts.progress.failures
+        return _FIRST
+
+    def after(self, ended: Pass) -> Pass | None:
+        """Return the second pass after the first, or the first once more.
+
+        The first runs again where the second is bound to its pieces and they have several sizes.
+        """
+        if ended.training:
+            return None
+        parts = self._parts
+        self._unseen = not parts.profile.census_taken
+        bound = self._is_bound()
+        if bound and parts.progress.failures > self._failures:
+            parts.progress.restart()
+            parts.snapshot.restore()
+            return self._start_first()
+        self._first_piece = parts.progress.in_order()[0].outputs if self._unseen else None
+        cache = self._differentiate()
+        parts.snapshot.restore()
+        parts.progress.rewind()
+        parts.report.restart_peak()  # neither the first pass nor the loss shows what the rest needs
+        self._cache = cache
+        return Pass(training=True, outputs=None, bound=bound, adds_up=False)
+
+    def _is_bound(self) -> bool:
+        """Return whether a sample's embedding can depend on its piece, as far as is known.
+
+        Raises:
+            BatchError: the first pass has changed the batch.
+        """
+        parts, profile = self._parts, self._parts.profile
+        if parts.edits.found():
+            profile.learn_edits()
+            raise BatchError(
+                "embed_fn changes its samples in place, and they are embedded twice: work on a "
+                "copy (x = x.clone()) inside embed_fn. From the next call on pieces are copies"
+            )
+        profile.learn_draws(parts.snapshot.drew_since_start())
+        profile.learn_normalises(parts.resources.model.normalises_batch())
+        replay = parts.resources.settings.recovery.replay
+        return profile.mixes or not profile.census_taken or replay == "isolate"
+
+    # ------------------------------------------------------------------ between the passes
+
+    def _differentiate(self) -> EmbeddingCache:
+        """Run the loss over all embeddings. Its failures need room, and no smaller pieces."""
+        parts = self._parts
+        resources, progress = parts.resources, parts.progress
+        check_not_overwritten([attempt.outputs for attempt in progress.committed])
+        result = parts.report.result(progress, progress.in_order())
+        embeddings = resources.retry("join the embeddings on the device", lambda: result.outputs)
+        samples = parts.batch.view.length
+        _check_rows(embeddings, samples)
+        progress.drop_committed()
+        streams = resources.streams.read(hosts=True)
+        buffers, modes = self._buffers(), resources.model.training()
+
+        def attempt() -> EmbeddingCache:
+            parts.gradients.clear_backward()  # of an attempt before this one
+            resources.model.restore(modes)
+            resources.streams.restore(streams)
+            return self._run_loss(embeddings)
+
+        cache = resources.retry(
+            f"run loss_fn over the embeddings of {samples} samples, whose memory no micro-batch "
+            "changes",
+            attempt,
+        )
+        parts.gradients.check(first=parts.progress.untouched)
+        self._check_state(buffers, modes_changed=resources.model.training() != modes)
+        self._embedded = streams
+        self._ended = resources.streams.read(hosts=True)
+        parts.gradients.put_aside(leaf for leaf, _ in cache.own)
+        return cache
+
+    def _run_loss(self, embeddings: Any) -> EmbeddingCache:
+        settings, by_length = self._parts.resources.settings, self._parts.batch.view.sorted
+        order = None if by_length is None else by_length.order
+        with torch.enable_grad():
+            return EmbeddingCache(
+                embeddings, self._loss_fn, order, settings.scaler, settings.outputs
+            )
+
+    def _check_state(self, buffers: list[tuple[int, int]], *, modes_changed: bool) -> None:
+        """Refuse a loss that has changed modes or buffers: the second pass starts from others."""
+        if modes_changed:
+            raise MisuseError(
+                "loss_fn switched a module's mode, and the second pass would run in another one "
+                "than the first: switch it outside the call"
+            )
+        if self._buffers() != buffers:
+            raise MisuseError(
+                "loss_fn changed a buffer of the model (a queue, running statistics), and the "
+                "second pass starts from the buffers that the first one started from: compute in "
+                "embed_fn what changes buffers, or change them after the call"
+            )
+
+    def _buffers(self) -> list[tuple[int, int]]:
+        """Return all buffers with their versions."""
+        owned = [
+            buffer
+            for module in self._parts.resources.model.modules
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
+        return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in owned]
+
+    def _check_same(self, value: Any) -> None:
+        """Refuse an `embed_fn` whose second run gives other embeddings.
+
+        In the first call of a function only: it waits for the device.
+        """
+        before = [] if self._first_piece is None else tensors_in(self._first_piece.get())
+        pairs = zip(
+            filter(has_gradient, before), filter(has_gradient, tensors_in(value)), strict=False
+        )
+        for one, other in pairs:
+            if one.shape != other.shape:
+                continue
+            if float((one - other.detach()).norm()) > _SAME * float(one.norm()):
+                raise ReplayUnsafeError(
+                    "embed_fn gave other embeddings when it ran again, so its gradient is not "
+                    "that of the embeddings which the loss has seen: name each generator of your "
+                    "own that it draws from, recovery=RecoveryOptions(generators=[g]), and do not "
+                    "ask torch.is_grad_enabled()"
+                )
+
+    # ------------------------------------------------------------------ the end of the call
+
+    def finish(self, result: StepResult) -> StepResult:
+        """Leave the streams where the loss has left them, and add gradients to those put aside.
+
+        Raises:
+            ReplayUnsafeError: the second pass has drawn other random numbers than the first.
+        """
+        parts, streams = self._parts, self._parts.resources.streams
+        embedded, ended, cache = self._embedded, self._ended, self._cache
+        assert embedded is not None
+        assert ended is not None
+        assert cache is not None
+        expected = embedded if streams.draws_on_host else embedded._replace(hosts=None)
+        retry = parts.resources.retry
+        if retry("read the random streams", lambda: streams.moved(expected)):
+            raise ReplayUnsafeError(
+                "embed_fn drew other random numbers when it ran again, so its gradient is not "
+                "that of the embeddings which the loss has seen: does it ask "
+                "torch.is_grad_enabled(), or draw in its backward?"
+            )
+        retry(
+            "put the random streams to where the loss has left them",
+            lambda: streams.restore(ended),
+        )
+        parts.gradients.take_back()
+        return result.of_batch(cache.loss, cache.outputs)
+
+    def close(self) -> None:
+        """Drop the embeddings and their gradients."""
+        self._cache = self._first_piece = None
+
+
+class Unweighted(Counts):
+    """Counts of a batch whose pieces add up as they are: the loss has weighed its samples."""
+
+    def weights(
+        self, start: int, stop: int, reduction: str = "mean"
+    ) -> dict[str | None, float] | None:
+        """Return the weight 1 for every piece."""
+        return {None: 1.0}
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of a view that would keep a larger tensor alive.
+
+    The first token's state of a transformer is a view of all states.
+    """
+    dense = tensor.layout is torch.strided
+    if dense and tensor.untyped_storage().nbytes() > tensor.nbytes:
+        return tensor.clone()
+    return tensor
+
+
+def _check_rows(value: Any, samples: int) -> None:
+    """Refuse embeddings that have not one row per sample."""
+    found = tensors_in(value)
+    rows = all(tensor.ndim > 0 and tensor.shape[0] == samples for tensor in found)
+    if rows and any(map(has_gradient, found)):
+        return
+    shapes = ", ".join(f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in found[:8])
+    raise LossError(
+        f"embed_fn returned a {type(value).__name__} with {shapes or 'no tensor'} for {samples} "
+        f"samples: it returns embeddings, a row per sample, as a tensor of shape ({samples}, ...), "
+        "or a tuple or dict of such tensors. Compute in loss_fn what comes once per batch"
+    )
