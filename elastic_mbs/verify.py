@@ -1,4 +1,4 @@
-"""Does the loss of a batch equal the loss put together from its pieces? And if not, what is the likely reason?"""
+"""Verification of a loss: whole against put together from pieces, with the likely reason."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # half precision: 2e-2
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What the comparison found.
+    """The findings of a comparison of whole and split losses.
 
     Attributes:
         ok: the pieces make up the whole.
         whole: loss of the samples taken whole (the sum of the terms, where losses have names).
         split: the same loss put together from single pieces, as the engine would weigh them.
-        findings: what is wrong or worth knowing, in words, each with what to do.
+        findings: everything that is wrong or worth knowing, each with the way out.
     """
 
     ok: bool
@@ -38,12 +38,16 @@ class VerifyReport:
     findings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The verdict and the findings, a line each."""
-        head = f"{'ok' if self.ok else 'WRONG'}: loss {self.whole:.9g} taken whole, {self.split:.9g} put together from pieces"
+        """Return the verdict and the findings, a line each."""
+        verdict = "ok" if self.ok else "WRONG"
+        head = (
+            f"{verdict}: loss {self.whole:.9g} taken whole, {self.split:.9g} put together from "
+            "pieces"
+        )
         return "\n".join([head, *(f"- {finding}" for finding in self.findings)])
 
     def raise_if_wrong(self) -> None:
-        """Raises a `UsageError` with the whole report as its text, if the losses differ."""
+        """Raise a `UsageError` with the whole report as its text, if the losses differ."""
         if not self.ok:
             raise UsageError(str(self))
 
@@ -130,17 +134,26 @@ class _Comparison:
     def _reason(self, name: str | None) -> str:
         whole = self.whole[name]
         if not math.isfinite(whole):
-            return f"of the samples taken whole is {whole}, which no split can be compared with: is it a mean over nothing (every label ignored)?"
+            return (
+                f"of the samples taken whole is {whole}, which no split can be compared with: is "
+                "it a mean over nothing (every label ignored)?"
+            )
         if not self._near(self._losses(0, self.view.length)[name], whole):
-            return "differs between two runs on the same samples, random streams put back: a source of randomness is not in generators="
+            return (
+                "differs between two runs on the same samples, random streams put back: a source "
+                "of randomness is not in generators="
+            )
         other = "sum" if self.reduction == "mean" else "mean"
         if self._adds_up(name, other):
-            return f"is a {other} over the samples, but reduction={self.reduction!r}: use reduction={other!r}"
+            return (
+                f"is a {other} over the samples, but reduction={self.reduction!r}: use "
+                f"reduction={other!r}"
+            )
         found = self._missing_count(whole) if self.reduction == "mean" else self._extra_term(name)
         return found or (
             "of a batch is not made up of its samples' losses: it compares samples with each "
             "other (contrastive, in-batch negatives; exact as "
-            "mbs.backward(embed_fn, batch, loss=over_embeddings)), normalises by something that "
+            "mbs.backward_embeddings(embed_fn, loss_fn, batch)), normalises by something that "
             "count= does not say, or depends on the batch's "
             "size, or on padding, of which pieces by length have less. Its split gradient is not "
             "the whole batch's"
@@ -161,11 +174,14 @@ class _Comparison:
                 losses[None] * tokens[start] for start, _, losses in self.ones if tokens[start]
             )
             if sum(tokens) and self._near(whole, terms / sum(tokens)):
-                return f"is a mean over the labels that are not -100{over}: give count=count_tokens({label!r}{how})"
+                return (
+                    f"is a mean over the labels that are not -100{over}: give "
+                    f"count=count_tokens({label!r}{how})"
+                )
         return None
 
     def _extra_term(self, name: str | None) -> str | None:
-        """A term that is added once per call shows up (pieces - 1) times too often."""
+        """Describe a term that is added once per call: it counts (pieces - 1) times too often."""
         surplus = [
             sum(losses[name] for _, _, losses in pieces) - self.whole[name]
             for pieces in (self.ones, self.halves)

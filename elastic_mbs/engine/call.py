@@ -105,7 +105,7 @@ class Call:
         running_phases = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT)
         return self.phase in running_phases or self.resources.log.emitting
 
-    # ------------------------------------------------------------------ the loop, in the order of a step
+    # ------------------------------------------------------------------ the loop, step by step
 
     def __enter__(self) -> Self:
         return self

@@ -142,14 +142,6 @@ class Snapshot:
         streams = self._resources.streams
         return self._resources.retry("read the random streams", lambda: streams.learn(start))
 
-    def drew_since_piece(self) -> bool:
-        """Return whether a stream has moved since the running piece began."""
-        piece = self.piece
-        if piece is None:
-            return False
-        streams = self._resources.streams
-        return self._resources.retry("read the random streams", lambda: streams.moved(piece))
-
     def piece_is_lost(self, *, first: bool) -> bool:
         """Return whether the streams at the piece's start are unknown, because they were not read.
 
@@ -159,10 +151,9 @@ class Snapshot:
         start = self.start
         if start is None or self.piece is None:
             return False
+        streams = self._resources.streams
         if self.piece is start:
-            return not first and self.drew_since_piece()
-        return self.piece.hosts is None and self._resources.streams.hosts_moved(start)
-
-    def buffers_changed(self) -> bool:
-        """Return whether the piece can have changed a buffer in a way that depends on the split."""
-        return self._resources.buffers.changed()
+            return not first and self._resources.retry(
+                "read the random streams", lambda: streams.moved(start)
+            )
+        return self.piece.hosts is None and streams.hosts_moved(start)

@@ -1,7 +1,7 @@
-"""Buffers that a forward changes (running statistics, spectral-norm vectors, codebooks): their snapshots and their rollback.
+"""Snapshots and rollback of the buffers that a forward changes.
 
-Rollback needs no memory: values are copied back into the tensors that exist. Source:
-shared/reference/autograd.md, "State a failed attempt leaves behind".
+Running statistics, spectral-norm vectors and codebooks are such buffers. Rollback needs no memory:
+values are copied back into the tensors that exist. Source: docs/internals/autograd.md#buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BUFFERS, _TRAINING = attrgetter("_buffers"), attrgetter("training")
 
 
 class _Places(NamedTuple):
-    """Where buffers hang, as columns: looking at all of them is one loop in C."""
+    """Places of buffers, as columns: a look at all of them is one loop in C."""
 
     pairs: list[tuple[nn.Module, str]]
     owners: list[dict[str, Tensor | None]]
@@ -41,17 +41,24 @@ class _Places(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """Buffers at one moment, as columns."""
+    """Buffers at one moment, as columns.
+
+    Attributes:
+        places: the places.
+        tensors: the tensor in each place.
+        copies: the value of each tensor, where it was kept.
+        versions: the version of each tensor, which shows a change where no value was kept.
+        attributes: numbers, flags and strings of the modules.
+    """
 
     places: _Places
-    tensors: list[Any]  # what hung in each place
-    copies: list[Tensor | None]  # its value, where one was kept
-    versions: list[int]  # where none was kept, a change is noticed by these
-    # numbers, flags and strings of their modules
+    tensors: list[Any]
+    copies: list[Tensor | None]
+    versions: list[int]
     attributes: list[tuple[nn.Module, dict[str, Any]]]
 
     def changed(self) -> list[int]:
-        """Places where another tensor hangs now, or one with another version."""
+        """Return the places with another tensor, or with another version of it."""
         now = self.places.hanging()
         versions = _versions(now)
         if versions == self.versions and all(map(is_, now, self.tensors)):
@@ -63,7 +70,11 @@ class _Snapshot(NamedTuple):
         ]
 
     def put_back(self, skip: Collection[int] = ()) -> str | None:
-        """Hangs every tensor where it hung, with its value; returns the label of one whose value was not kept. Can be repeated after an error."""
+        """Put every tensor back in its place, with its value. Can be repeated after an error.
+
+        Returns:
+            The label of a buffer whose value was not kept, or None.
+        """
         lost = None
         for i, ((module, name), tensor, copy) in enumerate(
             zip(self.places.pairs, self.tensors, self.copies, strict=True)
@@ -77,11 +88,10 @@ class _Snapshot(NamedTuple):
             if copy is None:
                 lost = _label(module, name) if _versions([tensor]) != [self.versions[i]] else lost
             elif copy.shape != tensor.shape:
-                # resized in place: the one case that takes memory
+                # It was resized in place: the one case that takes memory.
                 tensor.data = copy.to(tensor.device, copy=True)
             else:
-                # `data` has a version of its own: graphs that saved a buffer which did not change
-                # stay valid
+                # `data` has a version of its own. Graphs that saved an unchanged buffer stay valid.
                 tensor.data.copy_(copy)
         for module, saved in self.attributes:
             present = vars(module)
@@ -96,7 +106,7 @@ _NOTHING = _Snapshot(_NOWHERE, [], [], [], [])
 
 
 class _Memory:
-    """Copies of the values of buffers. The same memory is filled again and again."""
+    """Memory for copies of buffers, which is filled again and again."""
 
     def __init__(self) -> None:
         self._tensors: list[Any] = []
@@ -105,7 +115,7 @@ class _Memory:
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def take(self, tensors: list[Any]) -> list[Tensor | None]:
-        """Copies the values; None for what cannot be copied."""
+        """Copy the values; None for a tensor that cannot be copied."""
         if (
             len(tensors) != len(self._tensors)
             or not all(map(is_, tensors, self._tensors))
@@ -117,7 +127,7 @@ class _Memory:
         return self._copies
 
     def _prepare(self, tensors: list[Any]) -> None:
-        # until it is done: there may be no room
+        # Empty until it is done: there may be no room.
         self._tensors, self._copies, self._groups = [], [], []
         # a kernel serves one type on one device
         groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
@@ -129,59 +139,78 @@ class _Memory:
                 group[0].append(copy)
                 group[1].append(tensor.detach() if tensor.requires_grad else tensor)
         self._copies, self._groups, self._shapes = copies, list(groups.values()), _shapes(tensors)
-        # detached ones can lie elsewhere the next time
+        # Detached tensors can lie elsewhere the next time.
         if not any(map(getattr, tensors, repeat("requires_grad"), repeat(False))):
             self._tensors = tensors
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which buffers there are, and which of them change."""
+    """The buffers of a model, and the facts about which of them change.
 
-    key: object = _ABSENT  # of the loss function
-    modes: tuple[bool, ...] = ()  # training or not: a codebook, say, changes in training mode only
+    Attributes:
+        key: the loss function.
+        modes: training mode of each module with buffers: a codebook changes in training only.
+        modules: the modules.
+        owners: the `_buffers` of each module.
+        names: the names of the buffers.
+        known: a clean piece of this loss function in these modes was seen.
+        changing: the places that change.
+        still: the places that are not known to change.
+        plain: modules whose numbers, flags and strings go back with the buffers.
+    """
+
+    key: object = _ABSENT
+    modes: tuple[bool, ...] = ()
     modules: Sequence[nn.Module] = ()
-    owners: Sequence[dict[str, Tensor | None]] = ()  # `_buffers` of each
+    owners: Sequence[dict[str, Tensor | None]] = ()
     names: Sequence[str] = ()
-    known: bool = False  # a clean piece of this loss function in these modes has been seen
+    known: bool = False
     changing: _Places = _NOWHERE
     still: _Places = _NOWHERE
-    plain: Sequence[nn.Module] = ()  # whose numbers, flags and strings go back with the buffers
+    plain: Sequence[nn.Module] = ()
 
     @cached_property
     def split_shows(self) -> bool:
-        """Whether a buffer changes in a way that depends on the split; running statistics of groups that are never apart do not."""
+        """Whether a buffer changes in a way that depends on the split.
+
+        Running statistics of groups that are never apart do not.
+        """
         return not all(hasattr(module, "batch_group") for module, _ in self.changing.pairs)
 
 
 class BufferCopies:
-    """Snapshots of the buffers that the forward changes, at the call's start and at the piece's start: a recovery goes back to either.
+    """Copies of the buffers that the forward changes, at the call's start and at the piece's start.
 
-    Learns per loss function which buffers change, by versions and identities; its first call copies
-    the others to the host and compares values. Running statistics that can change always count as
-    changing, because eager BatchNorm does not bump their version.
+    It is learned for each loss function which buffers change, by versions and identities. Its first
+    call copies the others to the host and compares values. Running statistics that can change
+    always count as changing, because eager BatchNorm does not raise their version.
+
+    Attributes:
+        watched: a look after each piece can show that another buffer changes.
+        busy: buffers are copied before each piece.
     """
 
     def __init__(self) -> None:
-        self.watched = True  # there is something to learn after each piece
-        self.busy = False  # there is something to copy before each piece
+        self.watched = True
+        self.busy = False
         self._changing: set[tuple[int, str]] = set()
         self._learned: set[object] = set()
         self._layout = _Layout()
         self._memory = _Memory(), _Memory()
-        self._still = _NOTHING  # what is not known to change, at the call's start
-        self._moved: set[int] = set()  # what of that has changed since, in a clean piece
+        self._still = _NOTHING  # buffers that are not known to change, at the call's start
+        self._moved: set[int] = set()  # the ones of them that a clean piece has changed
         self._call: _Snapshot | None = None  # None where nothing of the call has run
         self._piece: _Snapshot | None = None  # None where nothing of the piece has run
 
     def begin_call(self, modules: Sequence[nn.Module], key: object = None) -> None:
-        """Takes the snapshot of the call's start.
+        """Take the snapshot of the call's start.
 
         Args:
-            modules: whose buffers.
-            key: the loss function; what is known of one says nothing of another.
+            modules: the owners of the buffers.
+            key: the loss function. The facts about one say nothing of another.
         """
-        # until there is one: a failure before that leaves nothing to put back
+        # None until there is one: a failure before that leaves nothing to put back.
         self._call = self._piece = None
         owners = list(map(_BUFFERS, modules))
         names = list(chain.from_iterable(owners))
@@ -204,15 +233,15 @@ class BufferCopies:
         self._call = self._piece = self._take(0) if self.busy else _NOTHING
 
     def end_call(self) -> None:
-        """Drops the snapshots: a call that fails before it has its own leaves the buffers alone."""
+        """Drop the snapshots: a call that fails before it has its own leaves the buffers alone."""
         self._call = self._piece = None
 
     def _look(self, layout: _Layout) -> _Layout:
-        """Finds out which buffers change."""
+        """Find out which buffers change."""
         known = (layout.key, layout.modes) in self._learned
         changing, still = list[tuple[nn.Module, str]](), list[tuple[nn.Module, str]]()
         for module in layout.modules:
-            # One of the user's can update them by a flag of its own, and a batch norm moves no
+            # A module of the user's can update them by a flag of its own, and BatchNorm raises no
             # version.
             statistics = (
                 module.training if _keeps_statistics(module) else "running_mean" in module._buffers
@@ -236,9 +265,9 @@ class BufferCopies:
         )
 
     def begin_piece(self) -> None:
-        """Takes the snapshot of the start of a piece that is not the call's first.
+        """Take the snapshot of the start of a piece that is not the call's first.
 
-        Comes before all else of the piece that can fail.
+        It comes before everything else of the piece that can fail.
         """
         self._piece = None
         self._piece = self._take(1)
@@ -258,10 +287,13 @@ class BufferCopies:
         )
 
     def end_clean_piece(self) -> bool:
-        """Learns which buffers the forward changes; returns whether it changes any in a way that depends on the split.
+        """Learn from a clean piece which buffers the forward changes.
 
-        After the first clean piece of a loss function values are compared too, on the host, so that
-        a change that moves no version is seen, and buffers that the forward has made are included.
+        After the first clean piece of a loss function values are compared on the host, which shows
+        a change that raises no version. Buffers that the forward has made are included.
+
+        Returns:
+            Whether it changes a buffer in a way that depends on the split.
         """
         layout, still = self._layout, self._still
         moved = set(still.changed()) - self._moved
@@ -275,8 +307,8 @@ class BufferCopies:
                 for i, copy in enumerate(still.copies)
                 if copy is not None and not _same_bits(copy, still.tensors[i])
             )
-        # Where one of several running statistics has moved its version (the count does), a forward
-        # has put its module in training mode.
+        # Where one of several running statistics has raised its version (the count does), the
+        # forward has put its module in training mode.
         owners = still.places.owners
         switched = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
         moved.update(i for i, owner in enumerate(owners) if id(owner) in switched)
@@ -284,20 +316,23 @@ class BufferCopies:
         self._changing |= new.ids()
         self._learned.add((layout.key, layout.modes))
         changing = _Places.of([*layout.changing.pairs, *new.pairs])
-        # the next call looks again
+        # The next call looks again.
         layout = replace(layout, key=_ABSENT, known=True, changing=changing)
         self._use(layout, self._moved | moved)
         return layout.split_shows
 
     def _use(self, layout: _Layout, moved: set[int]) -> None:
-        watched, busy = (
-            bool(layout.still.names) or not layout.known,
-            bool(layout.plain or layout.changing.names),
-        )
-        self._layout, self._moved, self.watched, self.busy = layout, moved, watched, busy
+        self._layout = layout
+        self._moved = moved
+        self.watched = bool(layout.still.names) or not layout.known
+        self.busy = bool(layout.plain or layout.changing.names)
 
     def _made(self, *, since_call: bool = False) -> list[tuple[nn.Module, str]]:
-        """Buffers that hang where there was none when the call began, or, unless it is `since_call`, that are not known to be made."""
+        """Return the buffers in places where there was none when the call began.
+
+        Args:
+            since_call: include the ones that the forward is known to make.
+        """
         call = self._call or _NOTHING
         there = (
             self._still.places.ids() | (call.places if since_call else self._layout.changing).ids()
@@ -309,17 +344,13 @@ class BufferCopies:
             if (id(module._buffers), name) not in there
         ]
 
-    def changed(self) -> bool:
-        """Whether the piece can have changed a buffer in a way that depends on the split.
-
-        Compares no values: that takes memory. What is known to change counts as changed.
-        """
-        return self._call is not None and bool(
-            self._layout.split_shows or self._still.changed() or self._made()
-        )
-
     def restore(self, *, to_call_start: bool) -> str | None:
-        """Puts every buffer back, as an object and in value; one that the forward has made is removed. Can be repeated after an error.
+        """Put every buffer back, as an object and in value, and remove the ones that were made.
+
+        Can be repeated after an error.
+
+        Args:
+            to_call_start: go back to the start of the call; else to the start of the piece.
 
         Returns:
             The label of a buffer whose earlier value was not kept (it changed for the first time in
@@ -347,8 +378,8 @@ def _label(module: nn.Module, name: str) -> str:
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Numbers, flags and strings: a cache and its length, a codebook and whether it was initialised, go back together."""
-    # the mode is the caller's to set
+    """Return the numbers, flags and strings: a cache and its length go back together."""
+    # The mode is the caller's to set.
     return {
         name: value
         for name, value in attributes.items()
@@ -363,7 +394,7 @@ def _shapes(tensors: Sequence[Any]) -> list[torch.Size | None]:
 def _versions(tensors: Sequence[Any]) -> list[int]:
     try:
         return list(map(getattr, tensors, repeat("_version"), repeat(-1)))
-    except RuntimeError:  # inference tensors have none
+    except RuntimeError:  # inference tensors have no version
         return [
             -1
             if isinstance(tensor, Tensor) and tensor.is_inference()
@@ -373,7 +404,10 @@ def _versions(tensors: Sequence[Any]) -> list[int]:
 
 
 def _copyable(tensor: Any) -> TypeGuard[Tensor]:
-    """Whether values can be copied and compared; of others (sparse, nested, meta, expanded, inference) only identity and version are known."""
+    """Return whether a tensor's values can be copied and compared.
+
+    Of others (sparse, nested, meta, expanded, inference) only identity and version are known.
+    """
     return (
         isinstance(tensor, Tensor)
         and tensor.layout is torch.strided
@@ -393,7 +427,7 @@ def _on_host(tensor: Any) -> Tensor | None:
 
 
 def _same_bits(copy: Tensor, tensor: Tensor) -> bool:
-    """Whether they hold the same. NaN is not equal to itself, so bits are compared."""
+    """Return whether both have the same bits. NaN is not equal to itself, so bits are compared."""
     a, b = copy.reshape(-1), tensor.detach().to("cpu").reshape(-1)
     return (
         copy.shape == tensor.shape
@@ -403,9 +437,9 @@ def _same_bits(copy: Tensor, tensor: Tensor) -> bool:
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
-    """Whether it is one of torch's own with running statistics.
+    """Return whether a module is one of torch's own with running statistics.
 
-    One of the user's can put new tensors in their place, or count in an attribute.
+    A module of the user's can put new tensors in their place, or count in an attribute.
     """
     return "running_mean" in module._buffers and type(module).__module__.startswith(
         "torch.nn.modules."

@@ -1,13 +1,13 @@
-"""The ledger of gradients: which leaves a backward has committed to.
+"""The ledger of gradients, which shows which leaves a backward has committed to.
 
 A *commit* is the moment a piece's contribution reaches a leaf's `.grad`. Autograd makes the
 gradient, or adds to it in place, which raises its version by one. So two looks at all gradients
-show which leaves a backward has committed to, without a hook on any of them, and whether other code
-has changed a gradient in the middle of a batch.
+show the leaves with a commit, without a hook on any of them. They also show whether other code has
+changed a gradient in the middle of a batch.
 
 Versions belong to memory, not to tensors: where gradients are views of one buffer, a commit to one
-raises the version of all (`share_memory`). Source: torch/csrc/autograd/functions/accumulate_grad.h;
-shared/reference/autograd.md, "Gradients".
+raises the version of all. Source: torch/csrc/autograd/functions/accumulate_grad.h;
+docs/internals/autograd.md#commit-marks and #gradients-that-share-memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from elastic_mbs.rollback.graph import has_hook
 
 Grads = list[torch.Tensor | None]
 
-# of a gradient that is not there, or of an inference tensor, which autograd does not write to
+# The version of a gradient that is not there, or of an inference tensor, to which autograd does not
+# write.
 NO_VERSION = -1
 
 _GRAD, _VERSION, _CDATA, _HOOKS = map(
@@ -44,7 +45,7 @@ _is_tensor = partial(is_not, None)
 class _Extra(NamedTuple):
     """A leaf outside the model, and its gradient as it was noted.
 
-    Held weakly: a step can make a new leaf for every piece.
+    The leaf is held weakly: a step can make a new one for every piece.
     """
 
     leaf: TensorWeakRef
@@ -57,13 +58,19 @@ class _Extra(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """All gradients at one moment."""
+    """All gradients at one moment.
 
-    grads: Grads  # of the model's leaves
+    Attributes:
+        grads: the gradients of the model's leaves.
+        versions: their versions.
+        extra: the leaves outside the model.
+        complete: versions tell everything: each leaf has a gradient with a version and no hook that
+            could replace it, and there is no extra leaf.
+    """
+
+    grads: Grads
     versions: list[int]
     extra: dict[int, _Extra]
-    # all have a gradient with a version, no hook that could replace it, and none is extra: versions
-    # tell all
     complete: bool = False
 
 
@@ -81,15 +88,15 @@ class Ledger:
         self._noted = Observation([], [], {})
 
     def set_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Makes these the model's leaves."""
+        """Set the leaves of the model."""
         self._model = {id(leaf): leaf for leaf in leaves}
         self._leaves = list(self._model.values())
-        # the versions where there is no gradient at all
+        # The versions where there is no gradient at all.
         self._none = [NO_VERSION] * len(self._leaves)
         self.forget()
 
     def add_extra(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Adds those of `leaves` that are not known yet, with their gradients as they are now; returns them."""
+        """Add the leaves that are not known yet, with their present gradients; return them."""
         new = [leaf for leaf in leaves if leaf not in self]
         self._noted.extra.update((id(leaf), _Extra.of(leaf)) for leaf in new)
         return new
@@ -99,17 +106,19 @@ class Ledger:
         return id(leaf) in self._model or (extra is not None and extra.leaf() is leaf)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Every leaf that is still there."""
+        """Return every leaf that is still there."""
         return [
             *self._leaves,
             *(leaf for extra in self._noted.extra.values() if (leaf := extra.leaf()) is not None),
         ]
 
     def observe(self, *, kept: bool = False) -> Observation:
-        """All gradients as they are now; with `kept`, where all were there when they were noted, their versions alone.
+        """Return all gradients as they are now.
 
-        That one was replaced then shows in `check_kept`, or at the call's end. To look at a leaf's
-        gradient takes longer than at a version.
+        Args:
+            kept: look at versions alone where all gradients were there when they were noted. A
+                look at a leaf's gradient takes longer than one at a version. `check_kept`, or the
+                end of the call, detects a replaced gradient later.
         """
         grads, _, extra, complete = self._noted
         if kept and complete:
@@ -128,15 +137,15 @@ class Ledger:
         )
 
     def note(self) -> None:
-        """Notes all gradients as they are now."""
+        """Note all gradients as they are now."""
         self._noted = self.observe()
 
     def forget(self) -> None:
-        """Drops the notes and the extra leaves: gradients can be changed freely, and are not kept alive."""
-        self._noted = Observation([], [], {})  # at once: an interrupt leaves all or nothing
+        """Drop the notes and the extra leaves, which keeps no gradient alive."""
+        self._noted = Observation([], [], {})  # in one step: an interrupt leaves all or nothing
 
     def with_gradient(self) -> set[int]:
-        """The ids of the model's leaves that had a gradient."""
+        """Return the ids of the model's leaves that had a gradient when they were noted."""
         return (
             set()
             if self._noted.versions is self._none
@@ -144,7 +153,11 @@ class Ledger:
         )
 
     def unchanged(self, *, kept: bool = False) -> bool:
-        """Whether all gradients are the tensors that they were, and nothing was written to them; with `kept` only the latter (see `observe`)."""
+        """Return whether all gradients are the same tensors, and nothing was written to them.
+
+        Args:
+            kept: look at versions alone (see `observe`).
+        """
         before = self._noted
         if kept and before.complete:
             return list(map(_VERSION, before.grads)) == before.versions
@@ -154,7 +167,11 @@ class Ledger:
         return same and not (before.extra and self.changed())
 
     def changed(self, since: Observation | None = None) -> list[torch.Tensor]:
-        """The leaves whose gradient was made, replaced or dropped since; and those whose gradient was written to, as often as it was."""
+        """Return the leaves whose gradient has changed, once for each write to it.
+
+        Args:
+            since: the gradients of before; None: as they were noted.
+        """
         before = since or self._noted
         noted = [*zip(self._leaves, before.grads, before.versions, strict=True)]
         noted += [
@@ -169,7 +186,15 @@ class Ledger:
         return found
 
     def advance(self, seen: Observation, expected: Collection[int]) -> bool:
-        """Notes what was seen where an expected number of commits has led there since the last note; False where that needs a look at each leaf."""
+        """Note `seen` where an expected number of commits explains it.
+
+        Args:
+            seen: all gradients after a backward.
+            expected: the numbers of commits that clean backwards had.
+
+        Returns:
+            False where that needs a look at each leaf. Nothing is noted then.
+        """
         before = self._noted
         if before.extra:
             return False
@@ -185,9 +210,12 @@ class Ledger:
         return True
 
     def check_kept(self, seen: Observation | None = None) -> None:
-        """Checks that no other code has replaced a gradient since the last note, or changed one since the observation that is given.
+        """Check that no other code has replaced a gradient since the last note.
 
-        A hook can replace a gradient, and autograd where it is sparse.
+        A hook can replace a gradient, and so can autograd where it is sparse.
+
+        Args:
+            seen: no gradient may have changed since this observation either.
         """
         pairs = zip(self._leaves, self._noted.grads, strict=False)
         replaced = [
@@ -199,16 +227,15 @@ class Ledger:
         if seen is not None and not (replaced and seen.grads is self._noted.grads):
             self.check_unchanged(seen)
 
-    def share_memory(self) -> bool:
-        """Whether two leaves have gradients in one piece of memory, so that their versions are one."""
-        return _share_memory(map(_GRAD, self.leaves()))
-
     def check_unchanged(self, since: Observation | None = None) -> None:
-        """Checks that no other code has changed a gradient since the last note, or since the observation that is given.
+        """Check that no other code has changed a gradient.
+
+        Args:
+            since: the gradients of before; None: as they were noted.
 
         Raises:
-            BackwardInsideError: one has appeared, which a backward makes.
-            GradientsChangedError: one was cleared, replaced or edited.
+            BackwardInsideError: a gradient has appeared, so a backward has run.
+            GradientsChangedError: a gradient was cleared, replaced or edited.
         """
         changed = self.changed(since)
         if not changed:
@@ -237,13 +264,13 @@ class Ledger:
 
 
 def _versions(grads: Grads) -> list[int]:
-    """The versions of gradients.
+    """Return the versions of gradients.
 
-    Runs in every call, so it runs no line of Python for each of them where all are there.
+    It runs in every call, so it runs no line of Python for each of them where all are there.
     """
     try:
         return list(map(_VERSION, grads))
-    except (AttributeError, RuntimeError):  # of None, and of inference tensors
+    except (AttributeError, RuntimeError):  # None and inference tensors have none
         return [_version(grad) for grad in grads]
 
 
@@ -251,13 +278,13 @@ def _version(grad: torch.Tensor | None) -> int:
     return NO_VERSION if grad is None or grad.is_inference() else grad._version
 
 
-# ---------------------------------------------------------------------- gradients in one piece of memory
+# ---------------------------------------------------------------------- shared memory
 
 
 def _share_memory(grads: Iterable[torch.Tensor | None]) -> bool:
     there: list[Any] = list(filter(_is_tensor, grads))
-    with suppress(RuntimeError):  # some have no address
-        # each begins where its memory does: takes half the time
+    with suppress(RuntimeError):  # some tensors have no address
+        # Each begins where its memory does. This look takes half the time.
         if len(set(map(_ADDRESS, there))) == len(there) and not any(map(_OFFSET, there)):
             return False
     try:
@@ -268,10 +295,10 @@ def _share_memory(grads: Iterable[torch.Tensor | None]) -> bool:
 
 
 def separate(leaves: Sequence[torch.Tensor]) -> None:
-    """Gives gradients memory of their own, where autograd has made several in one place.
+    """Give gradients memory of their own, where autograd has made several in one place.
 
-    Where two leaves meet in one addition, each through a view, both get views of one tensor, and
-    what the next piece adds to one is added to both.
+    Where two leaves meet in one addition, each through a view, both get views of one tensor. The
+    contribution of the next piece to one would be added to both.
     """
     held = [
         (grad.untyped_storage()._cdata, leaf, grad)

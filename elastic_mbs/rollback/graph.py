@@ -1,6 +1,6 @@
-"""Autograd's graph: the census of the leaves that it reaches, backwards inside a backward, and what a failed backward leaves behind.
+"""Autograd's graph: a census of its leaves, backwards inside a backward, and a failed one's rest.
 
-Source: shared/reference/autograd.md, "Gradients".
+Source: docs/internals/autograd.md#census and #hidden-leaves.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(frozen=True)
 class Census:
-    """What one walk over a graph found."""
+    """The findings of one walk over a graph.
 
-    leaves: tuple[torch.Tensor, ...]  # every leaf that a backward from the root reaches
-    # a node normalises with statistics of the piece, so that its samples depend on each other
+    Attributes:
+        leaves: every leaf that a backward from the root reaches.
+        normalises_batch: a node normalises with statistics of the piece, so its samples depend on
+            each other.
+        custom: functions written in Python. Their backward can run another one, which the walk
+            does not see.
+    """
+
+    leaves: tuple[torch.Tensor, ...]
     normalises_batch: bool
-    # functions written in Python; their backward can run another one that this walk does not see
     custom: frozenset[str] = frozenset()
 
 
@@ -30,7 +36,14 @@ _GROUPED = "elastic_mbs: over a group of samples that are never apart"
 
 
 def mark_grouped(normalised: torch.Tensor) -> torch.Tensor:
-    """Has walks know that this was normalised over a group of samples that no split takes apart; returns it."""
+    """Mark the node of a tensor so that walks treat it as independent of the split.
+
+    Args:
+        normalised: a tensor that was normalised over a group of samples that are never apart.
+
+    Returns:
+        The same tensor.
+    """
     if not torch.compiler.is_compiling() and normalised.grad_fn is not None:
         notes: Any = normalised.grad_fn.metadata  # torch's stubs take it for a method
         notes[_GROUPED] = True
@@ -38,7 +51,7 @@ def mark_grouped(normalised: torch.Tensor) -> torch.Tensor:
 
 
 def walk(root: Node) -> Census:
-    """Walks the graph from `root` once (0.6 ms for 900 nodes)."""
+    """Walk the graph from `root` once (0.6 ms for 900 nodes)."""
     seen: set[Node] = {root}
     stack = [root]
     leaves: list[torch.Tensor] = []
@@ -53,8 +66,8 @@ def walk(root: Node) -> Census:
             leaves.append(node.variable)  # type: ignore[attr-defined]  # torch's stubs lack this attribute of the node
         if "BatchNorm" in name:
             notes: Any = node.metadata
-            # Frozen statistics (eval mode) leave the samples independent; where a backend does not
-            # say, the batch's are assumed.
+            # Frozen statistics (eval mode) leave the samples independent. Where a backend does not
+            # tell, the statistics of the batch are assumed.
             normalises_batch = normalises_batch or (
                 _GROUPED not in notes and bool(getattr(node, "_saved_training", True))
             )
@@ -66,27 +79,19 @@ def walk(root: Node) -> Census:
 
 
 def has_hook(leaf: torch.Tensor) -> bool:
-    """Whether a hook sees or changes this leaf's gradient, piece by piece."""
-    return bool(leaf._backward_hooks) or has_hook_after(leaf)
-
-
-def has_hook_after(leaf: torch.Tensor) -> bool:
-    """Whether a hook runs after this leaf's commits.
-
-    It can write to gradients, of other leaves too.
-    """
-    return bool(leaf._post_accumulate_grad_hooks)
+    """Return whether a hook sees or changes this leaf's gradient, piece by piece."""
+    return bool(leaf._backward_hooks) or bool(leaf._post_accumulate_grad_hooks)
 
 
 # ---------------------------------------------------------------------- after a failed backward
 
 
 def drain(leaves: Iterable[torch.Tensor]) -> None:
-    """Runs a trivial backward on each device of the leaves, so that no autograd worker is still accumulating when commits are counted.
+    """Run a trivial backward on each device of the leaves, which waits for autograd's workers.
 
     With leaves on several devices an error reaches the caller while another device's worker can
-    still be at work; there is one worker per device, and it takes its tasks in order. Views are all
-    that it makes, so it takes no memory.
+    still accumulate. There is one worker per device, and it takes its tasks in order. The backward
+    makes only views, so it takes no memory.
     """
     one_each = {leaf.device: leaf for leaf in leaves}
     if len(one_each) > 1:
@@ -101,11 +106,11 @@ _LEAF, _SEED = torch.zeros((), device="cpu", requires_grad=True), torch.zeros(()
 
 
 def drop_unrun() -> None:
-    """Drops what a failed backward has left in the queue of this thread; allocates nothing.
+    """Drop the tasks that a failed backward has left in this thread's queue, without allocating.
 
-    On a CPU autograd runs in the caller's thread, and an error leaves the branches that were ready
-    in its queue, with their activations, until the thread's next backward. Where autograd refuses
-    to run at all (a forked child), the queue stays.
+    On a CPU autograd runs in the caller's thread. An error leaves the branches that were ready in
+    its queue, with their activations, until the thread's next backward. Where autograd refuses to
+    run at all (a forked child), the queue stays.
     """
     with suppress(RuntimeError):
         torch.autograd.grad(_LEAF, _LEAF, _SEED)
@@ -135,24 +140,31 @@ def _watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
             node = root.node if isinstance(root, GradientEdge) else root.grad_fn
             if node is not None:
                 found(walk(node).leaves)
-                node.register_prehook(_join(found))  # there can be another one inside
+                node.register_prehook(_join(found))  # another one can run inside it
     _original(tensors, *args, **kwargs)
 
 
 @contextmanager
 def inner_backwards(root: Node, found: Found) -> Iterator[None]:
-    """Gives `found` the leaves of each backward that a custom function runs inside the one from `root`, before any of them has a commit.
+    """Find the leaves of backwards that a custom function runs inside the one from `root`.
 
     Recomputing functions (reentrant checkpointing, offloading, reversible blocks) build a graph
-    during backward and call `torch.autograd.backward` on it: that function is wrapped while such a
-    backward of ours runs, for all threads. It looks only into backwards inside one of ours:
+    during backward and call `torch.autograd.backward` on it. That function is wrapped while such a
+    backward runs, for all threads. The wrapper looks only into backwards inside one from here:
     autograd numbers its running graphs, and a hook on a root notes the number, on whatever thread
     the root runs.
+
+    A batch that starts over empties the gradients of these leaves, so they have to be known even
+    where they are no parameters of the model.
+
+    Args:
+        root: the node where the outer backward begins.
+        found: gets the leaves of each inner backward, before one of them has a commit.
     """
-    global _users, _original  # noqa: PLW0603  # what is wrapped belongs to the process
+    global _users, _original  # noqa: PLW0603  # the wrapped function belongs to the process
     with _lock:
         _users += 1
-        # and not by the number of users, which an interrupt can leave too high
+        # Not by the number of users, which an interrupt can leave too high.
         if torch.autograd.backward is not _watched:
             _original, torch.autograd.backward = torch.autograd.backward, _watched
     handle = root.register_prehook(_join(found))

@@ -1,14 +1,15 @@
-"""Isolation: a piece accumulates into empty gradients, which are added to the real ones only when the piece has succeeded.
+"""Isolation: a piece accumulates into empty gradients, which join the real ones on success.
 
-A failed piece then leaves nothing behind, whatever it committed and how often. It costs one extra
-copy of the gradients while a piece runs, so it is used where the cheaper ways are not exact (see
-`engine.recovery`), and for accumulation in a wider type, which needs the second copy anyway.
+A failed piece then leaves nothing behind. It costs one extra copy of the gradients while a piece
+runs. So it is used where gradients were not empty when a call began, and for accumulation in a
+wider type, which needs the second copy anyway.
 
     set_aside:   leaf.grad ─▶ held            leaf.grad = None
     backward:    leaf.grad  = the piece's contribution
-    fold:        held.add_(leaf.grad)         leaf.grad = held       (the same tensor object,
-        changed in place)
+    fold:        held.add_(leaf.grad)         leaf.grad = held   (the same object, in place)
     discard:                                  leaf.grad = held
+
+Source: docs/internals/autograd.md#isolation.
 """
 
 from __future__ import annotations
@@ -22,31 +23,36 @@ from torch.utils.weak import TensorWeakRef
 
 @dataclass(slots=True)
 class _Held:
-    """One leaf's gradient while a piece runs."""
+    """The gradient of one leaf while a piece runs.
 
-    # weakly: a step may make leaves of its own for each piece, and recomputation does
+    Attributes:
+        leaf: the leaf, held weakly: a step can make leaves of its own for each piece.
+        original: the user's `.grad`, kept as an object because it can be a view into a bucket.
+        total: the sum of the pieces: the original itself, or a wider copy.
+        wide: the sum is of a wider type than the leaf.
+        finished: the sum was written to the leaf.
+    """
+
     leaf: TensorWeakRef
-    # what the user had in `.grad`, kept as an object because it may be a view into a bucket
     original: torch.Tensor | None
-    total: torch.Tensor | None  # what pieces are added to: the original itself, or a wider copy
+    total: torch.Tensor | None
     wide: bool
     finished: bool = False
 
 
 class Isolation:
-    """Sets gradients aside for the length of a call.
+    """Gradients that are set aside for the length of a call.
 
-    `fold` and `finish` can run out of memory. They work leaf by leaf and may be called again after
-    an error: what was done is not done twice.
+    `fold` and `finish` can run out of memory. They work leaf by leaf and can be called again after
+    an error: no leaf is done twice.
     """
 
     def __init__(self, accumulate_dtype: torch.dtype | None = None) -> None:
-        # in which half-precision gradients are summed; None: in their own
-        self._dtype = accumulate_dtype
+        self._dtype = accumulate_dtype  # of sums of half-precision gradients; None: their own
         self._held: dict[int, _Held] = {}
 
     def set_aside(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Empties the gradients of `leaves`, remembering them."""
+        """Empty the gradients of `leaves`, and hold them."""
         for leaf in leaves:
             held = self._held.get(id(leaf))
             if held is None or held.leaf() is not leaf:
@@ -57,7 +63,7 @@ class Isolation:
             leaf.grad = None
 
     def _present(self) -> Iterator[tuple[torch.Tensor, _Held]]:
-        """The leaves that are still there; what was kept for the others is dropped."""
+        """Yield the leaves that are still there, and drop the gradients of all others."""
         for key, held in list(self._held.items()):
             leaf = held.leaf()
             if leaf is None:
@@ -66,7 +72,7 @@ class Isolation:
                 yield leaf, held
 
     def fold(self) -> None:
-        """Adds the piece's contribution to what was set aside."""
+        """Add the piece's contribution to the gradients that were set aside."""
         with torch.no_grad():
             for leaf, held in self._present():
                 new = leaf.grad
@@ -82,18 +88,18 @@ class Isolation:
         if held.total is None:
             held.total = new
         elif held.total.layout is not torch.strided and new.layout is torch.strided:
-            # a sparse tensor cannot take a dense one in place; autograd makes the sum dense too
+            # A sparse tensor cannot take a dense one in place. Autograd makes the sum dense, too.
             held.total = new.add_(held.total)
         else:
             held.total.add_(new)
 
     def discard(self) -> None:
-        """Drops the piece's contribution; the gradients are again what they were before it."""
+        """Drop the piece's contribution: the gradients are as they were before it."""
         for leaf, held in self._present():
             leaf.grad = None if held.wide else held.total
 
     def finish(self) -> None:
-        """Ends the call: every leaf's `.grad` is its total, in the leaf's own type and in the user's own tensor."""
+        """End the call: write each sum to its leaf, in its type and the user's own tensor."""
         with torch.no_grad():
             for leaf, held in self._present():
                 if held.finished:
@@ -119,7 +125,7 @@ class Isolation:
         self._held.clear()
 
     def rewind(self) -> None:
-        """Ends the call without its gradients: the originals are put back as objects."""
+        """End the call without its gradients: put the originals back as objects."""
         for leaf, held in self._present():
             leaf.grad = held.original
         self._held.clear()
@@ -129,6 +135,6 @@ class Isolation:
         return {id(leaf) for leaf, _ in self._present()}
 
     def intact(self, leaf: torch.Tensor) -> bool:
-        """Whether the gradient that `leaf` had at the call's start still has the value that it had then."""
+        """Return whether the leaf's gradient of the call's start still has its value."""
         held = self._held.get(id(leaf))
         return held is not None and held.wide and not held.finished

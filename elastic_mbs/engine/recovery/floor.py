@@ -105,7 +105,7 @@ class Floor:
         return False
 
     def _escalated(self, failure: Failure) -> bool:
-        """Put the next way of `escalate` in use for this loss function; False where none is left."""
+        """Put the next way of `escalate` in use; return False where none is left."""
         parts = self._parts
         ways = parts.resources.settings.recovery.escalate
         left = ways[parts.profile.escalated :]

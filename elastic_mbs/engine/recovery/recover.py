@@ -150,7 +150,7 @@ def _emit(parts: CallParts, failure: Failure, mode: Mode, worth: int, lost: floa
     )
 
 
-# ---------------------------------------------------------------------- a call that ends by an error
+# ---------------------------------------------------------------------- a call that ends early
 
 
 def unwind(parts: CallParts, error: BaseException) -> None:

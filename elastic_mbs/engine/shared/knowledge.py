@@ -32,8 +32,6 @@ class LossProfile:
     census_taken: bool = False
     # The census found leaves outside the model. Each call then takes it again.
     extra_leaves: bool = False
-    # Leaves commit that the census does not reach, or commit twice in a backward.
-    hidden: bool = False
     # Python functions in the graph that had a clean backward. They can run another one inside.
     custom: set[str] = field(default_factory=set)
     draws: bool = False  # the step draws random numbers
@@ -55,11 +53,7 @@ class LossProfile:
     @property
     def settled(self) -> bool:
         """Whether a backward needs neither a census nor isolation."""
-        return bool(
-            self.census_taken
-            and self.commits
-            and not (self.extra_leaves or self.hidden or self.custom)
-        )
+        return bool(self.census_taken and self.commits and not (self.extra_leaves or self.custom))
 
     def learn_census(self, *, normalises_batch: bool) -> None:
         """Record that a census was taken, and whether the graph normalises over the batch."""
@@ -73,10 +67,6 @@ class LossProfile:
     def learn_extra_leaves(self) -> None:
         """Record that the graph reaches leaves outside the model."""
         self.extra_leaves = True
-
-    def learn_hidden(self) -> None:
-        """Record that leaves commit which the census does not reach, or commit twice."""
-        self.hidden = True
 
     def learn_commits(self, commits: int, custom: Collection[str]) -> None:
         """Record a clean backward: its number of commits, and the Python functions in its graph."""

@@ -168,7 +168,11 @@ class Resources:
             oom.empty_caches(self.devices)
 
     def new_retries(self, now: int) -> int:
-        """Return the allocator's retries since the last time; it counts from the process's start."""
+        """Return the allocator's retries since the last time.
+
+        Args:
+            now: its retries since the process began.
+        """
         before = self._retries
         self._retries = now
         return 0 if before is None else now - before

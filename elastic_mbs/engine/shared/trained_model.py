@@ -17,14 +17,22 @@ Modes = Sequence[bool]  # whether each module is in training mode
 
 
 class TrainedModel:
-    """The modules behind one runtime; a tied or shared part is counted once."""
+    """The modules behind one runtime. A tied or shared part is counted once.
+
+    Attributes:
+        roots: the modules that the user gave.
+        modules: these and everything below them.
+        leaves: the trainable parameters.
+        generation: the number of changes of leaves or modules that were found.
+        group: the number of samples that have to stay together: a module with a `batch_group`
+            normalises over that many.
+    """
 
     def __init__(self, model: object) -> None:
         self.roots = tuple(modules_of(model))
         self.modules: list[nn.Module] = []
-        self.leaves: list[torch.Tensor] = []  # trainable parameters
-        self.generation = 0  # counts the changes found
-        # samples that have to stay together: a module with a `batch_group` normalises over so many
+        self.leaves: list[torch.Tensor] = []
+        self.generation = 0
         self.group = 1
         self._children: list[nn.Module | None] | None = None
         self._parameters: list[nn.Parameter | None] = []
@@ -34,10 +42,10 @@ class TrainedModel:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Looks again at which leaves are trainable; returns whether anything changed since the last time.
+        """Look again at which leaves are trainable; return whether that has changed.
 
-        Runs in every call, so it runs no line of Python for each module or parameter while nothing
-        has changed.
+        It runs in every call, so it runs no line of Python for each module or parameter while
+        nothing has changed.
         """
         # The children of every module, compared by identity: a module can be added, or put in place
         # of another.
@@ -67,19 +75,23 @@ class TrainedModel:
         self.group = group
 
     def forget(self) -> None:
-        """Makes the next `refresh` find everything new."""
+        """Make the next `refresh` find everything new."""
         self._trainable = None
 
     def training(self) -> Modes:
-        """Which modules are in training mode."""
+        """Return the training mode of each module."""
         return list(map(_TRAINING, self.modules))
 
     def restore(self, modes: Modes) -> None:
-        """Puts back what a failed step can have switched: training mode (none where `modes` is empty), and leaves that were trainable."""
+        """Put back the modes that a failed step can have switched, and the leaves it has frozen.
+
+        Args:
+            modes: the training mode of each module; empty to leave them.
+        """
         for module, training in zip(self.modules, modes, strict=False):
             module.training = training
         for leaf in self.leaves:
-            # it may have been quantised
+            # others can have been quantised
             if not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):
                 leaf.requires_grad_()
 
@@ -89,25 +101,25 @@ class TrainedModel:
             module.training = False
 
     def name_of(self, leaf: torch.Tensor) -> str:
-        """The leaf's parameter name, or its shape when it is not the model's."""
+        """Return the leaf's parameter name, or its shape when it is not the model's."""
         for name, parameter in chain.from_iterable(root.named_parameters() for root in self.roots):
             if parameter is leaf:
                 return f"parameter {name!r}"
         return f"a leaf of shape {tuple(leaf.shape)} outside the model"
 
     def devices(self) -> list[torch.device]:
-        """The devices of the parameters and buffers, in the order met; the CPU for a model without either."""
+        """Return the devices of parameters and buffers in the order met; the CPU without either."""
         tensors = [*_values(_PARAMETERS, self.modules), *_values(_BUFFERS, self.modules)]
         return list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)) or [
             torch.device("cpu")
         ]
 
     def normalises_batch(self) -> bool:
-        """Whether a BatchNorm in the model would use the statistics of the whole piece now."""
+        """Return whether a BatchNorm in the model would use the statistics of the piece now."""
         return any(m.training or m.running_mean is None for m in self.batch_norms())
 
     def batch_norms(self) -> list[nn.modules.batchnorm._BatchNorm]:
-        """Those without a group of their own."""
+        """Return the BatchNorm modules without a group of their own."""
         return [
             m
             for m in self.modules
@@ -125,7 +137,7 @@ def _values(owned: attrgetter[dict[str, Any]], modules: Iterable[nn.Module]) -> 
 
 
 def modules_of(model: object) -> Sequence[nn.Module]:
-    """The modules that `model=` stands for."""
+    """Return the modules that `model=` stands for."""
     modules = [model] if isinstance(model, nn.Module) else model
     if not (
         isinstance(modules, Sequence)
