@@ -12,7 +12,7 @@ need less these three.
 
     OMP_NUM_THREADS=1 python -m benchmarks.partial_replay     # all, into benchmarks/results
     OMP_NUM_THREADS=1 python -m benchmarks.partial_replay --models Llama LSTM --json out.json
-    OMP_NUM_THREADS=1 python -m benchmarks.partial_replay --visit 8 40 56
+    OMP_NUM_THREADS=1 python -m benchmarks.partial_replay --visit 3 15 22
 
 The last command leaves out most of the steps in which nothing happens; its losses are fractions of
 200 steps all the same.
