@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic_mbs.batch.cut import Dims
 from elastic_mbs.batch.lengths import ByLength, Length, Trim
 from elastic_mbs.batch.reader import BatchReader, Count
-from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.policy import Policy
 from elastic_mbs.embeddings import EmbeddingCall, OverEmbeddings

@@ -2,7 +2,7 @@
 
 In this order:
 
-1. what `dims` says: a dimension, `whole(...)`, `items(...)` or `fields(...)`;
+1. what `dims` says: a dimension, `cut.whole(...)`, `cut.items(...)` or `cut.fields(...)`;
 2. a tensor (or numpy array) with at least one dimension holds one sample per index of dim 0; 0-d
   tensors, numbers, strings and None pass whole;
 3. mappings, tuples, dataclasses and lists that hold a tensor with rows directly (as
@@ -18,7 +18,7 @@ In this order:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -40,7 +40,8 @@ from elastic_mbs.batch.containers import (
     to_register,
     walk,
 )
-from elastic_mbs.batch.splitters import Dims, ListLayout, type_name
+from elastic_mbs.batch.cut import Dims, ListLayout
+from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
 
@@ -118,6 +119,25 @@ _CONTAINERS = frozenset({Role.LIST, Role.FIELDS, Role.ARRAY, Role.CUSTOM})
 # tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are
 # some, a picture's crops more
 MANY = 7
+
+
+def checked_dims(dims: Any) -> dict[str, Any]:
+    """Return `dims` with every key as text, or raise a BatchError."""
+    if not isinstance(dims, Mapping):
+        raise BatchError(
+            f'dims must be a mapping such as {{"position_ids": 1}} or cut.whole("mask"), not {dims!r}'
+        )
+    for key, value in dims.items():
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise BatchError(
+                f"dims has the key {key!r}: a key is a name, a dotted path or an index"
+            )
+        if isinstance(value, bool) or not (value is None or isinstance(value, int | ListLayout)):
+            raise BatchError(
+                f"dims says {value!r} of {key!r}: say a dimension (an int), "
+                f"cut.whole({key!r}), cut.items({key!r}) or cut.fields({key!r})"
+            )
+    return {str(key): value for key, value in dims.items()}
 
 
 class Layout:
@@ -244,8 +264,8 @@ class Layout:
     def _items(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.role is not Role.LIST and type(value) is not tuple:
             raise BatchError(
-                f"{where(path)} is of type {type_name(type(value))}, and items() is for lists and "
-                "tuples"
+                f"{where(path)} is of type {type_name(type(value))}, and cut.items() is for lists "
+                "and tuples"
             )
         if isinstance(given, int) and given not in (0, -1):
             raise BatchError(
@@ -442,8 +462,8 @@ def quoted(path: Path) -> str:
 
 
 def call(helper: str, *paths: Path) -> str:
-    """A call of `whole`, `items` or `fields`, ready to paste after `dims=`."""
-    return f"{helper}({', '.join([quoted(path) for path in paths if path])})"
+    """Return a call of `cut.whole`, `cut.items` or `cut.fields` to paste after `dims=`."""
+    return f"cut.{helper}({', '.join([quoted(path) for path in paths if path])})"
 
 
 def _line(leaf: Node) -> str:

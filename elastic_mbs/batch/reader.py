@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from elastic_mbs.batch.counts import CountFn, Counts, looks_like_token_labels
+from elastic_mbs.batch.cut import Dims
 from elastic_mbs.batch.lengths import ByLength
-from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError, UsageError
 

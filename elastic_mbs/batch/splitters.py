@@ -1,61 +1,14 @@
-"""What shapes and types do not say of a batch: `dims`, and how a type of the user's is measured, cut and moved."""
+"""A type of the user's: how it is measured, cut and moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
 
 from elastic_mbs.errors import BatchError
-
-
-class ListLayout(Enum):
-    """How a list is read whose type does not say."""
-
-    ITEMS = auto()  # one item per sample
-    FIELDS = auto()  # each element holds all samples
-
-
-# Name, dotted path or index → dimension of the samples, None (pass whole) or a `ListLayout`. The
-# empty name is the batch itself.
-Dims = Mapping[Any, int | ListLayout | None]
-
-
-def whole(*names: str | int) -> dict[str, Any]:
-    """`dims` for parts that every piece gets whole: `dims=whole("class_weights")`."""
-    return {str(name): None for name in names}
-
-
-def items(*names: str | int) -> dict[str, Any]:
-    """`dims` for lists or tuples that hold one item per sample: `dims=items("images")`; without a name, the batch itself."""
-    return {str(name): ListLayout.ITEMS for name in names or ("",)}
-
-
-def fields(*names: str | int) -> dict[str, Any]:
-    """`dims` for lists whose elements each hold all samples: `dims=fields("views")`; without a name, the batch itself."""
-    return {str(name): ListLayout.FIELDS for name in names or ("",)}
-
-
-def checked(dims: Any) -> dict[str, Any]:
-    """`dims` with every key as text."""
-    if not isinstance(dims, Mapping):
-        raise BatchError(
-            f'dims must be a mapping such as {{"position_ids": 1}} or whole("mask"), not {dims!r}'
-        )
-    for key, value in dims.items():
-        if isinstance(key, bool) or not isinstance(key, str | int):
-            raise BatchError(
-                f"dims has the key {key!r}: a key is a name, a dotted path or an index"
-            )
-        if isinstance(value, bool) or not (value is None or isinstance(value, int | ListLayout)):
-            raise BatchError(
-                f"dims says {value!r} of {key!r}: say a dimension (an int), whole({key!r}), "
-                f"items({key!r}) or fields({key!r})"
-            )
-    return {str(key): value for key, value in dims.items()}
 
 
 def type_name(cls: type) -> str:

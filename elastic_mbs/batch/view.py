@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, dotted, kind_of, map_tensors, tensors_in
-from elastic_mbs.batch.layout import MANY, Cut, Layout, Node
+from elastic_mbs.batch.cut import Dims, ListLayout
+from elastic_mbs.batch.layout import MANY, Cut, Layout, Node, checked_dims
 from elastic_mbs.batch.lengths import ByLength
-from elastic_mbs.batch.splitters import Dims, ListLayout, checked
 from elastic_mbs.errors import BatchError
 
 __all__ = ["BatchView", "map_tensors"]
@@ -77,7 +77,7 @@ class BatchView:
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
         """The batch as a tree, its values without parts, and N."""
-        layout = Layout(checked(self._dims) if self._dims else {}, dict(self.known_lists))
+        layout = Layout(checked_dims(self._dims) if self._dims else {}, dict(self.known_lists))
         root = layout.read(self.batch)
         length = layout.finish(root)
         self.known_lists = layout.known

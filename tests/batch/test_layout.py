@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from elastic_mbs.batch.splitters import fields, items, whole
+from elastic_mbs import cut
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 from tests.helpers.batches import Named, rows
@@ -35,9 +35,12 @@ from tests.helpers.batches import Named, rows
         ({"x": rows(4), "v": [{"a": rows(2, 4)}, {"a": rows(3, 4)}]}, {"v": 1}),
         ({"x": rows(4), "p": np.zeros((2, 4))}, {"p": 1}),
         (rows(2, 4), {"": 1}),
-        ({"x": rows(4), "v": {"p": rows(2, 4), "n": 1, "w": rows(3)}}, {"v": 1} | whole("w")),
+        ({"x": rows(4), "v": {"p": rows(2, 4), "n": 1, "w": rows(3)}}, {"v": 1} | cut.whole("w")),
         # what is not there; indexes count from the root only
-        ({"x": rows(4), "v": [rows(4, 3), rows(4, 4)]}, {"1": 1, "positions": 1} | whole("mask")),
+        (
+            {"x": rows(4), "v": [rows(4, 3), rows(4, 4)]},
+            {"1": 1, "positions": 1} | cut.whole("mask"),
+        ),
     ],
 )
 def test_dims_say_by_name_path_or_index_where_the_samples_are(
@@ -108,42 +111,42 @@ LISTS: list[tuple[Any, Any, Callable[[Any], Any], Any]] = [
     ),
     (
         {"images": [rows(3, i) for i in (5, 2, 3, 1)], "y": rows(4)},
-        items("images"),
+        cut.items("images"),
         lambda piece: [i.shape[1] for i in piece["images"]],
         [2, 3],
     ),
     (
         {"images": tuple(rows(3, i) for i in (5, 2, 3, 1))},
-        items("images"),
+        cut.items("images"),
         lambda piece: [i.shape[1] for i in piece["images"]],
         [2, 3],
     ),
     (
         [rows(3, i) for i in (5, 2, 3, 1)],
-        items(),
+        cut.items(),
         lambda piece: [i.shape[1] for i in piece],
         [2, 3],
     ),
     (
         [{"a": rows(4)}, {"a": rows(4)}],
-        fields(),
+        cut.fields(),
         lambda piece: [part["a"].tolist() for part in piece],
         [[1, 2], [1, 2]],
     ),
     (
         {"x": rows(4), "v": [{"a": rows(4)}] * 4},
-        fields("v"),
+        cut.fields("v"),
         lambda piece: [len(part["a"]) for part in piece["v"]],
         [2] * 4,
     ),
     (
         {"x": rows(4), "v": [{"a": rows(4)}] * 4},
-        items("v"),
+        cut.items("v"),
         lambda piece: [len(part["a"]) for part in piece["v"]],
         [4, 4],
     ),
     ({"x": rows(4), "names": list("abcd")}, {"names": 0}, lambda piece: piece["names"], ["b", "c"]),
-    ({"x": rows(4)}, items("x"), lambda piece: piece["x"].tolist(), [1, 2]),
+    ({"x": rows(4)}, cut.items("x"), lambda piece: piece["x"].tolist(), [1, 2]),
 ]
 
 
@@ -160,8 +163,8 @@ def test_both_readings_at_once_are_refused_with_both_ways_out() -> None:
     batch = {"y": rows(3), "views": [{"a": rows(3)}, {"a": rows(3, 2)}, {"a": rows(3)}]}
     with pytest.raises(BatchError, match=r'"views" can be read in two ways: as 3 items') as caught:
         BatchView(batch)
-    assert 'dims=items("views")' in str(caught.value)
-    assert 'dims=fields("views")' in str(caught.value)
+    assert 'dims=cut.items("views")' in str(caught.value)
+    assert 'dims=cut.fields("views")' in str(caught.value)
     with pytest.raises(BatchError, match="two ways"):  # inside a list that can only be fields
         BatchView({"y": rows(3), "outer": [batch["views"]]})
     # one sample: both readings give the same piece
@@ -205,7 +208,10 @@ def test_lists_that_are_all_there_is_and_can_be_both_are_asked_about(
     ):
         BatchView(batch)
     names = tuple(batch) if isinstance(batch, dict) else ()
-    assert (BatchView(batch, items(*names)).length, BatchView(batch, fields(*names)).length) == (
+    assert (
+        BatchView(batch, cut.items(*names)).length,
+        BatchView(batch, cut.fields(*names)).length,
+    ) == (
         2,
         fields_of,
     )
@@ -231,14 +237,14 @@ def test_many_alike_tensors_in_a_list_are_samples_or_fields_as_dims_say(kind: An
     with pytest.raises(
         BatchError,
         match=r"as 8 items, .* or as 8 fields of 5 samples "
-        r"each\n.*dims=items\(\)\n.*dims=fields\(\)",
+        r"each\n.*dims=cut\.items\(\)\n.*dims=cut\.fields\(\)",
     ):
         BatchView(kind(samples))
     assert (
-        BatchView(kind(samples), items()).length,
-        BatchView(kind(samples), fields()).length,
+        BatchView(kind(samples), cut.items()).length,
+        BatchView(kind(samples), cut.fields()).length,
     ) == (8, 5)
-    with pytest.raises(BatchError, match=r'dims=items\("images"\)'):
+    with pytest.raises(BatchError, match=r'dims=cut\.items\("images"\)'):
         BatchView({"images": kind(samples)})
     for other in (samples[:7], [*samples, torch.zeros(5, 2)], dict(enumerate(samples))):
         assert BatchView(other).length == 5
@@ -253,8 +259,11 @@ def test_lists_of_one_length_that_could_be_the_samples_are_asked_about(parts: li
         BatchError, match="as 3 items, one per sample, or as 3 fields of 5 samples each"
     ) as caught:
         BatchView(batch)
-    assert f'dims=items("{parts[0]}", "{parts[1]}")' in str(caught.value)
-    assert (BatchView(batch, items(*parts)).length, BatchView(batch, fields(*parts)).length) == (
+    assert f'dims=cut.items("{parts[0]}", "{parts[1]}")' in str(caught.value)
+    assert (
+        BatchView(batch, cut.items(*parts)).length,
+        BatchView(batch, cut.fields(*parts)).length,
+    ) == (
         3,
         5,
     )
@@ -328,7 +337,7 @@ def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, na
         BatchError, match=f'"odd" is a {name} tensor, which cannot be cut into samples'
     ) as caught:
         BatchView({"x": rows(2), "odd": value})
-    assert 'dims=whole("odd")' in str(caught.value)
+    assert 'dims=cut.whole("odd")' in str(caught.value)
     assert "register_splitter(" in str(caught.value)
     with pytest.raises(BatchError, match=name) as caught:
         BatchView(value)
@@ -344,40 +353,43 @@ def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, na
         ),
         (
             {"input_ids": rows(8, 5), "mask": rows(5, 5)},
-            ['dims=whole("mask")', '"input_ids": shape (8, 5), 8 on dim 0'],
+            ['dims=cut.whole("mask")', '"input_ids": shape (8, 5), 8 on dim 0'],
         ),
-        ({"position_ids": rows(1, 5), "input_ids": rows(8, 5)}, ['dims=whole("position_ids")']),
+        ({"position_ids": rows(1, 5), "input_ids": rows(8, 5)}, ['dims=cut.whole("position_ids")']),
         ({"in": {"p": rows(2, 8)}, "x": rows(8), "y": rows(8)}, ['dims={"in.p": 1}']),
         (
             {"images": [rows(3, 4) for _ in range(8)], "labels": rows(8)},
-            ['dims=items("images")', "disagree on its length: 3 and 8"],
+            ['dims=cut.items("images")', "disagree on its length: 3 and 8"],
         ),
-        ([[rows(3, i) for i in range(1, 9)], rows(8)], ['dims=items("0")']),
+        ([[rows(3, i) for i in range(1, 9)], rows(8)], ['dims=cut.items("0")']),
         (
             {"x": rows(8), "classes": ["cat", "dog"]},
-            ['dims=whole("classes")', '"classes": list of 2 items'],
+            ['dims=cut.whole("classes")', '"classes": list of 2 items'],
         ),
-        ({"x": rows(8), "extra": []}, ['dims=whole("extra")']),
+        ({"x": rows(8), "extra": []}, ['dims=cut.whole("extra")']),
         (
             {"x": rows(8), "t": [{"a": rows(5)}, {"a": rows(6)}]},
-            ['dims=whole("t")', '"t": list of 2 items'],
+            ['dims=cut.whole("t")', '"t": list of 2 items'],
         ),
         (
             {"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]},
-            ['if it has 8 samples: dims=whole("y", "t")', "disagree on its length: 1 and 7 and 8"],
+            [
+                'if it has 8 samples: dims=cut.whole("y", "t")',
+                "disagree on its length: 1 and 7 and 8",
+            ],
         ),
         ({"x": rows(8), "a": np.zeros((2, 8))}, ['dims={"a": 1}', '"a": shape (2, 8), 2 on dim 0']),
         (
             [rows(5), rows(7)],
-            ['if it has 5 samples: dims=whole("1")', "if it has 2 samples: dims=items()"],
+            ['if it has 5 samples: dims=cut.whole("1")', "if it has 2 samples: dims=cut.items()"],
         ),
         ({str(i): rows(8 + i % 2) for i in range(15)}, ["… and 3 more"]),
         (
             {"p": rows(3, 8), "m": rows(5), "t": ["a"] * 3, "x": rows(8)},
-            ['if it has 8 samples: dims={"p": 1} | whole("m", "t")'],
+            ['if it has 8 samples: dims={"p": 1} | cut.whole("m", "t")'],
         ),
         ({"position_ids": rows(3, 8, 5), "input_ids": rows(8, 5)}, ['dims={"position_ids": 1}']),
-        ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, ['dims=whole("v.0", "v.1")']),
+        ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, ['dims=cut.whole("v.0", "v.1")']),
     ],
 )
 def test_lengths_that_disagree_are_named_with_the_line_to_add(
@@ -413,15 +425,19 @@ def test_lengths_that_disagree_are_named_with_the_line_to_add(
         ({"x": rows(2)}, ["x"], r"dims must be a mapping .* not \['x'\]"),
         (
             {"x": rows(2)},
-            items(),
-            r"the batch is of type dict, and items\(\) is for lists and tuples",
+            cut.items(),
+            r"the batch is of type dict, and cut\.items\(\) is for lists and tuples",
         ),
         (
             {"x": rows(8), "position_ids": rows(3, 8)},
             {"postion_ids": 1},
             "dims names 'postion_ids', which the batch does not have",
         ),
-        (Named(rows(2), rows(2)), items(), r"Named, and items\(\) is for lists and tuples"),
+        (
+            Named(rows(2), rows(2)),
+            cut.items(),
+            r"Named, and cut\.items\(\) is for lists and tuples",
+        ),
     ],
 )
 def test_bad_dims_are_named(batch: Any, dims: Any, message: str) -> None:
@@ -475,11 +491,11 @@ def test_a_tuple_without_rows_is_asked_about_whatever_its_length(labels: Any, sa
         BatchError, match='"y" is a tuple of 3 with nothing in it that has rows'
     ) as caught:
         BatchView(batch)
-    assert 'dims=items("y")' in str(caught.value)
-    assert 'dims=whole("y")' in str(caught.value)
-    assert BatchView(batch, whole("y")).piece(1, 3)["y"] == labels
+    assert 'dims=cut.items("y")' in str(caught.value)
+    assert 'dims=cut.whole("y")' in str(caught.value)
+    assert BatchView(batch, cut.whole("y")).piece(1, 3)["y"] == labels
     batch = {"x": rows(3), "y": labels}
-    assert BatchView(batch, items("y")).piece(1, 3)["y"] == labels[1:3]
+    assert BatchView(batch, cut.items("y")).piece(1, 3)["y"] == labels[1:3]
     with pytest.raises(BatchError, match=r'"y" is a tuple of 3|has no dim 0'):
         BatchView(batch, {"y": 0})
 
@@ -487,14 +503,14 @@ def test_a_tuple_without_rows_is_asked_about_whatever_its_length(labels: Any, sa
 def test_of_nested_tuples_the_outer_one_is_asked_about_unless_dims_name_its_parts() -> None:
     with pytest.raises(BatchError, match='"y" is a tuple of 2'):
         BatchView({"x": rows(2), "y": ((1, 2), (3, 4))})
-    assert BatchView(({"label": 1}, {"label": 2}), whole("label") | items()).length == 2
+    assert BatchView(({"label": 1}, {"label": 2}), cut.whole("label") | cut.items()).length == 2
     # in a list that only its length decides
     with pytest.raises(BatchError, match=r'"v\.0\.t" is a tuple of 2'):
         BatchView({"x": rows(4), "v": [{"a": rows(4), "t": (1, 2)}]})
     with pytest.raises(BatchError, match=r'"y\.size" is a tuple of 2'):
         BatchView({"x": rows(2), "y": {"size": (3, 4)}}, {"x": 0, "y": 0})
     said = {"x": rows(2), "pair": (rows(3), {"mask": rows(4)})}
-    assert BatchView(said, whole("pair.0", "mask")).piece(0, 1)["pair"][0].shape == (3,)
+    assert BatchView(said, cut.whole("pair.0", "mask")).piece(0, 1)["pair"][0].shape == (3,)
 
 
 def test_a_list_of_0d_tensors_has_one_item_per_sample() -> None:
@@ -506,4 +522,6 @@ def test_a_list_of_0d_tensors_has_one_item_per_sample() -> None:
     # [xs, ys] of zip(*samples): x has 5 positions, not 5 samples
     with pytest.raises(BatchError, match=r'"1": list of 4 items'):
         BatchView({"0": [rows(5)] * 4, "1": scalars})
-    assert BatchView({"x": rows(4), "y": scalars[:2]}, whole("y")).piece(0, 1)["y"] == scalars[:2]
+    assert (
+        BatchView({"x": rows(4), "y": scalars[:2]}, cut.whole("y")).piece(0, 1)["y"] == scalars[:2]
+    )

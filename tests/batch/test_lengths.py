@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic_mbs import cut
 from elastic_mbs.batch.containers import register_splitter
 from elastic_mbs.batch.counts import Counts, count_tokens
 from elastic_mbs.batch.join import Order, PerPiece, join
 from elastic_mbs.batch.lengths import ByLength
-from elastic_mbs.batch.splitters import items, whole
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 from tests.helpers.steps import there
@@ -107,7 +107,7 @@ def test_all_containers_and_dimensions_are_gathered_and_what_belongs_to_no_sampl
     read = view(
         batch,
         trim={"stacked": 2, "pair.0": -1},
-        dims={"columns": 1, "stacked": 1} | whole("table") | items("lists"),
+        dims={"columns": 1, "stacked": 1} | cut.whole("table") | cut.items("lists"),
     )
     piece = read.piece(2, 5)
     picked = [5, 0, 3]  # of 4, 3 and 2 tokens
@@ -136,7 +136,7 @@ def test_elements_are_those_of_the_longest_sample_and_the_batch_is_worth_what_it
     rows = view(
         [torch.zeros(n, 2) for n in (2, 6, 1)],
         lambda batch: [len(row) for row in batch],
-        dims=items(),
+        dims=cut.items(),
     )
     assert (rows.elements, rows.worth) == (12, 2)
 

@@ -69,7 +69,7 @@ def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged
     ) as caught:
         BatchView(batch)
     assert f"register_splitter({cls.__name__}, length=..., slice=...)" in str(caught.value)
-    assert 'dims=whole("r")' in str(caught.value)
+    assert 'dims=cut.whole("r")' in str(caught.value)
     register()
     view = BatchView(batch)
     assert (view.length, view.elements, len(view.tensors)) == (3, 4, 2)

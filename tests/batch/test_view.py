@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from elastic_mbs import cut
 from elastic_mbs.batch.join import PerPiece, join
-from elastic_mbs.batch.splitters import items, whole
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError
 from tests.helpers.batches import Encoding, Named, rows, splits
@@ -124,7 +124,7 @@ def test_what_holds_no_samples_passes_whole() -> None:
     piece = BatchView({"x": rows(4)} | others).piece(0, 2)
     assert {name: part for name, part in piece.items() if name != "x"} == others
     named = {"x": rows(4), "table": table, "deep": {"config": config}, "adj": adjacency}
-    view = BatchView(named, whole("table", "deep.config", "adj"))
+    view = BatchView(named, cut.whole("table", "deep.config", "adj"))
     piece = view.piece(0, 2)
     assert piece["table"] is table
     assert piece["deep"]["config"] is config
@@ -138,11 +138,11 @@ def test_what_holds_no_samples_passes_whole() -> None:
         (rows(4, 3), None, 3),
         (rows(4), None, 1),
         (list("abcd"), None, 1),
-        ({"x": rows(4, 3), "w": rows(5, 5)}, whole("w"), 3),
+        ({"x": rows(4, 3), "w": rows(5, 5)}, cut.whole("w"), 3),
         ({"x": rows(4, 3), "s": torch.tensor(1)}, None, 3),
         ({"p": rows(2, 4)}, {"p": 1}, 2),
         # (4 + 10) / 4, rounded up
-        ({"x": rows(4), "i": [rows(i) for i in (1, 2, 3, 4)]}, items("i"), 4),
+        ({"x": rows(4), "i": [rows(i) for i in (1, 2, 3, 4)]}, cut.items("i"), 4),
         ({"x": rows(4), "a": np.zeros((4, 5))}, None, 6),
     ],
 )
@@ -162,7 +162,7 @@ def test_versions_notice_an_edit_in_place_anywhere() -> None:
         "f": frozen,
         "names": list("abcd"),
     }
-    view = BatchView(batch, whole("w"))
+    view = BatchView(batch, cut.whole("w"))
     before = view.versions()
     assert sorted(before)[:2] == [-1, 0]  # the inference tensor has none
     assert view.versions() == before
@@ -177,7 +177,7 @@ def test_named_tensors_are_the_fields() -> None:
     ids, y, w = rows(2, 2), rows(2), rows(3)
     view = BatchView(
         {"in": (ids, 1), "y": y, "w": w, "t": [{"a": rows(5)}, {"a": rows(4)}], "v": [[y, y]]},
-        whole("w"),
+        cut.whole("w"),
     )
     named = view.named_tensors()
     assert [path for path, _ in named] == ["in.0", "y", "w", "v.0.0", "v.0.1"]
@@ -209,9 +209,13 @@ def test_a_graph_in_the_batch_is_refused_by_name_in_items_too(part: Any, name: s
     [
         ({"x": rows(4), "a": np.zeros((4, 2))}, None, lambda batch: batch["a"]),
         ({"x": rows(4), "a": [np.zeros(2)] * 4}, None, lambda batch: batch["a"][0]),
-        ([{"a": [np.zeros(2)]} for _ in range(4)], items(), lambda batch: batch[0]["a"][0]),
-        ({"x": rows(4), "a": np.zeros(2)}, whole("a"), lambda batch: batch["a"]),
-        ({"x": rows(4), "a": {"of": [np.zeros(2)]}}, whole("a"), lambda batch: batch["a"]["of"][0]),
+        ([{"a": [np.zeros(2)]} for _ in range(4)], cut.items(), lambda batch: batch[0]["a"][0]),
+        ({"x": rows(4), "a": np.zeros(2)}, cut.whole("a"), lambda batch: batch["a"]),
+        (
+            {"x": rows(4), "a": {"of": [np.zeros(2)]}},
+            cut.whole("a"),
+            lambda batch: batch["a"]["of"][0],
+        ),
         ({"x": rows(4), "a": np.array(0.0)}, None, lambda batch: batch["a"]),
     ],
     ids=["cut", "item", "in an item", "whole", "in a whole part", "0-d"],
