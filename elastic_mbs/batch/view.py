@@ -5,9 +5,9 @@ How its values are read is in `layout.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import compress, repeat
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +23,6 @@ from elastic_mbs.errors import BatchError
 __all__ = ["BatchView", "map_tensors"]
 
 
-_AHEAD = 16  # pieces
 _VERSION, _NUMEL = attrgetter("_version"), Tensor.numel
 _LAYOUT, _SHAPE = map(attrgetter, ("layout", "shape"))
 _FLAT, _PLAIN, _DENSE = {dict, tuple, list}, {Tensor}, {torch.strided}
@@ -71,8 +70,6 @@ class BatchView:
         self.costs = None if self.sorted is None else self.sorted.costs
         if self.costs is not None:
             self.elements, self.worth = self.costs.each[0], self.costs.samples
-        # pieces of one size that were cut and not handed out yet
-        self._ahead: dict[tuple[int, int], Any] = {}
 
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
@@ -84,30 +81,16 @@ class BatchView:
         return root, layout.ends, length
 
     def piece(self, start: int, stop: int) -> Any:
-        """Samples `start` to `stop`: `narrow()` views in new containers, so that neither a replay nor the caller sees a `pop`."""
-        if self._rows is None or self.sorted is not None:
-            return (
-                self._tree[0].piece(start, stop)
-                if self.sorted is None
-                else self.sorted.piece(self._tree[0], start, stop)
-            )
-        if (start, stop) not in self._ahead:
-            # With those that probably follow: a cut takes a third of the time in a row with others
-            # as between two backwards.
-            size = stop - start
-            starts = range(start, min(self.length, start + _AHEAD * size) - size + 1, size)
-            ranges = zip(starts, range(stop, self.length + 1, size), strict=False)
-            self._ahead = dict(zip(ranges, self._pieces(self._rows, starts, size), strict=True))
-        return self._ahead.pop((start, stop))
+        """Return samples `start` to `stop`: views in new containers.
 
-    def _pieces(self, rows: Mapping[Any, Tensor], starts: range, size: int) -> Iterable[Any]:
-        """Several pieces of one size: column by column, so that no line of Python runs for a tensor of a piece."""
-        columns = [map(tensor.narrow, repeat(0), starts, repeat(size)) for tensor in rows.values()]
-        return map(
-            kind_of(type(self.batch)).put,
-            repeat(self.batch),
-            map(dict, map(zip, repeat(rows), zip(*columns, strict=True))),
-        )
+        So neither a replay nor the caller sees a `pop`.
+        """
+        if self.sorted is not None:
+            return self.sorted.piece(self._tree[0], start, stop)
+        if self._rows is None:
+            return self._tree[0].piece(start, stop)
+        parts = {key: tensor[start:stop] for key, tensor in self._rows.items()}
+        return kind_of(type(self.batch)).put(self.batch, parts)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """(dotted path, tensor) for the tensors that are fields of the batch, those inside per-sample items left out."""
