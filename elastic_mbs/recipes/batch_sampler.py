@@ -186,8 +186,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Raises:
             UsageError: It is no state of a sampler, or data, options or schedule differ.
         """
-        place = [state.get(name) for name in _PLACE] if isinstance(state, Mapping) else []
-        if not place or any(type(each) is not int or each < 0 for each in place):
+        known = isinstance(state, Mapping)
+        place: list[Any] = [state.get(name) if known else None for name in _PLACE]
+        if any(type(each) is not int or each < 0 for each in place):
             raise UsageError(
                 f"{state!r:.200} is no state of an ElasticBatchSampler: load what state_dict() "
                 "returned"
