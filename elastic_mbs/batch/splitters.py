@@ -1,4 +1,4 @@
-"""A type of the user's: how it is measured, cut and moved."""
+"""Types that the user registers: how each is measured, cut and moved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_mbs.errors import BatchError
 
 
 def type_name(cls: type) -> str:
-    """The name to show for a type: `dict`, `collections.UserDict`, `mine.Batch`."""
+    """Return the name to show for a type: `dict`, `collections.UserDict`, `mine.Batch`."""
     return (
         cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     )
@@ -76,8 +76,7 @@ class Splitter:
 
     def cut(self, value: Any, start: int, stop: int) -> Any:
         piece = self.slice_of(value, start, stop)
-        # The piece can be of another type (a plain tensor, say), which the registered length
-        # function does not know.
+        # A piece of another type (a plain tensor, say) is none that the length function knows.
         if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):
             got = "None" if piece is None else f"{self.length(piece)} samples"
             raise self._error(
@@ -98,7 +97,7 @@ class Splitter:
         return found
 
     def mapped(self, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-        """`value` with `fn` applied to its tensors."""
+        """Return `value` with `fn` applied to its tensors."""
         moved = value if self.move is None else self.move(value, fn)
         if moved is None:
             raise self._error("move", "returned None: it must return the rebuilt object")
