@@ -1,4 +1,4 @@
-"""Containers are taken apart and put back as the same type, with nothing of theirs lost and nothing of the whole batch's in a piece."""
+"""A piece has the batch's containers, none of their contents lost and none of the whole batch."""
 
 import functools
 from collections import OrderedDict, UserDict, defaultdict
@@ -45,7 +45,7 @@ class Linked:
 
 
 class Output(OrderedDict[str, Any]):
-    """Like HF ModelOutput: every item is an attribute too."""
+    """A dict whose items are attributes too, such as HF ModelOutput."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -149,7 +149,7 @@ def test_an_attribute_that_is_a_part_is_the_pieces_own(data: Any) -> None:
 
 
 class Attributes(dict[str, Any]):
-    """The well-known one: items are attributes, because they are one dict."""
+    """The well-known dict whose attributes are its items: both are one dict."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,7 +172,7 @@ class MirroredUserDict(Mirror, UserDict[str, Any]):
 
 @pytest.mark.parametrize("cls", [Attributes, Mirrored, MirroredUserDict, Output])
 def test_items_that_are_attributes_too_are_those_of_the_piece(cls: Any) -> None:
-    """`piece.x` was the whole batch."""
+    # `piece.x` was the whole batch
     batch = cls(x=torch.arange(4.0), names=["a", "b", "c", "d"])
     piece = BatchView(batch).piece(2, 4)
     assert piece.x is piece["x"]
@@ -260,7 +260,7 @@ def test_a_field_that_the_constructor_computes_is_refused_until_it_is_named() ->
 
 
 class Elsewhere(UserDict[str, Any]):
-    """Looks in another place first, which the batch's pieces would share."""
+    """A dict that looks first in another place, which all pieces would share."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         super().__init__(data)
