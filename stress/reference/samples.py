@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from fractions import Fraction
 from numbers import Number
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 Path = tuple[Any, ...]
 
 _UNSAID: Any = object()
-_PLAIN = (str, bytes, Number, type(None), torch.dtype, torch.device)
+_PLAIN = (str, bytes, bytearray, Number, type(None), Enum, torch.dtype, torch.device, torch.layout)
 
 
 class Samples:
@@ -126,6 +127,8 @@ class Samples:
             return cut(path, value, dim % value.ndim) if value.ndim else value
         if isinstance(value, list | tuple) and self._holds_items(value, getattr(said, "name", "")):
             return cut(path, value, None)
+        if not (isinstance(value, Mapping | list | tuple) or dataclasses.is_dataclass(value)):
+            raise ValueError(f"the reference cannot cut a {type(value).__name__}")
         below = said if isinstance(said, int) else _UNSAID
         parts = _parts(value)
         return _rebuilt(

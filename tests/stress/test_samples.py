@@ -144,6 +144,8 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     for batch in ({"x": rows(5), "y": rows(4)}, {"x": 1}):
         with pytest.raises(ValueError, match="the reference cannot cut this batch"):
             Samples(batch)
+    with pytest.raises(ValueError, match="the reference cannot cut a set"):
+        Samples({"x": rows(5), "y": {1, 2}})
 
 
 def test_mapped_containers_are_new_and_of_the_same_types() -> None:
