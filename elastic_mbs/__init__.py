@@ -7,10 +7,10 @@ Which file to open for which change: docs/design.md, "Where to go for which chan
 
 from __future__ import annotations
 
+from elastic_mbs.batch import cut
 from elastic_mbs.batch.containers import register_splitter
 from elastic_mbs.batch.counts import count_tokens
 from elastic_mbs.batch.join import PerPiece
-from elastic_mbs.batch.splitters import fields, items, whole
 from elastic_mbs.controller.controller import Policy
 from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.decorator import elastic_step
@@ -109,9 +109,7 @@ __all__ = [
     "Warned",
     "__version__",
     "count_tokens",
+    "cut",
     "elastic_step",
-    "fields",
-    "items",
     "register_splitter",
-    "whole",
 ]

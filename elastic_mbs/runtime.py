@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.cut import Dims
 from elastic_mbs.batch.lengths import ByLength, Length, Trim
 from elastic_mbs.batch.reader import BatchReader, Count
-from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.policy import Policy

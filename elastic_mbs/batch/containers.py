@@ -1,7 +1,7 @@
-"""The containers of a batch, taken apart and rebuilt as the same type; the type alone decides how.
+"""The containers of a batch, taken apart and rebuilt as the same type.
 
-`torch.utils._pytree` sees HF `BatchEncoding`, `UserDict` and dataclasses as single leaves, so the
-walk is our own.
+The type alone decides how. `torch.utils._pytree` takes HF `BatchEncoding`, `UserDict` and
+dataclasses for leaves, so the walk is our own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Parts = dict[Any, Any]  # by key, by field or by index
 
 
 class Role(Enum):
-    """What a type can be in a batch."""
+    """The part that a type can have in a batch."""
 
     TENSOR = auto()
     SCALAR = auto()
@@ -42,14 +42,14 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """How values of one type are handled."""
+    """The way to handle values of one type."""
 
     role: Role
     take: Callable[[Any], Parts] = lambda obj: {}
-    # a new container with other parts; the given one stays as it is
+    # makes a new container with other parts, and leaves the given one as it is
     put: Callable[[Any, Parts], Any] = lambda obj, parts: obj
     splitter: Splitter | None = None  # of Role.CUSTOM
-    why: str = "say how"  # of Role.UNKNOWN: why it cannot be cut
+    why: str = "say how"  # of Role.UNKNOWN: the reason why it cannot be cut
 
 
 splitters: dict[type, Splitter] = {}
@@ -63,7 +63,7 @@ def register_splitter(
     tensors: Callable[[Any], Iterable[Tensor]] | None = None,
     move: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None = None,
 ) -> None:
-    """Teaches elastic_mbs how to cut a type of yours and its subclasses (nearest class in the MRO).
+    """Teach elastic_mbs to cut a type of yours and its subclasses (nearest class in the MRO).
 
     Args:
         cls: the type. Registering it again replaces the earlier functions.
@@ -71,13 +71,13 @@ def register_splitter(
         slice: `slice(obj, start, stop)` → samples `start` to `stop`, preferably as views. It must
             leave `obj` as it is.
         tensors: `tensors(obj)` → the tensors inside, for devices, sizes and the check for edits in
-            place. None: it holds none.
+            place. None: the type holds no tensors.
         move: `move(obj, fn)` → the object rebuilt with `fn(tensor)` for each tensor (`fn` copies to
             a device, clones or detaches).
 
     Raises:
-        BatchError: `cls` is no class or one that is cut already, a function cannot be called, or
-            only one of `tensors` and `move` is given.
+        BatchError: `cls` is no class or one that elastic_mbs cuts itself, a function cannot be
+            called, or only one of `tensors` and `move` is given.
     """
     splitters[cls] = Splitter(cls, length, slice, tensors, move)
     cached_kind.cache_clear()
@@ -98,8 +98,8 @@ def cached_kind(cls: type) -> Kind:
             else Kind(Role.SCALAR)
         )
     if hasattr(cls, "__torch_function__") and not issubclass(cls, Tensor):
-        # tensor-like containers (TensorDict) carry a batch size of their own, which a rebuild would
-        # leave as it was
+        # a tensor-like container (TensorDict) has a batch size of its own, which a rebuild would
+        # keep
         return Kind(Role.UNKNOWN)
     for base, kind in _SUBCLASSES.items():
         if issubclass(cls, base):
@@ -111,16 +111,16 @@ def cached_kind(cls: type) -> Kind:
     )
 
 
-kind_of: Callable[[type], Kind] = cached_kind  # as mypy wants it
+kind_of: Callable[[type], Kind] = cached_kind  # mypy takes the cached function for Any
 
 
 def roles_in(values: Iterable[Any]) -> set[Role]:
-    # once per type: a list of many strings costs little
+    # once per type, so that a list of many strings costs little
     return {kind_of(cls).role for cls in set(map(type, values))}
 
 
 def _take_user_dict(obj: Any) -> Parts:
-    # one per sample: HF BatchEncoding answers `word_ids(i)` with them
+    # HF BatchEncoding keeps one encoding per sample, for `word_ids(i)`
     encodings = vars(obj).get("_encodings")
     return ({"_encodings": encodings} if isinstance(encodings, list) else {}) | dict(obj.data)
 
@@ -134,23 +134,23 @@ def _take_dataclass(obj: Any) -> Parts:
 
 
 def refilled(fill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
-    """Rebuilds by a shallow copy that `fill` gives its parts.
+    """Return a `put` that fills a shallow copy with the new parts.
 
-    Attributes that are parts too are the copy's own.
+    Attributes of the container that are also parts become the copy's own.
     """
 
     def put(obj: Any, parts: Parts) -> Any:
         new = copy.copy(obj)
         attributes = getattr(new, "__dict__", {})
         for name in _cached_properties(type(obj)):
-            attributes.pop(name, None)  # computed from the values that are replaced
+            attributes.pop(name, None)  # was computed from the old parts
         fill(new, parts)
-        # `self.__dict__ = self`: the copy has a dict of its own, with the old items in it
+        # a class with `self.__dict__ = self`: the copy has a dict of its own with the old items
         if getattr(obj, "__dict__", None) is obj:
             object.__setattr__(new, "__dict__", new)
         elif attributes:
-            # By identity, because their names can be others; numbers and texts are the same in all
-            # pieces.
+            # By identity, because an attribute can have another name than its part. Numbers and
+            # texts are the same in all pieces.
             taken = kind_of(type(obj)).take(obj).items()
             renewed = {
                 id(part): parts[key]
@@ -184,13 +184,12 @@ def _fill_list(new: Any, parts: Parts) -> None:
 
 def _fill_dict(new: Any, parts: Parts) -> None:
     for key, value in parts.items():
-        # by its own __setitem__: HF ModelOutput keeps attributes next to the items
+        # through its own __setitem__: HF ModelOutput keeps attributes next to the items
         new[key] = value
 
 
 def _fill_dataclass(new: Any, parts: Parts) -> None:
-    # not dataclasses.replace: __post_init__ has already worked on these values, and InitVars are
-    # gone
+    # not dataclasses.replace: __post_init__ has worked on these values, and InitVars are gone
     for name, value in parts.items():
         object.__setattr__(new, name, value)
 
@@ -223,7 +222,7 @@ def _not_rebuilt(obj: Any, why: object) -> BatchError:
 
 
 def to_register(cls: type) -> str:
-    """The call to paste for a type that is not known."""
+    """Return the call to paste for a type that is not known."""
     return f"register_splitter({cls.__qualname__}, length=..., slice=...)"
 
 
@@ -270,7 +269,10 @@ _WALKED = frozenset({Role.TENSOR, Role.ARRAY, Role.LIST, Role.FIELDS, Role.CUSTO
 
 
 def tensors_in(obj: Any, wanted: tuple[Role, ...] = (Role.TENSOR,)) -> list[Any]:
-    """Every tensor, or array if that is wanted, inside `obj`, in order; unknown objects are not looked into."""
+    """Return every tensor inside `obj`, in order; with another `wanted`, the values of those roles.
+
+    Unknown objects are not opened.
+    """
     kind = kind_of(type(obj))
     if kind.role in wanted:
         return [obj]
@@ -285,7 +287,10 @@ def tensors_in(obj: Any, wanted: tuple[Role, ...] = (Role.TENSOR,)) -> list[Any]
 
 
 def map_tensors(obj: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`obj` with `fn` applied to its tensors, in new containers of the same types; the same object where `fn` changes nothing."""
+    """Return `obj` with `fn` applied to its tensors, in new containers of the same types.
+
+    Where `fn` changes nothing it is the same object.
+    """
     kind = kind_of(type(obj))
     if kind.role is Role.TENSOR:
         return fn(obj)
@@ -299,13 +304,19 @@ def map_tensors(obj: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def fresh(obj: Any) -> Any:
-    """`obj` with new containers, and numpy arrays, around the same leaves, so that neither a `pop` nor an edit of an array reaches the original."""
+    """Return `obj` with new containers and numpy arrays around the same leaves.
+
+    So neither a `pop` nor an edit of an array reaches the original.
+    """
     kind = kind_of(type(obj))
     return kind.put(obj, {key: fresh(part) for key, part in kind.take(obj).items()})
 
 
 def row_attributes(obj: Any, parts: Parts) -> list[str]:
-    """Attributes of a container that have rows and are none of its parts: each piece would get the whole batch's."""
+    """Return the names of a container's attributes that have rows and are none of its parts.
+
+    Each piece would get the whole batch's.
+    """
     known = {id(part) for part in parts.values()} | (
         {id(obj.data)} if isinstance(obj, UserDict) else set()
     )
@@ -322,12 +333,15 @@ def row_attributes(obj: Any, parts: Parts) -> list[str]:
 
 
 def dotted(path: Path) -> str:
-    """A path as the user writes it: `inputs.position_ids`, `1`; the batch itself is the empty string."""
+    """Return a path as the user writes it: `inputs.position_ids`, `1`, "" for the batch itself."""
     return ".".join(map(str, path))
 
 
 def suffixes(path: Path) -> Iterator[str]:
-    """The names of `path`, the most specific first: the whole path, then its tails; an index counts from the root only."""
+    """Yield the names of `path`, the most specific first: the whole path, then its tails.
+
+    An index counts from the root only.
+    """
     yield dotted(path)
     for i in range(1, len(path)):
         if not isinstance(path[i], int):
@@ -335,7 +349,7 @@ def suffixes(path: Path) -> Iterator[str]:
 
 
 def walk(obj: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value below `obj` with its path; lists of plain items are not opened."""
+    """Yield every value below `obj` with its path; lists of plain items are not opened."""
     kind = kind_of(type(obj))
     parts = kind.take(obj)
     if kind.role is not Role.LIST or roles_in(parts.values()) & _WALKED:
@@ -345,7 +359,7 @@ def walk(obj: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def lookup(obj: Any, key: str | int) -> Any:
-    """The value that a name, a dotted path or an index means; a LookupError lists the names."""
+    """Return the value at a name, a dotted path or an index; a LookupError lists the names."""
     name, places = str(key), list(walk(obj))
     found = [place for place in places if dotted(place[0]) == name] or [
         place for place in places if name in suffixes(place[0])
@@ -361,7 +375,7 @@ def lookup(obj: Any, key: str | int) -> Any:
 
 
 def some(places: list[tuple[Path, Any]], most: int = 12) -> str:
-    """The names of places for an error's text, cut short when there are many."""
+    """Return the names of places for an error's text, cut short where there are many."""
     return ", ".join([repr(dotted(path)) for path, _ in places[:most]]) + (
         f" and {len(places) - most} more" if len(places) > most else ""
     )

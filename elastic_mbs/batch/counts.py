@@ -1,10 +1,10 @@
 """Counts of loss terms per sample.
 
-A piece with c of the batch's C terms has the weight c / C: exact for every split, also for one that
-changes.
+A piece with c of the batch's C terms has the weight c / C. This is exact for every split, also for
+a split that changes during the call.
 
-Micro-Batch Streaming (arXiv 2110.12484) divides by the number of pieces instead, which gives a tail
-of 1 after 16 samples 8.5 times its share.
+Micro-Batch Streaming (arXiv 2110.12484) divides by the number of pieces instead. With pieces of 16
+samples and a last one of 1, that last sample then has 8.5 times its share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CountFn = Callable[[Any], Any]  # batch → loss terms per sample, a vector of l
 
 @dataclass(slots=True)
 class _Column:
-    # prefix[i]: terms before sample i, in units that make them whole, so that shares are rounded
+    # prefix[i]: terms before sample i, in a unit in which all are whole, so that a share is rounded
     # once
     prefix: Sequence[int]
     units: int  # in the batch
@@ -39,14 +39,14 @@ class _Column:
 
 
 class Counts:
-    """Loss terms per sample, in the order of the pieces, read once before any split."""
+    """The loss terms of each sample, in the order of the pieces, read once before any split."""
 
     def __init__(self, columns: Mapping[str | None, _Column], samples: int) -> None:
         self.n = samples
-        self._columns = columns  # by the name of the loss; a single loss goes by None
+        self._columns = columns  # by the name of the loss; a single loss has the name None
         single = columns.get(None)
         totals = {str(name): column.total for name, column in columns.items()}
-        # of the losses; None for a single loss
+        # names of the losses; None for a single one
         self.names = None if single is not None else tuple(totals)
         # loss terms of the batch
         self.total: int | float | dict[str, int | float] = (
@@ -56,12 +56,15 @@ class Counts:
     @classmethod
     @lru_cache(maxsize=64)  # the batches of a run have few lengths
     def samples(cls, n: int) -> Counts:
-        """Each of `n` samples counts 1."""
+        """Return counts of 1 for each of `n` samples."""
         return cls({None: _Column(range(n + 1), n, n)}, n)
 
     @classmethod
     def read(cls, count: CountFn | Mapping[str, CountFn | None] | None, view: BatchView) -> Counts:
-        """Calls `count` on the whole batch, or each function of a dict (None in it: samples); one copy to the host per vector."""
+        """Call `count` on the whole batch, or each function of a dict (None in it: samples).
+
+        Each vector is copied to the host once.
+        """
         samples = cls.samples(view.length)
         if count is None:
             return samples
@@ -81,7 +84,10 @@ class Counts:
     def weights(
         self, start: int, stop: int, reduction: str = "mean"
     ) -> dict[str | None, float] | None:
-        """The weight of each loss of samples `start` to `stop`, by name: c / C, under "sum" 1 or 0; None where they have no loss term."""
+        """Return the weight of each loss of samples `start` to `stop`, by name.
+
+        It is c / C; under "sum" 1, or 0 where c is 0. None where the samples have no loss term.
+        """
         shares = {}
         # not a comprehension, which is a call of its own: this runs for every piece
         for name, column in self._columns.items():
@@ -96,15 +102,14 @@ class Counts:
 
 
 def _column(count: Any, view: BatchView, where: str) -> _Column:
+    """Return the counts of one loss, in the order in which the samples run."""
     if not callable(count):
         raise CountError(
             f"{where} is {_described(count)}: it must be None (samples), a function of the batch "
-            "that gives one count per sample, "
-            "or a dict of such functions"
+            "that gives one count per sample, or a dict of such functions"
         )
-    values = _on_host(
-        count.of(view) if isinstance(count, count_tokens) else count(view.batch), where
-    )
+    given = count.of(view) if isinstance(count, count_tokens) else count(view.batch)
+    values = _on_host(given, where)
     if len(values) != view.length:
         raise CountError(
             f"{where} returned {len(values)} counts for a batch of {view.length} samples: it must "
@@ -113,6 +118,18 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
         )
     if not set(map(type, values)) <= {int, float}:
         values = [_number(value, i, where) for i, value in enumerate(values)]
+    total = _total(values, where)
+    if view.sorted is not None:
+        values = [values[i] for i in view.sorted.order]
+    if float in set(map(type, values)):
+        ratios = [value.as_integer_ratio() for value in values]
+        scale = max([denominator for _, denominator in ratios])  # each is a power of two
+        values = [numerator * (scale // denominator) for numerator, denominator in ratios]
+    return _Column([0, *accumulate(values)], sum(values), total)
+
+
+def _total(values: list[Any], where: str) -> int | float:
+    """Return the sum of the counts, none of which is negative or infinite, and not all are 0."""
     floating = float in set(map(type, values))
     try:
         if min(values) < 0 or (floating and not all(map(math.isfinite, values))):
@@ -121,7 +138,7 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
                 f"{where} of sample {i} is {values[i]}: counts are "
                 f"{'not negative' if values[i] < 0 else 'finite'}"
             )
-        total: Any = math.fsum(values) if floating else sum(values)
+        total: int | float = math.fsum(values) if floating else sum(values)
     except OverflowError:
         raise CountError(
             f"{where} adds up to more than a float can hold ({sys.float_info.max:.3g}): scale the "
@@ -133,17 +150,11 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
             "(is every label ignored?)\n"
             "  skip such a batch before the call"
         )
-    if view.sorted is not None:
-        values = [values[i] for i in view.sorted.order]
-    if floating:
-        ratios = [value.as_integer_ratio() for value in values]
-        scale = max([denominator for _, denominator in ratios])  # each is a power of two
-        values = [numerator * (scale // denominator) for numerator, denominator in ratios]
-    return _Column([0, *accumulate(values)], sum(values), total)
+    return total
 
 
 def _on_host(result: Any, where: str) -> list[Any]:
-    """The vector as a list of Python numbers."""
+    """Return the vector as a list of Python numbers."""
     if isinstance(result, Mapping):
         raise CountError(
             f"{where} returned a dict: give a dict of functions instead, one per loss: "
@@ -200,17 +211,17 @@ def _described(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class count_tokens:
-    """`count=` for losses that are means over labels: the number of labels other than `ignore_index` in each sample.
+    """The number of labels in each sample, `count=` for losses that are means over labels.
 
     Called with a batch it returns a tensor of shape (N,) on the labels' device, or a list where the
-    labels are one with an entry per sample.
+    labels are a list with an entry per sample.
 
     Args:
-        key: where the labels are: a name, a dotted path, an index, or a function batch → labels, a
-            tensor of shape (N, ...).
+        key: the place of the labels: a name, a dotted path, an index, or a function batch → labels,
+            a tensor of shape (N, ...).
         ignore_index: labels of this value are no loss terms (-100 in PyTorch and transformers).
         shift: leave out the first position along dim 1, as causal language models do: they predict
-            labels[:, 1:]. Not where something precedes the labels, so that the first one is
+            labels[:, 1:]. Not where tokens precede the labels, so that the first label is
             predicted too (the virtual tokens of peft's prompt tuning).
     """
 
@@ -222,14 +233,14 @@ class count_tokens:
         return self._count(self._labels(batch))
 
     def of(self, view: BatchView) -> Any:
-        """The counts of a batch whose samples can lie along another dimension than 0."""
+        """Return the counts of a batch whose samples can lie along another dimension than 0."""
         labels = self._labels(view.batch)
         dim = view.dim_of(labels)
         if dim is None and isinstance(labels, list | tuple):
             raise CountError(
                 f"{self!r} found {len(labels)} fields of {view.length} samples each, which is no "
-                "list with one entry per sample: "
-                "give a function, as in count_tokens(lambda batch: torch.stack(batch['labels'], 1))"
+                "list with one entry per sample: give a function, as in "
+                "count_tokens(lambda batch: torch.stack(batch['labels'], 1))"
             )
         return self._count(labels, dim or 0)
 
@@ -247,9 +258,8 @@ class count_tokens:
                 f"{self!r} found labels of shape {tuple(labels.shape)}: they must be "
                 f"{'(N, L, ...)' if self.shift else '(N, ...)'}"
             )
-        valid = (
-            labels.movedim(dim, 0)[:, 1:] if self.shift else labels.movedim(dim, 0)
-        ) != self.ignore_index
+        labels = labels.movedim(dim, 0)
+        valid = (labels[:, 1:] if self.shift else labels) != self.ignore_index
         return valid.sum(dim=tuple(range(1, labels.ndim))) if labels.ndim > 1 else valid.long()
 
     def _count_sample(self, sample: Any) -> Any:
@@ -281,10 +291,10 @@ _LABEL_NAMES = frozenset({"label", "labels", "target", "targets", "y"})
 
 
 def looks_like_token_labels(view: BatchView) -> str | None:
-    """The name of a leaf that looks like labels with ignored positions, so that the loss is probably no mean over samples.
+    """Return the name of a leaf that looks like labels with ignored positions.
 
-    Reads whole int64 and int32 tensors on the CPU (no device is waited for): call it once, not on
-    every step.
+    The loss is then probably no mean over samples. It reads whole int64 and int32 tensors on the
+    CPU, and waits for no device: call it once, not at every step.
     """
     # the second part of a pair is usually the labels
     names = _LABEL_NAMES | ({"1"} if isinstance(view.batch, tuple | list) else set())

@@ -1,4 +1,4 @@
-"""Outputs of the pieces back into one output of the batch."""
+"""The outputs of the pieces, joined into the output of the batch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from elastic_mbs.errors import BatchError
 
 @dataclass(frozen=True)
 class Order:
-    """How the samples of a sorted batch go back into its own order."""
+    """The way of a sorted batch's samples back into the batch's own order."""
 
-    ranks: list[int]  # of each sample that was run, in the batch's order: its place in the pieces
-    widths: list[int]  # of each piece: the length that its samples were trimmed to
+    ranks: list[int]  # place in the pieces of each sample that was run, in the batch's order
+    widths: list[int]  # length of each piece's trimmed samples
 
     @classmethod
     def of(
@@ -36,7 +36,10 @@ class Order:
         )
 
     def padded(self, values: list[Any]) -> list[Any]:
-        """Tensors that differ in a dimension in which they are as wide as their pieces, filled up with zeros to the widest piece."""
+        """Fill up trimmed tensors with zeros to the widest piece.
+
+        A dimension counts as trimmed where each tensor is as wide in it as its piece.
+        """
         for dim, sizes in enumerate(zip(*[value.shape[1:] for value in values], strict=True), 1):
             if len(set(sizes)) > 1 and list(sizes) == self.widths:
                 behind = (0, 0) * (values[0].ndim - 1 - dim)
@@ -53,18 +56,22 @@ def join(
     per_piece: set[Path] | None = None,
     order: Order | None = None,
 ) -> Any:
-    """The batch's output from its pieces' outputs, in the same containers however the batch was split.
+    """Return the batch's output, in the same containers however the batch was split.
 
     Tensors and arrays with one row per sample are concatenated, lists of per-sample items chained,
-    equal texts, flags and None kept once; all else becomes a `PerPiece`. `per_piece` remembers the
-    places of tensors known to come once per piece; new ones are added. `order` is of sorted
-    batches.
+    equal texts, flags and None kept once. All else becomes a `PerPiece`.
+
+    Args:
+        outputs: of the pieces, in order.
+        lengths: samples of each piece.
+        per_piece: places of tensors known to come once per piece; new ones are added.
+        order: of a sorted batch.
     """
     return _Join(lengths, set() if per_piece is None else per_piece, order).of(list(outputs), ())
 
 
 class PerPiece(list[Any]):
-    """Values that a step function returns once per piece and not once per sample, in order: a mean loss, a confusion matrix.
+    """Values that come once per piece and not once per sample: a mean loss, a confusion matrix.
 
     Attributes:
         lengths: samples of each piece.
@@ -75,21 +82,21 @@ class PerPiece(list[Any]):
         self.lengths = tuple(lengths)
 
     def mean(self) -> Any:
-        """The mean over the samples, of values that are means over their piece's."""
+        """Return the mean over all samples, where each value is the mean over its piece."""
         total = sum(self.lengths)
         return self._combined([length / total for length in self.lengths])
 
     def sum(self) -> Any:
-        """The sum, of values that are sums over their piece."""
+        """Return the sum over all samples, where each value is the sum over its piece."""
         return self._combined([1] * len(self))
 
     def _combined(self, weights: Sequence[float]) -> Any:
         return reduce(add, [value * weight for value, weight in zip(self, weights, strict=True)])
 
 
-# A place: path, type and shape of a row of a tensor that once had another number of rows than its
-# piece had samples. A matrix of four classes is not taken for four samples where pieces have four.
-_MOST_PLACES = 256  # remembered: outputs of another shape in each call must not fill the memory
+# A place is the path, type and row shape of a tensor that once had another number of rows than its
+# piece had samples. So a matrix of four classes is not taken for the samples of a piece of four.
+_MOST_PLACES = 256  # outputs of another shape in each call must not fill the memory
 _CONSTANT = (str, bytes, bool, Enum, torch.dtype, torch.device)
 
 
@@ -126,7 +133,7 @@ class _Join:
             or getattr(value, "layout", torch.strided) is not torch.strided
             for value in values
         ):
-            return PerPiece(values, self.lengths)  # a nested one can be without a shape
+            return PerPiece(values, self.lengths)  # a nested tensor can be without a shape
         places = [(*path, value.dtype, value.shape[1:]) for value in values]
         sized = list(zip(places, values, self.lengths, strict=True))
         if len(self.per_piece) < _MOST_PLACES:
@@ -143,14 +150,9 @@ class _Join:
             and len({value.ndim for value in values}) == 1
         ):
             values = self.order.padded(values)
-        # not where padded per piece
-        alike = (
-            len(
-                {(value.shape[1:], value.dtype, getattr(value, "device", None)) for value in values}
-            )
-            == 1
-        )
-        if not by_sample or not alike or not self.per_piece.isdisjoint(places):
+        # tensors that were padded per piece differ in shape
+        forms = {(value.shape[1:], value.dtype, getattr(value, "device", None)) for value in values}
+        if not by_sample or len(forms) > 1 or not self.per_piece.isdisjoint(places):
             return PerPiece(values, self.lengths)
         concatenate = (
             torch.cat if isinstance(values[0], Tensor) else sys.modules["numpy"].concatenate
@@ -159,7 +161,10 @@ class _Join:
         return joined if self.order is None else joined[self.order.ranks]
 
     def _list(self, lists: list[Any], kind: Kind, path: Path) -> Any:
-        """Lists as long as their pieces hold items; where tensors directly in them could be fields just as well, they are fields, as in a batch."""
+        """Join lists that are as long as their pieces: they hold items.
+
+        Where tensors directly in them could be fields as well, they are fields, as in a batch.
+        """
         if len(set(self.lengths)) == 1 and any(Role.TENSOR in roles_in(each) for each in lists):
             fields = [
                 self.of(list(parts), (*path, i)) for i, parts in enumerate(zip(*lists, strict=True))
@@ -167,14 +172,9 @@ class _Join:
             if not any(isinstance(field, PerPiece) for field in fields):
                 return kind.put(lists[0], dict(enumerate(fields)))
         items = list(chain.from_iterable(lists))
-        return kind.put(
-            lists[0],
-            dict(
-                enumerate(
-                    items if self.order is None else [items[rank] for rank in self.order.ranks]
-                )
-            ),
-        )
+        if self.order is not None:
+            items = [items[rank] for rank in self.order.ranks]
+        return kind.put(lists[0], dict(enumerate(items)))
 
     def _fields(self, values: list[Any], kind: Kind, path: Path) -> Any:
         parts = [kind.take(value) for value in values]
@@ -184,5 +184,5 @@ class _Join:
         try:
             return kind.put(values[0], joined)
         except BatchError:
-            # a type that takes certain values only, such as torch.Size
+            # a type such as torch.Size takes certain values only
             return PerPiece(values, self.lengths)

@@ -1,18 +1,18 @@
-"""How a batch is read: which of its values hold samples, along which dimension, and in which lists.
+"""The layout of a batch: which values hold samples, along which dimension, in which lists.
 
-In this order:
+A value is read by the first rule that applies:
 
-1. what `dims` says: a dimension, `whole(...)`, `items(...)` or `fields(...)`;
+1. `dims` names it: a dimension, `cut.whole(...)`, `cut.items(...)` or `cut.fields(...)`;
 2. a tensor (or numpy array) with at least one dimension holds one sample per index of dim 0; 0-d
-  tensors, numbers, strings and None pass whole;
-3. mappings, tuples, dataclasses and lists that hold a tensor with rows directly (as
-  `default_collate` makes of `(x, y)` samples) hold fields;
+   tensors, numbers, strings and None pass whole;
+3. mappings, tuples and dataclasses hold fields, and so do lists that hold a tensor with rows
+   directly (as `default_collate` makes of `(x, y)` samples);
 4. lists and tuples of texts, and lists of numbers, 0-d tensors or other plain objects, hold one
-  item per sample;
-5. lists of containers are per-sample items if their length is N, fields if the tensors in them have
-  length N, and an error if both are true;
+   item per sample;
+5. lists of containers hold items if their length is N, fields if the tensors in them have length N,
+   and are an error if both are true;
 6. where neither types nor shapes decide, a BatchError names the value and the line to add: nothing
-  is guessed.
+   is guessed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from elastic_mbs.batch.containers import (
     to_register,
     walk,
 )
-from elastic_mbs.batch.splitters import Dims, ListLayout, type_name
+from elastic_mbs.batch.cut import Dims, ListLayout
+from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
 
@@ -64,12 +65,13 @@ class Node:
     value: Any
     kind: Kind
     dim: int = 0
-    size: int = -1  # samples; of fields, whether any of them are cut at all
-    # passed whole, with numpy arrays in it: they have no version that would show an edit in place
+    size: int = -1  # samples; of fields, that of its largest part: -1 where none is cut
+    # passed whole with numpy arrays in it, which have no version that would show an edit in place
     copied: bool = False
     children: dict[Any, Node] = field(default_factory=dict)
 
     def piece(self, start: int, stop: int) -> Any:
+        """Return samples `start` to `stop` of the value."""
         cut, value = self.cut, self.value
         if cut is Cut.NARROW:
             return value.narrow(self.dim, start, stop - start)
@@ -86,13 +88,13 @@ class Node:
         return fresh(value) if self.copied else value
 
     def with_items(self, items: Sequence[Any]) -> Any:
-        """A new list of some of the items."""
+        """Return a new list of some of the items."""
         if roles_in(items) & {Role.LIST, Role.FIELDS, Role.ARRAY}:
             items = [fresh(item) for item in items]  # an edit of an item must not reach a replay
         return self.kind.put(self.value, dict(enumerate(items)))
 
     def rebuilt(self, fn: Callable[[Node], Any]) -> Any:
-        """New containers, with what `fn` gives for each node that has no parts."""
+        """Return new containers with `fn(node)` in the place of each node without parts."""
         if self.cut is not Cut.FIELDS:
             return fn(self)
         return self.kind.put(
@@ -100,7 +102,7 @@ class Node:
         )
 
     def ends(self) -> list[Node]:
-        """The nodes below that have no parts, in order; itself where it has none."""
+        """Return the nodes below that have no parts, in order; itself where it has none."""
         if not self.children:
             return [self]
         found = []
@@ -115,13 +117,13 @@ class Node:
 
 _NOT_GIVEN = object()
 _CONTAINERS = frozenset({Role.LIST, Role.FIELDS, Role.ARRAY, Role.CUSTOM})
-# tensors of one shape in a list that are still taken as fields: ids, masks and labels of a text are
-# some, a picture's crops more
+# Tensors of one shape in a list are taken as fields up to this number: ids, masks and labels of a
+# text are fewer, the crops of a picture more.
 MANY = 7
 
 
 class Layout:
-    """Reads one batch into a tree of nodes."""
+    """One batch, read into a tree of nodes."""
 
     def __init__(self, dims: Dims, known: dict[Path, ListLayout]) -> None:
         self.dims = dims
@@ -136,37 +138,26 @@ class Layout:
         return next((self.dims[name] for name in suffixes(path) if name in self.dims), _NOT_GIVEN)
 
     def read(self, value: Any, path: Path = (), inherited: Any = _NOT_GIVEN) -> Node:
-        """The node of a value; open lists and unclear tuples are collected."""
+        """Return the node of a value, and collect the open lists and unclear tuples below it."""
         given = self.given(path) if self.dims else _NOT_GIVEN
         if given is _NOT_GIVEN:
             given = inherited
         kind = kind_of(type(value))
         role = kind.role
         if given is None or role is Role.SCALAR:
-            return Node(
-                Cut.WHOLE,
-                path,
-                value,
-                kind,
-                copied=given is None and bool(tensors_in(value, (Role.ARRAY,))),
-            )
+            copied = given is None and bool(tensors_in(value, (Role.ARRAY,)))
+            return Node(Cut.WHOLE, path, value, kind, copied=copied)
         if role is Role.TENSOR or role is Role.ARRAY:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
-            # a tuple of texts is what `default_collate` makes of them
-            texts = (
-                given is not ListLayout.FIELDS
-                and type(value) is tuple
-                and bool(value)
-                and all(isinstance(part, str | bytes) for part in value)
-            )
-            return (
-                self._items(value, path, kind, given)
-                if texts or given is ListLayout.ITEMS
-                else self._fields(value, path, kind, given)
-            )
+            as_items = given is ListLayout.ITEMS or _is_collated_text(value, given)
+            read = self._items if as_items else self._fields
+            return read(value, path, kind, given)
         if role is Role.LIST:
             return self._list(value, path, kind, given)
+        return self._custom(value, path, kind, given)
+
+    def _custom(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.splitter is None:
             raise _refusal(
                 path, f"of type {type_name(type(value))}", f"{kind.why}: {to_register(type(value))}"
@@ -223,29 +214,28 @@ class Layout:
         if given is _NOT_GIVEN and not _has_rows(value, roles):
             given = self.known.get(path, given) if roles & _CONTAINERS else ListLayout.ITEMS
             if given is _NOT_GIVEN:
-                node, fields = (
-                    Node(Cut.ITEMS, path, value, kind, size=len(value)),
-                    Node(Cut.FIELDS, path, value, kind),
-                )
-                layout = Layout(self.dims, self.known)
-                try:
-                    fields = layout._fields(value, path, kind, given)
-                except BatchError:
-                    layout = Layout({}, {})  # without a length it is not taken
-                self.open.append((node, fields, layout))
-                return node
+                return self._open_list(value, path, kind)
         plain = isinstance(given, int) and not roles & (_CONTAINERS | {Role.TENSOR})
-        return (
-            self._items(value, path, kind, given)
-            if plain or given is ListLayout.ITEMS
-            else self._fields(value, path, kind, given)
-        )
+        read = self._items if plain or given is ListLayout.ITEMS else self._fields
+        return read(value, path, kind, given)
+
+    def _open_list(self, value: Any, path: Path, kind: Kind) -> Node:
+        """Return a list as items, and remember its reading as fields until N is known."""
+        node = Node(Cut.ITEMS, path, value, kind, size=len(value))
+        fields = Node(Cut.FIELDS, path, value, kind)
+        layout = Layout(self.dims, self.known)
+        try:
+            fields = layout._fields(value, path, kind, _NOT_GIVEN)
+        except BatchError:
+            layout = Layout({}, {})  # fields without a length are not chosen
+        self.open.append((node, fields, layout))
+        return node
 
     def _items(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.role is not Role.LIST and type(value) is not tuple:
             raise BatchError(
-                f"{where(path)} is of type {type_name(type(value))}, and items() is for lists and "
-                "tuples"
+                f"{where(path)} is of type {type_name(type(value))}, and cut.items() is for lists "
+                "and tuples"
             )
         if isinstance(given, int) and given not in (0, -1):
             raise BatchError(
@@ -257,7 +247,7 @@ class Layout:
         return node
 
     def _check_attributes(self, node: Node) -> None:
-        """Refuses what every piece would get of the whole batch, unless `dims` says that this is right."""
+        """Refuse values that every piece would get whole, unless `dims` allows it."""
         value, parts = node.value, {key: child.value for key, child in node.children.items()}
         suspects = dict.fromkeys(
             row_attributes(value, parts), "is an attribute next to the parts of"
@@ -273,14 +263,14 @@ class Layout:
         for name, what in suspects.items():
             path = (*node.path, name)
             if self.given(path) is not None:
-                remedy = f"if that is right: dims={call('whole', path)}\n  if not: make it a part, or {to_register(type(value))}"
                 raise BatchError(
                     f"{where(path)} {what} {type_name(type(value))}: every piece would get the "
-                    f"whole batch's\n  {remedy}"
+                    f"whole batch's\n  if that is right: dims={call('whole', path)}\n  if not: "
+                    f"make it a part, or {to_register(type(value))}"
                 )
 
     def lengths(self, root: Node) -> set[int]:
-        """The lengths that the batch can have, with the open lists read either way."""
+        """Return the lengths that the batch can have, with the open lists read either way."""
         choices = [{node.size} | layout.lengths(fields) for node, fields, layout in self.open]
         undecided = [node for node, _, _ in self.open]
         sizes = {end.size for end in root.ends() if end.size >= 0 and end not in undecided}
@@ -289,9 +279,9 @@ class Layout:
         return set.intersection(*choices) if choices else set()
 
     def decide(self, length: int) -> None:
-        """Decides the open lists.
+        """Decide the open lists.
 
-        A batch of one sample is not remembered: both readings give the same, only, piece.
+        A batch of one sample is not remembered: both readings give the same single piece.
         """
         for node, fields, layout in self.open:
             as_fields = length in layout.lengths(fields)
@@ -307,14 +297,8 @@ class Layout:
                 )
 
     def finish(self, root: Node) -> int:
-        """N, once everything is decided."""
-        if self.open:
-            lengths = self.lengths(root)
-            # and nothing else is cut
-            if len(lengths) > 1 and any(node.size != 1 for node, _, _ in self.open):
-                node = self.open[0][0]
-                raise BatchError(_two_readings([node], min(lengths - {node.size})))
-            self.decide(1 if len(lengths) > 1 else max(lengths, default=-1))
+        """Decide what is open, and return the number of samples."""
+        self._close(root)
         if self.unclear:
             node = self.unclear[-1]  # the outermost: its parts come before it
             raise BatchError(
@@ -324,18 +308,14 @@ class Layout:
                 f"dims={call('whole', node.path)}"
             )
         self.ends = root.ends()
-        sizes = set()
-        for end in self.ends:
-            if end.size >= 0:
-                self.leaves.append(end)
-                sizes.add(end.size)
+        self.leaves = [end for end in self.ends if end.size >= 0]
+        sizes = {leaf.size for leaf in self.leaves}
         if len(sizes) > 1:
             raise BatchError(self._disagreement(root.value))
         if not sizes:
-            what = f"there is nothing to cut in the batch (type {type_name(type(root.value))})"
             raise BatchError(
-                f"{what}: no tensor with a dimension and no list of samples\n  every part of it "
-                "passes whole"
+                f"there is nothing to cut in the batch (type {type_name(type(root.value))}): no "
+                "tensor with a dimension and no list of samples\n  every part of it passes whole"
             )
         size = sizes.pop()
         if not size:
@@ -347,38 +327,53 @@ class Layout:
             raise BatchError(_two_readings(lists, size))
         return size
 
+    def _close(self, root: Node) -> None:
+        """Decide the open lists by the length on which the batch agrees."""
+        if not self.open:
+            return
+        lengths = self.lengths(root)
+        if len(lengths) < 2:
+            self.decide(max(lengths, default=-1))
+            return
+        # nothing else is cut, and a batch of one sample has one piece either way
+        if any(node.size != 1 for node, _, _ in self.open):
+            node = self.open[0][0]
+            raise BatchError(_two_readings([node], min(lengths - {node.size})))
+        self.decide(1)
+
     def _could_be_samples(self, root: Node) -> list[Node]:
-        """Fields that could be the samples: many alike tensors in a list, or lists of one length that are all there is (zip(*samples))."""
+        """Return fields that could be the samples.
+
+        Either many alike tensors in a list, or lists of one length that are all there is
+        (`zip(*samples)`).
+        """
         first, *others = root.children.values()
         if first.cut is not Cut.FIELDS and len(root.children) <= MANY:
             return []
         lists = [first, *others] if first.cut is Cut.FIELDS else [root]
-        if any(
-            type(each.value) not in (list, tuple)
-            or each.cut is not Cut.FIELDS
-            or self.given(each.path) is not _NOT_GIVEN
-            for each in lists
-        ):
+        if not all(self._is_unsaid_list(each) for each in lists):
             return []
         counts = {len(each.value) for each in lists}
         if len(lists) > 1:
             return lists if len(counts) == 1 and counts != {1} else []
         if counts.pop() <= MANY:
             return []
+        forms = {
+            (getattr(end.value, "shape", None), getattr(end.value, "dtype", None))
+            for end in lists[0].ends()
+        }
+        return lists if len(forms) == 1 else []
+
+    def _is_unsaid_list(self, node: Node) -> bool:
+        """Return whether a node is a list or tuple that was read as fields without being told."""
         return (
-            lists
-            if len(
-                {
-                    (getattr(end.value, "shape", None), getattr(end.value, "dtype", None))
-                    for end in lists[0].ends()
-                }
-            )
-            == 1
-            else []
+            type(node.value) in (list, tuple)
+            and node.cut is Cut.FIELDS
+            and self.given(node.path) is _NOT_GIVEN
         )
 
     def _disagreement(self, batch: Any) -> str:
-        """Names each leaf and its shape, and the line to add for each length that the batch can have."""
+        """Return a text with each leaf, its shape, and the line to add for each possible length."""
         places: list[tuple[Path, Any]] = [((), batch), *walk(batch)]
         lists = {
             path: len(value)
@@ -407,7 +402,8 @@ class Layout:
         )
 
     def _line_to_add(self, lists: dict[Path, int], length: int) -> str:
-        dims, said = [], dict[Path, str]()
+        dims: list[str] = []
+        said: dict[Path, str] = {}
         for leaf in self.leaves:
             parent = leaf.path[:-1]
             if leaf.size == length:
@@ -425,8 +421,18 @@ class Layout:
         return "dims=" + " | ".join(([f"{{{', '.join(dims)}}}"] if dims else []) + ways)
 
 
+def _is_collated_text(value: Any, given: Any) -> bool:
+    """Return whether a value is a tuple of texts, as `default_collate` makes of them."""
+    return (
+        given is not ListLayout.FIELDS
+        and type(value) is tuple
+        and bool(value)
+        and all(isinstance(part, str | bytes) for part in value)
+    )
+
+
 def _has_rows(value: Any, roles: set[Role]) -> bool:
-    """Whether a list holds tensors, and more than 0-d ones and numbers, which would be one item per sample."""
+    """Return whether a list holds tensors with rows; 0-d ones and numbers are items."""
     return Role.TENSOR in roles and (
         not roles <= {Role.TENSOR, Role.SCALAR}
         or any(isinstance(part, Tensor) and part.ndim > 0 for part in value)
@@ -442,15 +448,16 @@ def quoted(path: Path) -> str:
 
 
 def call(helper: str, *paths: Path) -> str:
-    """A call of `whole`, `items` or `fields`, ready to paste after `dims=`."""
-    return f"{helper}({', '.join([quoted(path) for path in paths if path])})"
+    """Return a call of `cut.whole`, `cut.items` or `cut.fields` to paste after `dims=`."""
+    return f"cut.{helper}({', '.join([quoted(path) for path in paths if path])})"
 
 
 def _line(leaf: Node) -> str:
-    """One line on a leaf: its path, its shape, and the dimension it is cut along."""
+    """Return one line on a leaf: its path, its shape, and the dimension it is cut along."""
     if leaf.cut in (Cut.NARROW, Cut.COPY):
         return f"{where(leaf.path)}: shape {tuple(leaf.value.shape)}, {leaf.size} on dim {leaf.dim}"
-    return f"{where(leaf.path)}: {type_name(type(leaf.value))} of {leaf.size} {'samples' if leaf.cut is Cut.CUSTOM else 'items'}"
+    unit = "samples" if leaf.cut is Cut.CUSTOM else "items"
+    return f"{where(leaf.path)}: {type_name(type(leaf.value))} of {leaf.size} {unit}"
 
 
 def _refusal(path: Path, what: str, remedy: str) -> BatchError:
@@ -462,5 +469,9 @@ def _refusal(path: Path, what: str, remedy: str) -> BatchError:
 
 def _two_readings(lists: list[Node], samples: int) -> str:
     paths = [node.path for node in lists]
-    ways = f"as {len(lists[0].value)} items, one per sample, or as {len(lists[0].value)} fields of {samples} samples each"
-    return f"{where(paths[0])} can be read in two ways: {ways}\n  items: dims={call('items', *paths)}\n  fields: dims={call('fields', *paths)}"
+    length = len(lists[0].value)
+    return (
+        f"{where(paths[0])} can be read in two ways: as {length} items, one per sample, or as "
+        f"{length} fields of {samples} samples each\n"
+        f"  items: dims={call('items', *paths)}\n  fields: dims={call('fields', *paths)}"
+    )

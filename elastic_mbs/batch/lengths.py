@@ -1,13 +1,14 @@
-"""Samples sorted by length: pieces of similar ones, without the padding that only the whole batch needs.
+"""Samples sorted by length, so that a piece has no padding that only other pieces need.
 
-A tensor or array is trimmed, in each piece, to its longest sample, along
+In each piece a tensor or array is trimmed to its longest sample, along
 
-1. the dimension that `trim` says; None: it is never trimmed;
-2. else its first dimension beside that of the samples, if that is as long as the mask (of a
-  function: not shorter than the longest sample), and all
-   that it holds beyond each sample's length is one value. So nothing is lost that is not padding,
-   whatever the shapes are by accident: class scores, a target sequence. What was once found to be
-   otherwise is passed as it is from then on.
+1. the dimension that `trim` names; with None it is never trimmed;
+2. else its first dimension beside that of the samples, under two conditions. The dimension is as
+   long as the mask (with a function: not shorter than the longest sample). And beyond the length of
+   each sample the tensor holds one and the same value.
+
+So only padding is lost, even where class scores or a target sequence have the same shape by
+accident. A tensor that once held more than padding is never trimmed again.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Sorted:
     lengths: list[int]  # in this order
     costs: Costs
     trims: dict[int, int]  # by the id of a node: the dimension along which it is trimmed
-    # the order, on each device of the batch's
+    # the order, on each device of the batch
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def piece(self, root: Node, start: int, stop: int) -> Any:
-        """Samples `start` to `stop` in this order, trimmed: copies in new containers."""
+        """Return samples `start` to `stop` in this order, trimmed: copies in new containers."""
         return root.rebuilt(lambda end: self._gathered(end, start, stop))
 
     def _gathered(self, end: Node, start: int, stop: int) -> Any:
@@ -62,7 +63,7 @@ class Sorted:
 
 
 class ByLength:
-    """How the batches of one runtime are sorted and trimmed."""
+    """The way to sort and trim the batches of one runtime."""
 
     def __init__(
         self, length: Length, trim: Trim | None, warn_once: Callable[[str, str], None]
@@ -82,13 +83,13 @@ class ByLength:
                 )
         self._length, self._trim = length, {str(name): dim for name, dim in (trim or {}).items()}
         self._warn_once = warn_once
-        self._untrimmed: set[Path] = set()  # found to be no padded sequences
+        self._untrimmed: set[Path] = set()  # places that once held more than padding
 
     @classmethod
     def of(
         cls, pieces: str, length: Length, trim: Trim | None, warn_once: Callable[[str, str], None]
     ) -> ByLength | None:
-        """What the options of a runtime ask for."""
+        """Return the sorting that the options of a runtime ask for; None for none."""
         if pieces == "in_order" and (length is not None or trim is not None):
             raise UsageError(
                 "length= and trim= say how samples are sorted by length: they go with "
@@ -97,7 +98,7 @@ class ByLength:
         return cls(length, trim, warn_once) if pieces == "by_length" else None
 
     def read(self, batch: Any, ends: Sequence[Node], samples: int) -> Sorted | None:
-        """The batch in order of length; None where there is nothing to sort and nothing to trim."""
+        """Return the batch in order of length; None where nothing is to be sorted or trimmed."""
         for end in ends:
             if end.cut is Cut.CUSTOM:
                 raise BatchError(
@@ -120,7 +121,7 @@ class ByLength:
         return Sorted(order.tolist(), each, Costs(_elements(ends, trims, each)), trims)
 
     def _lengths(self, batch: Any, ends: Sequence[Node], samples: int) -> tuple[Tensor, int | None]:
-        """Lengths of the samples on the host, at least 1, and the padded length where a mask says it."""
+        """Return the samples' lengths, at least 1, on the host, and the width of a mask."""
         if not callable(self._length):
             return self._read_mask(batch, ends)
         given = self._length(batch)
@@ -168,12 +169,11 @@ class ByLength:
                 f"length=lambda batch: (batch[{name!r}] == 0).sum(1)"
             )
         width = valid.shape[1]
-        return torch.where(valid, torch.arange(1, width + 1, device=valid.device), 0).amax(
-            1
-        ).cpu(), width
+        positions = torch.arange(1, width + 1, device=valid.device)
+        return torch.where(valid, positions, 0).amax(1).cpu(), width
 
     def _dim_of(self, end: Node, lengths: Tensor, width: int | None) -> int | None:
-        """The dimension along which a value is trimmed."""
+        """Return the dimension along which a value is trimmed; None where it is not."""
         if end.cut not in (Cut.NARROW, Cut.COPY):
             return None
         shape, longest = tuple(end.value.shape), int(lengths.max())
@@ -212,7 +212,7 @@ class ByLength:
 
 
 def _is_padding(end: Node, dim: int, lengths: Tensor) -> bool:
-    """Whether a value is one and the same wherever it is beyond the length of its sample."""
+    """Return whether a tensor holds one and the same value beyond the length of each sample."""
     value = torch.as_tensor(end.value).movedim((end.dim, dim), (0, 1))
     least, shortest = (int(found) for found in lengths.min(0))
     if least >= value.shape[1]:
@@ -224,10 +224,10 @@ def _is_padding(end: Node, dim: int, lengths: Tensor) -> bool:
 
 
 def _elements(ends: Sequence[Node], trims: Mapping[int, int], lengths: Sequence[int]) -> list[int]:
-    """Elements of each sample once it is trimmed to its length."""
+    """Return the elements of each sample once it is trimmed to its length."""
     by_position = by_sample = 0.0
     for end in ends:
-        if end.cut is Cut.ITEMS:  # taken to grow with the length
+        if end.cut is Cut.ITEMS:  # assumed to grow with the length
             by_position += sum(tensor.numel() for tensor in tensors_in(end.value)) / sum(lengths)
         elif end.cut is not Cut.WHOLE:
             elements = end.value.numel() if end.cut is Cut.NARROW else end.value.size

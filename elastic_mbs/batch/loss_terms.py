@@ -1,4 +1,4 @@
-"""The loss and the outputs in what `loss_fn` returned, and the weighted sum of its terms."""
+"""The loss and the outputs in the result of `loss_fn`, and the weighted sum of the terms."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 
 from elastic_mbs.errors import LossError
 
-Terms = dict[str | None, torch.Tensor]  # by the names of their counts; a single loss goes by None
+Terms = dict[
+    str | None, torch.Tensor
+]  # by the names of their counts; a single loss has the name None
 
 _WAYS = "return the loss, (loss, outputs), an object with .loss, or a dict with 'loss'"
 
 
 def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
-    """The loss terms in what `loss_fn` returned, one for each of `names` (None: a single loss), and the outputs."""
+    """Return the loss terms, one for each of `names` (None: a single loss), and the outputs."""
     if value is None:
         raise LossError(f"loss_fn returned None; is a `return` missing? {_WAYS}")
     loss, outputs = _separate(value, names)
@@ -46,7 +48,7 @@ def read_losses(value: Any, names: tuple[str, ...] | None) -> tuple[Terms, Any]:
 def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
     if isinstance(value, torch.Tensor):
         return value, None
-    # A mapping or an object with the loss in it is the outputs, too.
+    # a mapping or an object with the loss in it is also the outputs
     if isinstance(value, Mapping):
         if "loss" in value and (names is None or "loss" not in names):
             return value["loss"], value
@@ -60,9 +62,8 @@ def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
     if loss is not None:
         return loss, value
     if isinstance(value, tuple | list) and value:
-        return value[0], (
-            None if len(value) == 1 else value[1] if len(value) == 2 else tuple(value[1:])
-        )
+        outputs = value[1] if len(value) == 2 else tuple(value[1:]) or None
+        return value[0], outputs
     raise LossError(f"loss_fn returned a {type(value).__name__}, which has no loss in it; {_WAYS}")
 
 
@@ -76,12 +77,16 @@ def _scalar(loss: Any, what: str) -> torch.Tensor:
         )
     if not loss.is_floating_point():
         raise LossError(f"{what} has dtype {loss.dtype}; it must be a real floating-point scalar")
-    return loss if loss.ndim == 0 else loss.reshape(())  # not a view: a failed attempt detaches it
+    # a 0-d loss is returned itself and not as a view: a failed attempt detaches it
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def is_plain(loss: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is a scalar with a graph, in full precision, as nearly every `loss_fn` returns: nothing has to be read from it."""
-    # what has no graph is a leaf
+    """Return whether a loss is a scalar with a graph, in full precision, as most are.
+
+    There is nothing to read from such a loss.
+    """
+    # a tensor without a graph is a leaf
     return (
         type(loss) is torch.Tensor and loss.dtype in _FULL and loss.ndim == 0 and not loss.is_leaf
     )
@@ -91,9 +96,9 @@ _FULL = frozenset({torch.float32, torch.float64})
 
 
 def weighted_sum(terms: Terms, weights: Mapping[str | None, float]) -> torch.Tensor:
-    """Σ weight · term, as a scalar with a graph."""
-    # A mean over no terms is NaN, and so is NaN · 0; a small weight would cost a half-precision
-    # loss bits.
+    """Return Σ weight · term, a scalar with a graph."""
+    # A term of weight 0 is left out: a mean over nothing is NaN, and so is NaN · 0. A small weight
+    # would cost a half-precision loss bits.
     parts = [
         (term if term.dtype in _FULL else term.float()) * weights[name]
         for name, term in terms.items()

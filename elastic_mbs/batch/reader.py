@@ -1,4 +1,4 @@
-"""Reading the batches of one runtime."""
+"""The reading of a runtime's batches: samples, counts, and warnings at the first look."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from elastic_mbs.batch.counts import CountFn, Counts, looks_like_token_labels
+from elastic_mbs.batch.cut import Dims
 from elastic_mbs.batch.lengths import ByLength
-from elastic_mbs.batch.splitters import Dims
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError, UsageError
 
@@ -17,7 +17,10 @@ Count = CountFn | Mapping[str, CountFn | None] | None
 
 
 class BatchReader:
-    """Reads batches as samples with their counts, as `dims` and `count` say, and warns about the first one of each loss function."""
+    """The reader of one runtime: batches as samples with counts, as `dims` and `count` say.
+
+    It warns once about the first batch of each loss function.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class BatchReader:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> BatchView:
-        """The batch as samples; the first one of each loss function is looked at."""
+        """Return the batch as samples, after a look at the first one of each loss function."""
         view = BatchView(batch, self._dims, self._known_lists.get(name), self._by_length)
         self._known_lists[name] = view.known_lists
         if name not in self._looked_at:
@@ -72,15 +75,15 @@ class BatchReader:
         *,
         training: bool,
     ) -> tuple[BatchView, Counts]:
-        """The batch as samples, with its counts; an evaluation counts samples.
+        """Return the batch as samples, with its counts; an evaluation counts samples.
 
-        Can be repeated where memory ran out.
+        May be repeated where memory ran out.
         """
         view = self.view(batch, name, training=training, args=given[0], kwargs=given[1])
         return view, Counts.read(self._count if training else None, view)
 
     def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
-        """The first samples of a batch, with their counts."""
+        """Return the first samples of a batch, with their counts."""
         view = BatchView(batch, self._dims)
         few = BatchView(
             view.piece(0, max(1, min(samples, view.length))),
@@ -88,12 +91,12 @@ class BatchReader:
             view.known_lists,
             self._by_length,
         )
-        if few.sorted is not None:  # as a batch that lies in this order: the report looks into it
+        if few.sorted is not None:  # a batch that lies in its order, which a report can read
             few = BatchView(few.piece(0, few.length), self._dims, view.known_lists, self._by_length)
         return few, Counts.read(self._count, few)
 
     def totals(self, batch: Any) -> tuple[Any, int]:
-        """The counts of a whole batch and its length; zeros for one that cannot be cut, because nothing has to be cut."""
+        """Return the total count of a whole batch and its length; 0 where it cannot be cut."""
         try:
             view = BatchView(batch, self._dims)
         except BatchError:
@@ -109,10 +112,16 @@ def first_look(
     arguments: Iterable[Any] = (),
     named: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """(topic, sentence) of each warning.
+    """Yield (topic, sentence) of each warning about a batch.
 
-    It can read labels, so it is for the first batch only. `counted`: the loss is right without
-    counts.
+    It may read the labels, so it is for the first batch only.
+
+    Args:
+        view: the batch.
+        training: whether gradients are wanted.
+        counted: the loss is right without counts.
+        arguments: positional arguments of the loss function after the batch.
+        named: its keyword arguments.
     """
     label = looks_like_token_labels(view) if training and not counted else None
     if label is not None:

@@ -1,4 +1,4 @@
-"""Which samples of a batch still have to run: ranges, cut into pieces of the size of the moment, each with its weights."""
+"""The samples of a batch that still have to run: ranges, cut into pieces of the present size."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.controller.partition import Costs, partition
 
-# of each loss of a piece, by the name of its count; a single loss goes by None
+# of each loss of a piece, by the name of its count; a single loss has the name None
 Weights = Mapping[str | None, float]
 
 
 @dataclass(slots=True)
 class Range:
-    """Samples start:stop of the batch that still have to be run."""
+    """Samples start:stop of the batch that still have to run."""
 
     start: int
     stop: int
-    # ids of the leaves that an attempt that failed half-way has already contributed to
+    # ids of the leaves that have a commit of an attempt that failed half-way
     committed: frozenset[int] = frozenset()
     weights: Weights | None = None  # of a piece; None where nothing in it counts
 
@@ -47,13 +47,13 @@ class Schedule:
         self.restart()
 
     def restart(self) -> None:
-        """Drops all progress: the batch runs from its start."""
+        """Drop all progress: the batch runs from its start."""
         self._rests = [Range(0, self._counts.n)]
-        self._pieces: list[Range] = []  # of the rest that was cut last; the next one is at the end
-        self.skipped: list[tuple[int, int]] = []  # not handed out, because nothing in them counts
+        self._pieces: list[Range] = []  # of the rest that was cut last, the next piece at the end
+        self.skipped: list[tuple[int, int]] = []  # pieces left out because nothing in them counts
 
     def next(self, size: int) -> Range | None:
-        """The next piece, of at most `size` samples; None at the end."""
+        """Return the next piece, of at most `size` samples; None at the end."""
         if size != self._size:
             self._join()
             self._size = size
@@ -74,7 +74,7 @@ class Schedule:
 
     @property
     def upcoming(self) -> Range | None:
-        """The piece that `next` gives, where it is cut already and the size stays; None where that is not known."""
+        """The piece that `next` gives if the size stays; None where it is not cut yet."""
         return next((piece for piece in reversed(self._pieces) if piece.weights is not None), None)
 
     def _cut(self, rest: Range, size: int) -> tuple[tuple[int, int], ...]:
@@ -85,26 +85,29 @@ class Schedule:
         )
 
     def worth(self, piece: Range) -> int:
-        """The size at which a piece is cut, in samples."""
+        """Return the size at which a piece is cut, in samples."""
         return len(piece) if self._costs is None else self._costs.worth(piece.start, piece.stop)
 
     def can_split(self, piece: Range, size: int) -> bool:
         return len(self._cut(piece, size)) > 1
 
     def halve(self, failed: Range) -> bool:
-        """Halves a piece of short samples that is worth no more than the smallest size: its elements do not say what it takes. False for others."""
+        """Halve a piece of short samples that failed at the smallest size; False for others.
+
+        Its elements did not predict its memory, so its samples are bounded too.
+        """
         if self._costs is None:
             return False
         self._most = max(1, len(failed) // 2)
         return self.can_split(failed, self._size)
 
     def push(self, failed: Range) -> None:
-        """Puts a piece back that has to run again, before all others."""
+        """Put a piece back that has to run again, before all others."""
         self._join()
         self._rests.append(failed)
 
     def missing(self) -> list[Range]:
-        """The ranges not handed out yet, in no order."""
+        """Return the ranges not handed out yet, in no order."""
         self._join()
         return list(self._rests)
 
@@ -112,7 +115,7 @@ class Schedule:
         return bool(self._pieces or self._rests)
 
     def _join(self) -> None:
-        """Undoes the last cut."""
+        """Undo the last cut."""
         if self._pieces:
             self._rests.append(
                 Range(self._pieces[-1].start, self._pieces[0].stop, self._pieces[0].committed)

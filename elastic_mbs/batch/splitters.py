@@ -1,10 +1,9 @@
-"""What shapes and types do not say of a batch: `dims`, and how a type of the user's is measured, cut and moved."""
+"""Types that the user registers: how each is measured, cut and moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
@@ -12,54 +11,8 @@ from torch import Tensor
 from elastic_mbs.errors import BatchError
 
 
-class ListLayout(Enum):
-    """How a list is read whose type does not say."""
-
-    ITEMS = auto()  # one item per sample
-    FIELDS = auto()  # each element holds all samples
-
-
-# Name, dotted path or index → dimension of the samples, None (pass whole) or a `ListLayout`. The
-# empty name is the batch itself.
-Dims = Mapping[Any, int | ListLayout | None]
-
-
-def whole(*names: str | int) -> dict[str, Any]:
-    """`dims` for parts that every piece gets whole: `dims=whole("class_weights")`."""
-    return {str(name): None for name in names}
-
-
-def items(*names: str | int) -> dict[str, Any]:
-    """`dims` for lists or tuples that hold one item per sample: `dims=items("images")`; without a name, the batch itself."""
-    return {str(name): ListLayout.ITEMS for name in names or ("",)}
-
-
-def fields(*names: str | int) -> dict[str, Any]:
-    """`dims` for lists whose elements each hold all samples: `dims=fields("views")`; without a name, the batch itself."""
-    return {str(name): ListLayout.FIELDS for name in names or ("",)}
-
-
-def checked(dims: Any) -> dict[str, Any]:
-    """`dims` with every key as text."""
-    if not isinstance(dims, Mapping):
-        raise BatchError(
-            f'dims must be a mapping such as {{"position_ids": 1}} or whole("mask"), not {dims!r}'
-        )
-    for key, value in dims.items():
-        if isinstance(key, bool) or not isinstance(key, str | int):
-            raise BatchError(
-                f"dims has the key {key!r}: a key is a name, a dotted path or an index"
-            )
-        if isinstance(value, bool) or not (value is None or isinstance(value, int | ListLayout)):
-            raise BatchError(
-                f"dims says {value!r} of {key!r}: say a dimension (an int), whole({key!r}), "
-                f"items({key!r}) or fields({key!r})"
-            )
-    return {str(key): value for key, value in dims.items()}
-
-
 def type_name(cls: type) -> str:
-    """The name to show for a type: `dict`, `collections.UserDict`, `mine.Batch`."""
+    """Return the name to show for a type: `dict`, `collections.UserDict`, `mine.Batch`."""
     return (
         cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     )
@@ -123,8 +76,7 @@ class Splitter:
 
     def cut(self, value: Any, start: int, stop: int) -> Any:
         piece = self.slice_of(value, start, stop)
-        # The piece can be of another type (a plain tensor, say), which the registered length
-        # function does not know.
+        # A piece of another type (a plain tensor, say) is none that the length function knows.
         if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):
             got = "None" if piece is None else f"{self.length(piece)} samples"
             raise self._error(
@@ -145,7 +97,7 @@ class Splitter:
         return found
 
     def mapped(self, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-        """`value` with `fn` applied to its tensors."""
+        """Return `value` with `fn` applied to its tensors."""
         moved = value if self.move is None else self.move(value, fn)
         if moved is None:
             raise self._error("move", "returned None: it must return the rebuilt object")

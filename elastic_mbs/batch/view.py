@@ -1,13 +1,13 @@
-"""A batch of any shape as N samples: its length, its pieces and where they go, its tensors.
+"""A batch of any shape as N samples: its length, its pieces, its tensors.
 
-How its values are read is in `layout.py`.
+`layout.py` reads its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import compress, repeat
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, dotted, kind_of, map_tensors, tensors_in
+from elastic_mbs.batch.cut import Dims, ListLayout
 from elastic_mbs.batch.layout import MANY, Cut, Layout, Node
 from elastic_mbs.batch.lengths import ByLength
-from elastic_mbs.batch.splitters import Dims, ListLayout, checked
 from elastic_mbs.errors import BatchError
 
 __all__ = ["BatchView", "map_tensors"]
 
 
-_AHEAD = 16  # pieces
 _VERSION, _NUMEL = attrgetter("_version"), Tensor.numel
 _LAYOUT, _SHAPE = map(attrgetter, ("layout", "shape"))
 _FLAT, _PLAIN, _DENSE = {dict, tuple, list}, {Tensor}, {torch.strided}
 
 
 class BatchView:
-    """A batch as N samples; a BatchError where it cannot be cut.
+    """A batch as N samples.
 
-    Construction looks at shapes only: no copy, no device synchronisation.
+    Construction reads shapes only: no copy, no device synchronisation. A BatchError names what
+    cannot be cut.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class BatchView:
         by_length: ByLength | None = None,
     ) -> None:
         self.batch, self._dims = batch, dims
-        # For the next batch of the kind: a list that only its length decides is read as in this
-        # one. A short last batch cannot change it by chance.
+        # Kept for the next batch of the kind: a list that only its length decides is read as here,
+        # so a short last batch cannot change its reading by chance.
         self.known_lists: Mapping[Path, ListLayout] = known_lists or {}
         self._rows = None if dims else rows_of(batch)  # None: the batch has to be read as a tree
         if self._rows is not None:
             self.tensors = list(self._rows.values())
             self.length, elements = self.tensors[0].shape[0], sum(map(_NUMEL, self.tensors))
         else:
-            # of the whole batch: those that pass whole and those inside per-sample items, too
+            # also those that pass whole and those inside per-sample items
             self.tensors, elements = [], 0
-            self.length = self._tree[2]  # N
+            self.length = self._tree[2]
             for end in self._tree[1]:
                 tensors = tensors_in(end.value)
                 self.tensors += tensors
@@ -61,9 +61,9 @@ class BatchView:
                     elements += end.value.size
                 elif end.cut is not Cut.WHOLE:
                     elements += sum(map(_NUMEL, tensors))
-        # of what is cut, per sample, rounded up. Memory is modelled in them
+        # of the values that are cut, per sample, rounded up: memory is modelled in elements
         self.elements = max(1, -(-elements // self.length))
-        self.worth = self.length  # in samples of so many elements
+        self.worth = self.length  # of the batch, in samples of `elements` each
         # None: pieces are ranges of the batch
         self.sorted = (
             None if by_length is None else by_length.read(batch, self._tree[1], self.length)
@@ -71,52 +71,42 @@ class BatchView:
         self.costs = None if self.sorted is None else self.sorted.costs
         if self.costs is not None:
             self.elements, self.worth = self.costs.each[0], self.costs.samples
-        # pieces of one size that were cut and not handed out yet
-        self._ahead: dict[tuple[int, int], Any] = {}
 
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
-        """The batch as a tree, its values without parts, and N."""
-        layout = Layout(checked(self._dims) if self._dims else {}, dict(self.known_lists))
+        """Nodes of the batch: the root, the nodes without parts; and the number of samples."""
+        layout = Layout(_checked(self._dims) if self._dims else {}, dict(self.known_lists))
         root = layout.read(self.batch)
         length = layout.finish(root)
         self.known_lists = layout.known
         return root, layout.ends, length
 
     def piece(self, start: int, stop: int) -> Any:
-        """Samples `start` to `stop`: `narrow()` views in new containers, so that neither a replay nor the caller sees a `pop`."""
-        if self._rows is None or self.sorted is not None:
-            return (
-                self._tree[0].piece(start, stop)
-                if self.sorted is None
-                else self.sorted.piece(self._tree[0], start, stop)
-            )
-        if (start, stop) not in self._ahead:
-            # With those that probably follow: a cut takes a third of the time in a row with others
-            # as between two backwards.
-            size = stop - start
-            starts = range(start, min(self.length, start + _AHEAD * size) - size + 1, size)
-            ranges = zip(starts, range(stop, self.length + 1, size), strict=False)
-            self._ahead = dict(zip(ranges, self._pieces(self._rows, starts, size), strict=True))
-        return self._ahead.pop((start, stop))
+        """Return samples `start` to `stop`: views in new containers.
 
-    def _pieces(self, rows: Mapping[Any, Tensor], starts: range, size: int) -> Iterable[Any]:
-        """Several pieces of one size: column by column, so that no line of Python runs for a tensor of a piece."""
-        columns = [map(tensor.narrow, repeat(0), starts, repeat(size)) for tensor in rows.values()]
-        return map(
-            kind_of(type(self.batch)).put,
-            repeat(self.batch),
-            map(dict, map(zip, repeat(rows), zip(*columns, strict=True))),
-        )
+        So neither a replay nor the caller sees a `pop`.
+        """
+        if self.sorted is not None:
+            return self.sorted.piece(self._tree[0], start, stop)
+        if self._rows is None:
+            return self._tree[0].piece(start, stop)
+        parts = {key: tensor[start:stop] for key, tensor in self._rows.items()}
+        return kind_of(type(self.batch)).put(self.batch, parts)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """(dotted path, tensor) for the tensors that are fields of the batch, those inside per-sample items left out."""
+        """Return (dotted path, tensor) of each tensor that is a field of the batch.
+
+        Tensors inside per-sample items are left out.
+        """
         return [
             (dotted(end.path), end.value) for end in self._tree[1] if isinstance(end.value, Tensor)
         ]
 
     def dim_of(self, value: Any) -> int | None:
-        """The dimension along which this very value of the batch is cut: 0 for no part of the batch, None for a container of fields."""
+        """Return the dimension along which a value of the batch is cut.
+
+        0 for a value that is no part of the batch, None for a container of fields.
+        """
         todo = [self._tree[0]]
         while todo:
             node = todo.pop()
@@ -126,7 +116,7 @@ class BatchView:
         return 0
 
     def versions(self) -> tuple[int, ...]:
-        """The tensors' version counters, to notice an edit in place."""
+        """Return the tensors' version counters, by which an edit in place is noticed."""
         try:
             return tuple(map(_VERSION, self.tensors))
         except RuntimeError:  # inference tensors have none
@@ -135,7 +125,7 @@ class BatchView:
             )
 
     def whole_edited(self, since: tuple[int, ...]) -> bool:
-        """Whether a tensor that every piece gets whole has been edited since `versions` was called."""
+        """Return whether a tensor that every piece gets whole was edited since `versions`."""
         if self._rows is not None:
             return False
         whole = {
@@ -148,8 +138,31 @@ class BatchView:
         return any(id(tensor) in whole for tensor in compress(self.tensors, moved))
 
 
+def _checked(dims: Any) -> dict[str, Any]:
+    """Return `dims` with every key as text."""
+    if not isinstance(dims, Mapping):
+        raise BatchError(
+            'dims must be a mapping such as {"position_ids": 1} or cut.whole("mask"), '
+            f"not {dims!r}"
+        )
+    for key, value in dims.items():
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise BatchError(
+                f"dims has the key {key!r}: a key is a name, a dotted path or an index"
+            )
+        if isinstance(value, bool) or not (value is None or isinstance(value, int | ListLayout)):
+            raise BatchError(
+                f"dims says {value!r} of {key!r}: say a dimension (an int), "
+                f"cut.whole({key!r}), cut.items({key!r}) or cut.fields({key!r})"
+            )
+    return {str(key): value for key, value in dims.items()}
+
+
 def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
-    """The parts of a dict, tuple or list of a few dense tensors of one length, as most loaders give them; None for a batch that has to be read."""
+    """Return the parts of a dict, tuple or list of a few dense tensors of one length.
+
+    Most loaders give such batches. None for any other, which has to be read as a tree.
+    """
     if type(batch) not in _FLAT or not 0 < len(batch) <= MANY:
         return None
     parts = kind_of(type(batch)).take(batch)
@@ -164,7 +177,7 @@ def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
 
 
 def check_graphs(view: BatchView) -> None:
-    """Refuses a batch that pieces cannot share: one whose tensors carry a graph."""
+    """Refuse a batch whose tensors carry a graph: pieces cannot share it."""
     for tensor in view.tensors:
         if tensor.grad_fn is not None:
             name = next((name for name, each in view.named_tensors() if each is tensor), "")

@@ -1,1 +1,1 @@
-"""What makes a sample take less memory: its saved tensors wait on the host, or are computed again in backward."""
+"""Ways to make a sample take less memory: saved tensors on the host, or computed again."""

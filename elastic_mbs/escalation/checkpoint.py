@@ -1,15 +1,16 @@
 """Activation checkpointing: blocks of the model keep their input only, and run again in backward.
 
-Where the model offers it (`gradient_checkpointing_enable`, as those of transformers do) it is asked
-to. Else the blocks are the children, with parameters, of the longest `nn.ModuleList` or
+A model that offers checkpointing (`gradient_checkpointing_enable`, as those of transformers do) is
+asked for it. Else the blocks are the children, with parameters, of the longest `nn.ModuleList` or
 `nn.Sequential`: the one with the most of them, and of equals the one with more parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from numbers import Number
 from types import TracebackType
 from typing import Any
 
@@ -19,34 +20,46 @@ from torch.utils.checkpoint import checkpoint
 from elastic_mbs.errors import ReplayUnsafeError
 from elastic_mbs.rollback.random_streams import RandomStreams, StreamState
 
+Attributes = dict[str, Any]  # of one module, by name
+_ABSENT: Any = object()
+
 
 class CheckpointedBlocks:
     """A context manager: inside it the blocks of these models are checkpointed.
 
-    What a block draws from any of the streams is drawn again in backward, and no stream moves by
-    it. A block that changes its buffers is refused.
+    A block draws the same random numbers in backward as in forward, and neither its streams nor its
+    numbers, flags and strings move by the second run. A block that changes its buffers is refused.
     """
 
     def __init__(self, roots: Iterable[nn.Module], streams: RandomStreams) -> None:
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-        # it does not go with torch.compile, which recomputes by rules of its own
+        # checkpointing does not go with torch.compile, which recomputes by rules of its own
         compiled = any(map(_is_compiled, modules))
-        self._asked = [] if compiled else list(filter(_offers, modules))
-        self.blocks = [] if compiled else self._asked or blocks_of(modules)
-        self._how: dict[str, Any] = {
+        asked = [] if compiled else list(filter(_offers, modules))
+        self.blocks = [] if compiled else asked or blocks_of(modules)
+        self._streams = streams
+        self._asked = [_Asked(module, self._how(())) for module in asked]
+        self._patched: list[tuple[nn.Module, Attributes]] = []  # with what was there before
+
+    def _how(self, modules: Iterable[nn.Module]) -> dict[str, Any]:
+        """Return the options of a checkpoint around these modules."""
+        return {
             "use_reentrant": False,
-            "context_fn": partial(_contexts, streams),
+            "context_fn": partial(_contexts, self._streams, list(modules)),
         }
-        self._patched: list[tuple[nn.Module, dict[str, Any]]] = []  # with what was there before
 
     def __enter__(self) -> CheckpointedBlocks:
-        for module in self._asked:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._how)  # type: ignore[operator]  # it is a method
+        for model in self._asked:
+            model.switch_on()
         for block in self.blocks:
             self._patched.append(
                 (block, {name: own for name, own in vars(block).items() if name == "forward"})
             )
-            run = block.forward if self._asked else partial(checkpoint, block.forward, **self._how)
+            run = (
+                block.forward
+                if self._asked
+                else partial(checkpoint, block.forward, **self._how(block.modules()))
+            )
             block.forward = partial(_run_unchanged, block, run)
         return self
 
@@ -56,18 +69,66 @@ class CheckpointedBlocks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Puts everything back. Can be repeated."""
+        """Put everything back. May be repeated."""
         while self._patched:
             block, own = self._patched[-1]
             vars(block).pop("forward", None)
             vars(block).update(own)
             self._patched.pop()
-        for module in self._asked:
-            module.gradient_checkpointing_disable()  # type: ignore[operator]  # it is a method
+        for model in reversed(self._asked):  # one can be inside another
+            model.switch_off()
+
+
+class _Asked:
+    """A model with checkpointing of its own, and what switching it on has changed."""
+
+    def __init__(self, model: nn.Module, how: dict[str, Any]) -> None:
+        self._model: Any = model
+        self._how = how
+        # of each module, while it is on: its attributes and the keys of its hooks before
+        self._before: list[tuple[nn.Module, Attributes, dict[str, set[int]]]] = []
+
+    def switch_on(self) -> None:
+        self._before = [
+            (module, dict(vars(module)), {name: set(own) for name, own in _hooks_of(module)})
+            for module in self._model.modules()
+        ]
+        self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._how)
+        for module, attributes, _ in self._before:
+            present = vars(module)
+            before = {name: attributes.get(name, _ABSENT) for name in present}
+            attributes.clear()  # of what forward changes later nothing is put back
+            attributes.update(
+                {name: value for name, value in before.items() if present[name] is not value}
+            )
+
+    def switch_off(self) -> None:
+        """Disable checkpointing, and put back what enabling it had changed. May be repeated.
+
+        transformers leaves hooks and functions behind with which the model cannot be pickled.
+        """
+        if not self._before:
+            return
+        self._model.gradient_checkpointing_disable()
+        for module, attributes, hooks in self._before:
+            _update(module, attributes)
+            for name, own in _hooks_of(module):
+                for key in own.keys() - hooks[name]:
+                    del own[key]
+        self._before = []
+
+
+def _hooks_of(module: nn.Module) -> list[tuple[str, dict[int, Any]]]:
+    """Return the registries of a module's hooks, by name."""
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if "_hooks" in name and isinstance(value, dict)
+    ]
 
 
 def _offers(module: nn.Module) -> bool:
-    """Whether it has checkpointing of its own that is off."""
+    """Return whether a module has checkpointing of its own that is off."""
     offered = hasattr(module, "gradient_checkpointing_enable") and getattr(
         module, "supports_gradient_checkpointing", True
     )
@@ -82,7 +143,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def blocks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The children, with parameters, of the longest list among the modules; none where there is no list."""
+    """Return the children, with parameters, of the longest list among the modules."""
     lists = [module for module in modules if isinstance(module, nn.ModuleList | nn.Sequential)]
     found = [
         [child for child in module.children() if any(True for _ in child.parameters())]
@@ -99,24 +160,72 @@ def blocks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _contexts(
-    streams: RandomStreams,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Of a block's forward, which begins now, and of its run in backward."""
-    return nullcontext(), _drawing_from(streams, streams.read(hosts=True))
+    streams: RandomStreams, modules: list[nn.Module]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a block's forward, which begins now, and of its run in backward."""
+    return nullcontext(), _AsInForward(streams, modules)
 
 
-@contextmanager
-def _drawing_from(streams: RandomStreams, state: StreamState) -> Iterator[None]:
-    present = streams.read(hosts=True)
-    streams.restore(state)
-    try:
-        yield
-    finally:
-        streams.restore(present)
+class _AsInForward:
+    """A context manager: inside it streams and modules are as they were when it was made.
+
+    A block runs again for each backward through it, so this is entered as often (with a gradient
+    penalty, inside itself).
+    """
+
+    def __init__(self, streams: RandomStreams, modules: list[nn.Module]) -> None:
+        self._streams = streams
+        self._modules = modules
+        self._then = streams.read(hosts=True), list(map(_plain_of, modules))
+        self._outside: list[tuple[StreamState, list[Attributes]]] = []
+
+    def __enter__(self) -> None:
+        state, attributes = self._then
+        # what is a number then can be something else now: all that is touched is kept
+        touched = [
+            {name: vars(module).get(name, _ABSENT) for name in (*_plain_of(module), *saved)}
+            for module, saved in zip(self._modules, attributes, strict=True)
+        ]
+        self._outside.append((self._streams.read(hosts=True), touched))
+        self._put_back(state, attributes)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._put_back(*self._outside.pop())
+
+    def _put_back(self, state: StreamState, attributes: list[Attributes]) -> None:
+        self._streams.restore(state)
+        for module, saved in zip(self._modules, attributes, strict=True):
+            for name in _plain_of(module).keys() - saved.keys():
+                del vars(module)[name]
+            _update(module, saved)
+
+
+def _plain_of(module: nn.Module) -> Attributes:
+    """Return the numbers, flags and strings of a module."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if value is None or isinstance(value, Number | str)
+    }
+
+
+def _update(module: nn.Module, attributes: Attributes) -> None:
+    """Set attributes of a module, and delete those that are `_ABSENT`."""
+    present = vars(module)
+    for name, value in attributes.items():
+        if value is _ABSENT:
+            present.pop(name, None)
+        else:
+            present[name] = value
 
 
 def _run_unchanged(block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a block that must not change its buffers: it would do so a second time in backward."""
+    """Run a block that must not change its buffers: it would change them again in backward."""
     before = _buffers(block)
     out = run(*args, **kwargs)
     changed = [name for name, state in _buffers(block).items() if before.get(name) != state]

@@ -1,8 +1,8 @@
-"""Saved tensors on the host: what the forward saves for backward waits there, and comes back when backward needs it.
+"""Offloading: the tensors that forward saves for backward wait on the host until they are needed.
 
-As torch.autograd.graph.save_on_cpu does it; but what the model or the batch holds anyway stays
-where it is, and so does what is small. The same slots can be emptied, so that the graph of a failed
-attempt holds nothing: autograd asks one pair of hooks only.
+`torch.autograd.graph.save_on_cpu` does the same, with two differences. Small tensors and those that
+the model or the batch holds anyway stay where they are. And the slots can be emptied, so that the
+graph of a failed attempt holds nothing: autograd asks one pair of hooks only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable, Slot
 
-SMALL = 4096  # bytes: below that copies cost more than they save
+SMALL = 4096  # bytes; a copy of less costs more than it saves
 
 
 class HostSlot(Slot):
     """A copy in host memory, pinned on CUDA.
 
-    It is there when `__init__` returns, so that any stream may bring it back.
+    The copy is complete when `__init__` returns, so any stream may bring it back.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class HostSlot(Slot):
             )
 
     def get(self) -> torch.Tensor:
-        """A copy on the device."""
+        """Return a copy on the device."""
         host = super().get()
         back = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device)
         with on_host():
@@ -43,7 +43,10 @@ class HostSlot(Slot):
 
 
 class OffloadedTensors(SavedTensorTable):
-    """A context manager: tensors that autograd saves inside it wait on the host, but for those that are `resident` when it begins."""
+    """A context manager: tensors that autograd saves inside it wait on the host.
+
+    Tensors that are `resident` when it begins stay on the device.
+    """
 
     def __init__(self, resident: Callable[[], Iterable[torch.Tensor]]) -> None:
         super().__init__()
@@ -67,7 +70,10 @@ class OffloadedTensors(SavedTensorTable):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is dense and no subclass but a fake: of others it is not known where their data lies."""
+    """Return whether a tensor is dense and of no subclass but the fake one.
+
+    Where other subclasses keep their data is not known.
+    """
     return (
         type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
         and tensor.layout is torch.strided

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.optimizer.known import is_independent, only_in_place
 
@@ -143,7 +144,7 @@ def _changed(snapshot: OptimizerSnapshot) -> Iterator[Tensor]:
             for parameter in group["params"]
             if parameter.grad is not None or snapshot.gradients
         )
-    yield from _tensors_in(
+    yield from tensors_in(
         [
             snapshot.state,
             [others for _, others in snapshot.groups],
@@ -179,14 +180,3 @@ def _renewed(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_renewed, value))
     return value
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a state, which is a dict for torch's optimizers and can be anything for others."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-    elif type(value) in (list, tuple):
-        for item in value:
-            yield from _tensors_in(item)

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import Optimizer, _default_to_fused_or_foreach
 from torch.utils._pytree import tree_map_only
 
+from elastic_mbs.batch.containers import tensors_in
+
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -117,7 +119,7 @@ def step_of(
     # the wrappers count steps and run the hooks of the process
     run = inspect.unwrap(type(optimizer).step)
     return lambda: run(fake), lambda: [
-        leaf for state in fake.state.values() for leaf in tensors_of(state)
+        leaf for state in fake.state.values() for leaf in tensors_in(state)
     ]
 
 
@@ -130,11 +132,6 @@ def _how(group: dict[str, Any]) -> dict[str, bool]:
             group["params"], group.get("differentiable", False), use_fused=False
         )[1]
     }
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in nested containers."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def storage_bytes(tensors: Sequence[Tensor | None], device: torch.device) -> int:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from torch._subclasses import fake_tensor
 from torch.optim import Optimizer
 
+from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import ElasticMBSError, UsageError
 from elastic_mbs.memory import Headroom
-from elastic_mbs.planning.fakes import Fakes, storage_bytes, tensors_of
+from elastic_mbs.planning.fakes import Fakes, storage_bytes
 from elastic_mbs.planning.lines import Lines, lines_of
 from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
 from elastic_mbs.planning.trace import Tracer, UntraceableStepError
@@ -218,7 +219,7 @@ class _Traced:
         state = (
             0
             if self.optimizer is None
-            else storage_bytes(tensors_of(list(self.optimizer.state.values())), device)
+            else storage_bytes(tensors_in(list(self.optimizer.state.values())), device)
         )
         ours = (
             now.allocated

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
 from elastic_mbs.escalation.offload import HostSlot, OffloadedTensors
 from elastic_mbs.memory.budget import on_host
-from elastic_mbs.planning.fakes import tensors_of
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.report import PlannedWay
 from elastic_mbs.planning.timeline import Timeline
@@ -62,7 +62,7 @@ class _Moved(OffloadedTensors):
             for root in context.model.roots
             for tensor in (*root.parameters(), *root.buffers())
         )
-        once = iter([*held, *tensors_of(data)])  # it is entered once, and keeps no fakes
+        once = iter([*held, *tensors_in(data)])  # it is entered once, and keeps no fakes
         super().__init__(lambda: once)
         self.bytes = 0
         self._timeline = timeline

@@ -1,4 +1,7 @@
-"""What to do with rate, warm-up, BatchNorm and batch size when the batch grows: `docs/large-batches.md` says which applies when."""
+"""Rate, warm-up, BatchNorm and batch size when the batch grows.
+
+Which recipe applies when: `docs/large-batches.md`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from elastic_mbs.recipes.ghost_batchnorm import (
     GhostBatchNorm3d,
     convert_ghost_batchnorm,
 )
-from elastic_mbs.recipes.rate import gradual_warmup, linear_scaling, momentum_correction
+from elastic_mbs.recipes.rate import gradual_warmup, linear_scaling
 
 __all__ = [
     "BatchSchedule",
@@ -21,5 +24,4 @@ __all__ = [
     "convert_ghost_batchnorm",
     "gradual_warmup",
     "linear_scaling",
-    "momentum_correction",
 ]

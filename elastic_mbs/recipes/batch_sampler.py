@@ -17,32 +17,35 @@ from elastic_mbs.recipes.batch_schedule import BatchSchedule
 class _Place:
     """A place in a run.
 
-    What comes next is determined by it alone, not by when it is read: workers read ahead.
+    It alone determines the batches that follow, not the moment of reading: workers read ahead.
     """
 
     epoch: int = 0
     first: int = 0  # number of the epoch's first batch in the run
-    batches: int = 0  # of the epoch that were handed out
+    batches: int = 0  # handed out in this epoch
+
+
+_PLACE = ("epoch", "first", "batches")
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
-    """Shuffles once per epoch and hands out batches of the schedule's size, as the `batch_sampler=` of a `DataLoader`.
+    """Batches of the schedule's size, shuffled once per epoch: a `DataLoader`'s `batch_sampler=`.
 
-    Each `iter` begins the next epoch, and one that is left early counts as whole. The order depends
-    on the seed and the epoch only, the sizes on the place in the run, so neither workers nor a
-    resumed run change either. The length is that of the epoch that runs, or of the next one.
+    Each `iter` begins the next epoch; an epoch that is left early counts as whole. The order
+    depends on the seed and the epoch only, and the sizes on the place in the run, so workers and
+    resumed runs change neither. The length is that of the running epoch, or of the next one.
 
     Args:
         data: the dataset, or its length.
         schedule: the sizes.
-        unit: what a step of the schedule is: an "epoch", or a "batch", counted over the whole run.
+        unit: a step of the schedule: an "epoch", or a "batch", counted over the whole run.
         shuffle: False keeps the dataset's order.
         seed: of the shuffles.
-        drop_last: leaves out an epoch's last batch where it is not full.
+        drop_last: True leaves out an epoch's last batch where it is not full.
 
     Raises:
-        UsageError: no data, or an unknown unit; from `iter`: the schedule has grown for batches
-            that were handed out already (see `ahead`), or `drop_last` would leave nothing.
+        UsageError: There is no data, or the unit is unknown. From `iter`: the schedule has grown
+            for batches that were handed out already (see `ahead`), or `drop_last` leaves nothing.
     """
 
     def __init__(
@@ -77,13 +80,14 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self._length(place)
 
     def _upcoming(self) -> _Place:
-        """Where the next `iter` begins."""
-        place, length = self._place, self._length(self._place)
-        return (
-            _Place(place.epoch + 1, place.first + length)
-            if self._begun or place.batches >= length
-            else place
-        )
+        """Return the place where the next `iter` begins."""
+        place = self._place
+        over = self._begun or place.batches >= self._length(place)
+        return self._after(place) if over else place
+
+    def _after(self, place: _Place) -> _Place:
+        """Return the start of the epoch after a place."""
+        return _Place(place.epoch + 1, place.first + self._length(place))
 
     def _run(self, place: _Place) -> Iterator[list[int]]:
         done, known = place.batches, self.schedule.changes
@@ -106,11 +110,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
             yield order[start:stop].tolist()
 
     def _step(self, place: _Place, number: int) -> int:
-        """The schedule's step for a batch of the epoch."""
+        """Return the schedule's step for a batch of the epoch."""
         return place.epoch if self._unit == "epoch" else place.first + number
 
     def _cuts(self, place: _Place) -> Iterator[tuple[int, int]]:
-        """Ranges of the epoch's samples. The schedule can grow while it runs."""
+        """Yield ranges of the epoch's samples. The schedule can grow meanwhile."""
         start = number = 0
         while start < self._samples:
             size = self.schedule.batch(self._step(place, number))
@@ -127,17 +131,32 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def _length(self, place: _Place) -> int:
         return sum(1 for _ in self._cuts(place))
 
-    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """The place in the run, as JSON, to go on in the middle of an epoch.
+    def state_dict(self, batches: int | None = None, *, epoch: int | None = None) -> dict[str, Any]:
+        """Return the place in the run, as JSON, to go on from it.
 
         Args:
-            batches: how many of the epoch's batches were trained on, from its start. None: all that
-                were handed out, which with workers is more.
+            batches: batches of the epoch that were trained on, from its start. None: all that were
+                handed out; with workers this is more.
+            epoch: the epoch that `batches` counts in: the last one that was begun (None), or the
+                next one. Needed where batches=0 could mean the start of either.
 
         Raises:
-            UsageError: so many were not handed out.
+            UsageError: The epoch is neither of the two, the batches were not handed out, or
+                batches=0 does not say which start it means.
         """
-        place = self._place
+        place, begun = self._place, self._place.epoch
+        if epoch is None and batches == 0 < place.batches:
+            raise UsageError(
+                f"batches=0, and {place.batches} of epoch {begun} have been handed out: say "
+                f"epoch={begun} to start it again, or epoch={begun + 1} to start the next one"
+            )
+        if epoch == begun + 1:
+            place = self._after(place)
+        elif epoch not in (None, begun):
+            raise UsageError(
+                f"epoch={epoch!r}, and the last one that was begun is {begun}: say that one or "
+                "the next"
+            )
         batches = place.batches if batches is None else batches
         if not 0 <= batches <= place.batches:
             raise UsageError(
@@ -162,11 +181,22 @@ class ElasticBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next `iter` go on where the saved run was; a `UsageError` where data, options or schedule are others."""
-        if state["data"] != self._data():
+        """Make the next `iter` go on at the saved place.
+
+        Raises:
+            UsageError: It is no state of a sampler, or data, options or schedule differ.
+        """
+        known = isinstance(state, Mapping)
+        place: list[Any] = [state.get(name) if known else None for name in _PLACE]
+        if any(type(each) is not int or each < 0 for each in place):
             raise UsageError(
-                f"the saved run had {state['data']}, and this one has {self._data()}: they must "
-                "be the same"
+                f"{state!r:.200} is no state of an ElasticBatchSampler: load what state_dict() "
+                "returned"
             )
-        self.schedule.load_state_dict(state["schedule"])
-        self._place, self._begun = _Place(state["epoch"], state["first"], state["batches"]), False
+        if state.get("data") != self._data():
+            raise UsageError(
+                f"the saved run had {state.get('data')}, and this one has {self._data()}: they "
+                "must be the same"
+            )
+        self.schedule.load_state_dict(state.get("schedule", {}))
+        self._place, self._begun = _Place(*place), False

@@ -1,4 +1,4 @@
-"""The batch size over a run: grown where a schedule would have decayed the rate, or where the gradient noise scale says that it pays.
+"""The batch size over a run, grown in place of a decay of the rate, or by the noise scale.
 
 Source: Smith et al., "Don't decay the learning rate, increase the batch size" (ICLR 2018, arXiv
 1711.00489); McCandlish et al. (arXiv 1812.06162).
@@ -22,21 +22,20 @@ from elastic_mbs.noise_scale import NoiseScale
 class BatchSchedule:
     """The batch size at each step, and the factor by which the rate is still decayed.
 
-    It never shrinks. A step is an epoch or an update, as you like.
+    The batch never shrinks. A step is an epoch or an update, as you like.
 
     ```python
-    schedule = BatchSchedule.from_scheduler(partial(MultiStepLR, milestones=[60, 120, 160],
-    gamma=0.2), batch=128, steps=200, samples=50_000) loader = DataLoader(dataset,
-    batch_sampler=ElasticBatchSampler(dataset, schedule))
-    scheduler = schedule.scheduler(optimizer)     # what is left to decay, once the batch cannot
-    grow any more ```
+    decay = partial(MultiStepLR, milestones=[60, 120, 160], gamma=0.2)
+    schedule = BatchSchedule.from_scheduler(decay, batch=128, steps=200, samples=50_000)
+    loader = DataLoader(dataset, batch_sampler=ElasticBatchSampler(dataset, schedule))
+    scheduler = schedule.scheduler(optimizer)  # decays the rate once the batch is at its limit
+    ```
 
     Args:
-        changes: (step, batch) pairs: from that step on the batch has so many samples. The first is
-            for step 0.
+        changes: (step, batch) pairs: `batch` samples from that step on. The first is for step 0.
 
     Raises:
-        UsageError: there are none, steps do not rise from 0, or a batch is smaller than the one
+        UsageError: There are none, steps do not rise from 0, or a batch is smaller than the one
             before.
     """
 
@@ -86,45 +85,26 @@ class BatchSchedule:
         samples: int | None = None,
         limit: int | None = None,
     ) -> Self:
-        """Grows the batch by q where a scheduler of torch's divides the rate by q, up to a limit, and decays the rate from there on.
+        """Grow the batch by q where a scheduler of torch's divides the rate by q, up to a limit.
 
-        The quotient of rate and batch, on which the noise of training depends, is that of the
-        scheduler at every step.
+        Beyond the limit the rate is decayed. The quotient of rate and batch, on which the noise of
+        training depends, equals the scheduler's at every step.
 
         Args:
-            make: makes the scheduler from an optimizer: `partial(StepLR, step_size=30)`. It is run
-                on an optimizer of its own.
+            make: function optimizer → scheduler: `partial(StepLR, step_size=30)`. It gets an
+                optimizer of its own.
             batch: samples of the first batch.
             steps: calls of its `step()` in the whole run.
-            samples: in an epoch; the limit is a tenth of them.
-            limit: samples of the largest batch, in place of that.
+            samples: samples of an epoch; the limit is a tenth of them.
+            limit: samples of the largest batch, in place of `samples`.
 
         Raises:
-            UsageError: the rate rises (a warm-up goes beside this: `gradual_warmup`), depends on a
+            UsageError: The rate rises (a warm-up goes beside this: `gradual_warmup`), depends on a
                 metric, or there is no limit or no room below it.
         """
         schedule = cls([(0, batch)])
         limit = _limit(batch, samples, limit)
-        if type(steps) is not int:
-            raise UsageError(
-                f"steps={steps!r} is no whole number of calls of the scheduler's step()"
-            )
-        optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
-        scheduler = make(optimizer)
-        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError(
-                f"the rate of {type(scheduler).__name__} does not follow from its step: use "
-                "MultiStepLR or the like, or pairs"
-            )
-        rates = []
-        for _ in range(steps):
-            rates.append(float(optimizer.param_groups[0]["lr"]))
-            optimizer.step()
-            scheduler.step()
-        if not rates or rates[0] <= 0:
-            raise UsageError(
-                f"steps={steps!r} of {type(scheduler).__name__} have no rate to begin with"
-            )
+        rates = _rates_of(make, steps)
         for step, (before, now) in enumerate(pairwise(rates), 1):
             if now > before * (1 + 1e-9):
                 raise UsageError(
@@ -143,18 +123,18 @@ class BatchSchedule:
     def from_noise_scale(
         cls, batch: int, *, samples: int | None = None, limit: int | None = None, ahead: int = 1
     ) -> Self:
-        """Doubles the batch once the gradient noise scale is known to be as large, up to a limit: see `follow`.
+        """Double the batch once the gradient noise scale allows it, up to a limit: see `follow`.
 
         Args:
             batch: samples of the first batch.
-            samples: in an epoch; the limit is a tenth of them.
-            limit: samples of the largest batch, in place of that.
+            samples: samples of an epoch; the limit is a tenth of them.
+            limit: samples of the largest batch, in place of `samples`.
             ahead: steps from an estimate to the growth that follows. Where steps are updates and
-                workers read ahead it must be more than what they have read (`num_workers ×
-                prefetch_factor`), or the batch would depend on how fast they are.
+                workers read ahead, it must exceed the batches that they have read (`num_workers ×
+                prefetch_factor`), or the batch would depend on their speed.
 
         Raises:
-            UsageError: there is no limit, no room below it, or `ahead` is below 1.
+            UsageError: There is no limit, no room below it, or `ahead` is below 1.
         """
         schedule = cls([(0, batch)])
         schedule._limit = _limit(batch, samples, limit)
@@ -164,14 +144,16 @@ class BatchSchedule:
         return schedule
 
     def follow(self, noise: NoiseScale | None, step: int) -> None:
-        """Grows the batch, from `ahead` steps after this one on, to the most doublings that lie a standard error below the noise scale.
+        """Double the batch, `ahead` steps after this one, as often as the noise scale allows.
+
+        The grown batch stays a standard error below the noise scale.
 
         Args:
-            noise: `result.noise_scale`; nothing is done where it is None, or not known well enough.
-            step: the present one.
+            noise: `result.noise_scale`; None, or one with a large error, changes nothing.
+            step: the present step.
 
         Raises:
-            UsageError: the schedule is a fixed one.
+            UsageError: The schedule is a fixed one.
         """
         if self._limit is None:
             raise UsageError(
@@ -190,15 +172,15 @@ class BatchSchedule:
 
     @property
     def changes(self) -> tuple[tuple[int, int], ...]:
-        """(step, batch) pairs: where the batch grows, or the rate decays."""
+        """(step, batch) pairs of the steps at which the batch grows or the rate decays."""
         return tuple(zip(self._steps, self._sizes, strict=True))
 
     def batch(self, step: int) -> int:
-        """Samples of the batch at a step."""
+        """Return the samples of the batch at a step."""
         return self._sizes[self._at(step)]
 
     def rate(self, step: int) -> float:
-        """What the first rate is to be multiplied by at a step: 1.0 as long as the batch grows instead."""
+        """Return the factor of the first rate at a step: 1.0 while the batch grows instead."""
         return self._rates[self._at(step)]
 
     def _at(self, step: int) -> int:
@@ -207,12 +189,10 @@ class BatchSchedule:
         return bisect_right(self._steps, step) - 1
 
     def scheduler(self, optimizer: Optimizer) -> MultiplicativeLR:
-        """A scheduler for `rate`.
+        """Return a scheduler that applies `rate`.
 
-        It multiplies the rate that others set, as a warm-up beside it in a `ChainedScheduler`.
-
-        Not beside one that computes the rate anew at each step, as LambdaLR and OneCycleLR do: that
-        overwrites it.
+        It multiplies the rate that others set, such as a warm-up beside it in a `ChainedScheduler`.
+        A scheduler that computes the rate anew at each step (LambdaLR, OneCycleLR) overwrites it.
         """
 
         def factor(step: int) -> float:
@@ -222,12 +202,22 @@ class BatchSchedule:
         return MultiplicativeLR(optimizer, factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it has grown, as JSON."""
+        """Return the steps at which the batch has grown, as JSON."""
         return {"steps": list(self._steps), "sizes": list(self._sizes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on as another run has grown; a `UsageError` where a fixed schedule is another one."""
-        loaded = type(self)(zip(state["steps"], state["sizes"], strict=True))
+        """Go on as another run has grown.
+
+        Raises:
+            UsageError: It is no state of a schedule, or this one is fixed and differs.
+        """
+        known = isinstance(state, Mapping)
+        columns = [state.get(name) if known else None for name in ("steps", "sizes")]
+        if not all(isinstance(each, list | tuple) for each in columns):
+            raise UsageError(
+                f"{state!r:.200} is no state of a BatchSchedule: load what state_dict() returned"
+            )
+        loaded = type(self)(zip(*columns, strict=True))
         if self._limit is not None:
             self._steps, self._sizes, self._rates = loaded._steps, loaded._sizes, loaded._rates
         elif self.changes != loaded.changes:
@@ -235,6 +225,29 @@ class BatchSchedule:
                 f"the saved run had another schedule, {loaded.changes}: give that, or start the "
                 "sampler anew"
             )
+
+
+def _rates_of(make: Callable[[Optimizer], LRScheduler], steps: int) -> list[float]:
+    """Return the rate of each step under a scheduler, relative to an optimizer's rate of 1."""
+    if type(steps) is not int:
+        raise UsageError(f"steps={steps!r} is no whole number of calls of the scheduler's step()")
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
+    scheduler = make(optimizer)
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            f"the rate of {type(scheduler).__name__} does not follow from its step: use "
+            "MultiStepLR or the like, or pairs"
+        )
+    rates = []
+    for _ in range(steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    if not rates or rates[0] <= 0:
+        raise UsageError(
+            f"steps={steps!r} of {type(scheduler).__name__} have no rate to begin with"
+        )
+    return rates
 
 
 def _limit(batch: int, samples: int | None, limit: int | None) -> int:

@@ -1,4 +1,4 @@
-"""BatchNorm over fixed groups of samples, so that how a batch is split changes neither its gradient nor its running statistics.
+"""BatchNorm over fixed groups of samples: neither gradient nor statistics depend on the split.
 
 The size of the group is part of the loss that is trained, as the batch of one worker is in Goyal et
 al. (arXiv 1706.02677, section 2.3); the name is from Hoffer et al. (arXiv 1705.08741).
@@ -17,18 +17,19 @@ from elastic_mbs.rollback.graph import mark_grouped
 
 
 class _Grouped(_BatchNorm):
-    """What the three have in common."""
+    """The part that the three have in common."""
 
     def __init__(self, num_features: int, group: int = 32, **options: Any) -> None:
         super().__init__(num_features, **options)
         self.batch_group = _checked(group)  # read by the runtime, which takes it as `align`
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises each group, and adds its statistics to the running ones, in the order of the groups; BatchNorm where those are used.
+        """Normalise each group, and update the running statistics in the order of the groups.
+
+        Where the running statistics are used (evaluation), it is BatchNorm.
 
         Raises:
-            UsageError: one value per channel is left for the last group, which has no statistics
-                then.
+            UsageError: One value per channel is left for the last group; it has no statistics.
         """
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -43,7 +44,7 @@ class _Grouped(_BatchNorm):
         return torch.cat([mark_grouped(norm(rows)) for rows in input.split(self.batch_group)])
 
     def extra_repr(self) -> str:
-        """BatchNorm's, and the group."""
+        """Return the text of BatchNorm and the group."""
         return f"{super().extra_repr()}, group={self.batch_group}"  # type: ignore[no-untyped-call]
 
 
@@ -52,14 +53,14 @@ class GhostBatchNorm1d(_Grouped, nn.BatchNorm1d):
 
 
 class GhostBatchNorm2d(_Grouped, nn.BatchNorm2d):
-    """`nn.BatchNorm2d` over groups of `group` samples: the first so many of the batch, and so on; what is left over at its end is a group as well.
+    """`nn.BatchNorm2d` over groups of `group` consecutive samples; the rest is a group as well.
 
-    In evaluation it is BatchNorm, and their states are each other's. `ElasticMBS` reads the group
-    and cuts batches at its multiples only, so that gradients and running statistics are those of
-    the whole batch. A model that gives it several rows per sample must give the same number for
-    each. One that calls it several times in a forward gets running statistics that depend on the
-    split, and samples that count nothing (`count=`) reach them where something counts in their
-    piece.
+    In evaluation it is BatchNorm, and each can load the other's state. `ElasticMBS` cuts batches at
+    multiples of the group only, so gradients and running statistics are those of the whole batch.
+
+    A model that gives it several rows per sample must give equally many for each. If a model calls
+    it several times in a forward, its running statistics depend on the split. Samples that count
+    nothing (`count=`) reach the statistics where something counts in their piece.
 
     Args:
         num_features: channels.
@@ -67,7 +68,7 @@ class GhostBatchNorm2d(_Grouped, nn.BatchNorm2d):
         **options: as for `nn.BatchNorm2d`.
 
     Raises:
-        UsageError: the group is no whole number of at least 1.
+        UsageError: The group is no whole number of at least 1.
     """
 
 
@@ -83,20 +84,21 @@ _KINDS: dict[type[nn.Module], type[_Grouped]] = {
 
 
 def convert_ghost_batchnorm(model: nn.Module, group: int = 32) -> nn.Module:
-    """Puts a ghost BatchNorm in the place of each BatchNorm of a model, with its parameters, statistics, mode and hooks.
+    """Replace each BatchNorm of a model by a ghost BatchNorm, in place.
 
-    Do it before the model's `ElasticMBS` is made, which reads the group then.
+    The ghost keeps parameters, statistics, mode and hooks. Convert before `ElasticMBS(model)`,
+    which reads the group.
 
     Args:
         model: changed in place.
         group: samples of a group; ghosts that are there already get it as well.
 
     Returns:
-        The model, or what stands for it where it is a BatchNorm itself.
+        The model, or its ghost where the model is a BatchNorm itself.
 
     Raises:
-        UsageError: a kind of BatchNorm that has no ghost (`nn.SyncBatchNorm`, a lazy one, one of
-            the user's), or a group below 1.
+        UsageError: A BatchNorm has no ghost (`nn.SyncBatchNorm`, a lazy one, a subclass of yours),
+            or the group is below 1.
     """
     _checked(group)
     ghosts: dict[nn.Module, nn.Module] = {}

@@ -1,25 +1,26 @@
-"""The learning rate for a larger batch: the linear rule, and a warm-up to it (Goyal et al., arXiv 1706.02677, section 2)."""
+"""The learning rate of a larger batch: the linear rule, and a warm-up to it.
+
+Source: Goyal et al., arXiv 1706.02677, section 2.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.errors import UsageError
 
 
 def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
-    """The rate for a batch k times the reference batch: k times its rate.
+    """Return the rate of a batch k times the reference batch: k times its rate.
 
-    All else stays as it is, weight decay and momentum too.
+    Weight decay, momentum and all else stay as they are.
 
     Args:
-        lr: rate that is right for the reference batch. Goyal et al.: 0.1 for 256 images.
-        batch: samples of the batch that is trained with.
+        lr: the rate of the reference batch. Goyal et al.: 0.1 for 256 images.
+        batch: samples of the batch to train with.
         reference_batch: samples of the batch that `lr` is for.
 
     Raises:
@@ -34,23 +35,27 @@ def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
 
 
 def gradual_warmup(optimizer: Optimizer, k: float, steps: int) -> LinearLR:
-    """A scheduler from the reference rate to k times that, by equal increments, for the large batch's rate is too much at the start.
+    """Return a scheduler from the reference rate to k times that, by equal increments.
+
+    The rate of the large batch is too high for the first steps.
 
     ```python
     k = batch / reference_batch
-    optimizer = torch.optim.SGD(model.parameters(), lr=linear_scaling(0.1, batch, reference_batch),
-    momentum=0.9) scheduler = ChainedScheduler([gradual_warmup(optimizer, k, steps=5 * len(loader)),
-    MultiStepLR(optimizer, milestones)]) ```
+    lr = linear_scaling(0.1, batch, reference_batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    warmup = gradual_warmup(optimizer, k, steps=5 * len(loader))
+    scheduler = ChainedScheduler([warmup, MultiStepLR(optimizer, milestones)])
+    ```
 
-    It goes before any of torch's schedulers in a `SequentialLR`. In a `ChainedScheduler` it
-    multiplies the rate that others set, and goes with those that do so, too (MultiStepLR, StepLR,
-    ExponentialLR, PolynomialLR, CosineAnnealingLR). Those that compute the rate anew at each step
-    (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts) overwrite it there.
+    In a `SequentialLR` it goes before any of torch's schedulers. In a `ChainedScheduler` it goes
+    with schedulers that multiply the present rate, as it does itself (MultiStepLR, StepLR,
+    ExponentialLR, PolynomialLR, CosineAnnealingLR). Schedulers that compute the rate anew at each
+    step (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts) overwrite it there.
     Weight decay is left alone.
 
     Args:
         optimizer: its rate is the large batch's, k times the reference rate.
-        k: by how much the batch is larger than the reference batch.
+        k: the batch divided by the reference batch.
         steps: calls of `scheduler.step()`, once per batch, until its rate is reached: five epochs
             in the paper.
 
@@ -65,41 +70,3 @@ def gradual_warmup(optimizer: Optimizer, k: float, steps: int) -> LinearLR:
     if type(steps) is not int or steps < 1:
         raise UsageError(f"steps={steps!r} is no whole number of at least 1: leave the warm-up out")
     return LinearLR(optimizer, start_factor=1 / k, end_factor=1.0, total_iters=steps)
-
-
-_NOTED = "velocity_lr"  # in a parameter group, so that it goes with the optimizer's state
-
-
-def momentum_correction(optimizer: Optimizer, velocity: str = "momentum_buffer") -> RemovableHandle:
-    """Corrects, at each change of the rate, an optimizer whose velocity has absorbed it: v ← m·v + η·g, w ← w - v.
-
-    Its v is made of earlier rates, and is multiplied by η_new/η_old before the step that uses the
-    new one (section 3). `torch.optim.SGD` keeps the rate out of its velocity and needs nothing, as
-    all of torch's own.
-
-    Args:
-        optimizer: one of that kind.
-        velocity: name of v in its state.
-
-    Returns:
-        A handle; `remove()` ends the correction.
-
-    Raises:
-        UsageError: an optimizer of torch's own.
-    """
-    if type(optimizer).__module__.startswith("torch.optim"):
-        raise UsageError(
-            f"torch.optim.{type(optimizer).__name__} keeps the rate out of its velocity, and a "
-            "correction would be an error: leave it out"
-        )
-
-    def correct(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            before, now = float(group.get(_NOTED, group["lr"])), float(group["lr"])
-            if before not in (0.0, now):
-                for parameter in group["params"]:
-                    if (buffer := optimizer.state.get(parameter, {}).get(velocity)) is not None:
-                        buffer.mul_(now / before)
-            group[_NOTED] = now
-
-    return optimizer.register_step_pre_hook(correct)

@@ -27,11 +27,12 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.testing import InjectOOM
 
 from ..console import Tally, listed
+from ..doors import by_loop
 from ..flat_options import grouped
 from ..limits import MemoryLimit, ShimLimit
 from ..limits.fence import MINIMUM
 from ..models.factory import make
-from ..reference.by_hand import accumulate, by_loop, check_covered, view_of
+from ..reference.by_hand import accumulate, check_covered, view_of
 from ..reference.state import State, demand, error_of, same_state, tolerance_of
 from ..scenarios.measure import smallest
 

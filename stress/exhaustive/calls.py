@@ -19,9 +19,10 @@ from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.batch.view import map_tensors
 
+from ..doors import by_loop
 from ..flat_options import grouped
 from ..models.subject import Subject
-from ..reference.by_hand import by_loop, check_covered, view_of
+from ..reference.by_hand import check_covered, view_of
 from ..reference.state import State, WrongOutcomeError, demand, error_of, same_state
 from ..streams import Streams
 from .target import Partition, Target, reference, whole_batch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from elastic_mbs import count_tokens, fields, items
+from elastic_mbs import count_tokens, cut
 
 from ..streams import start_streams
 from .layers import CLASSES, VOCABULARY, Network, flat_gradients, in_double
@@ -56,12 +56,12 @@ CONTAINERS = {
         lambda x, y, w: {"inputs": (x, {"labels": y}), "more": [w, {"nothing": None}]},
         lambda b: (b["inputs"][0], b["inputs"][1]["labels"], b["more"][0]),
         count_tokens("inputs.1.labels"),
-        fields("more"),
+        cut.fields("more"),
     ),
     "items": Container(
         lambda x, y, w: {"x": list(x.unbind()), "labels": y, "weights": w},
         lambda b: (torch.stack(b["x"]), b["labels"], b["weights"]),
-        dims=items("x"),
+        dims=cut.items("x"),
     ),
     "record": Container(
         lambda x, y, w: Record(x, {"labels": y, "weights": w}, _names(x)),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elastic_mbs import StepResult
-from elastic_mbs.batch.view import BatchView, map_tensors
 
 from ..models.plan import Plan
 from ..models.setup import CONTAINERS, Setup, counts_by_hand
-from ..reference.by_hand import Partition, add_up, check_covered
+from ..reference.by_hand import Partition, add_up, check_covered, weights_of
+from ..reference.samples import Samples, mapped
 from ..reference.state import State, demand, error_of
 
 TOLERANCE = 1e-12
@@ -27,20 +26,18 @@ SCALE = 4.0  # what a GradScaler multiplies by
 def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tensor]:
     """Adds the gradient of a whole batch's loss to a setup, over these pieces; returns the loss, and the scores of the pieces in their order."""
     plan, scores = setup.plan, list[Tensor]()
-    view, counts = BatchView(batch, CONTAINERS[plan.container].dims), counts_by_hand(plan, batch)
+    view = Samples(batch, {"dims": CONTAINERS[plan.container].dims})
+    counts = counts_by_hand(plan, batch)
 
     def terms(start: int, stop: int) -> dict[str, Tensor]:
         found, scored = setup.terms(view.piece(start, stop))
         scores.append(scored.detach())
         return found
 
-    def weigh(start: int, stop: int) -> dict[str, float]:
-        own = {name: sum(each[start:stop], Fraction(0)) for name, each in counts.items()}
-        demand(any(own.values()), f"samples {start}:{stop} were run, and nothing in them counts")
-        if plan.reduction == "sum":
-            # a mean over nothing is 0/0, and left out
-            return {name: float(bool(part)) for name, part in own.items()}
-        return {name: float(part / sum(counts[name], Fraction(0))) for name, part in own.items()}
+    def weigh(start: int, stop: int) -> dict[str, float] | None:
+        weights = weights_of(counts, start, stop, plan.reduction)
+        demand(weights is not None, f"samples {start}:{stop} were run, and nothing in them counts")
+        return weights
 
     wide, scale = torch.float32 if plan.half else None, SCALE if plan.scaler else 1.0
     return add_up(
@@ -83,7 +80,7 @@ def check_result(
     plan, now = real.plan, State.of(real.leaves(), real.model)
     twin, whole = before.twin(), before.twin()
     start.streams.restore()
-    loss, scores = accumulate(twin, map_tensors(batch, torch.clone), result.partition)
+    loss, scores = accumulate(twin, mapped(batch, torch.clone), result.partition)
     worst = error_of(
         real.grads(), _with_zeros(twin.grads(), real.grads(), left_out=bool(result.skipped))
     )
@@ -95,7 +92,7 @@ def check_result(
     demand(close, f"{where}the loss is {float(result)!r}, not {loss!r}")
     _check_outputs(plan, result.outputs, scores, where)
     if plan.separable:
-        accumulate(whole, map_tensors(batch, torch.clone), [(0, plan.samples)])
+        accumulate(whole, mapped(batch, torch.clone), [(0, plan.samples)])
         # a piece of samples that count nothing is left out, and with it what only they reach
         error = error_of(
             _with_zeros(real.grads(), whole.grads(), left_out=True), whole.grads(), floor=FLOOR

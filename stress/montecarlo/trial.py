@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from elastic_mbs import ElasticMBS, MemoryBudget, Policy, RecoveryError, StepResult, elastic_step
-from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.events import CallDone, CallFailed, Event, OptimizerOutOfMemory, OutOfMemory
 from elastic_mbs.testing import InjectOOM
 
 from ..console import Tally
+from ..doors import by_loop
 from ..flat_options import grouped
 from ..limits.cuda import refusals
 from ..models.plan import Plan
 from ..models.setup import CONTAINERS, count_of, make_batch, set_up
-from ..reference.by_hand import by_loop
+from ..reference.samples import Samples, mapped
 from ..reference.state import State, demand, error_of, hooks_on, same_state, same_tensors
 from ..streams import Streams
 from .checks import SCALE, accumulate, check_partition, check_result
@@ -184,7 +184,7 @@ class _Trial:
     def _step(self, mbs: ElasticMBS, step: Callable[[Any], StepResult], number: int) -> None:
         plan, real, where = self.plan, self.real, f"step {number}: "
         batch = make_batch(plan, number)
-        pristine = map_tensors(batch, torch.clone)
+        pristine = mapped(batch, torch.clone)
         before, start = real.twin(), State.of(real.leaves(), real.model)
         self.forwards, self.held = 0, self.budget.live
         if plan.limits:
@@ -234,7 +234,7 @@ class _Trial:
         real.model.eval()
         before = State.of(real.leaves(), real.model)
         with torch.no_grad():
-            view = BatchView(batch, CONTAINERS[self.plan.container].dims)
+            view = Samples(batch, {"dims": CONTAINERS[self.plan.container].dims})
             wanted = real.scores(view.piece(0, view.length))
         found, error, _ = self._guarded(
             "eval",

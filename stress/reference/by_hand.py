@@ -1,37 +1,30 @@
-"""The loops that a user writes: over the pieces of a batch by hand, which is what everything is compared with, and over those of a runtime."""
+"""The loop that a user writes over the pieces of a batch by hand: the oracle of every comparison.
+
+Nothing here is the product's: `samples.py` reads batches, counts and losses by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from elastic_mbs import ElasticMBS, StepResult
-from elastic_mbs.batch.containers import tensors_in
-from elastic_mbs.batch.counts import Counts
-from elastic_mbs.batch.lengths import ByLength
-from elastic_mbs.batch.loss_terms import read_losses
-from elastic_mbs.batch.view import BatchView, map_tensors
-
-from ..models.subject import Subject
+from .samples import Samples, counts_of, losses_in, mapped, tensors_of
 from .state import demand
+
+if TYPE_CHECKING:
+    from ..models.subject import Subject
 
 Partition = Sequence[Sequence[int]]
 HALF = (torch.float16, torch.bfloat16)
 
 
-def view_of(subject: Subject, batch: Any) -> BatchView:
-    """How the batch is cut, as the subject's options say."""
-    options = subject.options
-    by_length = ByLength.of(
-        options.get("pieces", "in_order"),
-        options.get("length"),
-        options.get("trim"),
-        lambda kind, text: None,
-    )
-    return BatchView(batch, options.get("dims"), by_length=by_length)
+def view_of(subject: Subject, batch: Any) -> Samples:
+    """Return a subject's batch, cut as its options say."""
+    return Samples(batch, subject.options)
 
 
 def add_up(
@@ -46,7 +39,10 @@ def add_up(
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,  # what a GradScaler does
     backward: bool = True,
 ) -> float:
-    """Adds the gradient of a batch piece by piece, unless only its loss is wanted; returns that."""
+    """Add the gradient of a batch piece by piece, and return its loss.
+
+    With `backward=False` only the loss is computed.
+    """
     leaves = [] if wide is None else list(leaves)
     sums = {leaf: leaf.grad.to(wide) for leaf in leaves if leaf.grad is not None}
     total = 0.0
@@ -76,31 +72,33 @@ def add_up(
 
 def accumulate(
     subject: Subject,
-    view: BatchView,
+    view: Samples,
     pieces: Partition,
     *,
     backward: bool = True,
     scaler: torch.amp.GradScaler | None = None,
 ) -> float:
-    """The same for a subject's batch, on the model's device, weighed as its options say."""
+    """Add the gradient of a subject's batch, and return its loss.
+
+    Pieces run on the model's device, weighed as the subject's options say.
+    """
     options, device = subject.options, subject.leaves()[0].device
+
+    def run(start: int, stop: int) -> Any:
+        return subject.loss_fn(mapped(view.piece(start, stop), lambda tensor: tensor.to(device)))
+
     if subject.over is not None:
-        embeddings = [
-            subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device)))
-            for start, stop in pieces
-        ]
-        loss = subject.over(joined(embeddings))
+        loss = subject.over(joined([run(start, stop) for start, stop in pieces]))
         if backward:
             (loss if scaler is None else scaler.scale(loss)).backward()
         return float(loss.detach())
-    counts = Counts.read(options.get("count"), view)
+    count = options.get("count")
+    counts = counts_of(count, view)
+    names = list(count) if isinstance(count, Mapping) else None
     return add_up(
-        lambda start, stop: read_losses(
-            subject.loss_fn(map_tensors(view.piece(start, stop), lambda t: t.to(device))),
-            counts.names,
-        )[0],
+        lambda start, stop: losses_in(run(start, stop), names),
         pieces,
-        lambda start, stop: counts.weights(start, stop, reduction=options.get("reduction", "mean")),
+        lambda start, stop: weights_of(counts, start, stop, options.get("reduction", "mean")),
         subject.leaves(),
         wide=options.get("accumulate_dtype"),
         scale=(lambda loss: loss) if scaler is None else scaler.scale,
@@ -108,25 +106,34 @@ def accumulate(
     )
 
 
+def weights_of(
+    counts: Mapping[Any, Sequence[Fraction]], start: int, stop: int, reduction: str
+) -> dict[Any, float] | None:
+    """Return the weight of each loss of a piece; None where nothing in the piece counts.
+
+    A mean weighs as its share of the batch's terms. A sum weighs 1, or 0 where it has no term.
+    """
+    own = {name: sum(each[start:stop], Fraction(0)) for name, each in counts.items()}
+    if not any(own.values()):
+        return None
+    if reduction == "sum":
+        return {name: float(part > 0) for name, part in own.items()}
+    return {name: float(part / sum(counts[name], Fraction(0))) for name, part in own.items()}
+
+
 def joined(embeddings: Sequence[Any]) -> Any:
-    """The embeddings of all pieces, each of which has a graph."""
-    parts = iter(list(map(torch.cat, zip(*map(tensors_in, embeddings), strict=True))))
-    return map_tensors(embeddings[0], lambda tensor: next(parts))
+    """Return the embeddings of all pieces as one, with the graphs of the pieces."""
+    parts = iter([torch.cat(each) for each in zip(*map(tensors_of, embeddings), strict=True)])
+    return mapped(embeddings[0], lambda tensor: next(parts))
 
 
 def check_covered(pieces: Iterable[tuple[int, int]], length: int, where: str = "") -> None:
-    """WrongOutcomeError unless the pieces of a batch, those that were skipped among them, hold each sample once."""
+    """Raise a WrongOutcomeError unless the pieces of a batch hold each sample once.
+
+    Skipped pieces are among them.
+    """
     ranges = sorted(pieces)
     covered = [start for start, _ in ranges] + [length] == [0, *(stop for _, stop in ranges)]
     demand(
         covered, f"{where}the pieces {ranges} do not cover the {length} samples of the batch once"
     )
-
-
-def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Any], batch: Any) -> StepResult:
-    """One batch through the third door, the loop written out."""
-    for micro in mbs.micro_batches(batch):
-        with micro:
-            micro.backward(loss_fn(micro.data))
-    assert mbs.last_result is not None
-    return mbs.last_result

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from elastic_mbs.batch.loss_terms import read_losses
-from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.controller.partition import longest
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.memory.budget import on_host
@@ -22,6 +20,7 @@ from ..limits import MemoryLimit, in_child
 from ..models.subject import Subject
 from ..record import Needs
 from ..reference.by_hand import view_of
+from ..reference.samples import Samples, losses_in, mapped
 
 TRIALS = 9  # halvings until a capacity is known to a few hundredths of what a piece takes
 LOOKED_AT = 64  # batches among which the one with the longest samples is looked for
@@ -30,11 +29,11 @@ LOOKED_AT = 64  # batches among which the one with the longest samples is looked
 def batch_of(subject: Subject, step: int, device: torch.device | str | None = None) -> Any:
     """A copy of the step's batch, made on the host and not counted by a budget, then brought to a device."""
     with on_host():
-        batch = map_tensors(subject.batch(step), torch.clone)
-    return batch if device is None else map_tensors(batch, lambda tensor: tensor.to(device))
+        batch = mapped(subject.batch(step), torch.clone)
+    return batch if device is None else mapped(batch, lambda tensor: tensor.to(device))
 
 
-def _views(subject: Subject, steps: int) -> Iterator[BatchView]:
+def _views(subject: Subject, steps: int) -> Iterator[Samples]:
     return (view_of(subject, batch_of(subject, step)) for step in range(min(steps, LOOKED_AT)))
 
 
@@ -54,7 +53,7 @@ def least(subject: Subject, steps: int) -> int:
     )
 
 
-def longest_batch(subject: Subject, steps: int) -> BatchView:
+def longest_batch(subject: Subject, steps: int) -> Samples:
     """The batch with the most numbers among those of the first steps."""
     return max(_views(subject, steps), key=lambda view: view.elements * view.length)
 
@@ -121,11 +120,10 @@ class _Pieces:
         self.view = longest_batch(subject, steps)
 
     def run(self, size: int) -> None:
-        piece = map_tensors(self.view.piece(0, size), lambda tensor: tensor.to(self._memory.device))
+        piece = mapped(self.view.piece(0, size), lambda tensor: tensor.to(self._memory.device))
         count = self._subject.options.get("count")
-        terms, _ = read_losses(
-            self._subject.loss_fn(piece), tuple(count) if isinstance(count, Mapping) else None
-        )
+        names = list(count) if isinstance(count, Mapping) else None
+        terms = losses_in(self._subject.loss_fn(piece), names)
         torch.stack([term.double() for term in terms.values()]).sum().backward()
 
     def peak(self, run: Callable[[], object]) -> int:

@@ -1,14 +1,19 @@
-"""Whether a model can be trained under stress: it is made the same each time, its step runs, and there is something to compare."""
+"""The check of a user's model: made alike each time, its step runs, and its loss can be compared."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elastic_mbs import ElasticMBS
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.loss_terms import read_losses
+from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import UsageError
 
 from ..flat_options import grouped
@@ -20,7 +25,7 @@ from .reference import generators_of, norm_of, relative, rounding_of, state_of, 
 
 
 def check(model: str, seed: int, device: str) -> None:
-    """Makes a subject twice, compares, and runs one step. UsageError where it cannot be used."""
+    """Make a subject twice, compare, and run one step; a UsageError where it cannot be used."""
     first, second = make(model, seed, device), make(model, seed, device)
     if weight_difference(state_of(first.model), state_of(second.model)) > 0:
         raise UsageError(
@@ -47,10 +52,29 @@ def check(model: str, seed: int, device: str) -> None:
         optimizer.step()
 
 
+def _read_by_the_product(subject: Subject, batch: Any) -> Subject:
+    """Return a subject whose losses the product reads too, once it has read a batch.
+
+    Its errors name the way out, and the reference's do not.
+    """
+    count = subject.options.get("count")
+    counts = Counts.read(count, BatchView(batch, subject.options.get("dims")))
+
+    def loss_fn(piece: Any) -> Any:
+        value = subject.loss_fn(piece)
+        if subject.over is None:
+            read_losses(value, counts.names)
+        return value
+
+    return replace(subject, loss_fn=loss_fn)
+
+
 def _run(subject: Subject, model: str, device: str) -> None:
-    """Runs the first batch, and its loss once more from the same streams and buffers."""
+    """Run the first batch, and its loss once more from the same streams and buffers."""
     with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
-        view = view_of(subject, batch_of(subject, 0, device))
+        batch = batch_of(subject, 0, device)
+        subject = _read_by_the_product(subject, batch)
+        view = view_of(subject, batch)
         streams, buffers = (
             generators_of(subject),
             [buffer.clone() for buffer in subject.model.buffers()],

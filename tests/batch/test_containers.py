@@ -1,4 +1,4 @@
-"""Containers are taken apart and put back as the same type, with nothing of theirs lost and nothing of the whole batch's in a piece."""
+"""A piece has the batch's containers, none of their contents lost and none of the whole batch."""
 
 import functools
 from collections import OrderedDict, UserDict, defaultdict
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from elastic_mbs import cut
 from elastic_mbs.batch.containers import lookup, map_tensors, tensors_in
-from elastic_mbs.batch.splitters import items, whole
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 from tests.helpers.batches import Encoding, Named
@@ -45,7 +45,7 @@ class Linked:
 
 
 class Output(OrderedDict[str, Any]):
-    """Like HF ModelOutput: every item is an attribute too."""
+    """A dict whose items are attributes too, such as HF ModelOutput."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -128,11 +128,11 @@ def test_an_attribute_with_rows_that_is_no_part_is_asked_about(batch: Any, mask:
     batch.mask = mask
     with pytest.raises(BatchError, match=r'"mask" is an attribute next to the parts of') as caught:
         BatchView(batch)
-    assert 'dims=whole("mask")' in str(caught.value)
+    assert 'dims=cut.whole("mask")' in str(caught.value)
     with pytest.raises(BatchError, match=r'"b.mask" is an attribute'):
         BatchView({"b": batch})
-    assert BatchView(batch, whole("mask")).piece(1, 3).mask is mask
-    assert BatchView([batch, batch], items()).length == 2, (
+    assert BatchView(batch, cut.whole("mask")).piece(1, 3).mask is mask
+    assert BatchView([batch, batch], cut.items()).length == 2, (
         "an item of a list is no container of samples"
     )
 
@@ -149,7 +149,7 @@ def test_an_attribute_that_is_a_part_is_the_pieces_own(data: Any) -> None:
 
 
 class Attributes(dict[str, Any]):
-    """The well-known one: items are attributes, because they are one dict."""
+    """The well-known dict whose attributes are its items: both are one dict."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,7 +172,7 @@ class MirroredUserDict(Mirror, UserDict[str, Any]):
 
 @pytest.mark.parametrize("cls", [Attributes, Mirrored, MirroredUserDict, Output])
 def test_items_that_are_attributes_too_are_those_of_the_piece(cls: Any) -> None:
-    """`piece.x` was the whole batch."""
+    # `piece.x` was the whole batch
     batch = cls(x=torch.arange(4.0), names=["a", "b", "c", "d"])
     piece = BatchView(batch).piece(2, 4)
     assert piece.x is piece["x"]
@@ -254,13 +254,13 @@ def test_a_field_that_the_constructor_computes_is_refused_until_it_is_named() ->
     for dims in (None, {"x": 0}):
         with pytest.raises(BatchError, match=r'"rows" is computed.*init=False') as caught:
             BatchView(Counted(X), dims)
-        assert 'dims=whole("rows")' in str(caught.value)
+        assert 'dims=cut.whole("rows")' in str(caught.value)
         assert "register_splitter(" in str(caught.value)
     assert BatchView(Counted(X), {"rows": None}).piece(0, 2).rows == 6
 
 
 class Elsewhere(UserDict[str, Any]):
-    """Looks in another place first, which the batch's pieces would share."""
+    """A dict that looks first in another place, which all pieces would share."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         super().__init__(data)
@@ -295,7 +295,7 @@ class Reversed(tuple[Any, ...]):
 )
 def test_a_container_that_cannot_be_rebuilt_is_refused_by_name(batch: Any, why: str) -> None:
     with pytest.raises(BatchError, match=why) as caught:
-        BatchView(batch, whole("first")).piece(0, 1)
+        BatchView(batch, cut.whole("first")).piece(0, 1)
     assert f"register_splitter({type(batch).__qualname__}" in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Counts are read once, and their weights add up to one for every split; labels that are not ignored are counted, or told of without a count."""
+"""Counts are read once, and their weights add up to one for every split."""
 
 from collections.abc import Callable
 from decimal import Decimal
@@ -41,7 +41,7 @@ floats = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_the_weights_of_any_split_are_the_shares_of_its_terms_and_add_up_to_one(
+def test_the_weights_of_any_split_are_its_shares_and_add_up_to_one(
     data: st.DataObject,
 ) -> None:
     values = data.draw(st.one_of(whole_numbers, floats))
@@ -233,7 +233,7 @@ def test_labels_that_are_not_ignored_are_counted_per_sample(
 
 
 def terms(counter: Any, view: BatchView) -> list[float]:
-    """Labels of each sample, as the weights show them."""
+    """Return the labels of each sample, as the weights show them."""
     counts = Counts.read(counter, view)
     assert isinstance(counts.total, int)
     shares = [counts.weights(i, i + 1) or {None: 0.0} for i in range(view.length)]
@@ -322,7 +322,7 @@ def counted(values: list[int]) -> Counts:
 
 
 @given(st.data())
-def test_every_sample_is_handed_out_or_skipped_once_whatever_sizes_and_failures(
+def test_every_sample_is_handed_out_or_skipped_once(
     data: st.DataObject,
 ) -> None:
     values = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=40).filter(any))
@@ -392,7 +392,7 @@ def kinds(batch: Any, *, training: bool = True, counted: bool = False, **others:
 IGNORED = {"x": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [1, 1]])}
 
 
-def test_labels_to_ignore_without_a_count_are_told_of_where_there_is_a_loss() -> None:
+def test_ignored_labels_without_a_count_are_warned_about() -> None:
     assert kinds(IGNORED) == ["count"]
     assert kinds(IGNORED, counted=True) == kinds(IGNORED, training=False) == []
     assert kinds(torch.zeros(1, 2), arguments=(torch.zeros(1),)) == [], (

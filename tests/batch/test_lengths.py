@@ -1,4 +1,4 @@
-"""Sorted by length, each sample comes once, whole, with its own counts; what is cut off is padding and nothing else, or it is not cut off."""
+"""Sorted by length, each sample comes once, with its counts, and loses only padding."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic_mbs import cut
 from elastic_mbs.batch.containers import register_splitter
 from elastic_mbs.batch.counts import Counts, count_tokens
 from elastic_mbs.batch.join import Order, PerPiece, join
 from elastic_mbs.batch.lengths import ByLength
-from elastic_mbs.batch.splitters import items, whole
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 from tests.helpers.steps import there
@@ -24,7 +24,7 @@ LENGTHS = [3, 1, 6, 2, 6, 4]
 
 
 def padded(lengths: list[int], width: int) -> dict[str, Any]:
-    """Tokens that are all different, their mask, and labels, of which every third is ignored."""
+    """Return tokens that all differ, their mask, and labels, every third of which is ignored."""
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     tokens = (torch.arange(mask.numel()).reshape(mask.shape) + 1) * mask
     return {
@@ -54,7 +54,7 @@ def view(
     st.booleans(),
     st.data(),
 )
-def test_pieces_hold_each_sample_once_and_whole_and_no_more_padding_than_their_longest_needs(
+def test_pieces_hold_each_sample_once_and_no_needless_padding(
     lengths: list[int], more: int, by_mask: bool, data: st.DataObject
 ) -> None:
     batch = padded(lengths, max(lengths) + more) | {
@@ -89,9 +89,7 @@ def test_pieces_hold_each_sample_once_and_whole_and_no_more_padding_than_their_l
     assert (read.sorted is None) == (set(lengths) == {max(lengths) + more})
 
 
-def test_all_containers_and_dimensions_are_gathered_and_what_belongs_to_no_sample_passes_whole() -> (
-    None
-):
+def test_containers_and_dimensions_are_gathered_and_the_rest_passes_whole() -> None:
     batch = padded(LENGTHS, 7)
     batch |= {
         "columns": batch["tokens"].T.contiguous(),
@@ -107,7 +105,7 @@ def test_all_containers_and_dimensions_are_gathered_and_what_belongs_to_no_sampl
     read = view(
         batch,
         trim={"stacked": 2, "pair.0": -1},
-        dims={"columns": 1, "stacked": 1} | whole("table") | items("lists"),
+        dims={"columns": 1, "stacked": 1} | cut.whole("table") | cut.items("lists"),
     )
     piece = read.piece(2, 5)
     picked = [5, 0, 3]  # of 4, 3 and 2 tokens
@@ -124,9 +122,7 @@ def test_all_containers_and_dimensions_are_gathered_and_what_belongs_to_no_sampl
     assert bool(batch["tokens"].any())  # pieces are copies, so a replay sees what was there
 
 
-def test_elements_are_those_of_the_longest_sample_and_the_batch_is_worth_what_it_holds_without_padding() -> (
-    None
-):
+def test_elements_are_the_longest_samples_and_padding_is_worth_nothing() -> None:
     read = view(padded(LENGTHS, 9) | {"classes": torch.zeros(6, 5)})
     assert read.elements == 3 * 6 + 5
     assert read.worth == -(-(3 * sum(LENGTHS) + 5 * 6) // (3 * 6 + 5))
@@ -136,7 +132,7 @@ def test_elements_are_those_of_the_longest_sample_and_the_batch_is_worth_what_it
     rows = view(
         [torch.zeros(n, 2) for n in (2, 6, 1)],
         lambda batch: [len(row) for row in batch],
-        dims=items(),
+        dims=cut.items(),
     )
     assert (rows.elements, rows.worth) == (12, 2)
 
@@ -147,7 +143,7 @@ def other(kind: str, width: int = 6) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("length", ["mask", lambda batch: batch["mask"].sum(1)])
-def test_what_is_as_long_by_accident_is_kept_whole_and_named_once(length: Any) -> None:
+def test_a_tensor_as_long_by_accident_is_kept_whole_and_named_once(length: Any) -> None:
     warned: list[str] = []
     # class scores, or a target sequence with its own lengths
     piece = view(other("targets"), length, warned=warned).piece(3, 6)
@@ -164,7 +160,7 @@ def test_what_is_as_long_by_accident_is_kept_whole_and_named_once(length: Any) -
     assert len(warned) == 1
 
 
-def test_what_was_no_padded_sequence_once_is_none_when_it_looks_like_one_by_chance() -> None:
+def test_a_tensor_that_once_held_more_than_padding_is_never_trimmed_again() -> None:
     by_length = ByLength("mask", None, lambda kind, text: None)
     BatchView(other("scores", 5), by_length=by_length)
     unlucky = BatchView(padded(LENGTHS, 6) | {"other": torch.zeros(6, 6)}, by_length=by_length)
@@ -217,7 +213,7 @@ def test_what_cannot_be_sorted_or_trimmed_is_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize("place", [lambda t: t, lambda t: t.numpy()])
-def test_outputs_go_back_into_the_order_of_the_batch_and_are_as_wide_as_its_longest_sample(
+def test_outputs_come_in_the_batchs_order_and_as_wide_as_its_longest_sample(
     place: Callable[[Tensor], Any],
 ) -> None:
     # the last piece was left out: nothing in it counts

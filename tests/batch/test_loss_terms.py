@@ -155,7 +155,7 @@ def test_half_precision_losses_are_weighed_in_single_precision(dtype: torch.dtyp
     assert there(loss.grad).dtype is dtype
 
 
-def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradient() -> None:
+def test_a_counted_term_without_a_graph_adds_its_loss_and_no_gradient() -> None:
     model = nn.Linear(3, 1).double()
     x, labelled = torch.randn(4, 3, dtype=torch.float64), [0, 0, 1, 1]
 
@@ -179,10 +179,8 @@ def test_a_piece_whose_only_counted_term_has_no_graph_adds_its_loss_and_no_gradi
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("door", [1, 3])
-def test_what_the_user_does_to_a_loss_afterwards_does_not_reach_the_reported_one(
-    door: int, enabled: bool
-) -> None:
-    """It was kept by `detach()`, which shares its memory: `total = loss.detach(); total += …` in the user's loop changed `result.loss`."""
+def test_a_later_edit_of_a_loss_does_not_reach_the_reported_one(door: int, enabled: bool) -> None:
+    # a loss kept by `detach()` shares its memory with the user's `total = loss.detach()`
     model, batch = mlp(), pairs(8)
     total: list[Tensor] = []
 

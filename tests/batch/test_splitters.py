@@ -1,4 +1,4 @@
-"""A type that the user registers is measured, cut and moved by the functions given, and their results are checked."""
+"""A registered type is measured, cut and moved by its functions, and their results checked."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,7 +69,7 @@ def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged
     ) as caught:
         BatchView(batch)
     assert f"register_splitter({cls.__name__}, length=..., slice=...)" in str(caught.value)
-    assert 'dims=whole("r")' in str(caught.value)
+    assert 'dims=cut.whole("r")' in str(caught.value)
     register()
     view = BatchView(batch)
     assert (view.length, view.elements, len(view.tensors)) == (3, 4, 2)
@@ -85,7 +85,7 @@ def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged
 
 
 @pytest.mark.usefixtures("unregistered")
-def test_a_registered_type_may_be_cut_into_another_type_and_hold_no_tensors() -> None:
+def test_a_registered_type_may_be_cut_into_another_type() -> None:
     register_splitter(
         Ragged, length=lambda r: len(r.ends), slice=lambda r, start, stop: r.ends[start:stop]
     )

@@ -1,4 +1,4 @@
-"""A batch of any shape is N samples, cut without copies and joined without loss; what is not per sample is kept, not invented."""
+"""A batch of any shape is N samples, cut without copies and joined without loss."""
 
 import copy
 import sys
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from elastic_mbs import cut
 from elastic_mbs.batch.join import PerPiece, join
-from elastic_mbs.batch.splitters import items, whole
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError
 from tests.helpers.batches import Encoding, Named, rows, splits
@@ -35,7 +35,7 @@ def has_rows(value: Any) -> bool:
 
 
 def containers(n: int) -> st.SearchStrategy[Any]:
-    """Nested containers in which every leaf holds n samples or is None."""
+    """Return nested containers in which every leaf holds n samples or is None."""
     leaf: st.SearchStrategy[Any] = st.one_of(
         st.lists(st.integers(1, 3), max_size=2).map(lambda shape: rows(n, *shape)),
         st.just(torch.linspace(0, 1, n, dtype=torch.float64)),
@@ -94,7 +94,7 @@ def test_pieces_cover_every_sample_exactly_once_along_any_dimension(data: st.Dat
     )
 
 
-def test_a_tensor_subclass_is_cut_by_its_own_narrow_when_the_piece_is_needed() -> None:
+def test_a_tensor_subclass_is_cut_by_its_own_narrow() -> None:
     class Narrowed(torch.Tensor):
         def narrow(self, *place: Any) -> Any:
             cuts.append(place)
@@ -124,7 +124,7 @@ def test_what_holds_no_samples_passes_whole() -> None:
     piece = BatchView({"x": rows(4)} | others).piece(0, 2)
     assert {name: part for name, part in piece.items() if name != "x"} == others
     named = {"x": rows(4), "table": table, "deep": {"config": config}, "adj": adjacency}
-    view = BatchView(named, whole("table", "deep.config", "adj"))
+    view = BatchView(named, cut.whole("table", "deep.config", "adj"))
     piece = view.piece(0, 2)
     assert piece["table"] is table
     assert piece["deep"]["config"] is config
@@ -138,11 +138,11 @@ def test_what_holds_no_samples_passes_whole() -> None:
         (rows(4, 3), None, 3),
         (rows(4), None, 1),
         (list("abcd"), None, 1),
-        ({"x": rows(4, 3), "w": rows(5, 5)}, whole("w"), 3),
+        ({"x": rows(4, 3), "w": rows(5, 5)}, cut.whole("w"), 3),
         ({"x": rows(4, 3), "s": torch.tensor(1)}, None, 3),
         ({"p": rows(2, 4)}, {"p": 1}, 2),
         # (4 + 10) / 4, rounded up
-        ({"x": rows(4), "i": [rows(i) for i in (1, 2, 3, 4)]}, items("i"), 4),
+        ({"x": rows(4), "i": [rows(i) for i in (1, 2, 3, 4)]}, cut.items("i"), 4),
         ({"x": rows(4), "a": np.zeros((4, 5))}, None, 6),
     ],
 )
@@ -162,7 +162,7 @@ def test_versions_notice_an_edit_in_place_anywhere() -> None:
         "f": frozen,
         "names": list("abcd"),
     }
-    view = BatchView(batch, whole("w"))
+    view = BatchView(batch, cut.whole("w"))
     before = view.versions()
     assert sorted(before)[:2] == [-1, 0]  # the inference tensor has none
     assert view.versions() == before
@@ -177,7 +177,7 @@ def test_named_tensors_are_the_fields() -> None:
     ids, y, w = rows(2, 2), rows(2), rows(3)
     view = BatchView(
         {"in": (ids, 1), "y": y, "w": w, "t": [{"a": rows(5)}, {"a": rows(4)}], "v": [[y, y]]},
-        whole("w"),
+        cut.whole("w"),
     )
     named = view.named_tensors()
     assert [path for path, _ in named] == ["in.0", "y", "w", "v.0.0", "v.0.1"]
@@ -209,9 +209,13 @@ def test_a_graph_in_the_batch_is_refused_by_name_in_items_too(part: Any, name: s
     [
         ({"x": rows(4), "a": np.zeros((4, 2))}, None, lambda batch: batch["a"]),
         ({"x": rows(4), "a": [np.zeros(2)] * 4}, None, lambda batch: batch["a"][0]),
-        ([{"a": [np.zeros(2)]} for _ in range(4)], items(), lambda batch: batch[0]["a"][0]),
-        ({"x": rows(4), "a": np.zeros(2)}, whole("a"), lambda batch: batch["a"]),
-        ({"x": rows(4), "a": {"of": [np.zeros(2)]}}, whole("a"), lambda batch: batch["a"]["of"][0]),
+        ([{"a": [np.zeros(2)]} for _ in range(4)], cut.items(), lambda batch: batch[0]["a"][0]),
+        ({"x": rows(4), "a": np.zeros(2)}, cut.whole("a"), lambda batch: batch["a"]),
+        (
+            {"x": rows(4), "a": {"of": [np.zeros(2)]}},
+            cut.whole("a"),
+            lambda batch: batch["a"]["of"][0],
+        ),
         ({"x": rows(4), "a": np.array(0.0)}, None, lambda batch: batch["a"]),
     ],
     ids=["cut", "item", "in an item", "whole", "in a whole part", "0-d"],
@@ -245,7 +249,7 @@ def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(
     cached_kind.cache_clear()
 
 
-# ---------------------------------------------------------------------- outputs of the pieces become the batch's output
+# ---------------------------------------------------------------------- joined outputs
 
 
 def test_one_piece_gives_the_same_types_as_several() -> None:
@@ -275,10 +279,10 @@ def test_one_piece_gives_the_same_types_as_several() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros], ids=["tensor", "array"])
-def test_what_was_once_of_another_length_than_its_piece_is_never_taken_for_samples(
+def test_a_place_that_once_was_no_samples_never_is_again(
     make: Any,
 ) -> None:
-    """A matrix of four classes has as many rows as a piece of four samples."""
+    # a matrix of four classes has as many rows as a piece of four samples
     per_piece = set[Any]()
     assert isinstance(join([{"matrix": make((4, 4))}] * 2, [3, 3], per_piece)["matrix"], PerPiece)
     again = join([{"matrix": make((4, 4)), "scores": make((4, 2))}] * 2, [4, 4], per_piece)
@@ -290,8 +294,8 @@ def test_what_was_once_of_another_length_than_its_piece_is_never_taken_for_sampl
     assert len(join([make((4, 2))] * 2, [4, 4], per_piece)) == 8
 
 
-def test_what_a_function_gives_otherwise_is_not_taken_for_what_came_once_a_piece() -> None:
-    """A loss in evaluation made the logits of training, at the same place among the outputs, a list of pieces for good."""
+def test_another_shape_at_the_same_place_is_joined() -> None:
+    # the loss of an evaluation lies at the place where training returns its logits
     per_piece = set[Any]()
     assert isinstance(
         join([(torch.tensor(1.0), torch.zeros(3, 5))] * 2, [3, 3], per_piece)[0], PerPiece
@@ -301,14 +305,14 @@ def test_what_a_function_gives_otherwise_is_not_taken_for_what_came_once_a_piece
     assert join([torch.zeros(3)] * 2, [3, 3], per_piece).shape == (6,)
 
 
-def test_what_is_of_another_shape_each_time_is_not_remembered_without_end() -> None:
+def test_ever_new_shapes_are_not_remembered_without_end() -> None:
     per_piece = set[Any]()
     for size in range(1000):
         assert isinstance(join([torch.zeros(5, size)] * 2, [3, 3], per_piece), PerPiece)
     assert len(per_piece) < 300
 
 
-def test_a_number_next_to_the_items_is_not_taken_for_the_item_of_the_same_value() -> None:
+def test_a_number_beside_items_is_not_taken_for_an_equal_item() -> None:
     class Result(dict[str, Any]):
         version = 8
 
@@ -331,7 +335,7 @@ def test_a_tokenizers_batch_is_joined_with_its_encodings(kept: Any, joined: Any)
     assert found._encodings == joined
 
 
-def test_what_comes_once_a_piece_has_its_mean_over_the_samples_and_its_sum() -> None:
+def test_values_per_piece_have_their_mean_and_sum_over_the_samples() -> None:
     joined = join(
         [{"loss": torch.tensor(1.0), "hits": 2}, {"loss": torch.tensor(4.0), "hits": 1}], [3, 1]
     )
@@ -363,7 +367,7 @@ def test_what_comes_once_a_piece_has_its_mean_over_the_samples_and_its_sum() -> 
     ],
     ids=str,
 )
-def test_what_does_not_fit_together_comes_once_a_piece(pieces: list[Any]) -> None:
+def test_outputs_that_do_not_fit_together_come_once_a_piece(pieces: list[Any]) -> None:
     joined = join(pieces, [3, 2])
     assert type(joined) is PerPiece
     assert all(new is old for new, old in zip(joined, pieces, strict=True))
@@ -372,7 +376,7 @@ def test_what_does_not_fit_together_comes_once_a_piece(pieces: list[Any]) -> Non
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_never_taken_apart(layout: torch.layout) -> None:
-    """Those of the first kind have no shape to ask for."""
+    # a strided nested tensor has no shape
     pieces = [
         torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(3, 2)], layout=layout)
         for _ in range(2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import IncompleteBatchError, whole
+from elastic_mbs import IncompleteBatchError, cut
 from elastic_mbs.errors import BatchError, GradientsChangedError, UsageError
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
@@ -175,12 +175,12 @@ def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> N
         return {"x": x, "y": y, "w": torch.ones(4, dtype=torch.float64)}
 
     wanted = whole_gradient(model, lambda twin: weighted(twin)(batch()))
-    mbs, loss_fn = elastic(model, micro_batch_size=4, dims=whole("w")), weighted(model)
+    mbs, loss_fn = elastic(model, micro_batch_size=4, dims=cut.whole("w")), weighted(model)
     for _ in range(2):
         with pytest.raises(BatchError, match="work on a copy"):
             mbs.backward(loss_fn, batch())
     assert all(parameter.grad is None for parameter in model.parameters())
-    elastic(model, micro_batch_size=8, dims=whole("w")).backward(loss_fn, batch())
+    elastic(model, micro_batch_size=8, dims=cut.whole("w")).backward(loss_fn, batch())
     assert off_by(model, wanted) <= 1e-12
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MicroBatchFloorError, count_tokens, fields
+from elastic_mbs import ElasticMBS, MemoryBudget, MicroBatchFloorError, count_tokens, cut
 from elastic_mbs.integrations.lightning import ElasticCallback
 from elastic_mbs.testing import InjectOOM
 from elastic_mbs.testing.faults import RandomFaults
@@ -126,7 +126,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
 }
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"two loaders": {"dims": fields("a", "b")}}
+OPTIONS: dict[str, dict[str, Any]] = {"two loaders": {"dims": cut.fields("a", "b")}}
 
 
 def run(case: str, fits: int = BATCH, callback: ElasticCallback | None = None) -> Run:

@@ -1,14 +1,17 @@
 """When one sample does not fit, training goes on with less memory and the same gradients: `RecoveryOptions.escalate`."""
 
 import copy
+import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import ElasticMBS, Escalated, Event, MicroBatchFloorError, ReplayUnsafeError
 from elastic_mbs.escalation import offload
@@ -281,6 +284,90 @@ def test_a_model_that_offers_checkpointing_is_asked_for_it_while_it_runs() -> No
     assert calls == ["on", "ran", "off"] * 4
     mbs.backward(lambda piece: loss_of(model)(piece), batch)
     assert calls[12:] == ["ran"]
+
+
+class Offering(nn.Sequential):
+    """A model that offers checkpointing and leaves traces of it behind, as transformers' do."""
+
+    checkpointing: Any = None
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any) -> None:
+        for module in self:
+            vars(module)["checkpointing"] = partial(checkpoint, **gradient_checkpointing_kwargs)
+        self.hook = self[0].register_forward_hook(lambda module, given, out: out.sin())
+
+    def gradient_checkpointing_disable(self) -> None:
+        for module in self:
+            vars(module)["checkpointing"] = None
+
+
+def test_a_model_that_was_asked_to_checkpoint_is_as_before_after_the_call() -> None:
+    inner = Offering(nn.Linear(8, WIDTH), Offering(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 4))
+    model, batch = inner.double(), long_samples()
+    own = model[0].register_forward_hook(lambda module, given, out: out)
+    before = [dict(vars(module)) for module in model.modules()]
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    escalated(model, ("checkpoint",), batch)
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
+    own.remove()
+    pickle.dumps(model)
+
+
+class Annealed(nn.Module):
+    """A block that counts its runs: each adds less than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.runs: int | None = None
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs = 1 if self.runs is None else self.runs + 1
+        if self.table is None:
+            self.table = torch.ones(WIDTH, dtype=torch.float64)
+        return x + torch.tanh(self.inner(x) * self.table) / self.runs
+
+
+def test_a_number_that_a_block_counts_is_the_same_when_it_runs_again() -> None:
+    model, batch = deep("cpu", Annealed(), Annealed(), blocks=0), long_samples()
+    twin = copy.deepcopy(model)
+    mbs, loss_fn = escalated(model, ("checkpoint",), batch)
+    for block in model[1]:
+        block.runs, block.table = None, None
+    result = mbs.backward(loss_fn, batch)
+    assert len(result.partition) == 4
+    found = grads(model)
+    assert error_of(found, by_hand(twin, batch, result.partition)[0]) <= 1e-12
+    assert [block.runs for block in model[1]] == [4, 4]
+    assert all(block.table is not None for block in model[1])
+
+
+def test_a_gradient_penalty_goes_through_checkpointed_blocks() -> None:
+    model, (x, _) = deep(blocks=3), long_samples()
+    ready: list[Event] = []
+
+    def penalised(piece: Tensor) -> Tensor:
+        piece = piece.clone().requires_grad_()
+        out = model(piece)
+        (slope,) = torch.autograd.grad(out.sum(), piece, create_graph=True)
+        return out.square().mean() + (slope.norm(dim=-1) - 1).square().mean()
+
+    def loss_fn(piece: Tensor) -> Tensor:
+        if not ways_of(ready):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return penalised(piece)
+
+    mbs = elastic(model, escalate=("checkpoint",), on_event=ready.append)
+    torch.manual_seed(5)
+    result = mbs.backward(loss_fn, x)
+    found = grads(model)
+    model.zero_grad()
+    torch.manual_seed(5)
+    for start, stop in result.partition:
+        (penalised(x[start:stop]) / len(x)).backward()
+    assert error_of(found, grads(model)) <= 1e-12
 
 
 def test_the_blocks_are_the_children_of_the_longest_list() -> None:

@@ -1,4 +1,4 @@
-"""The sampler's batches follow from the place in the run alone: each sample once per epoch, and the same order with workers and after a resume."""
+"""The sampler's batches follow from the place in the run alone, with workers and after a resume."""
 
 import json
 from itertools import islice
@@ -33,7 +33,7 @@ def sampler(samples: int, changes: Any, **options: Any) -> ElasticBatchSampler:
 
 
 @given(st.integers(1, 60), SCHEDULES, OPTIONS)
-def test_every_sample_comes_once_per_epoch_in_batches_of_the_schedules_size(
+def test_each_sample_comes_once_per_epoch_in_batches_of_the_schedules_size(
     samples: int, changes: Any, options: dict[str, Any]
 ) -> None:
     one, schedule = sampler(samples, changes, **options), BatchSchedule(changes)
@@ -56,7 +56,7 @@ def test_every_sample_comes_once_per_epoch_in_batches_of_the_schedules_size(
 
 
 @given(st.integers(20, 60), SCHEDULES, OPTIONS)
-def test_without_the_last_batch_all_are_full_and_as_few_as_possible_are_left_out(
+def test_drop_last_leaves_full_batches_and_drops_as_little_as_possible(
     samples: int, changes: Any, options: dict[str, Any]
 ) -> None:
     changes = [(step, min(size, 20)) for step, size in changes]
@@ -81,13 +81,24 @@ def test_a_run_resumed_at_any_batch_goes_on_in_the_same_order(
     broken = sampler(samples, changes, **options)
     for _ in range(epoch):
         list(broken)
-    read = len(list(islice(iter(broken), done + ahead)))
     resumed = sampler(samples, changes, **options)
-    # None: the epoch has not begun
-    resumed.load_state_dict(json.loads(json.dumps(broken.state_dict(done if read else None))))
+    read = len(list(islice(iter(broken), done + ahead)))
+    # the epoch has not begun where nothing was read: the saved one can be the next
+    state = broken.state_dict(done, epoch=epoch)
+    assert read or state["batches"] == 0
+    resumed.load_state_dict(json.loads(json.dumps(state)))
     rest = wanted[epoch][done:]
     epochs = range((4 if rest else 3) - epoch)
     assert [list(resumed) for _ in epochs] == [*([rest] if rest else []), *wanted[epoch + 1 :]]
+
+
+def test_a_run_saved_before_an_epoch_goes_on_with_that_epoch() -> None:
+    one = sampler(6, [(0, 2)])
+    list(one)
+    saved = one.state_dict(batches=0, epoch=1)
+    again = sampler(6, [(0, 2)])
+    again.load_state_dict(saved)
+    assert [list(again), list(again)] == [list(one), list(one)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -105,7 +116,7 @@ def test_workers_and_persistent_ones_get_the_same_batches(workers: int) -> None:
         assert [batch[0].tolist() for batch in loader] == list(wanted)
 
 
-def test_an_epoch_that_is_left_early_counts_as_whole_however_far_was_read() -> None:
+def test_an_epoch_left_early_counts_as_whole_however_far_was_read() -> None:
     changes = [(0, 3), (6, 5)]
     whole = sampler(20, changes, unit="batch")
     wanted = [list(whole) for _ in range(2)]
@@ -115,11 +126,11 @@ def test_an_epoch_that_is_left_early_counts_as_whole_however_far_was_read() -> N
         assert list(one) == wanted[1]
 
 
-# ---------------------------------------------------------------------- a schedule that grows while it runs
+# ---------------------------------------------------------------- a schedule that grows meanwhile
 
 
 def grown(one: ElasticBatchSampler, epochs: int, workers: int = 0) -> list[list[int]]:
-    """Batches of a run that sees much noise at its fourth batch."""
+    """Return the batches of a run that sees much noise at its fourth batch."""
     loader = DataLoader(TensorDataset(torch.arange(40)), batch_sampler=one, num_workers=workers)
     found, step = [], 0
     for _ in range(epochs):
@@ -166,6 +177,13 @@ def test_a_resumed_run_has_grown_as_well() -> None:
 # ---------------------------------------------------------------------- bad input
 
 
+def begun() -> ElasticBatchSampler:
+    """Return a sampler whose first epoch was handed out."""
+    one = sampler(9, [(0, 2)])
+    list(one)
+    return one
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -186,6 +204,19 @@ def test_a_resumed_run_has_grown_as_well() -> None:
         (
             lambda: sampler(9, [(0, 2)]).load_state_dict(sampler(9, [(0, 3)]).state_dict()),
             "another schedule",
+        ),
+        (lambda: begun().state_dict(batches=0), "say epoch=0 to start it again, or epoch=1"),
+        (lambda: begun().state_dict(epoch=2), "epoch=2, and the last one that was begun is 0"),
+        (lambda: begun().state_dict(batches=1, epoch=1), "batches=1, and 0 of epoch 1"),
+        (lambda: begun().load_state_dict({}), "is no state of an ElasticBatchSampler"),
+        (lambda: begun().load_state_dict(None), "None is no state of an ElasticBatchSampler"),
+        (
+            lambda: begun().load_state_dict(begun().state_dict() | {"first": "0"}),
+            "is no state of an ElasticBatchSampler",
+        ),
+        (
+            lambda: begun().load_state_dict(begun().state_dict() | {"schedule": {"steps": [0]}}),
+            "is no state of a BatchSchedule",
         ),
     ],
 )

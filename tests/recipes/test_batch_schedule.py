@@ -1,4 +1,4 @@
-"""A batch schedule grows where a scheduler would decay the rate, keeps the quotient of both, and never shrinks."""
+"""A schedule grows where a scheduler would decay, keeps the quotient, and never shrinks."""
 
 import json
 import math
@@ -31,7 +31,7 @@ Make = Callable[[Optimizer], LRScheduler]
 
 
 def test_the_papers_own_schedule() -> None:
-    """CIFAR-10, Wide ResNet 16-4: 128 samples, the rate divided by 5 after 60, 120 and 160 epochs, at most 5,120 samples."""
+    """Wide ResNet 16-4 on CIFAR-10: 128 to 5,120 samples, rate / 5 after 60, 120, 160 epochs."""
     make: Make = partial(MultiStepLR, milestones=[60, 120, 160], gamma=0.2)
     schedule = BatchSchedule.from_scheduler(make, 128, steps=200, limit=5120)
     assert schedule.changes == ((0, 128), (60, 640), (120, 3200), (160, 5120))
@@ -54,7 +54,7 @@ MAKERS: list[Make] = [
 
 
 @given(st.sampled_from(MAKERS), st.integers(1, 300), st.integers(1, 50))
-def test_the_quotient_of_rate_and_batch_is_that_of_the_scheduler_at_every_step(
+def test_the_quotient_of_rate_and_batch_is_the_schedulers_at_every_step(
     make: Make, batch: int, room: int
 ) -> None:
     schedule = BatchSchedule.from_scheduler(make, batch, steps=30, limit=batch * room)
@@ -65,7 +65,7 @@ def test_the_quotient_of_rate_and_batch_is_that_of_the_scheduler_at_every_step(
         assert step == 0 or size >= schedule.batch(step - 1)
 
 
-def test_what_is_left_to_decay_is_a_scheduler_that_goes_with_others() -> None:
+def test_the_rest_of_the_decay_goes_with_other_schedulers() -> None:
     schedule = BatchSchedule.from_scheduler(
         partial(MultiStepLR, milestones=[4, 6, 8], gamma=0.1), 10, steps=10, limit=100
     )
@@ -158,13 +158,13 @@ def test_the_batch_doubles_to_what_the_noise_scale_is_known_to_allow() -> None:
     "unknown",
     [NoiseScale(1.0, -1.0, math.inf, 5), NoiseScale(100.0, 1.0, math.inf, 1), noise(math.nan)],
 )
-def test_what_is_not_known_grows_nothing(unknown: NoiseScale) -> None:
+def test_an_unknown_noise_scale_grows_nothing(unknown: NoiseScale) -> None:
     schedule = BatchSchedule.from_noise_scale(2, limit=64)
     schedule.follow(unknown, 0)
     assert schedule.changes == ((0, 2),)
 
 
-def test_a_growing_schedule_goes_on_in_a_resumed_run_and_a_fixed_one_must_be_the_same() -> None:
+def test_a_resumed_schedule_has_grown_and_a_fixed_one_must_be_the_same() -> None:
     one, other = (BatchSchedule.from_noise_scale(2, limit=64) for _ in range(2))
     one.follow(noise(9), 3)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
@@ -183,7 +183,7 @@ def test_only_a_schedule_that_follows_can_be_told_to() -> None:
 
 
 def test_a_run_follows_its_own_noise_scale() -> None:
-    """A quadratic bowl with noise of a known scale: a sample's gradient is w - x, so tr(Σ) is the data's variance and |G|² is |w|²."""
+    # a quadratic bowl: a sample's gradient is w - x, so tr(Σ) is the data's variance, |G|² is |w|²
     torch.manual_seed(0)
     weight = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
     model = nn.ParameterList([weight])

@@ -1,4 +1,4 @@
-"""A ghost BatchNorm is BatchNorm over fixed groups: its output, its gradients and its running statistics do not depend on the split."""
+"""A ghost BatchNorm is BatchNorm over fixed groups, whatever the split."""
 
 import copy
 from typing import Any
@@ -142,7 +142,7 @@ def test_a_last_group_of_one_value_is_refused_with_the_way_out() -> None:
     assert GhostBatchNorm2d(2, 4)(torch.randn(9, 2, 2, 2)).shape == (9, 2, 2, 2)
 
 
-# ---------------------------------------------------------------------- what the runtime makes of it
+# ---------------------------------------------------------------------- with the runtime
 
 
 def ghosts(*groups: int) -> nn.Module:

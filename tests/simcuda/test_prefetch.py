@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_mbs import Event, OutOfMemory, items, register_splitter, whole
+from elastic_mbs import Event, OutOfMemory, cut, register_splitter
 from elastic_mbs.batch.containers import splitters
 from elastic_mbs.testing import InjectOOM
 from stress.limits.simcuda import Simulation, control
@@ -153,9 +153,9 @@ def test_any_batch_has_its_exact_gradient(
     model, wanted = on_device()
     batch = BATCHES[kind](*pinned())
     dims: Any = (
-        {"x": 1} | whole("scale", "again")
+        {"x": 1} | cut.whole("scale", "again")
         if kind.startswith("dim")
-        else items("0", "1")
+        else cut.items("0", "1")
         if kind == "lists"
         else None
     )
