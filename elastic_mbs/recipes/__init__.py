@@ -10,7 +10,7 @@ from elastic_mbs.recipes.ghost_batchnorm import (
     GhostBatchNorm3d,
     convert_ghost_batchnorm,
 )
-from elastic_mbs.recipes.rate import gradual_warmup, linear_scaling, momentum_correction
+from elastic_mbs.recipes.rate import gradual_warmup, linear_scaling
 
 __all__ = [
     "BatchSchedule",
@@ -21,5 +21,4 @@ __all__ = [
     "convert_ghost_batchnorm",
     "gradual_warmup",
     "linear_scaling",
-    "momentum_correction",
 ]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.errors import UsageError
 
@@ -65,41 +63,3 @@ def gradual_warmup(optimizer: Optimizer, k: float, steps: int) -> LinearLR:
     if type(steps) is not int or steps < 1:
         raise UsageError(f"steps={steps!r} is no whole number of at least 1: leave the warm-up out")
     return LinearLR(optimizer, start_factor=1 / k, end_factor=1.0, total_iters=steps)
-
-
-_NOTED = "velocity_lr"  # in a parameter group, so that it goes with the optimizer's state
-
-
-def momentum_correction(optimizer: Optimizer, velocity: str = "momentum_buffer") -> RemovableHandle:
-    """Corrects, at each change of the rate, an optimizer whose velocity has absorbed it: v ← m·v + η·g, w ← w - v.
-
-    Its v is made of earlier rates, and is multiplied by η_new/η_old before the step that uses the
-    new one (section 3). `torch.optim.SGD` keeps the rate out of its velocity and needs nothing, as
-    all of torch's own.
-
-    Args:
-        optimizer: one of that kind.
-        velocity: name of v in its state.
-
-    Returns:
-        A handle; `remove()` ends the correction.
-
-    Raises:
-        UsageError: an optimizer of torch's own.
-    """
-    if type(optimizer).__module__.startswith("torch.optim"):
-        raise UsageError(
-            f"torch.optim.{type(optimizer).__name__} keeps the rate out of its velocity, and a "
-            "correction would be an error: leave it out"
-        )
-
-    def correct(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            before, now = float(group.get(_NOTED, group["lr"])), float(group["lr"])
-            if before not in (0.0, now):
-                for parameter in group["params"]:
-                    if (buffer := optimizer.state.get(parameter, {}).get(velocity)) is not None:
-                        buffer.mul_(now / before)
-            group[_NOTED] = now
-
-    return optimizer.register_step_pre_hook(correct)

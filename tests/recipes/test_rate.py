@@ -1,14 +1,13 @@
-"""The rate of a larger batch, the way to it, and what a velocity has to be told of a change: against closed forms."""
+"""The rate of a larger batch and the way to it, against closed forms."""
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -19,7 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from elastic_mbs import UsageError
-from elastic_mbs.recipes import gradual_warmup, linear_scaling, momentum_correction
+from elastic_mbs.recipes import gradual_warmup, linear_scaling
 
 
 def optimizer(lr: float, **options: Any) -> SGD:
@@ -117,87 +116,3 @@ def test_before_another_scheduler_it_comes_first_and_then_that_one() -> None:
 def test_a_warm_up_that_makes_no_sense_is_refused(k: Any, steps: Any, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         gradual_warmup(optimizer(0.1), k, steps)
-
-
-# ---------------------------------------------------------------------- momentum
-
-
-class Absorbing(Optimizer):
-    """v ← m·v + η·g, w ← w - v: the velocity has absorbed the rate."""
-
-    def __init__(self, parameters: Iterable[Tensor], lr: float, momentum: float) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has two overloads of it
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    velocity = self.state[parameter].setdefault(
-                        "velocity", torch.zeros_like(parameter)
-                    )
-                    velocity.mul_(group["momentum"]).add_(parameter.grad, alpha=group["lr"])
-                    parameter.sub_(velocity)
-
-
-RATES = [0.1, 0.1, 0.4, 0.4, 0.04, 0.2]
-
-
-def trained(make: Callable[[list[nn.Parameter]], Optimizer]) -> Tensor:
-    """Weights after a step at each rate."""
-    weights = [
-        nn.Parameter(torch.ones(3, dtype=torch.float64)),
-        nn.Parameter(torch.zeros(2, dtype=torch.float64)),
-    ]
-    one = make(weights)
-    for step, rate in enumerate(RATES):
-        one.param_groups[0]["lr"] = rate
-        weights[0].grad = torch.sin(weights[0].detach() * 3 + step)  # the other one never has any
-        one.step()
-    return weights[0].detach()
-
-
-def by_the_paper() -> Tensor:
-    """Equation (9): v ← m·v + g, w ← w - η·v."""
-    w, v = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    for step, rate in enumerate(RATES):
-        v = 0.9 * v + torch.sin(w * 3 + step)
-        w = w - rate * v
-    return w
-
-
-def test_torchs_own_sgd_needs_no_correction_and_gets_none() -> None:
-    assert torch.allclose(
-        trained(lambda weights: SGD(weights, lr=0.1, momentum=0.9)), by_the_paper(), rtol=1e-13
-    )
-    with pytest.raises(UsageError, match=r"torch\.optim\.SGD keeps the rate out of its velocity"):
-        momentum_correction(optimizer(0.1, momentum=0.9))
-
-
-def test_a_velocity_that_absorbs_the_rate_needs_the_correction() -> None:
-    def corrected(weights: list[nn.Parameter]) -> Optimizer:
-        one = Absorbing(weights, 0.1, 0.9)
-        momentum_correction(one, "velocity")
-        return one
-
-    assert torch.allclose(trained(corrected), by_the_paper(), rtol=1e-13)
-    assert not torch.allclose(
-        trained(lambda weights: Absorbing(weights, 0.1, 0.9)), by_the_paper(), rtol=1e-2
-    )
-
-
-def test_the_correction_ends_with_its_handle_and_goes_on_in_a_resumed_run() -> None:
-    weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    one = Absorbing([weight], 0.1, 0.9)
-    handle = momentum_correction(one, "velocity")
-    weight.grad = torch.ones(1, dtype=torch.float64)
-    one.step()
-    saved = copy.deepcopy(one.state_dict())
-    resumed = Absorbing([weight], 0.1, 0.9)
-    momentum_correction(resumed, "velocity")
-    resumed.load_state_dict(saved)
-    handle.remove()
-    for each, velocity in ((resumed, 0.9 * 0.2 + 0.2), (one, 0.9 * 0.1 + 0.2)):
-        each.param_groups[0]["lr"] = 0.2
-        each.step()
-        assert float(each.state[weight]["velocity"]) == pytest.approx(velocity, rel=1e-12)
