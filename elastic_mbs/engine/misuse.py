@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from elastic_mbs.errors import OptimizerInBackwardError, UnsupportedError, UsageError
 
@@ -43,20 +46,56 @@ def leave_call(call: Any) -> None:
         _running.remove(call)
 
 
-# one hook for all calls, which stays: putting it on and off for each would cost more than all its
-# runs
+class StepObserver(Protocol):
+    """Follower of the steps of every optimizer of the process."""
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+        """Take note of a step that begins; one with a closure runs forward and backward inside."""
+        ...
+
+    def step_ends(self) -> None:
+        """Take note that the step has ended."""
+        ...
+
+
+_observers: list[StepObserver] = []
+
+
+def observe_steps(observer: StepObserver) -> None:
+    """Tell `observer` of every step of an optimizer from now on."""
+    if observer not in _observers:
+        _observers.append(observer)
+    hook_steps()
+
+
+def ignore_steps(observer: StepObserver) -> None:
+    """End what `observe_steps` began; do nothing for an observer that is not there."""
+    if observer in _observers:
+        _observers.remove(observer)
+
+
+# one pair for the process, which stays: to put it on and off for each call would cost more than
+# all its runs
 @functools.cache
 def hook_steps() -> None:
-    """Has every step of an optimizer checked before it begins."""
-    register_optimizer_step_pre_hook(_on_step)
+    """Check every step of an optimizer before it begins, and tell the observers of it."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for call in tuple(_running):
         if call.finished:  # an interrupt has struck between its end and its leaving
             leave_call(call)
         else:
             call.check_step(optimizer)
+    for observer in tuple(_observers):  # after the checks: a step that is refused has not begun
+        observer.step_begins(optimizer, closure=len(args) > 1 or bool(kwargs))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for observer in tuple(_observers):
+        observer.step_ends()
 
 
 def check_gradients_stayed(
