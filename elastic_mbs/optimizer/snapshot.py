@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.optimizer.known import is_independent, only_in_place
+from elastic_mbs.rollback import copies
 
 _SCALARS = (bool, int, float, str, type(None))
 # attributes of every optimizer that are looked at by themselves
@@ -68,19 +69,19 @@ class OptimizerSnapshot:
         """Copies the values, all or none of them, to the tensors' own devices or to the host."""
         self._copies, self._on_host = [], host
         with torch.no_grad(), torch.inference_mode(False), on_host(host):
-            copies = [
+            kept = [
                 torch.empty_like(tensor, device="cpu" if host else tensor.device)
                 for tensor in self.tensors
             ]
-            _copy(self.tensors, copies)
-        self._copies = copies
+            copies.copy(copies.group(zip(kept, self.tensors, strict=True)))
+        self._copies = kept
 
     def restore(self) -> None:
         """Puts everything back, in place. May be called again after an error."""
         self._restore_structure()
         if self._copies:
             with torch.no_grad(), on_host(self._on_host):
-                _copy(self._copies, self.tensors)
+                copies.copy(copies.group(zip(self.tensors, self._copies, strict=True)))
 
     def _restore_structure(self) -> None:
         state, attributes = _renewed(self.state), vars(self.optimizer)
@@ -154,17 +155,6 @@ def _changed(snapshot: OptimizerSnapshot) -> Iterator[Tensor]:
     )
     for nested in snapshot.nested:
         yield from _changed(nested)
-
-
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    """Copies value by value, those of one device and type in one operation."""
-    together: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for source, target in zip(sources, targets, strict=True):
-        group = together.setdefault((target.device, target.dtype), ([], []))
-        group[0].append(target)
-        group[1].append(source)
-    for group in together.values():
-        torch._foreach_copy_(*group)
 
 
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:

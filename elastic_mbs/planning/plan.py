@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from elastic_mbs.memory import Headroom
 from elastic_mbs.planning.fakes import Fakes, storage_bytes
 from elastic_mbs.planning.lines import Lines, lines_of
 from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
+from elastic_mbs.planning.timeline import OpaqueKernelError, Timeline
 from elastic_mbs.planning.trace import Tracer, UntraceableStepError
 from elastic_mbs.planning.ways import Known, NoWayError, Way, seconds_to_move, weighed
 
@@ -31,6 +32,8 @@ _REASONS: dict[type[Exception], str] = {
     "that depends on values (a mask as an index, nonzero)",
     fake_tensor.UnsupportedOperatorException: "loss_fn has an operation that cannot say what "
     "shapes it makes: see torch.library.register_fake",
+    OpaqueKernelError: "an LSTM runs as a kernel of oneDNN, whose fake does not show what it keeps "
+    "for its backward",
     UntraceableStepError: "the optimizer's step cannot be traced, plan without optimizer=",
 }
 
@@ -45,7 +48,10 @@ def plan(
     *,
     compare: bool,
 ) -> PlanReport:
-    """Traces a step on fake tensors, and leaves no trace itself; with `compare` also with less memory and more work. See `ElasticMBS.plan`."""
+    """Trace a step on fake tensors and change nothing; see `ElasticMBS.plan`.
+
+    With `compare`, the ways that need less memory and more work are traced too.
+    """
     if len(context.devices) > 1:
         return PlanReport(
             view.length,
@@ -53,7 +59,8 @@ def plan(
         )
     streams = context.streams.read(hosts=True)
     try:
-        traced = _trace(Tracer(context, view, counts, loss_fn, Fakes()), optimizer, compare=compare)
+        traced, timelines = _trace(context, view, counts, loss_fn, optimizer, compare=compare)
+        _check_nothing_kept(timelines)
     except ElasticMBSError:
         raise  # a mistake that training would find as well
     except Exception as error:
@@ -71,8 +78,22 @@ class Budget(NamedTuple):
     time: tuple[float, float] | None
 
 
-def _trace(tracer: Tracer, optimizer: Optimizer | None, *, compare: bool) -> _Traced:
-    context, view = tracer.context, tracer.view
+def _trace(
+    context: Resources,
+    view: BatchView,
+    counts: Counts,
+    loss_fn: Callable[[Any], Any],
+    optimizer: Optimizer | None,
+    *,
+    compare: bool,
+) -> tuple[_Traced, list[Timeline]]:
+    """Return the findings and the timelines that tell whether a fake tensor is still alive.
+
+    The tracer is made here and dies here. Passed in as an argument it could outlive the traces:
+    where a frame evaluator is installed (as by a `torch.compile` that failed), the caller's
+    evaluation stack holds the arguments of a running function.
+    """
+    tracer = Tracer(context, view, counts, loss_fn, Fakes())
     with tracer.fakes.inside(context.model.modules):
         floor = context.settings.policy.limits.floor
         lines = lines_of(partial(tracer.piece, count=compare), floor, view.worth, view.elements)
@@ -80,20 +101,22 @@ def _trace(tracer: Tracer, optimizer: Optimizer | None, *, compare: bool) -> _Tr
             way: _lines_of(way, tracer, floor) for way in (Way.OFFLOAD, Way.CHECKPOINT) if compare
         }
         state, step = (0, 0) if optimizer is None else tracer.step(optimizer)
-    timelines = tracer.timelines
-    del tracer
-    if (
-        any(timeline.live for timeline in timelines)
-        and gc.collect()
-        and (left := sum(timeline.live for timeline in timelines))
-    ):
+    return _Traced(context, view, optimizer, lines, ways, state, step), tracer.timelines
+
+
+def _check_nothing_kept(timelines: Sequence[Timeline]) -> None:
+    """Refuse a loss function that keeps tensors: training could not use the fakes."""
+    if not any(timeline.live for timeline in timelines):
+        return
+    gc.collect()  # what is in a cycle is not kept
+    left = sum(timeline.live for timeline in timelines)
+    if left:
         raise UsageError(
             f"loss_fn, or something that it calls, has kept {left} bytes of tensors: while "
             "planning they are fakes, which training cannot use. Clear "
             "what keeps them (a list, a cache), return what is wanted as outputs, and plan with a "
             "loss_fn that keeps nothing"
         )
-    return _Traced(context, view, optimizer, lines, ways, state, step)
 
 
 def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:

@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_mbs.planning.kernels import kept
-
 _DEVICE = torch.ops.prim.device.default
+_MSE = torch.ops.aten.mse_loss.default
+_NO_REDUCTION = 0
+_LSTM = torch.ops.aten.mkldnn_rnn_layer.default  # oneDNN's kernel of one layer in one direction
 MOST_OPERATIONS = 100_000  # of one trace: 5 s or so
 
 
 class TooLong(Exception):
     """A trace has more operations than anyone would wait for."""
+
+
+class OpaqueKernelError(Exception):
+    """A kernel keeps memory for its backward that its fake does not show."""
 
 
 class Point(NamedTuple):
@@ -100,7 +105,7 @@ class Timeline(TorchDispatchMode):
         if func is _DEVICE:  # asked for more often than all else together
             return args[0].device
         self._admit(args, made=False)
-        out = kept(func, args, func(*args, **(kwargs or {})))
+        out = _with_storage(func, args, func(*args, **(kwargs or {})))
         self._admit(out, made=not self.elsewhere)
         # a question makes nothing, and is not asked every time
         if isinstance(out, Tensor | tuple | list):
@@ -111,3 +116,13 @@ class Timeline(TorchDispatchMode):
         if len(self.points) > MOST_OPERATIONS:
             raise TooLong(f"it has more than {MOST_OPERATIONS} operations")
         return out
+
+
+def _with_storage(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """Return a fake result with the storage that the real kernel would give it."""
+    if func is _LSTM and args[15]:  # in training mode it keeps a workspace
+        raise OpaqueKernelError("torch.backends.mkldnn.enabled = False makes it plain operations")
+    if func is _MSE and args[2:] != (_NO_REDUCTION,):
+        # the mean lies in the storage of the elements that it is the mean of
+        return (args[0] - args[1]).as_strided((), ())
+    return out

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from elastic_mbs.rollback import copies
+
 PLAIN = (bool, int, float, str, type(None))
 _ABSENT: Any = object()  # hangs where there is no buffer
 _BUFFERS, _TRAINING = attrgetter("_buffers"), attrgetter("training")
@@ -112,7 +114,7 @@ class _Memory:
         self._tensors: list[Any] = []
         self._shapes: list[torch.Size | None] = []
         self._copies: list[Tensor | None] = []
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._groups: copies.Groups = []
 
     def take(self, tensors: list[Any]) -> list[Tensor | None]:
         """Copy the values; None for a tensor that cannot be copied."""
@@ -122,23 +124,20 @@ class _Memory:
             or _shapes(tensors) != self._shapes
         ):
             self._prepare(tensors)
-        for copies, sources in self._groups:
-            torch._foreach_copy_(copies, sources)
+        copies.copy(self._groups)
         return self._copies
 
     def _prepare(self, tensors: list[Any]) -> None:
         # Empty until it is done: there may be no room.
         self._tensors, self._copies, self._groups = [], [], []
-        # a kernel serves one type on one device
-        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
         with torch.inference_mode(False):
-            copies = [torch.empty_like(tensor) if _copyable(tensor) else None for tensor in tensors]
-        for tensor, copy in zip(tensors, copies, strict=True):
-            if copy is not None:
-                group = groups.setdefault((copy.dtype, copy.device), ([], []))
-                group[0].append(copy)
-                group[1].append(tensor.detach() if tensor.requires_grad else tensor)
-        self._copies, self._groups, self._shapes = copies, list(groups.values()), _shapes(tensors)
+            kept = [torch.empty_like(tensor) if _copyable(tensor) else None for tensor in tensors]
+        groups = copies.group(
+            (copy, tensor.detach() if tensor.requires_grad else tensor)
+            for tensor, copy in zip(tensors, kept, strict=True)
+            if copy is not None
+        )
+        self._copies, self._groups, self._shapes = kept, groups, _shapes(tensors)
         # Detached tensors can lie elsewhere the next time.
         if not any(map(getattr, tensors, repeat("requires_grad"), repeat(False))):
             self._tensors = tensors

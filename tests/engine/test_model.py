@@ -127,7 +127,8 @@ def test_wrappers_with_replicas_or_collectives_are_refused_by_name_at_any_depth(
             TrainedModel(model)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit itself
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own advice
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")  # the same since torch 2.14
 def test_a_module_compiled_by_torch_jit_is_refused_by_name() -> None:
     """It came out as a raw TypeError: its parameters lie in no dict."""
     traced = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))

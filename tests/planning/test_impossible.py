@@ -74,6 +74,19 @@ def test_a_model_on_several_devices_has_no_plan() -> None:
     )
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_onednn_does_not_say_what_its_lstm_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    rnn = nn.LSTM(4, 8)
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        return rnn(batch)[0].square().mean()
+
+    report = elastic(rnn).plan(loss_fn, torch.randn(6, 3, 4))
+    assert "mkldnn.enabled = False makes it plain operations" in there(report.reason)
+    monkeypatch.setattr("torch.backends.mkldnn.enabled", False)
+    assert elastic(rnn).plan(loss_fn, torch.randn(6, 3, 4)).reason is None
+
+
 def test_mistakes_are_raised_as_in_training() -> None:
     model = mlp()
     mbs = elastic(model)

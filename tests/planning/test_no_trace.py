@@ -189,3 +189,10 @@ def test_casts_that_an_autocast_around_it_keeps_are_fakes_no_longer() -> None:
         )
         model(torch.randn(8, 8)).float().mean().backward()
     assert there(model.weight.grad).abs().sum() > 0
+
+
+def test_nothing_counts_as_kept_where_callers_hold_their_arguments() -> None:
+    model = nn.Linear(8, 2)
+    # so do frames that run by dynamo, as all do after a torch.compile that has failed
+    plan = torch._dynamo.run(ElasticMBS(model, **quiet()).plan)
+    assert plan(lambda b: model(b).mean(), torch.randn(8, 8)).reason is None

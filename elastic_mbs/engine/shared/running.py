@@ -1,80 +1,115 @@
-"""Which calls run now, and what must not run inside them: another call, a step of an optimizer, the capture of a CUDA graph."""
+"""The calls that run now, and a refusal of everything that must not run inside them.
+
+A step of an optimizer, another call and the capture of a CUDA graph must not run inside a call.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from elastic_mbs.errors import OptimizerInBackwardError, UnsupportedError, UsageError
-
-fault_injector: Any = None
-"""The `elastic_mbs.testing.faults.RandomFaults` of a test: it hears of each attempt's begin and end, and makes some fail. Read through the module."""
+from elastic_mbs.errors import UnsupportedError, UsageError
 
 _thread = threading.local()
-# the calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step
-# there
+# The calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step
+# there.
 _running: list[Any] = []
 
 
 def running_call() -> Any:
-    """The call that this thread is inside of, or None."""
+    """Return the call that this thread is inside of, or None."""
     call = getattr(_thread, "call", None)
     return None if call is None or call.finished else call
 
 
 def enter_call(call: Any) -> None:
-    """Marks this thread as inside `call`, unless it is inside another one; from now on `call.check_step` hears of every optimizer that steps."""
+    """Mark this thread as inside `call`, unless it is inside another one.
+
+    From now on `call.check_step` is called before every step of an optimizer.
+    """
     if running_call() is None:
         _thread.call = call
     _running.append(call)
-    hook_steps()
+    _hook_steps()
 
 
 def leave_call(call: Any) -> None:
-    """Ends what `enter_call` began; does nothing for a call that has left."""
+    """End what `enter_call` began; do nothing for a call that has left."""
     if getattr(_thread, "call", None) is call:
         _thread.call = None
     if call in _running:
         _running.remove(call)
 
 
-# one hook for all calls, which stays: putting it on and off for each would cost more than all its
-# runs
+# ---------------------------------------------------------------------- steps of optimizers
+
+
+class StepObserver(Protocol):
+    """Follower of the steps of every optimizer of the process."""
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+        """Take note of a step that begins; one with a closure runs forward and backward inside."""
+        ...
+
+    def step_ends(self) -> None:
+        """Take note that the step has ended."""
+        ...
+
+
+_observers: list[StepObserver] = []
+
+
+def observe_steps(observer: StepObserver) -> None:
+    """Tell `observer` of every step of an optimizer from now on."""
+    if observer not in _observers:
+        _observers.append(observer)
+    _hook_steps()
+
+
+def ignore_steps(observer: StepObserver) -> None:
+    """End what `observe_steps` began; do nothing for an observer that is not there."""
+    if observer in _observers:
+        _observers.remove(observer)
+
+
 @functools.cache
-def hook_steps() -> None:
-    """Has every step of an optimizer checked before it begins."""
-    register_optimizer_step_pre_hook(_on_step)
+def _hook_steps() -> None:
+    """Check every step of an optimizer before it begins, and tell the observers of it.
+
+    One pair of hooks for the process, which stays: to put it on and off for each call would cost
+    more than all its runs.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for call in tuple(_running):
         if call.finished:  # an interrupt has struck between its end and its leaving
             leave_call(call)
         else:
             call.check_step(optimizer)
+    for observer in tuple(_observers):  # after the checks: a step that is refused has not begun
+        observer.step_begins(optimizer, closure=len(args) > 1 or bool(kwargs))
 
 
-def check_gradients_stayed(
-    committed: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]
-) -> None:
-    """Refuses a backward in which a leaf that committed has lost its gradient."""
-    for leaf in committed:
-        if leaf.grad is None:
-            raise OptimizerInBackwardError(
-                f"{name_of(leaf)} lost its gradient during backward: an optimizer steps inside "
-                "backward (a post-accumulate hook that steps and "
-                "clears .grad). Each piece would then be a step of its own; take the hook off and "
-                "step once after the batch"
-            )
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for observer in tuple(_observers):
+        observer.step_ends()
+
+
+# ---------------------------------------------------------------------- misuse
 
 
 def check_function(fn: object, usage: str) -> None:
-    """Refuses a loss, a batch or anything else in the place of the function."""
+    """Refuse a loss, a batch or another value in the place of the function."""
     if not callable(fn):
         raise UsageError(
             f"mbs.{usage}: the function comes first and is called on pieces of the batch; got a "
@@ -83,7 +118,7 @@ def check_function(fn: object, usage: str) -> None:
 
 
 def check_capture() -> None:
-    """Refuses to run while a CUDA graph is being captured."""
+    """Refuse to run while a CUDA graph is being captured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # cuda-only
         raise UnsupportedError(
             "a CUDA graph is being captured: an out-of-memory error could not be recovered from "
