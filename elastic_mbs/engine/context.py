@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.plan import CallOutcome, Capacity, Key
+from elastic_mbs.device import accelerator_of
 from elastic_mbs.engine.misuse import check_capture
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile
@@ -49,6 +50,7 @@ class Context:
         self.settings, self.plain = settings, settings.plain
         self.model = model
         self.log = log
+        self.enabled = enabled
         self.controller = Controller(
             start=None if settings.micro_batch_size == "auto" else settings.micro_batch_size,
             policy=policy,
@@ -85,13 +87,17 @@ class Context:
         settings, memory = self.settings, self.settings.memory
         self.devices = self.model.devices()
         kind = self.devices[0].type  # asked once: it takes microseconds each time
-        self.on_cpu, self.asynchronous = kind == "cpu", self.devices[0] if kind == "cuda" else None
+        self.on_cpu, self.asynchronous = kind == "cpu", accelerator_of(self.devices[0])
         if self.guard is not None:
             refuse_devices(self.devices)
         found, meter = sensor_for(self.devices[0])
         if isinstance(found, MemoryBudget):
             found.track(*self.model.roots)
-        self.streams = RandomStreams(settings.recovery.generators, self.devices)
+        if self.enabled:
+            oom.refuse_unrecognised(self.devices, settings.recovery.is_oom)
+        self.streams = RandomStreams(
+            settings.recovery.generators, self.devices if self.enabled else ()
+        )
         self.monitor = Monitor(
             memory.sensor or found,
             interval=memory.monitor_interval,
@@ -104,7 +110,7 @@ class Context:
         """Readies itself for a call."""
         self.follow_model()
         if self.asynchronous is not None:
-            check_capture()
+            check_capture(self.asynchronous)
         self.monitor.start()
         if self.telemetry is not None:
             self.log.begin()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from elastic_mbs.device import Accelerator
 from elastic_mbs.errors import OptimizerInBackwardError, UnsupportedError, UsageError
 
 fault_injector: Any = None
@@ -82,9 +83,9 @@ def check_function(fn: object, usage: str) -> None:
         )
 
 
-def check_capture() -> None:
-    """Refuses to run while a CUDA graph is being captured."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # cuda-only
+def check_capture(accelerator: Accelerator) -> None:
+    """Refuse to run while a graph of the device is being captured."""
+    if accelerator.is_capturing():  # cuda-only
         raise UnsupportedError(
             "a CUDA graph is being captured: an out-of-memory error could not be recovered from "
             "inside it. Run the step outside the capture"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import MemoryBudget
+from elastic_mbs.device import Accelerator
 from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.oom import Kind, clear_traceback, probe, release
@@ -216,8 +217,8 @@ def test_a_probe_tells_a_poisoned_device_from_a_healthy_one(
 ) -> None:
     pending = list(errors)
 
-    def exercise(device: torch.device) -> None:
-        assert device.type == "cuda"
+    def exercise(accelerator: Accelerator) -> None:
+        assert accelerator.device.type == "cuda"
         error = pending.pop(0)
         if error is not None:
             raise error
