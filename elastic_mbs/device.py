@@ -1,4 +1,4 @@
-"""Accelerators behind one class: CUDA, XPU, MPS, and every other device that torch has a module for.
+"""Accelerators behind one class: CUDA, XPU, MPS, and every other device with a torch module.
 
 Streams and events have one name for all of them (`torch.Stream`, `torch.Event`,
 `torch.accelerator`). Everything else is looked up by the name that CUDA gave it, first in the
@@ -213,23 +213,20 @@ class Accelerator:
         )
 
     # ------------------------------------------------------------------ memory
-    # All raise RuntimeError where the device does not tell, or is lost.
+    # Each raises RuntimeError where the device is lost, as UnsupportedError where it does not tell.
 
     def memory_info(self) -> tuple[int, int]:
         """Return the free and the total bytes of the device, other processes counted."""
-        read = self._found("mem_get_info", "get_memory_info")
-        free, total = self._needed(read, "mem_get_info")(self.device)
+        free, total = self._ask("mem_get_info", "get_memory_info")
         return int(free), int(total)
 
     def memory_reserved(self) -> int:
         """Return the bytes that torch's allocator holds of the device."""
-        return int(self._needed(self._found("memory_reserved"), "memory_reserved")(self.device))
+        return int(self._ask("memory_reserved"))
 
     def memory_stats(self) -> Mapping[str, Any]:
         """Return the allocator's statistics, by the names that CUDA's have."""
-        stats: Mapping[str, Any] = self._needed(self._found("memory_stats"), "memory_stats")(
-            self.device
-        )
+        stats: Mapping[str, Any] = self._ask("memory_stats")
         return stats
 
     def memory_fraction(self) -> float:
@@ -242,8 +239,7 @@ class Accelerator:
 
     def reset_peaks(self) -> None:
         """Start a new interval for the allocator's peaks."""
-        name = "reset_peak_memory_stats"
-        self._needed(self._found(name), name)(self.device)
+        self._ask("reset_peak_memory_stats")
 
     def empty_cache(self) -> None:
         """Give what the allocator holds unused back to the device; without a cache do nothing."""
@@ -277,10 +273,19 @@ class Accelerator:
         found = (getattr(place, name, None) for place in places for name in names)
         return next((function for function in found if function is not None), None)
 
-    def _needed(self, function: Callable[..., Any] | None, name: str) -> Callable[..., Any]:
+    def _ask(self, *names: str) -> Any:
+        """Return the answer of the first function of these names for this device."""
+        function = self._found(*names)
+        lacking = f"torch.{self.device.type} has no {names[0]}"
         if function is None:
-            raise UnsupportedError(f"torch.{self.device.type} has no {name}")
-        return function
+            raise UnsupportedError(lacking)
+        try:
+            return function(self.device)
+        except RuntimeError as error:
+            if hasattr(self._module, names[0]):
+                raise
+            # torch.accelerator asserts in C++ that the backend has what most do not have
+            raise UnsupportedError(lacking) from error
 
 
 class _StreamByFunctions:

@@ -8,8 +8,8 @@ import torch
 
 from elastic_mbs import Event, MicroBatchFloorError, WaitingForMemory, memory
 from elastic_mbs.memory import (
-    DeviceMeter,
     CudaSensor,
+    DeviceMeter,
     Headroom,
     Holder,
     HostMeter,
