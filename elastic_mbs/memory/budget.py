@@ -9,9 +9,8 @@
    a storage dies ──► its weak reference goes on a queue ──► settled before anyone reads the count
 ```
 
-A storage can die in any thread and at any byte code, also inside a section that holds our lock. So
-the finaliser is `deque.append`, one atomic call into C; whoever wants the count empties the queue
-first, under a lock, which is re-entrant because a signal handler or a `__del__` may read a budget.
+The storages are counted in `live_storages.py`, under a lock. It is re-entrant because a signal
+handler or a `__del__` may read a budget.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from elastic_mbs.errors import MisuseError, UsageError
 from elastic_mbs.events import format_bytes
+from elastic_mbs.memory.live_storages import LiveStorages
 from elastic_mbs.memory.sensor import Headroom, Reading, Usage, parse_bytes
 
 _lock = threading.RLock()  # held to change the counts of any budget
@@ -49,14 +47,6 @@ _PARTS = {
     torch.sparse_bsr: _BY_ROW,
 }
 _PARTS |= {torch.sparse_csc: _BY_COLUMN, torch.sparse_bsc: _BY_COLUMN}
-
-
-class _Storage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with what was counted for it."""
-
-    __slots__ = ("key", "nbytes")
-    key: int
-    nbytes: int
 
 
 class MemoryBudget:
@@ -121,12 +111,8 @@ class MemoryBudget:
         self.resets = 0
         self._clock = clock
         self._limit = self._total = parse_bytes(limit)
-        self._live = self._peak = 0
-        self._storages: dict[int, _Storage] = {}
-        self._gone: deque[_Storage] = deque()
-        self._on_death = cast(
-            Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append
-        )
+        self._peak = 0
+        self._storages = LiveStorages()
         self.track(
             *(
                 [track]
@@ -157,8 +143,7 @@ class MemoryBudget:
     def live(self) -> int:
         """Bytes in live storages, now."""
         with _lock:
-            self._settle()
-            return self._live
+            return self._storages.settled()
 
     @property
     def peak(self) -> int:
@@ -247,20 +232,6 @@ class MemoryBudget:
         """What counts for this budget in this thread, if the thread has entered it."""
         return next((mode for mode in _modes_of_this_thread() if mode.budget is self), None)
 
-    def _settle(self) -> None:
-        """Takes the storages that have died out of the count. Call with the lock held."""
-        while self._gone:
-            gone = self._gone[0]
-            # no call between these two lines: neither Ctrl-C nor the collector can come between,
-            # and what is interrupted later can be repeated
-            self._live -= gone.nbytes
-            gone.nbytes = 0
-            # a new storage may live at the address by now, and be in the table under it
-            if self._storages.get(gone.key) is gone:
-                self._storages.pop(gone.key, None)
-            if self._gone and self._gone[0] is gone:
-                self._gone.popleft()
-
     def _admit(self, value: Any) -> int:
         """Counts the storages in a result or an argument of an operation unless that has been done.
 
@@ -272,24 +243,11 @@ class MemoryBudget:
             storage = value.untyped_storage()
         except RuntimeError:
             return self._admit(_parts_of(value))
-        key, nbytes = id(storage), storage.nbytes()
-        known = self._storages.get(key)
-        if (known is not None and known.nbytes == nbytes and known() is storage) or not self.covers(
-            storage.device
-        ):
+        nbytes = storage.nbytes()
+        if self._storages.counted(storage) == nbytes or not self.covers(storage.device):
             return 0
         with _lock:
-            self._settle()
-            known = self._storages.get(key)
-            if known is None or known() is not storage:
-                known = _Storage(storage, self._on_death)
-                known.key, known.nbytes = key, nbytes
-                self._storages[key] = known
-                self._live += nbytes
-                return nbytes
-            grown, known.nbytes = nbytes - known.nbytes, nbytes
-            self._live += grown
-            return max(0, grown)
+            return self._storages.count(storage, nbytes)
 
     def _check(self, new: int, *, may_refuse: bool) -> str | None:
         """The error's text if `new` bytes, already counted, pass the limit; else notes the peak."""
@@ -375,9 +333,10 @@ class _CountingMode(TorchDispatchMode):
             budget._check(0, may_refuse=False)
         out = func(*args, **kwargs) if kwargs else func(*args)
         new = budget._admit(out)
-        # `_live` may still hold what has died since; while even that is below peak and limit, the
-        # usual case in training, there is nothing to note
-        if new and (budget._live > budget._peak or budget._live > budget._limit):
+        # While even the upper bound is below peak and limit, the usual case in training, there is
+        # nothing to note.
+        upper = budget._storages.upper
+        if new and (upper > budget._peak or upper > budget._limit):
             refusal = budget._check(new, may_refuse=not _in_place(func))
             if refusal is not None:
                 args = kwargs = out = None  # type: ignore[assignment]  # the error's traceback keeps this frame: it must keep none of the tensors
