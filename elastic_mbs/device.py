@@ -184,7 +184,7 @@ class Accelerator:
             raise self._no_stream(
                 f"its state is a {type(before).__name__}, and not a tensor in host memory"
             )
-        before = before.clone()  # it may be a view of what a draw moves
+        before = before.clone()  # it may be a view of the memory that a draw changes
         try:
             first = self._draw()
             moved = not torch.equal(stream.get_state(), before)
@@ -242,12 +242,12 @@ class Accelerator:
         self._ask("reset_peak_memory_stats")
 
     def empty_cache(self) -> None:
-        """Give what the allocator holds unused back to the device; without a cache do nothing."""
+        """Give unused memory of the allocator back to the device; without a cache do nothing."""
         empty = self._found("empty_cache")
         if empty is not None:
             empty()
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ identity
 
     def current_index(self) -> int | None:
         """Return the index of the calling thread's current device; None where there is one only."""
@@ -284,7 +284,7 @@ class Accelerator:
         except RuntimeError as error:
             if hasattr(self._module, names[0]):
                 raise
-            # torch.accelerator asserts in C++ that the backend has what most do not have
+            # torch.accelerator asserts in C++ that the backend has an allocator of a certain class
             raise UnsupportedError(lacking) from error
 
 

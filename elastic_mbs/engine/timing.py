@@ -65,7 +65,7 @@ class Stopwatch:
         return monotonic() - self._began
 
     def stop(self) -> float | None:
-        """Note that the call has ended on the host; return its seconds where the host knows them."""
+        """Note the call's end on the host; return its seconds where the host knows them."""
         if self.accelerator is None:
             self._seconds = monotonic() - self._began
         elif self._start is not None:
@@ -93,7 +93,7 @@ class Stopwatch:
             return None
 
 
-# calls that have ended on the host, each with what its seconds are wanted for
+# calls that have ended on the host, each with the thing that waits for its seconds
 Timed = deque[tuple[Stopwatch, T]]
 
 
@@ -105,7 +105,7 @@ def known(timed: Timed[T], *, wait: bool = False) -> Iterator[tuple[T, float | N
 
 
 class Telemetry:
-    """The source of `CallDone` events of one runtime, which has one only where something listens."""
+    """The source of a runtime's `CallDone` events; there is one only where something listens."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log

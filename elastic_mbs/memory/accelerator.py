@@ -18,7 +18,7 @@ from elastic_mbs.memory.processes import Holder
 from elastic_mbs.memory.sensor import Headroom, Reading, Unavailable, Usage
 
 # torch asserts that there is a driver, raises ValueError for a device of another accelerator, and
-# RuntimeError for a lost device and for what the device's module lacks
+# RuntimeError for a lost device and for a function that the device's module lacks
 _NO_FIGURES = (RuntimeError, AssertionError, ValueError)
 
 

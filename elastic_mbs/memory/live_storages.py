@@ -61,7 +61,7 @@ class LiveStorages:
         return None if known is None or known() is not storage else known.nbytes
 
     def count(self, storage: torch.UntypedStorage, nbytes: int) -> int:
-        """Count so many bytes for a storage; return the bytes that this adds, 0 where it shrinks."""
+        """Count `nbytes` for a storage; return the bytes that this adds, 0 where it shrinks."""
         self.settled()
         known = self._known.get(id(storage))
         if known is None or known() is not storage:

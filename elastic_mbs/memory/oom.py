@@ -42,7 +42,7 @@ _TOO_MUCH = 1 << 50  # bytes, more than any address space of 47 bits has
 
 _recognised: set[str] = set()  # types of devices that have shown their error in this process
 
-# A mistake inside a handler is a mistake, not a wrapper of what was being handled.
+# A mistake inside a handler is a mistake, not a wrapper of the error that was being handled.
 _MISTAKES: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
@@ -236,7 +236,7 @@ def refuse_unrecognised(
 def _out_of_memory_of(
     device: torch.device, is_oom: Callable[[BaseException], bool] | None
 ) -> str | None:
-    """Return what a device does when it is out of memory; None where that is recognised."""
+    """Return a device's answer to too large a request, in words; None where it is recognised."""
     try:
         torch.empty(_TOO_MUCH, dtype=torch.uint8, device=device)
     except Exception as error:
