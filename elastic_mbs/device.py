@@ -74,13 +74,17 @@ class Accelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        try:
-            self._module: Any = torch.get_device_module(device.type)
-        except RuntimeError:  # it has none: then nothing is found in it
-            self._module = None
 
     def __repr__(self) -> str:
         return f"Accelerator({str(self.device)!r})"
+
+    @property
+    def _module(self) -> Any:
+        """The device's module in torch; None where there is none: nothing is found in it."""
+        try:
+            return torch.get_device_module(self.device.type)
+        except RuntimeError:
+            return None
 
     # ------------------------------------------------------------------ streams and events
 
@@ -127,7 +131,7 @@ class Accelerator:
 
     @cached_property
     def copies_ahead(self) -> bool:
-        """Whether copies between pinned memory and the device run beside the host."""
+        """True where copies between pinned memory and the device run beside the host."""
         try:
             self.mark().synchronize()
             return torch.empty(1, pin_memory=True).is_pinned()

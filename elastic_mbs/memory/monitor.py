@@ -82,7 +82,7 @@ class Monitor:
 
     @property
     def running(self) -> bool:
-        """Whether the thread was started in this process, or none is wanted."""
+        """True where the thread was started in this process, or none is wanted."""
         return self._started is _process[0] or self._interval == 0
 
     def start(self) -> None:

@@ -100,7 +100,7 @@ class Verdict:
 
     @property
     def synchronous(self) -> bool:
-        """Whether the operation that raised is the one that failed.
+        """True where the operation that raised is the one that failed.
 
         Everything noted before it holds then.
         """

@@ -1,4 +1,4 @@
-"""Running out under a MemoryBudget: which operations fail and what they leave, training under it, blocks in each other, threads and forks."""
+"""Running out under a MemoryBudget: failing operations, training, nesting, threads and forks."""
 
 import gc
 import os

@@ -251,7 +251,7 @@ def test_a_meter_without_a_device_does_not_raise(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_at_the_floor_the_biggest_holders_and_the_doubt_are_named_where_they_are_known(
+def test_the_floor_error_names_holders_and_doubt_where_known(
     known: bool,
 ) -> None:
     model, events = mlp(), list[Event]()

@@ -29,7 +29,8 @@ def small(device: torch.device = DEVICE) -> tuple[nn.Module, Pair]:
 def test_a_size_with_which_the_allocator_thrashes_shrinks_after_two_calls(
     simulation: Simulation,
 ) -> None:
-    """No call fails, but each has to give back what it has cached: it needs a block that is a little larger than the last one."""
+    # No call fails, but each has to give back its cached blocks: it needs one that is a little
+    # larger than the last one.
     model, batch = small()
     events: list[Event] = []
     torch.cuda.empty_cache()
@@ -72,7 +73,7 @@ def test_an_oom_of_expandable_segments_is_recovered_from_exactly(
 
 
 def keep_pace(line: Callable[[object], None]) -> None:
-    """A device that takes a while for each operation: the host runs ahead of it, as in a loop written by hand."""
+    """Train on a slow device: the host runs ahead of it, as in a loop written by hand."""
     simulation = Simulation()
     model, (x, y) = small()
     partition = ((0, 4), (4, 8))
@@ -118,7 +119,7 @@ def keep_pace(line: Callable[[object], None]) -> None:
     assert seconds >= 15 * 2e-3  # of the device: the host was done with it in a fraction of that
 
 
-def test_a_settled_call_waits_for_a_slow_device_no_more_often_than_a_loop_by_hand(
+def test_a_settled_call_waits_no_more_often_than_a_loop_by_hand(
     apart: Callable[..., None],
 ) -> None:
     apart(keep_pace, SIMCUDA_LAG_US=2000)
@@ -154,7 +155,7 @@ def test_a_model_on_the_second_device_recovers_there_and_leaves_the_first_alone(
 
 
 def share(line: Any, seed: int) -> None:
-    """One of two that train on a device which has room for one and a half."""
+    """Train as one of two on a device that has room for one and a half."""
     torch.manual_seed(seed)
     host = torch.device("cpu")
     model, batch = Wide(16384).double(), batch_on(host, 128, seed)
@@ -211,7 +212,7 @@ def test_an_evaluation_survives_an_error_below_the_allocator_wherever_it_strikes
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
-def test_a_step_that_an_error_of_the_driver_strikes_is_made_whole_or_can_be_made_again(
+def test_a_step_struck_by_the_driver_is_whole_or_can_be_repeated(
     simulation: Simulation, kind: str, scaled: bool
 ) -> None:
     struck = 0
