@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from elastic_mbs.errors import UnsupportedError
 
@@ -132,11 +133,12 @@ class Accelerator:
     @cached_property
     def copies_ahead(self) -> bool:
         """True where copies between pinned memory and the device run beside the host."""
-        try:
-            self.mark().synchronize()
-            return torch.empty(1, pin_memory=True).is_pinned()
-        except RuntimeError:
-            return False
+        with _disable_current_modes():  # under fake tensors nothing would be tried out
+            try:
+                self.mark().query()
+                return torch.empty(1, pin_memory=True).is_pinned()
+            except RuntimeError:
+                return False
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a copy in host memory.
@@ -270,12 +272,15 @@ class Accelerator:
 
     def _found(self, *names: str) -> Callable[..., Any] | None:
         """Return the first function of these names, of the module or of `torch.accelerator`."""
-        places: list[Any] = [self._module]
+        module = self._module
+        for name in names:
+            if (function := getattr(module, name, None)) is not None:
+                return cast(Callable[..., Any], function)
         current = torch.accelerator.current_accelerator()
-        if current is not None and current.type == self.device.type:
-            places.append(torch.accelerator)
-        found = (getattr(place, name, None) for place in places for name in names)
-        return next((function for function in found if function is not None), None)
+        if current is None or current.type != self.device.type:
+            return None
+        shared = (getattr(torch.accelerator, name, None) for name in names)
+        return next((function for function in shared if function is not None), None)
 
     def _ask(self, *names: str) -> Any:
         """Return the answer of the first function of these names for this device."""

@@ -193,7 +193,8 @@ class StoredOutput:
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self.on_host = place == "cpu"
         self.nbytes = 0  # of their dense tensors
-        self._event: torch.Event | None = None  # of the last copy that the host did not wait for
+        # of the last copy from each device that the host did not wait for
+        self._events: dict[torch.device, torch.Event] = {}
         # by their address, with their versions: those that stay in memory of the function's
         self.kept: dict[int, tuple[Tensor, int]] = {}
         self._value = map_outputs(value, self._to_host if place == "cpu" else self._where_it_is)
@@ -220,7 +221,7 @@ class StoredOutput:
         accelerator = accelerator_of(tensor.device)
         if accelerator is not None and accelerator.copies_ahead:  # cuda-only
             copy = accelerator.to_host(tensor)
-            self._event = accelerator.mark(self._event)
+            self._events[tensor.device] = accelerator.mark(self._events.get(tensor.device))
             return copy
         virtual = (budget := MemoryBudget.current()) is not None and budget.covers(tensor.device)
         with on_host(virtual):
@@ -229,8 +230,8 @@ class StoredOutput:
 
     def get(self) -> Any:
         """The outputs, once the copy is done."""
-        if self._event is not None:  # cuda-only
-            self._event.synchronize()
+        for event in self._events.values():  # cuda-only
+            event.synchronize()
         return self._value
 
 

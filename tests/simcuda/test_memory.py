@@ -154,6 +154,27 @@ def test_a_model_on_the_second_device_recovers_there_and_leaves_the_first_alone(
     apart(use_the_second, SIMCUDA_DEVICES=2)
 
 
+def use_both(line: Callable[[object], None]) -> None:
+    first, second = nn.Linear(6, 4).double().to("cuda:0"), nn.Linear(4, 1).double().to("cuda:1")
+
+    def loss_fn(piece: Tensor) -> tuple[Tensor, list[Tensor]]:
+        hidden = first(piece.to("cuda:0"))
+        last = second(hidden.to("cuda:1"))
+        return last.square().mean(), [hidden, last]
+
+    x = pairs()[0]
+    with elastic(nn.Sequential(first, second), micro_batch_size=4) as mbs:
+        outputs = mbs.backward(loss_fn, x).outputs
+    with torch.no_grad():
+        expected = first(x.to("cuda:0"))
+        assert torch.equal(outputs[0], expected.cpu())
+        assert torch.equal(outputs[1], second(expected.to("cuda:1")).cpu())
+
+
+def test_outputs_of_two_devices_come_to_the_host(apart: Callable[..., None]) -> None:
+    apart(use_both, SIMCUDA_DEVICES=2)
+
+
 def share(line: Any, seed: int) -> None:
     """Train as one of two on a device that has room for one and a half."""
     torch.manual_seed(seed)
